@@ -4,7 +4,7 @@
     python examples/train_diloco.py --quick    # the same in 15 seconds
 
 The links are network namespaces, which need Linux, root, `ip` and `tc`; without them it says so and runs on loopback. The
-demo's GPT learns Python's standard library; `pip install torchft_ckpt[demo]` brings what the picture needs.
+demo's GPT learns Python's standard library; `pip install ".[demo]"` brings what the picture needs.
 
 What a replica group does is `train` below. Groups without links and kills:
 

@@ -1,6 +1,6 @@
 """Lightning's Trainer in replica groups that may die and come back: one `FaultToleranceStrategy` more than without.
 
-    pip install "torchft_ckpt[lightning]"
+    pip install ".[lightning]"
     python -m torchft_ckpt lighthouse --min-replicas 1 --bind 127.0.0.1:29510
     export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 NUM_REPLICA_GROUPS=2
     REPLICA_GROUP_ID=0 python examples/train_lightning.py &

@@ -1,6 +1,6 @@
 """Ray Train's replica groups, by its own `TorchftConfig`: a worker that dies is started again, and the others train on.
 
-    pip install "torchft_ckpt[ray]"
+    pip install ".[ray]"
     python examples/train_ray.py --groups 3 --steps 2000
 
 Ray imports torchft by its name, in its lighthouse and in the workers. The hook in `main` puts this library in its place.

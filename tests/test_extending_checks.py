@@ -72,7 +72,7 @@ def test_a_loop_that_writes_to_its_state_without_the_lock_is_found(monkeypatch: 
             backup.zero_()
 
     monkeypatch.setattr(AveragedFragment, "prepare", careless)
-    with pytest.raises(ConformanceError, match="while the lock was not held"):
+    with pytest.raises(ConformanceError, match="while the lock was not held: state"):
         outer_conformance.check_outer_loop(local_sgd)
 
 

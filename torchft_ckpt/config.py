@@ -11,7 +11,7 @@
 |                                     |                               | says so, for what runs beside NCCL               |
 | `GLOO_SOCKET_IFNAME`                |                               | Gloo's: the same for everything else             |
 | `TORCHFT_CKPT_MANAGER_PORT`         | `TORCHFT_MANAGER_PORT`        | port of the manager service (group rank 0)       |
-| `TORCHFT_CKPT_TIMEOUT_SEC`          | `TORCHFT_TIMEOUT_SEC`         | collectives, commit votes, transfers; seconds    |
+| `TORCHFT_CKPT_TIMEOUT_SEC`          | `TORCHFT_TIMEOUT_SEC`         | collectives, commit votes; seconds               |
 | `TORCHFT_CKPT_QUORUM_TIMEOUT_SEC`   | `TORCHFT_QUORUM_TIMEOUT_SEC`  | one attempt at a quorum; seconds                 |
 | `TORCHFT_CKPT_CONNECT_TIMEOUT_SEC`  | `TORCHFT_CONNECT_TIMEOUT_SEC` | connecting to lighthouse and peers; seconds      |
 | `TORCHFT_CKPT_QUORUM_RETRIES`       | `TORCHFT_QUORUM_RETRIES`      | attempts at a quorum after the first             |
@@ -67,7 +67,6 @@ NOT_READ = {
     "TORCHFT_TRIGGER_FR_ON_ABORT": "an abort does not make torch's flight recorder write a dump",
     "TORCHFT_USE_OTEL": _NO_OTEL,
     "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": _NO_OTEL,
-    "TORCH_FR_DUMP_TEMP_FILE": "torch reads it, but it gets no path for each quorum: a later dump replaces an earlier one",
 }
 """Environment variables that torchft reads, and why they change nothing here."""
 

@@ -81,14 +81,9 @@ class OptimizerWrapper(Optimizer):
         self.manager.takes_step(self)
         if not self.manager.should_commit():
             return False
-        try:
+        with self.manager.taking_step():
             self.optim.step()
             self.manager.took_step(self.optim)
-        except BaseException:
-            self.manager.report_torn_state()
-            raise
-        finally:
-            self.manager.allow_state_dict_read()
         return True
 
     def skip_step(self) -> bool:

@@ -53,6 +53,8 @@ def hsdp(
         # Else a lighthouse that saw the last run of this job would have the new one go on with that.
         config.JOB[0]: config.resolve(None, config.JOB, f"torchx-{secrets.token_hex(4)}", str),
         "NUM_REPLICA_GROUPS": str(replicas),
+        # Else ranks that torchrun starts again, and that call init_process_group, may look for the rank 0 that died.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **({} if gpu or h else {"CUDA_VISIBLE_DEVICES": ""}),
         **(env or {}),
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -76,7 +76,7 @@ def step_diagram() -> str:
             steps = abs(phases.index(target) - phases.index(phase))
             # The longer an arc, the higher, and the further out it ends.
             end = far + _BOX_WIDTH / 2 + 34 - 22 * steps
-            drawing.arc(near + _BOX_WIDTH / 2, end, top, 20 + 58 * steps, [", ".join(events)])
+            drawing.arc(near + _BOX_WIDTH / 2, end, top, 20 + 58 * steps, ", ".join(events))
     drawing.text(40, 345, always, _SOFT, anchor="start")
     return drawing.svg()
 
@@ -89,8 +89,8 @@ REPLICA = (
 )
 REPLICA_FORWARD = (["the job runs"], ["has the state,", "is compiled"], ["its state is equal"])
 REPLICA_ARCS = (
-    (3, 2, 0, ["left behind, or wakes: it heals"]),
-    (0, 3, 1, ["the job begins: all load one state before the first step"]),
+    (3, 2, 0, "left behind, or wakes: it heals"),
+    (0, 3, 1, "the job begins: all load one state before the first step"),
 )
 REPLICA_END = (
     "A group whose process ends is lost at once. The others discard one step at most, and its launcher starts it again."
@@ -120,6 +120,8 @@ class _Drawing:
         self._height = height
         self._title = title
         self._parts: list[str] = []
+        self._labels: list[str] = []
+        """Of arcs: drawn last, with a margin in the card's colour, as arcs cross them."""
 
     def box(
         self, x: float, y: float, name: str, what: str = "", *, width: float = _BOX_WIDTH, height: float = _BOX_HEIGHT
@@ -132,7 +134,7 @@ class _Drawing:
         if what:
             self.text(x + width / 2, middle + 18, [what], _SOFT)
 
-    def text(self, x: float, y: float, lines: Sequence[str], colour: str = _INK, *, anchor: str = "middle") -> None:
+    def text(self, x: float, y: float, lines: Iterable[str], colour: str = _INK, *, anchor: str = "middle") -> None:
         for index, line in enumerate(lines):
             self._parts.append(
                 f'<text x="{x:.0f}" y="{y + index * _LINE:.0f}" fill="{colour}" text-anchor="{anchor}">{escape(line)}</text>'
@@ -141,12 +143,14 @@ class _Drawing:
     def arrow(self, start: float, end: float, y: float) -> None:
         self._parts.append(f'<path d="M{start + 4:.0f} {y:.0f} H{end - 5:.0f}" class="line"/>')
 
-    def arc(self, start: float, end: float, y: float, height: float, label: Iterable[str]) -> None:
+    def arc(self, start: float, end: float, y: float, height: float, label: str) -> None:
         top = y - height
         self._parts.append(
             f'<path d="M{start:.0f} {y - 3:.0f} C{start:.0f} {top:.0f} {end:.0f} {top:.0f} {end:.0f} {y - 5:.0f}" class="line"/>'
         )
-        self.text((start + end) / 2, y - height * 0.75 - 7, list(label))
+        self._labels.append(
+            f'<text x="{(start + end) / 2:.0f}" y="{y - height * 0.75 - 7:.0f}" class="label">{escape(label)}</text>'
+        )
 
     def svg(self) -> str:
         head = (
@@ -155,6 +159,7 @@ class _Drawing:
         )
         style = (
             f".name {{ font-weight: 600; text-anchor: middle; fill: {_INK} }}"
+            f" .label {{ text-anchor: middle; fill: {_INK}; stroke: {_CARD}; stroke-width: 6; paint-order: stroke }}"
             f" .line {{ fill: none; stroke: {_LINE_COLOUR}; stroke-width: 1.5; marker-end: url(#head) }}"
         )
         marker = (
@@ -170,6 +175,7 @@ class _Drawing:
                 f"<defs>{marker}</defs>",
                 f'<rect width="{_WIDTH}" height="{self._height}" rx="12" fill="{_CARD}"/>',
                 *self._parts,
+                *self._labels,
                 "</svg>",
                 "",
             ]

@@ -43,6 +43,8 @@ STEP = 7
 LEASE = timedelta(minutes=30)
 STALL_S = 0.3
 PATIENT_STALL_S = 1.2
+LAST_STALL_S = 6.0
+"""Of a case that is run again alone, because its time was over before its fault was there."""
 GIVE_WAY_S = 0.2
 TIMEOUT_S = 20.0
 SLACK_S = 4.0
@@ -170,12 +172,12 @@ class Case:
 
     def may_have_more_time(self) -> bool:
         """Whether its time was over before its fault was there, and there is more to give."""
-        short = self.timeout_s < TIMEOUT_S or self.stall_s < PATIENT_STALL_S
+        short = self.timeout_s < TIMEOUT_S or self.stall_s < LAST_STALL_S
         return self.ran_out_of_time and not self.num_fired and short
 
     def give_more_time(self) -> None:
-        """Four times the deadline, and a patience that a healthy source does not use up."""
-        self.timeout_s, self.stall_s = min(4 * self.timeout_s, TIMEOUT_S), PATIENT_STALL_S
+        """Four times the deadline, and a patience that a healthy source does not use up however busy the machine is."""
+        self.timeout_s, self.stall_s = min(4 * self.timeout_s, TIMEOUT_S), LAST_STALL_S
 
     async def give_way(self, answer: Answer, wire: Wire) -> None:
         """What the proxy does with an answer of a healthy source that is the first: its blocks wait a moment for the fault.
@@ -334,7 +336,7 @@ class FaultBench:
         A case whose time was over before its fault was there has shown nothing, but that the machine was busy: it is run again
         alone, with more time.
         """
-        for stall_s in {PATIENT_STALL_S, *(case.stall_s for case in cases)}:
+        for stall_s in {LAST_STALL_S, *(case.stall_s for case in cases)}:
             self.warm(mode, concurrency, stall_s)
         free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._slots[:concurrency]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from torchft_ckpt.core.training.discards import DiscardRun
+from torchft_ckpt.core.training.discards import DiscardRun, pauses_s
 
 SLOW = "a:1: CollectiveFailedError: gloo: a collective failed (timed out); b:1 had not come to a collective"
 
@@ -68,3 +70,7 @@ def test_a_cause_nobody_knows_a_setting_for_is_that_of_one_group_however_often_t
 def test_what_would_help_is_named(reason: str, setting: str) -> None:
     warning = said(DiscardRun(), *[reason] * 3)[-1]
     assert warning is not None and setting in warning and reason in warning
+
+
+def test_a_discarded_step_is_tried_again_at_once_and_then_after_longer_and_longer_pauses() -> None:
+    assert list(itertools.islice(pauses_s(), 7)) == [0.0, 0.05, 0.1, 0.2, 0.4, 0.5, 0.5]

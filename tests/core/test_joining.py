@@ -464,6 +464,32 @@ def test_one_that_cannot_say_is_waited_for_as_long_as_the_join_budget():
     assert len(a.outcomes) == 4
 
 
+def test_a_budget_that_ends_between_two_looks_at_the_step_is_not_exceeded():
+    """Seed 2320: a budget of 0.3 s cost the others 0.5 s at each attempt, and only 0.3 s were taken from the allowance."""
+    job, a, b = trained(join_budget_s=0.3)
+    j = job.join("j")
+    begins(job, a, b, j)
+    a.votes()
+    b.votes()
+    job.passes(0.29)
+    assert len(a.outcomes) == 3
+    job.passes(0.02)
+    assert len(a.outcomes) == 4
+
+
+def test_an_allowance_that_ends_between_two_looks_at_the_step_is_not_exceeded():
+    job, a, b = trained(limit_s=0.6, tau_s=0.1, join_budget_s=0.3)
+    j = job.join("j")
+    begins(job, a, b, j, reach_s=0.2)
+    a.votes()
+    b.votes()
+    j.still_needs(0.2)
+    job.passes(0.59)
+    assert len(a.outcomes) == 3
+    job.passes(0.02)
+    assert len(a.outcomes) == 4
+
+
 def test_one_that_heals_before_its_forward_pass_is_waited_for_in_the_collectives():
     job, a, b = trained(heal_inline=True)
     j = job.join("j", heal_inline=True)

@@ -304,3 +304,20 @@ def test_a_group_that_is_in_a_step_is_let_go_by_its_decision_alone() -> None:
         member.votes()
     assert a.hears() == ["commit, leaving"]
     assert (b.step, c.step) == (2, 2)
+
+
+def test_nobody_waits_for_a_joiner_that_was_let_go_before_the_decision_on_its_step() -> None:
+    """Seed 892: it had approved the step, did not wait for the decision, and was told to leave when it asked for the next."""
+    job = Job()
+    a = job.join("a")
+    job.step(a)
+    joiner = job.join("b")
+    joiner.asks()
+    a.asks(can_serve=True)
+    joiner.votes()
+    joiner.asks()
+    job.operator_drains("b")
+    assert joiner.hears()[-1] == "no quorum, leaving"
+    a.votes()
+    a.asks()
+    assert a.hears()[-1] == "quorum 3 step 2 healthy", "at once, while b saves"

@@ -50,6 +50,31 @@ def test_an_id_that_others_have_seen_is_not_given_again_though_who_is_back_first
     assert a.formed.quorum_id == 2000
 
 
+def test_who_comes_back_after_the_job_went_back_heals_though_only_a_group_beside_its_quorum_told_of_it() -> None:
+    """Seed 2046: the quorum was named 1 again, so that going back in it did not concern the states of the old quorum 1."""
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    beside = job.join("c", warm_up=True)
+    beside.asks()
+    assert beside.formed.warms_up
+    a.votes()
+    b.votes()
+    job.restart()
+    beside.connects()
+    beside.asks()
+    assert beside.replica.phase is StepPhase.ASKING  # it knows that step 1 was committed
+    job.operator_allows_loss()
+    beside.votes()
+    assert (beside.formed.quorum_id, beside.step) == (1000, 1)
+    a.connects()
+    beside.asks(can_serve=True)
+    a.asks()
+    beside.votes()
+    beside.asks(can_serve=True)
+    assert (beside.formed.role.value, a.formed.role.value) == ("healthy", "joiner")
+
+
 def test_nobody_heard_the_old_decision_and_all_approved() -> None:
     job, (a, b, c) = in_doubt("a", "b", "c")
     back(a, b)

@@ -13,18 +13,22 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/idioms from the table in tests/idioms. Change it there. -->
 
-Each line below is a training loop in `tests/idioms`, written as its user writes it. It is run by replica groups, some steps
-without a death, then a group dies in the middle of one and comes back with other random weights. After each step everything
-that the loop has registered is compared, bit by bit, with a plain loop: torch's own DDP and optimizers, and nobody who dies.
+Each line below is a training loop in `tests/idioms`, written as its user writes it. A test runs the loop in replica groups.
+First the groups make some steps without a death. Then a group dies in the middle of a step and comes back with other random
+weights. After each step the test compares everything that the loop has registered, bit by bit, with a plain loop. The plain
+loop uses torch's own DDP and optimizers, and no group dies in it.
 
-Five rules are behind nearly all of them:
+Five rules are behind nearly all of these lines:
 
-1. **`zero_grad` begins a step, `step` ends it.** Collectives of the groups belong in between, the same ones in all groups.
-2. **A step may be discarded.** Then it has not happened: weights and `manager.current_step()` stay. What belongs to a step (a
-   schedule, an average of the weights, a count) you do where `optimizer.step()` has returned True.
-3. **What your loop remembers and computes with, you register**, with the model and the optimizer. A group that returns gets it.
-4. **What all groups have to decide alike, decide by what they have alike**: the step, averaged gradients, an averaged loss.
-5. **A group that returns does not know the step before its first `step()`.** What it computes in that step adds nothing.
+1. **`zero_grad` begins a step, `step` ends it.** Collectives between groups belong in between, the same ones in all groups.
+2. **A step may be discarded.** Then it has not happened: weights and `manager.current_step()` stay. Some lines belong to a
+   step: they move a schedule, average the weights, or count. Run such lines only if `optimizer.step()` has returned True.
+3. **Register every value that your loop remembers and computes with**, together with the model and the optimizer. A group
+   that returns gets it.
+4. **If all groups have to make the same decision, decide by a value that is the same in all groups**: the step, averaged
+   gradients, an averaged loss.
+5. **A group that returns does not know the step before its first `step()`.** Whatever it computes in that step adds
+   nothing.
 """
 
 NOTES = {
@@ -39,7 +43,8 @@ optimizer.step()
 scheduler.step()  # does nothing where the step was discarded
 ```
 
-One that steps otherwise you register with model and optimizer, and step it where a step has counted:
+Some schedulers do not move with each step. Register such a scheduler with model and optimizer, and step it only if the step
+counted:
 
 <!-- block: in open-step -->
 ```python
@@ -47,7 +52,7 @@ if optimizer.step() and manager.current_step() % 1000 == 0:
     scheduler.step()
 ```""",
     Category.WEIGHTS: """\
-Register averaged weights, and update them where a step has counted:
+Register averaged weights, and update them only if the step counted:
 
 <!-- block: in open-step -->
 ```python
@@ -59,14 +64,15 @@ if optimizer.step():
 NOT_ALLOWED = """\
 ## What your loop may not do
 
-What is refused names its error. Where nothing is raised, the log says so, or the line says that nobody does.
+If the library refuses a loop, the line names the error. If it raises no error, the log has a warning, or the line says that
+there is none.
 
-| what | what becomes of it |
+| loop | what happens |
 |---|---|
 """
 
 WAS_WRONG = """\
-## What was wrong when it was first tried
+## Loops that were wrong at first
 
 """
 
@@ -83,7 +89,7 @@ def text() -> str:
     found = [f"- {entry.name}: {entry.was}{_still(entry)}" for entry in entries if entry.was != "right"]
     parts.append(
         WAS_WRONG
-        + f"{len(entries)} loops are in the table. {len(right)} of them did what they should when they entered it; these did not:"
+        + f"The table has {len(entries)} loops. {len(right)} of them worked when they entered it. These did not work at first:"
         + "\n\n"
         + "\n".join(found)
         + "\n"

@@ -22,10 +22,13 @@ MARK = "STATE "
 
 def print_state(*, step: int, **states: Any) -> None:
     """Print one line of the committed step and of all that is in the state dicts. A DTensor counts with what is on this rank."""
-    line = {"step": step, "values": dict(_leaves("", states))}
+    say(MARK + json.dumps({"step": step, "values": dict(_leaves("", states))}))
+
+
+def say(line: str) -> None:
+    """Print a line in one call: `print` writes its parts and its end apart, and threads and ranks of a group have one output."""
     sys.stdout.flush()
-    # In one call: `print` writes the end of the line apart, and the ranks of a group have one output.
-    os.write(sys.stdout.fileno(), (MARK + json.dumps(line) + "\n").encode())
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def digest(**states: Any) -> str:

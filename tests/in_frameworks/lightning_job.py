@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fingerprints import print_state
+from fingerprints import print_state, say
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -57,7 +57,7 @@ class Net(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         numbers, features, targets = batch
-        print(f"READ {self.trainer.global_step} {batch_idx % ACCUMULATE} {numbers.tolist()}", flush=True)
+        say(f"READ {self.trainer.global_step} {batch_idx % ACCUMULATE} {numbers.tolist()}")
         if self.manager is not None:
             self.take_time(self.manager.num_participants())
         loss = nn.functional.mse_loss(self.layers(features), targets)
@@ -68,7 +68,7 @@ class Net(LightningModule):
         if num_groups == 1:
             time.sleep(0.5)
         elif self.trainer.global_step >= HELD_AT and not self.go_on.exists():
-            print("HELD", flush=True)
+            say("HELD")
             while not self.go_on.exists():
                 time.sleep(0.05)
 
@@ -101,7 +101,7 @@ class ShardedNet(Net):
 
 class TellingIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        print(f"WROTE {Path(path).name} {checkpoint['global_step']}", flush=True)
+        say(f"WROTE {Path(path).name} {checkpoint['global_step']}")
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
@@ -176,4 +176,4 @@ if __name__ == "__main__":
     try:
         main()
     except JobFinishedError as over:
-        print(over, flush=True)
+        say(str(over))

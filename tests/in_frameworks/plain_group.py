@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import torch
-from fingerprints import print_state
+from fingerprints import print_state, say
 from torch import nn
 
 from torchft_ckpt import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
@@ -24,7 +24,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
-    print(f"group {group} rank {rank} is process {os.getpid()}", flush=True)
+    say(f"group {group} rank {rank} is process {os.getpid()}")
 
     torch.manual_seed(int(group))
     module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from torchft_ckpt import LighthouseServer, Manager, ProcessGroupGloo
 from torchft_ckpt.errors import ConfigError
-from torchft_ckpt.integrations.lightning import FaultToleranceStrategy
+from torchft_ckpt.integrations.lightning import FaultToleranceStrategy, _ContinuedMetrics
 
 SCRIPT = Path(__file__).with_name("lightning_job.py")
 NUM_STEPS = 60
@@ -147,6 +147,18 @@ def test_a_job_resumes_from_a_checkpoint_of_its_own_and_of_plain_lightning(tmp_p
 
     assert (trainer.global_step, manager.current_step()) == (12, 12)
     assert manager.statistics().num_committed == 2
+
+
+@pytest.mark.parametrize("before", ["", 'a,"b,c",step\r\n1.0,2.0,0\r\n'], ids=["no line", "a comma in a name"])
+def test_a_log_goes_on_in_the_file_of_a_group_that_died(tmp_path: Path, before: str) -> None:
+    (tmp_path / "metrics.csv").write_text(before, newline="")
+    writer = _ContinuedMetrics(str(tmp_path))
+    writer.log_metrics({"a": 3.0, "b,c": 4.0}, step=1)
+    writer.save()
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[-1] == {"a": "3.0", "b,c": "4.0", "step": "1"}
+    assert [row["step"] for row in rows] == (["0", "1"] if before else ["1"])
 
 
 @pytest.mark.slow

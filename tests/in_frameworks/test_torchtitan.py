@@ -18,9 +18,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 def run_with_a_kill(folder: Path, config: str, *, kill_at: int, num_steps: int) -> tuple[Group, Group]:
     """Kill group 1 when `kill_at` steps of the job are committed; return group 0 and group 1's second run, ended.
 
-    Group 0 trains on alone, and stands still in the middle until group 1 is there again.
+    Both begin together, however long each of them takes to start. Group 0 trains on alone, and stands still in the middle until
+    group 1 is there again.
     """
-    is_back = folder / "is_back"
+    is_there, is_back = folder / "is_there", folder / "is_back"
     arguments = [
         "--module=torchtitan_on_cpu",
         f"--config={config}",
@@ -29,11 +30,18 @@ def run_with_a_kill(folder: Path, config: str, *, kill_at: int, num_steps: int) 
         f"--training.steps={num_steps}",
         f"--dump_folder={folder}",
     ]
-    environment = {"PRINT_STATE": "yes", "GATE": f"{num_steps // 2}:{is_back}"}
+    environment = {
+        "PRINT_STATE": "yes",
+        "GATES": f"1:{is_there} {num_steps // 2}:{is_back}",
+        "TORCHFT_CKPT_JOIN_BUDGET_SEC": "60",  # what comes back may be as slow as it likes
+    }
     with FrameworkJob(
         folder, ON_CPU, *arguments, nproc=2, by="torchft_ckpt.compat.torchft", environment=environment
     ) as job:
         survivor, killed = job.start(0), job.start(1)
+        for group in (survivor, killed):
+            group.wait_for("Training starts at step", timeout_s=300)
+        is_there.touch()
         killed.wait_for_step(kill_at, participants=2, timeout_s=300)
         killed.kill()
         again = job.start(1)

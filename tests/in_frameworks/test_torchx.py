@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_each_group_is_a_role_that_is_started_again_alone(monkeypatch: pytest.Mo
     )
     assert len({role.env["TORCHFT_CKPT_JOB"] for role in app.roles}) == 1
     assert "CUDA_VISIBLE_DEVICES" not in one.env
+    assert one.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"  # pytorch #135712
 
 
 def test_each_start_is_a_job_of_its_own_without_gpus_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,14 +100,15 @@ def test_a_group_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) -
         wait_until(lambda: _trains(runner, logs), "both groups train", 180)
         killed = _processes(logs, 1)
         for pid in killed:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # torchrun ends the second rank when the first one dies, maybe before us
+                os.kill(pid, signal.SIGKILL)
         wait_until(lambda: len(_processes(logs, 1)) == 4, "torchrun starts the ranks again", 120)
         is_back.touch()
         assert runner.process.wait(timeout=300) == 0
     finally:
         runner.close()
         lighthouse.shutdown()
-    assert "heal=yes" in _log(logs, 1)
+    assert "heal=yes" in _log(logs, 1).rpartition("is process")[2], "it did not heal in its second life"
     first, second = (_states(logs, group) for group in range(2))
     assert len(first) == len(second) == 2
     assert_equal_states(*first, *second)

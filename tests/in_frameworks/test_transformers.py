@@ -67,7 +67,7 @@ def test_the_group_that_speaks_is_killed_and_comes_back(tmp_path: Path, nproc: i
         first = job.start(0)
         first.wait_for(FOUND_THE_JOB)
         is_there.touch()
-        first.wait_for_step(12, participants=2)
+        first.wait_for_step(13, participants=2)  # it has logged step 12, and no log, evaluation or save is due
         first.kill()
         survivor.wait_for_step(24, participants=1)
         again = job.start(0)

@@ -28,7 +28,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fingerprints import digest, print_state
+from fingerprints import digest, print_state, say
 
 if TYPE_CHECKING:
     from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
@@ -149,11 +149,12 @@ def _saying_its_state(config: FaultTolerantTrainer.Config) -> FaultTolerantTrain
         told_of = 0
 
         def train_step(self, data_iterator: Any) -> None:
-            step, _, path = os.environ.get("GATE", "").partition(":")
-            while (
-                path and self.step == int(step) and not Path(path).exists()
-            ):  # a test has something to do before this step
-                time.sleep(0.05)
+            for gate in os.environ.get("GATES", "").split():  # a test has something to do before this step
+                step, _, path = gate.partition(":")
+                while self.step == int(step) and not Path(path).exists():
+                    time.sleep(0.05)
+            if "GATES" in os.environ and self.ft_manager.manager.num_participants() == 1:
+                time.sleep(0.3)  # it takes its time while it trains alone, so that the other finds the job again
             super().train_step(data_iterator)
             rounds = 0 if self.ft_manager.use_async_quorum else self.ft_manager.manager.current_step()
             if rounds > self.told_of:
@@ -181,7 +182,7 @@ def _say_state(trainer: FaultTolerantTrainer) -> None:
         state["optimizer"] = [each.state_dict() for each in trainer.optimizers]
     else:  # between two rounds all else is each group's own
         state["agreed_on"] = manager.registry.capture()[trainer.config.fault_tolerance.semi_sync_method]
-    print(f"rank {state['trainer']['rank']}, step {manager.current_step()}: state {digest(**state)}", flush=True)
+    say(f"rank {state['trainer']['rank']}, step {manager.current_step()}: state {digest(**state)}")
     if os.environ.get("PRINT_STATE"):
         print_state(step=manager.current_step(), **state)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fingerprints import print_state
+from fingerprints import print_state, say
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -47,7 +47,7 @@ class Recorder(TrainerCallback):
         self._waits = waits
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        print("EVALUATED", state.global_step, flush=True)
+        say(f"EVALUATED {state.global_step}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for step, file in self._waits:
@@ -81,7 +81,7 @@ class Logger(TrainerCallback):
 def note_what_is_read(model: torch.nn.Module) -> None:
     def note(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module.training:
-            print("READ", named["input_ids"][:, 0].tolist(), flush=True)
+            say(f"READ {named['input_ids'][:, 0].tolist()}")
 
     model.register_forward_pre_hook(note, with_kwargs=True)
 

@@ -115,7 +115,8 @@ signal.signal(signal.SIGTERM, leave)
 life = Path({str(tmp_path)!r}) / (os.environ["REPLICA_GROUP_ID"] + os.environ["RANK"])
 with life.open("x") as file:
     file.write(f"{{os.getpid()}} {{os.getppid()}} ")
-while {is_asked != "a rank"} or not has_left.exists():
+gets_a_signal = {is_asked != "a rank"} and os.environ["REPLICA_GROUP_ID"] == "1"
+while gets_a_signal or not has_left.exists():
     time.sleep(0.01)
 """
     )

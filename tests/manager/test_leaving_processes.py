@@ -115,8 +115,12 @@ def test_after_the_deadline_a_group_that_hangs_goes_as_it_is(tmp_path: Path, whe
     with job_of(tmp_path, hangs_in=where, deadline_s=2.0) as (job, _):
         groups = start_groups(job, NAMES[:2])
         if where == "loop":
-            (job.control("group_0") / "hang").touch()
-            groups["group_0"][0].wait_for_event("hanging")
+            newest = max(rank.steps()[-1]["step"] for rank in groups["group_0"])
+            draft = job.control("group_0") / "hang.draft"
+            draft.write_text(str(newest + 20))  # both ranks see it by then, and hang at one step
+            draft.rename(draft.with_name("hang"))
+            for rank in groups["group_0"]:
+                rank.wait_for_event("hanging", WITHIN_S)
         asked_at = time.monotonic()
         groups["group_0"][0].signal(signal.SIGTERM)
         if where == "save":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -49,7 +50,7 @@ class Votes:
     def allow_state_dict_read(self) -> None:
         self.said.append("free")
 
-    def report_torn_state(self) -> None: ...
+    taking_step = contextlib.nullcontext
 
 
 def wrapped(*answers: bool) -> tuple[Optimizer, torch.optim.Optimizer, Any]:

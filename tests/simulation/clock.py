@@ -20,9 +20,17 @@ class Process:
         self.name = name
         self.is_alive = True
         self.is_stopped = False
+        self.stopped_at = 0.0
+        """Since when it is stopped, or was the last time."""
+        self.stops: list[tuple[float, float]] = []
+        """From when to when it was stopped; a stop that lasts is not in it."""
         self.backlog: list[Action] = []
         self.on_death: list[Action] = []
         """What the outside world does when it dies, such as closing its connections."""
+
+    def stopped_s(self, began: float, ended: float) -> float:
+        """Return for how many of these seconds it was stopped."""
+        return sum(max(0.0, min(ended, until) - max(began, since)) for since, until in self.stops)
 
     def __repr__(self) -> str:
         return f"Process({self.name}, alive={self.is_alive}, stopped={self.is_stopped})"
@@ -71,10 +79,13 @@ class Clock:
 
     def stop(self, process: Process) -> None:
         """SIGSTOP."""
-        process.is_stopped = True
+        if not process.is_stopped:
+            process.is_stopped, process.stopped_at = True, self.now
 
     def wake(self, process: Process) -> None:
         """SIGCONT: what piled up is done now, in order."""
+        if process.is_stopped:
+            process.stops.append((process.stopped_at, self.now))
         process.is_stopped = False
         backlog, process.backlog = process.backlog, []
         for action in backlog:

@@ -52,7 +52,7 @@ class Lighthouse:
         # Epochs are in no order: nothing may depend on one.
         self.state = LighthouseState(self._settings, epoch=f"{self._rng.getrandbits(16):04x}.{self._life}")
         self._armed: float | None = None
-        self._oracle.new_life(self.state.epoch)
+        self._oracle.new_life(self.state.epoch, self.process)
 
     def crash(self) -> None:
         """SIGKILL; `restart` brings it back without memory."""

@@ -43,11 +43,12 @@ from torchft_ckpt.core.coordination.messages import (
 )
 
 if TYPE_CHECKING:
+    from simulation.clock import Process
     from simulation.group import ReplicaGroup
     from simulation.trainer import Trainer
 
 
-STOOD_GRACE_S = 0.3
+STOOD_GRACE_S = 0.05
 """So much later the lighthouse may notice that the time is up."""
 
 
@@ -56,9 +57,14 @@ class InvariantError(AssertionError):
 
 
 class _Life:
-    """What one life of the lighthouse has been told."""
+    """What one life of the lighthouse has been told.
 
-    def __init__(self) -> None:
+    Args:
+        process: that it runs in.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
         self.reported: set[StateVersion] = set()
         self.shown: dict[str, StateVersion] = {}
         """By connection: of an earlier life, shown when this one had formed a quorum."""
@@ -71,7 +77,8 @@ class _Life:
         """Where the job was over before the present event."""
         self.last_round: Round | None = None
         self.stood: list[tuple[float, float]] = []
-        """From when to when those who train waited for joiners with their votes."""
+        """When those who train began to wait for joiners with their votes, and how long the lighthouse, which was not stopped,
+        let them."""
 
 
 class Oracle:
@@ -253,9 +260,9 @@ class Oracle:
 
     # ----------------------------------------------------------------------------------------------------- lighthouse
 
-    def new_life(self, epoch: str) -> None:
+    def new_life(self, epoch: str, process: Process) -> None:
         """The lighthouse starts."""
-        self._lives[epoch] = _Life()
+        self._lives[epoch] = _Life(process)
         self._apart &= self._know_apart
 
     def lighthouse_handled(self, state: LighthouseState, event: Event, instructions: Iterable[Instruction]) -> None:
@@ -300,7 +307,10 @@ class Oracle:
         self._check_stood_still(state, life)
 
     def _check_stood_still(self, state: LighthouseState, life: _Life) -> None:
-        """In any time those who train stand still for joiners at most for the limit, one budget and a twentieth of that time."""
+        """In any time those who train stand still for joiners at most for the limit, one budget and a twentieth of that time.
+
+        While the lighthouse is stopped they wait for it, not for joiners.
+        """
         current = state.round
         if current is None or not current.tally.decided or current is life.last_round:
             return
@@ -309,9 +319,10 @@ class Oracle:
         limit_s = max((member.join_stall_limit_s for member in members), default=float("inf"))
         if current.join_budget_s is None or current.is_needed or current.all_approved_at is None:
             return
-        life.stood.append((current.all_approved_at, state._now))
+        began = current.all_approved_at
+        life.stood.append((began, state._now - began - life.process.stopped_s(began, state._now)))
         for first, (began, _) in enumerate(life.stood):
-            stood_s = sum(end - begin for begin, end in life.stood[first:])
+            stood_s = sum(seconds for _, seconds in life.stood[first:])
             most_s = limit_s + current.join_budget_s + 0.05 * (state._now - began) + STOOD_GRACE_S
             if stood_s > most_s:
                 self.fail(

@@ -273,7 +273,7 @@ class Simulation:
         elif fault is Fault.DRAIN:
             who = rng.choice(("operator", "rank", "all"))
             if who == "operator" and self.lighthouse.process.is_alive:
-                self.lighthouse.handle(Received("operator", Drain(replica_id=group.replica_id)))
+                self._tell_lighthouse(Drain(replica_id=group.replica_id))
             else:
                 for trainer in [rng.choice(group.trainers)] if who == "rank" else group.trainers:
                     clock.after(rng.uniform(0.0, 0.2), trainer.process, trainer.wish_to_leave)
@@ -283,6 +283,11 @@ class Simulation:
             duration_s = rng.uniform(0.1, 4.0)
             self._note_trouble(range(len(self.groups)), duration_s)
             clock.after(duration_s, None, lambda: self._wake([process]))
+
+    def _tell_lighthouse(self, word: AllowStepLoss | Drain) -> None:
+        """The operator says something. A lighthouse that is stopped hears it when it wakes."""
+        lighthouse = self.lighthouse
+        self.clock.after(0.0, lighthouse.process, lambda: lighthouse.handle(Received("operator", word)))
 
     def _note_trouble(self, indices: Iterable[int], duration_s: float) -> None:
         """These groups cannot be blamed, or relied on, until they are connected again."""
@@ -314,7 +319,9 @@ class Simulation:
         plan = self.scenario
         # No group's steps vary by more than the others grant one that joins: it has several to go through.
         plan.moods.calm_down(slowness=min(3.0, plan.join_budget_s / STEPS_VARY_BY_S))
-        self.transfers.duration_s = (0.02, 0.1)
+        # Nor do transfers take longer than the others grant. A rank may measure half as much again, and its group repeats that
+        # while other ranks tell theirs, when some of the time has gone by.
+        self.transfers.duration_s = (0.02, min(0.1, 0.3 * plan.join_budget_s))
         self.transfers.failure_rate = self.transfers.torn_rate = self.collectives.stall_s = 0.0
         self._keep_pace()
         began = self.clock.now
@@ -342,7 +349,7 @@ class Simulation:
                 self._num_words += 1
                 if needs_word or is_over:
                     self.log("the operator allows the loss")
-                    self.lighthouse.handle(Received("operator", AllowStepLoss()))
+                    self._tell_lighthouse(AllowStepLoss())
                 else:
                     self.log("the operator restarts a group")
                     self.groups[0].kill()

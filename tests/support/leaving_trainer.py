@@ -5,7 +5,7 @@ another step than its neighbour would leave that one waiting.
 
 Options, beside those of `Job.start`: `storage` (where the save of a group that leaves goes; none: no save), `asks` (its loop asks
 `should_leave`; else it goes by the error of `start_quorum`, which nobody catches), `deadline_s`, `pause_s` (of a forward pass),
-`save_every` (steps; all groups save), `hangs_in` ("save"; or "loop", once there is a file `hang` in `control`), `outer` (inner
+`save_every` (steps; all groups save), `hangs_in` ("save"; or "loop", at the step in the file `hang` in `control`), `outer` (inner
 steps of a round of DiLoCo), `handles` (SIGTERM; else the group leaves only when the operator asks for it), `logs_loss` (averages
 something between two steps), `has_worker` (a process of a DataLoader, which lives until this one ends; this rank then leads a
 process group, as one that torchrun has started).
@@ -139,7 +139,8 @@ def train(
             manager.allreduce(torch.ones(1)).wait()
         if checkpointer is not None and is_committed and save_every and step % save_every == 0:
             checkpointer.save()
-        if options.get("hangs_in") == "loop" and (Path(options["control"]) / "hang").exists():
+        hang = Path(options["control"]) / "hang"
+        if options.get("hangs_in") == "loop" and hang.exists() and step >= int(hang.read_text()):
             report("hanging")
             threading.Event().wait()
         if options.get("asks", True) and manager.should_leave():

@@ -103,9 +103,6 @@ class ImaginedTime:
         """When whose turn is. A turn is a lock that is let go when it comes, and taken by the thread that waited for it."""
         self._tickets = itertools.count()
         self._here = threading.local()
-        self._lock = threading.Lock()
-        self._owed_s = 0.0
-        """What threads of whoever's turn it is have waited for, one after the other."""
         self._done = threading.Event()
 
     def __call__(self) -> float:
@@ -127,15 +124,13 @@ class ImaginedTime:
         for thread in threads:
             thread.join(_STUCK_S)
 
+    def has_turns(self) -> bool:
+        """Whether this thread is one of `run`'s."""
+        return hasattr(self._here, "turn")
+
     def wait(self, seconds: float) -> None:
-        """Let the others go first for so long. What other threads than `run`'s wait, whoever has the turn makes up for."""
-        turn = getattr(self._here, "turn", None)
-        if turn is None:
-            with self._lock:
-                self._owed_s += seconds
-            return
-        with self._lock:
-            seconds, self._owed_s = seconds + self._owed_s, 0.0
+        """Let the others go first for so long. Only on a thread of `run`'s."""
+        turn = self._here.turn
         heapq.heappush(self._queue, (self.now_s + max(seconds, 0.0), next(self._tickets), turn))
         self._next()
         assert turn.acquire(timeout=_STUCK_S), "nobody hands over"
@@ -183,12 +178,21 @@ class TimedSystem(ScriptedSystem):
         super().__init__(faults, disk=disk)
         self._time = time
         self._costs = dict(costs or {})
+        self._owed_s = 0.0
+        """What threads that have no turn have waited for; the member makes up for it at its next operation."""
+        self._owed_lock = threading.Lock()
 
     def _operation(
         self, name: str, path: str, detail: str = "", file: File | None = None, data: memoryview | None = None
     ) -> Any:
         usual_s = MANIFEST_S if name == "open_existing" and "/part-" in path else _OPERATION_S
-        self._time.wait(self._costs.get(len(self.log), usual_s))
+        with self._owed_lock:
+            self._owed_s += self._costs.get(len(self.log), usual_s)
+            seconds = self._owed_s
+            if self._time.has_turns():
+                self._owed_s = 0.0
+        if self._time.has_turns():
+            self._time.wait(seconds)
         return super()._operation(name, path, detail, file, data)
 
 

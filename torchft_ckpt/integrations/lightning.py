@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import logging
 import time
 from collections import OrderedDict, deque
@@ -40,6 +41,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
 
+from torchft_ckpt.core.training.discards import pauses_s
 from torchft_ckpt.data import DistributedSampler
 from torchft_ckpt.ddp import GradientAverage
 from torchft_ckpt.errors import ConfigError
@@ -52,8 +54,6 @@ logger = logging.getLogger(__name__)
 KEY = "lightning"
 """Names Lightning's state among all that is registered with the Manager, and the Manager's in a checkpoint of Lightning's."""
 _PLACE = "torchft_ckpt_place"
-_FIRST_PAUSE_S = 0.05
-_MAX_PAUSE_S = 0.5
 _NOT_STATE = ("epoch", "global_step", "loops")
 """Of what is in a checkpoint: the place of the loops, which is said by `_PLACE` as of the beginning of a step."""
 
@@ -176,11 +176,10 @@ class _ReplicaGroup(Strategy):
         """
         assert self._average is not None
         module: Any = model or self.lightning_module
-        result, pause_s = closure(), 0.0
+        result, pauses = closure(), pauses_s()
         self._average.take()
         while not self._vote():
-            time.sleep(pause_s)  # where groups are missing
-            pause_s = min(_MAX_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
+            time.sleep(next(pauses))  # where groups are missing
             self._manager.start_quorum()
             if self._is_outdated:
                 self._compute_again(optimizer)
@@ -188,14 +187,9 @@ class _ReplicaGroup(Strategy):
             else:
                 self._average.again()
         self._average.forget()
-        try:
+        with self._manager.taking_step():
             # Hooks, unscaling and clipping see the averages.
             result = self.precision_plugin.optimizer_step(optimizer, model=module, closure=lambda: result, **kwargs)
-        except BaseException:
-            self._manager.report_torn_state()
-            raise
-        finally:
-            self._manager.allow_state_dict_read()
         if self._has_moved:
             self._go_to_place()
         self._place = None
@@ -476,7 +470,7 @@ class _ContinuedMetrics(ExperimentWriter):
         super().__init__(log_dir)
         if self._fs.isfile(self.metrics_file_path):
             with self._fs.open(self.metrics_file_path, "r", newline="") as file:
-                self.metrics_keys = file.readline().rstrip("\r\n").split(",")
+                self.metrics_keys = next(csv.reader(file), [])  # none: that group died before it wrote a line
 
     def _check_log_dir_exists(self) -> None:
         """Leave what is there."""

@@ -38,6 +38,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
+from torchft_ckpt.core.training.discards import pauses_s
 from torchft_ckpt.ddp import BackwardAverage, GradientAverage
 from torchft_ckpt.errors import ConfigError, GroupBrokenError
 from torchft_ckpt.optimizer import OptimizerWrapper
@@ -49,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 KEY = "transformers"
 """Names the Trainer's state among all that is registered with the Manager."""
-_FIRST_PAUSE_S = 0.05
-_MAX_PAUSE_S = 0.5
 _REFUSED: dict[str, str] = {
     "auto_find_batch_size": "it begins the training anew in the middle of the job",
     "load_best_model_at_end": "only the group that speaks for the job has the best one; load it after train()",
@@ -195,7 +194,8 @@ class FaultToleranceCallback(TrainerCallback):
             # The Trainer does not step its schedule then.
             optimizer._is_overflow = not self._is_committed
             if self._is_committed:
-                self._step(steps)
+                with self._manager.taking_step():
+                    steps()
 
         inner.step = step
 
@@ -265,13 +265,12 @@ class FaultToleranceCallback(TrainerCallback):
         manager, average = self._manager, self._average
         assert average is not None
         self._is_open = False
-        pause_s = 0.0
+        pauses = pauses_s()
         try:
             while not manager.should_commit():
                 if manager.is_behind or self._has_loaded():
                     return False
-                time.sleep(pause_s)  # where groups are missing
-                pause_s = min(_MAX_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
+                time.sleep(next(pauses))  # where groups are missing
                 manager.start_quorum()
                 if self._has_loaded():
                     return False
@@ -288,15 +287,6 @@ class FaultToleranceCallback(TrainerCallback):
     def _count_loads(self) -> int:
         counts = self._manager.statistics()
         return counts.num_healed + counts.num_corrected
-
-    def _step(self, steps: Callable[[], Any]) -> None:
-        try:
-            steps()
-        except BaseException:
-            self._manager.report_torn_state()
-            raise
-        finally:
-            self._manager.allow_state_dict_read()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

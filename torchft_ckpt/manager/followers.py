@@ -47,8 +47,7 @@ class Followers:
                 " optimizer.step() has returned True",
                 party="scheduler",
             )
-        _refuse_twice(scheduler)
-        self._registry.register(name, lambda state: scheduler.load_state_dict(state), lambda: scheduler.state_dict())
+        self._register(scheduler, name)
         follower = Follower(f"the scheduler {name!r}", "step", "optimizer.step()")
         plain = type(scheduler)
 
@@ -65,8 +64,7 @@ class Followers:
         """See `Manager.grad_scaler`."""
         if not isinstance(scaler, torch.amp.GradScaler):
             raise ConfigError(f"{type(scaler).__name__} is no torch.amp.GradScaler", party="grad_scaler")
-        _refuse_twice(scaler)
-        self._registry.register(name, lambda state: scaler.load_state_dict(state), lambda: scaler.state_dict())
+        self._register(scaler, name)
         if not scaler.is_enabled():
             return scaler
         follower = Follower(f"the gradient scaler {name!r}", "update", "scaler.step(optimizer)")
@@ -106,6 +104,12 @@ class Followers:
         _give_class(scaler, follower, unscale_=unscale, step=step, update=update)
         self._scalers.append(follower)
         return scaler
+
+    def _register(self, follows: LRScheduler | torch.amp.GradScaler, name: str) -> None:
+        if isinstance(follows, _Following):
+            raise ConfigError(f"this {type(follows).__name__} follows a Manager already", party=type(follows).__name__)
+        # Looked up when they are called: the object gets a class of its own below.
+        self._registry.register(name, lambda state: follows.load_state_dict(state), lambda: follows.state_dict())
 
     def _all(self) -> list[Follower]:
         return [follower for follower, _ in self._schedulers] + self._scalers
@@ -160,11 +164,6 @@ def _is_of(scheduler: LRScheduler, wrapped: torch.optim.Optimizer) -> bool:
 
 class _Following:
     """Marks the classes that `_give_class` makes."""
-
-
-def _refuse_twice(follows: object) -> None:
-    if isinstance(follows, _Following):
-        raise ConfigError(f"this {type(follows).__name__} follows a Manager already", party=type(follows).__name__)
 
 
 def _give_class(follows: Any, follower: Follower, **methods: Callable[..., Any]) -> None:

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -484,14 +485,29 @@ class Manager:
     def report_torn_state(self) -> None:
         """Say that the state is not the one that the step counter names, because a committed step could not be taken.
 
-        This replica then contributes nothing and commits nothing until it has healed. `Optimizer` calls it.
+        This replica then contributes nothing and commits nothing until it has healed. `taking_step` calls it.
         """
         self._client.load_torn()
+
+    @contextmanager
+    def taking_step(self) -> Iterator[None]:
+        """Around what takes a step that counts, of optimizers that are wrapped or guarded: `with manager.taking_step(): ...`.
+
+        `Optimizer.step` and the integrations take theirs in it. Where it raises the state is torn (`report_torn_state`); the
+        write lock, which the first of the optimizers took, is given back in any case.
+        """
+        try:
+            yield
+        except BaseException:
+            self.report_torn_state()
+            raise
+        finally:
+            self.allow_state_dict_read()
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Make each step of an optimizer take and give back the write lock, also where it raises.
 
-        `Optimizer` does so for the one that it wraps. Where a step raised, call `report_torn_state` if the script is to go on.
+        `Optimizer` does so for the one that it wraps. A script that steps a guarded one itself does so in `taking_step`.
 
         A step within a `state_dict` function is warned of: torch's `get_optimizer_state_dict` makes state by one where there is
         none, as before the first step. Optimizers that count their steps count it, which a plain loop does not.

@@ -20,9 +20,8 @@ from torch import nn
 
 from torchft_ckpt.outer.loop import OuterLoop
 from torchft_ckpt.outer.manager import OuterManager
-from torchft_ckpt.testing.conformance import ConformanceError, require
+from torchft_ckpt.testing.conformance import ConformanceError, differences, require, require_equal
 from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub, run_replicas
-from torchft_ckpt.testing.transport_conformance import differences
 
 MakeLoop = Callable[[OuterManager, nn.Module, torch.optim.Optimizer], OuterLoop[Any]]
 Check = Callable[[MakeLoop], None]
@@ -48,8 +47,7 @@ class _WatchedManager(FakeOuterManager):
     def disallow_state_dict_read(self) -> None:
         super().disallow_state_dict_read()
         if self.state is not None and self._at_release is not None:
-            found = differences(self.state(), self._at_release)
-            require(_PARTY, found == [], f"the state changed while the lock was not held: {found[:3]}")
+            require_equal(_PARTY, self.state(), self._at_release, "the state changed while the lock was not held")
 
     def allow_state_dict_read(self) -> None:
         if self.state is not None and self.is_locked:
@@ -108,8 +106,7 @@ def _histories(make: MakeLoop, num_votes: int, outcomes: Sequence[bool] = ()) ->
 def check_a_committed_round_leaves_all_replicas_equal(make: MakeLoop) -> None:
     one, other = _histories(make, num_votes=4)
     for mine, theirs in zip(one, other, strict=True):
-        found = differences(mine.state, theirs.state)
-        require(_PARTY, found == [], f"after round {mine.step} the replicas differ in {found[:3]}")
+        require_equal(_PARTY, mine.state, theirs.state, f"after round {mine.step} the replicas differ")
     require(_PARTY, differences(one[0].state, one[-1].state) != [], "four committed rounds changed nothing")
 
 
@@ -118,10 +115,10 @@ def check_a_round_that_is_discarded_changes_nothing_that_is_global(make: MakeLoo
     one, other = _histories(make, num_votes=_MAX_VOTES, outcomes=[True, *[False] * (_MAX_VOTES - 2), True])
     for before, after in pairwise(one):
         if before.step == after.step and before.step:
-            found = differences(before.state, after.state)
-            require(_PARTY, found == [], f"a discarded round changed what is global: {found[:3]}")
-    found = differences(one[-1].state, other[-1].state)
-    require(_PARTY, found == [], f"after a round that followed on discarded ones the replicas differ in {found[:3]}")
+            require_equal(_PARTY, before.state, after.state, "a discarded round changed what is global")
+    require_equal(
+        _PARTY, one[-1].state, other[-1].state, "after a round that followed on discarded ones the replicas differ"
+    )
 
 
 def check_a_replica_that_loads_the_state_goes_on_with_it(make: MakeLoop) -> None:
@@ -132,8 +129,7 @@ def check_a_replica_that_loads_the_state_goes_on_with_it(make: MakeLoop) -> None
         manager = FakeOuterManager(Hub(1), 0)
         loop = make(manager, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         loop.load_state_dict(copy.deepcopy(trained))
-        found = differences(loop.state_dict(), trained)
-        require(_PARTY, found == [], f"what was loaded is another state: {found[:3]}")
+        require_equal(_PARTY, loop.state_dict(), trained, "what was loaded is another state")
         loop.restore_parameters()
         weights = {id(param) for param in model.parameters()}
         require(_PARTY, len(weights) == len(list(_model().parameters())), "the load replaced the model's parameters")

@@ -29,7 +29,12 @@ from torchft_ckpt.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from torchft_ckpt.testing.conformance import ConformanceError, bits_of, require, require_raises
+from torchft_ckpt.testing.conformance import (
+    ConformanceError,
+    differences,
+    require_equal,
+    require_raises,
+)
 
 State = dict[str, Any]
 MakeTransport = Callable[[], CheckpointTransport[State]]
@@ -107,32 +112,10 @@ def example_state(seed: int = 0) -> State:
     }
 
 
-def differences(left: object, right: object, path: str = "state") -> list[str]:
-    """Return the paths at which two states differ in type, dtype, shape or any bit."""
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if left.dtype != right.dtype or left.shape != right.shape:
-            return [f"{path}: {left.dtype}{tuple(left.shape)} != {right.dtype}{tuple(right.shape)}"]
-        return [] if torch.equal(bits_of(left), bits_of(right)) else [f"{path}: bits differ"]
-    if isinstance(left, dict) and isinstance(right, dict):
-        if list(left) != list(right):
-            return [f"{path}: keys {list(left)} != {list(right)}"]
-        return [found for key in left for found in differences(left[key], right[key], f"{path}.{key}")]
-    if isinstance(left, (list, tuple)) and type(left) is type(right) and isinstance(right, (list, tuple)):
-        if len(left) != len(right):
-            return [f"{path}: lengths {len(left)} != {len(right)}"]
-        pairs = zip(left, right, strict=True)
-        return [found for i, (a, b) in enumerate(pairs) for found in differences(a, b, f"{path}.{i}")]
-    return [] if type(left) is type(right) and repr(left) == repr(right) else [f"{path}: {left!r} != {right!r}"]
-
-
 def check_a_state_arrives_equal_in_every_bit(make: MakeTransport) -> None:
     with transport_pair(make) as pair:
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
-        require(
-            "transport",
-            differences(pair.receive(3), example_state(3)) == [],
-            "the received state differs from the one sent",
-        )
+        require_equal("transport", pair.receive(3), example_state(3), "the received state differs from the one sent")
 
 
 def check_a_received_state_is_the_receivers_own(make: MakeTransport) -> None:
@@ -140,11 +123,7 @@ def check_a_received_state_is_the_receivers_own(make: MakeTransport) -> None:
         state = example_state(3)
         pair.source.send_checkpoint([1], 3, state, LONG)
         pair.receive(3)["user"]["model"]["weight"].zero_()
-        require(
-            "transport",
-            differences(state, example_state(3)) == [],
-            "the received state shares memory with the sent one",
-        )
+        require_equal("transport", state, example_state(3), "the received state shares memory with the sent one")
 
 
 def check_a_state_mutated_after_disallow_is_still_the_old_one(make: MakeTransport) -> None:
@@ -159,11 +138,7 @@ def check_a_state_mutated_after_disallow_is_still_the_old_one(make: MakeTranspor
             received = pair.receive(3, timedelta(seconds=2))
         except TransferError:
             return
-        require(
-            "transport",
-            differences(received, example_state(3)) == [],
-            "a state that was mutated after disallow was received",
-        )
+        require_equal("transport", received, example_state(3), "a state that was mutated after disallow was received")
 
 
 def check_a_step_that_is_not_served_yet_is_waited_for(make: MakeTransport) -> None:
@@ -171,9 +146,7 @@ def check_a_step_that_is_not_served_yet_is_waited_for(make: MakeTransport) -> No
         future = pair.start_receive(3)
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
         received = future.result(LONG.total_seconds())
-        require(
-            "transport", differences(received, example_state(3)) == [], "the received state differs from the one sent"
-        )
+        require_equal("transport", received, example_state(3), "the received state differs from the one sent")
 
 
 def check_a_step_that_never_comes_is_an_error_at_the_deadline(make: MakeTransport) -> None:
@@ -197,9 +170,7 @@ def check_the_newest_state_of_a_step_is_received(make: MakeTransport) -> None:
     with transport_pair(make) as pair:
         for step in range(4):
             pair.source.send_checkpoint([1], step, example_state(step), LONG)
-            require(
-                "transport", differences(pair.receive(step), example_state(step)) == [], f"step {step} arrived changed"
-            )
+            require_equal("transport", pair.receive(step), example_state(step), f"step {step} arrived changed")
             pair.source.disallow_checkpoint()
 
 
@@ -216,11 +187,7 @@ def check_cancel_does_not_touch_the_next_receive(make: MakeTransport) -> None:
     with transport_pair(make) as pair:
         pair.destination.cancel_recv()
         pair.source.send_checkpoint([1], 3, example_state(3), LONG)
-        require(
-            "transport",
-            differences(pair.receive(3), example_state(3)) == [],
-            "the received state differs from the one sent",
-        )
+        require_equal("transport", pair.receive(3), example_state(3), "the received state differs from the one sent")
 
 
 def check_a_source_that_is_gone_is_an_error(make: MakeTransport) -> None:

@@ -28,8 +28,8 @@ def dataset() -> TensorDataset:
 @idiom(
     "Take the batch by the step (an index into the data)",
     DATA,
-    "Then a step trains on the same samples, whatever was discarded before it. A group that heals reads those of step 0 once,"
-    " which adds nothing.",
+    "A step then trains on the same samples, whatever was discarded before it. A group that heals reads the"
+    " samples of step 0 once, which adds nothing.",
 )
 def batch_by_step(job: Job) -> None:
     model, data = mlp(), dataset()
@@ -46,8 +46,8 @@ def batch_by_step(job: Job) -> None:
 @idiom(
     "A DataLoader with DistributedSampler, in epochs",
     DATA,
-    "`set_epoch` by the step. A batch whose step was discarded is not read again, so the order of batches differs from"
-    " a plain loop's where a group has died; the groups stay equal.",
+    "Call `set_epoch` by the step. A batch of a discarded step is not read again. So if a group has died, the"
+    " order of batches differs from a plain loop's. The groups stay equal.",
     compare="groups",
 )
 def distributed_sampler(job: Job) -> None:
@@ -70,7 +70,8 @@ def distributed_sampler(job: Job) -> None:
 @idiom(
     "StatefulDataLoader",
     DATA,
-    "Its place is each group's own: save it with `Checkpointer.save(rank_state=...)`, do not register it.",
+    "Each group has its own place in the data. Save it with `Checkpointer.save(rank_state=...)`, and do not"
+    " register it.",
     compare="groups",
 )
 def stateful_dataloader(job: Job) -> None:
@@ -90,7 +91,7 @@ def stateful_dataloader(job: Job) -> None:
 @idiom(
     "Register the place in the data, the same for all groups",
     DATA,
-    "Count it where the step has counted; a group that returns goes on where the others are.",
+    "Count it only if the step counted. A group that returns goes on where the other groups are.",
 )
 def registered_place(job: Job) -> None:
     model, data = mlp(), dataset()
@@ -130,7 +131,8 @@ def log_loss(job: Job) -> None:
 @idiom(
     "Average metrics over the groups (manager.allreduce)",
     DATA,
-    "In the step: between `zero_grad` and `step`, the same number of values in all groups. A group that heals adds zeros.",
+    "Average them in the step: between `zero_grad` and `step`, the same number of values in all groups. A"
+    " group that heals adds zeros.",
 )
 def averaged_metrics(job: Job) -> None:
     model = mlp()
@@ -155,7 +157,7 @@ def averaged_metrics(job: Job) -> None:
 @idiom(
     "The largest or smallest value over the groups (allreduce with MAX or MIN)",
     DATA,
-    "Of those that contribute; who heals changes nothing in it.",
+    "The result is over the groups that contribute. A group that heals does not change it.",
     was="a group that healed took part with zeros, so the smallest of positive values was 0",
 )
 def extreme_metrics(job: Job) -> None:
@@ -180,7 +182,7 @@ def extreme_metrics(job: Job) -> None:
 @idiom(
     "Metric vectors of different lengths in different groups",
     DATA,
-    "The step is discarded by name.",
+    "All groups discard the step, and the error names the reason.",
     was="Gloo ended all processes: the healthy ones too",
     gloo=True,
     compare="nothing",
@@ -265,7 +267,8 @@ def shared_randomness(job: Job) -> None:
 @idiom(
     "Register the state of a random generator",
     DATA,
-    "A group that heals goes on with its source's numbers; draw where the step has counted, or after `zero_grad` in all.",
+    "A group that heals goes on with its source's numbers. Draw only if the step counted, or draw after"
+    " `zero_grad` in all groups.",
 )
 def registered_generator(job: Job) -> None:
     model = mlp()

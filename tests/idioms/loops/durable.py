@@ -17,7 +17,7 @@ DURABLE = Category.DURABLE
 @idiom(
     "Checkpointer: restore before the first step, save now and then",
     DURABLE,
-    "The loop of the guide to durable checkpoints. All groups save at the same steps.",
+    "This is the loop of the guide to durable checkpoints. All groups save at the same steps.",
     restarts=True,
 )
 def save_and_restore(job: Job) -> None:

@@ -16,7 +16,7 @@ FLOW = Category.FLOW
 @idiom(
     "Skip a batch in all groups (one that is empty, or too long)",
     FLOW,
-    "`continue` before the backward pass; the next `zero_grad` goes on with the step.",
+    "Call `continue` before the backward pass. The next `zero_grad` goes on with the step.",
 )
 def skip_in_all(job: Job) -> None:
     model = mlp()
@@ -36,7 +36,7 @@ def skip_in_all(job: Job) -> None:
 @idiom(
     "Skip a batch in one group (a loss of NaN) by `continue`",
     FLOW,
-    "The others' step waits for it, or is discarded and tried again.",
+    "The step of the other groups waits for this group, or they discard it and try again.",
 )
 def skip_in_one(job: Job) -> None:
     model = mlp()
@@ -81,7 +81,7 @@ def zero_grad_at_both_ends(job: Job) -> None:
 @idiom(
     "Discard a step on purpose (report_error)",
     FLOW,
-    "`manager.report_error(e)` in any group discards the step in all; then go on with `step` as always.",
+    "Call `manager.report_error(e)` in any group. All groups discard the step. Then go on with `step` as always.",
 )
 def report_error(job: Job) -> None:
     model = mlp()
@@ -99,7 +99,7 @@ def report_error(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Give a bad batch no weight (loss * 0, nan_to_num)", FLOW, "Its group counts in the average all the same.")
+@idiom("Give a bad batch no weight (loss * 0, nan_to_num)", FLOW, "Its group still counts in the average.")
 def weightless_batch(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -115,7 +115,7 @@ def weightless_batch(job: Job) -> None:
 @idiom(
     "Skip the step in all groups where an averaged value says so (gradient norm, NaN)",
     FLOW,
-    "Averaged gradients are the same in all groups, so all decide alike. Draw another batch then.",
+    "Averaged gradients are the same in all groups, so all groups decide equally. Draw another batch then.",
 )
 def skip_by_norm(job: Job) -> None:
     model = mlp()
@@ -137,7 +137,7 @@ def skip_by_norm(job: Job) -> None:
 @idiom(
     "Catch an error of a batch and go on (out of memory, a broken file)",
     FLOW,
-    "Where the error came before the backward pass the next `zero_grad` is enough. The others' step is discarded.",
+    "If the error came before the backward pass, the next `zero_grad` is enough. The other groups discard their step.",
 )
 def catch_and_go_on(job: Job) -> None:
     model = mlp()
@@ -158,7 +158,7 @@ def catch_and_go_on(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Stop early", FLOW, "What decides has to be averaged over the groups, so that all stop at one step.")
+@idiom("Stop early", FLOW, "Decide by a value that is averaged over the groups. Then all groups stop at the same step.")
 def early_stop(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -181,7 +181,7 @@ def early_stop(job: Job) -> None:
 @idiom(
     "Count batches instead of steps (manager.batches_committed)",
     FLOW,
-    "It is the same in all groups, whoever contributed.",
+    "The count is the same in all groups, whichever groups contributed.",
 )
 def count_batches(job: Job) -> None:
     model = mlp()
@@ -219,7 +219,7 @@ def resume(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("A curriculum: longer or larger batches from a step on", FLOW, "By `manager.current_step()`.")
+@idiom("A curriculum: longer or larger batches from a step on", FLOW, "Choose by `manager.current_step()`.")
 def curriculum(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -234,7 +234,7 @@ def curriculum(job: Job) -> None:
 @idiom(
     "Batches of different sizes in different groups",
     FLOW,
-    "Each group's mean counts the same.",
+    "Each group's mean has the same weight.",
 )
 def uneven_batches(job: Job) -> None:
     model = mlp()
@@ -250,7 +250,8 @@ def uneven_batches(job: Job) -> None:
 @idiom(
     "Weigh each group's loss by its number of tokens",
     FLOW,
-    "Sum the tokens of those that contribute (`manager.allreduce` with SUM) before the backward pass; who heals adds none.",
+    "Before the backward pass, sum the tokens of the groups that contribute (`manager.allreduce` with SUM). A"
+    " group that heals adds none.",
 )
 def weigh_by_tokens(job: Job) -> None:
     model = mlp()
@@ -270,7 +271,8 @@ def weigh_by_tokens(job: Job) -> None:
 @idiom(
     "One group's accumulation window is shorter than the others'",
     FLOW,
-    "The step is discarded by name: the groups' collectives have to be the same in each step.",
+    "All groups discard the step, and the error names the reason: the groups' collectives have to be the same"
+    " in each step.",
     was="all waited for the whole `timeout`, and discarded every such step",
     compare="nothing",
 )

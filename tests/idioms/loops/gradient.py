@@ -15,7 +15,8 @@ GRADIENT = Category.GRADIENT
 @idiom(
     "Accumulate gradients of several batches under no_sync",
     GRADIENT,
-    "Call `zero_grad` once for all of them, and leave `no_sync` for the last. The windows of all groups are equally long.",
+    "Call `zero_grad` once for all of them, and leave `no_sync` before the last batch. The windows of all"
+    " groups have the same length.",
 )
 def accumulate_no_sync(job: Job) -> None:
     model = mlp()
@@ -31,7 +32,7 @@ def accumulate_no_sync(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Accumulate without no_sync", GRADIENT, "It is right, and exchanges the gradients once for each batch.")
+@idiom("Accumulate without no_sync", GRADIENT, "It is right, but exchanges the gradients once for each batch.")
 def accumulate_and_average_each(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -63,7 +64,7 @@ def accumulate_by_step(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Clip by norm", GRADIENT, "The gradients are averaged when `backward` returns, so all groups clip alike.")
+@idiom("Clip by norm", GRADIENT, "`backward` has averaged the gradients when it returns, so all groups clip equally.")
 def clip_by_norm(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -92,7 +93,7 @@ def clip_by_value(job: Job) -> None:
 @idiom(
     "Clip to a running mean of the norms, which is registered",
     GRADIENT,
-    "Remember the norm where the step has counted: those of a discarded step are each group's own.",
+    "Remember the norm only if the step counted. In a discarded step, each group has its own norm.",
     was="a group that came back clipped its first step by its old history, and differed from then on",
 )
 def adaptive_clipping(job: Job) -> None:
@@ -132,7 +133,7 @@ def decay_by_hand(job: Job) -> None:
 @idiom(
     "Add noise to the gradients",
     GRADIENT,
-    "Seed the noise by `manager.current_step()`: it has to be the same in all groups.",
+    "Seed the noise by `manager.current_step()`. It has to be the same in all groups.",
     was="a group that came back seeded the noise of its first step by step 0, and differed from then on",
 )
 def gradient_noise(job: Job) -> None:
@@ -223,7 +224,7 @@ def several_losses(job: Job) -> None:
 @idiom(
     "Average the gradients yourself, without DDP (manager.allreduce)",
     GRADIENT,
-    "The same tensors in the same order in all groups, and `optimizer.step()` waits for them.",
+    "Average the same tensors in the same order in all groups. `optimizer.step()` waits for the averages.",
 )
 def own_allreduce(job: Job) -> None:
     model = mlp()

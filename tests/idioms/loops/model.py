@@ -45,7 +45,7 @@ class Calls(nn.Module):
 @idiom(
     "Mixture of experts: each group routes its batch to other experts",
     MODEL,
-    "An expert that any group used gets its averaged gradient in all of them.",
+    "If any group used an expert, all groups get the expert's averaged gradient.",
     was="what one group used and another did not was averaged in one and left in the other: the groups drifted apart",
 )
 def mixture_of_experts(job: Job) -> None:
@@ -64,7 +64,7 @@ def layer_drop(job: Job) -> None:
 @idiom(
     "Alternating branches, by the step",
     MODEL,
-    "A parameter that nobody used keeps its gradient of None.",
+    "If no group used a parameter, its gradient stays None.",
     was="a group that came back, and did not know the step yet, took another branch: its unused parameters kept no gradient",
 )
 def alternating_branches(job: Job) -> None:
@@ -79,7 +79,7 @@ def never_used(job: Job) -> None:
 @idiom(
     "static_graph=True",
     MODEL,
-    "It rebuilds the buckets after the first step, and a group that returns would have other ones.",
+    "It rebuilds the buckets after the first step. A group that returns would have other buckets.",
     was="a group that came back got its gradients in other places: they differed by 0.09",
     refused="ConfigError",
     says="static_graph",
@@ -91,7 +91,7 @@ def static_graph(job: Job) -> None:
 @idiom(
     "delay_all_reduce_named_params",
     MODEL,
-    "It averages inside of a replica group alone.",
+    "It averages within one replica group only.",
     was="the delayed parameters were not averaged: each group kept its own",
     refused="ConfigError",
     says="delay_all_reduce_named_params",
@@ -105,7 +105,7 @@ def delayed_parameters(job: Job) -> None:
 @idiom(
     "PureDistributedDataParallel",
     MODEL,
-    "For models that DDP's reducer cannot handle; slower with many small parameters.",
+    "Use it for models that DDP's reducer cannot handle. It is slower with many small parameters.",
 )
 def pure_ddp(job: Job) -> None:
     model = mlp()
@@ -154,7 +154,8 @@ def pure_ddp_unused(job: Job) -> None:
 @idiom(
     "BatchNorm",
     MODEL,
-    "Its running statistics are each group's own, as each sees other batches; a group that returns goes on from its source's.",
+    "Each group has its own running statistics, because each group sees other batches. A group that returns"
+    " goes on from its source's statistics.",
     own=("running_", "num_batches_tracked"),
 )
 def batch_norm(job: Job) -> None:
@@ -174,7 +175,7 @@ def layer_norm(job: Job) -> None:
     )
 
 
-@idiom("Dropout", MODEL, "Its random numbers are each group's own.")
+@idiom("Dropout", MODEL, "Each group draws its own random numbers.")
 def dropout(job: Job) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -198,7 +199,7 @@ def frozen_layers(job: Job) -> None:
 @idiom(
     "LoRA: a frozen base, trained adapters",
     MODEL,
-    "All of it may be registered, or the adapters alone where all load the same base.",
+    "You may register the whole model. If all groups load the same base, you may register the adapters alone.",
 )
 def lora(job: Job) -> None:
     base = mlp().requires_grad_(False)
@@ -228,7 +229,7 @@ def lora_adapters_only(job: Job) -> None:
 @idiom(
     "Progressive unfreezing: parameters frozen by lr or by a zero gradient until a step",
     MODEL,
-    "DDP is told at its construction which parameters are trained; so let them require a gradient from the start.",
+    "You tell DDP at its construction which parameters you train. So let them require a gradient from the start.",
 )
 def unfreeze_by_lr(job: Job) -> None:
     model = mlp()
@@ -278,7 +279,7 @@ def embedding(job: Job) -> None:
 @idiom(
     "Sparse gradients: Embedding(sparse=True)",
     MODEL,
-    "Where an index occurs twice its sum may be rounded otherwise than in one process, alike in all groups.",
+    "If an index occurs twice, its sum may be rounded differently than in one process, but equally in all groups.",
     gloo=True,
     compare="groups",
 )
@@ -297,7 +298,7 @@ def sparse_embedding(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Tied weights", MODEL, "They are moved once, and tied again where they arrive.")
+@idiom("Tied weights", MODEL, "They travel once. The receiver ties them again.")
 def tied_weights(job: Job) -> None:
     encoder, decoder = nn.Linear(6, 8, bias=False), nn.Linear(6, 8, bias=False)
     decoder.weight = encoder.weight
@@ -437,7 +438,7 @@ def maml(job: Job) -> None:
     train(job, Calls(adapt, model=model))
 
 
-@idiom("torch.compile", MODEL, "Compile the module before or after it is given to DDP.")
+@idiom("torch.compile", MODEL, "Compile the model before or after you give it to DDP.")
 def compiled(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -515,7 +516,7 @@ def distillation(job: Job) -> None:
 @idiom(
     "A registered teacher that is asked before the first zero_grad",
     MODEL,
-    "Ask it after `zero_grad`: a group's first state arrives there.",
+    "Call the teacher after `zero_grad`: a group's first state arrives there.",
     was="in the first step of a job a group contributed gradients by the random teacher that it had before",
     compare="groups",
 )

@@ -42,14 +42,17 @@ def diloco(
 @idiom(
     "DiLoCo",
     OUTER,
-    "The loop of the guide to outer loops; a group that returns contributes to the round after the one in which it enters.",
+    "This is the loop of the guide to outer loops. A group that returns enters in one round and contributes to"
+    " the next.",
 )
 def plain_diloco(job: Job) -> None:
     diloco(job)
 
 
 @idiom(
-    "DiLoCo with AdamW as inner optimizer", OUTER, "Its state is each group's own; a group that returns begins it anew."
+    "DiLoCo with AdamW as inner optimizer",
+    OUTER,
+    "Each group has its own inner optimizer state. A group that returns begins with an empty one.",
 )
 def diloco_adamw(job: Job) -> None:
     diloco(job, inner=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), sync_every=3)
@@ -70,7 +73,12 @@ def bucketed_diloco(job: Job) -> None:
     diloco(job, use_bucketization=True, bucket_cap_mb=1e-4)
 
 
-@idiom("DiLoCo that sends bytes (should_quantize)", OUTER, "Rounded, but the same in all groups.", compare="groups")
+@idiom(
+    "DiLoCo that sends bytes (should_quantize)",
+    OUTER,
+    "The values are rounded, but they are the same in all groups.",
+    compare="groups",
+)
 def quantised_diloco(job: Job) -> None:
     diloco(job, should_quantize="int8")
 
@@ -99,7 +107,7 @@ def local_sgd(job: Job) -> None:
             sgd.step()
 
 
-@idiom("LocalSGD with Adam", OUTER, "A group that returns begins with an inner optimizer that remembers nothing.")
+@idiom("LocalSGD with Adam", OUTER, "A group that returns begins with an empty inner optimizer state.")
 def local_adam(job: Job) -> None:
     model = mlp()
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -111,7 +119,9 @@ def local_adam(job: Job) -> None:
             adam.step()
 
 
-@idiom("Accumulate and clip in the inner steps", OUTER, "As in any plain loop: nothing is exchanged there.")
+@idiom(
+    "Accumulate and clip in the inner steps", OUTER, "Do it as in any plain loop. The groups exchange nothing there."
+)
 def inner_accumulation(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -125,7 +135,7 @@ def inner_accumulation(job: Job) -> None:
             sgd.step()
 
 
-@idiom("Set the inner learning rate by the round", OUTER, "By `manager.current_step()`, which counts rounds.")
+@idiom("Set the inner learning rate by the round", OUTER, "Set it from `manager.current_step()`, which counts rounds.")
 def inner_rate(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -138,7 +148,7 @@ def inner_rate(job: Job) -> None:
             sgd.step()
 
 
-@idiom("Frozen parameters in a fragment", OUTER, "They are in the global state, and not exchanged.")
+@idiom("Frozen parameters in a fragment", OUTER, "They are in the global state. The groups do not exchange them.")
 def frozen_in_fragment(job: Job) -> None:
     model = mlp()
     model[0].weight.requires_grad_(False)
@@ -155,7 +165,7 @@ def frozen_in_fragment(job: Job) -> None:
 @idiom(
     "Evaluate the global parameters (restore_parameters)",
     OUTER,
-    "What is local, and not exchanged yet, is lost: do it at a round's end.",
+    "Do it at the end of a round. Otherwise you lose the local changes that the groups have not exchanged yet.",
 )
 def evaluate_globals(job: Job) -> None:
     model = mlp()
@@ -176,7 +186,7 @@ def evaluate_globals(job: Job) -> None:
 @idiom(
     "autocast and BatchNorm in the inner steps",
     OUTER,
-    "Buffers are not exchanged: each group's are its own.",
+    "The groups do not exchange buffers. Each group keeps its own.",
 )
 def inner_batch_norm(job: Job) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
@@ -195,7 +205,7 @@ def inner_batch_norm(job: Job) -> None:
 @idiom(
     "Parameters that the inner optimizer trains and no fragment holds",
     OUTER,
-    "They stay each group's own: put them into a fragment.",
+    "Each group keeps its own values. Put these parameters into a fragment.",
     was="nothing was said",
     says="they are not exchanged",
     compare="nothing",
@@ -214,7 +224,7 @@ def outside_of_fragments(job: Job) -> None:
 @idiom(
     "Parameters that are unfrozen after the loop was made",
     OUTER,
-    "They stay each group's own: let them require a gradient from the start.",
+    "Each group keeps its own values. Let these parameters require a gradient from the start.",
     was="nothing was said",
     says="(?i)requires_grad|frozen",
     compare="nothing",
@@ -236,7 +246,7 @@ def unfrozen_later(job: Job) -> None:
 @idiom(
     "Two fragments that share a parameter",
     OUTER,
-    "It would be exchanged twice.",
+    "The groups would exchange it twice.",
     refused="ConfigError",
     says="exchanged twice",
 )
@@ -258,7 +268,8 @@ def odd_sync_every(job: Job) -> None:
 @idiom(
     "DiLoCo with a state of your own registered besides (a count of tokens)",
     OUTER,
-    "Compute it from `manager.current_step()`, after the first forward pass: a group that comes takes a round's outcome in that.",
+    "Compute it from `manager.current_step()`, after the first forward pass. A group that joins takes over a"
+    " round's result in that pass.",
 )
 def diloco_with_own_state(job: Job) -> None:
     model = mlp()

@@ -29,8 +29,8 @@ def autocast(job: Job) -> None:
 @idiom(
     "GradScaler, registered",
     PRECISION,
-    "Register the scaler with model and optimizer. Where the scaler skips a step, `step` is not called, and the next"
-    " `zero_grad` leaves the step that was open.",
+    "Register the scaler with model and optimizer. If the scaler skips a step, it does not call `step`, and"
+    " the next `zero_grad` leaves the open step.",
     was="a group that came back unscaled its first step by a new scaler's scale, and differed from then on",
 )
 def grad_scaler(job: Job) -> None:
@@ -51,7 +51,7 @@ def grad_scaler(job: Job) -> None:
 @idiom(
     "GradScaler that finds an overflow",
     PRECISION,
-    "All groups find it in the averaged gradients, and none of them steps; draw another batch then.",
+    "All groups find it in the averaged gradients, and no group steps. Draw another batch then.",
     was="as with the registered scaler above",
 )
 def grad_scaler_overflow(job: Job) -> None:
@@ -72,7 +72,7 @@ def grad_scaler_overflow(job: Job) -> None:
 @idiom(
     "manager.grad_scaler, with clipping",
     PRECISION,
-    "It is registered, and its scale changes only in steps that count.",
+    "The Manager registers the scaler. Its scale changes only in steps that count.",
 )
 def followed_scaler(job: Job) -> None:
     model = mlp()
@@ -173,7 +173,7 @@ def mixed_dtypes(job: Job) -> None:
 @idiom(
     "bfloat16 parameters with float32 master copies",
     PRECISION,
-    "Register the master copies: they are what is trained.",
+    "Register the master copies, because the optimizer trains them.",
 )
 def master_weights(job: Job) -> None:
     model = mlp().bfloat16()

@@ -71,7 +71,7 @@ def one_cycle(job: Job) -> None:
 @idiom(
     "OneCycleLR of the wrapper: OneCycleLR(Optimizer(manager, ...))",
     RATE,
-    "It may be made of the optimizer or of its wrapper.",
+    "You may pass the optimizer or its wrapper.",
     was="AttributeError: the wrapper had no `defaults`",
 )
 def one_cycle_of_wrapper(job: Job) -> None:
@@ -93,7 +93,7 @@ def one_cycle_of_wrapper(job: Job) -> None:
 @idiom(
     "A scheduler of the wrapper: StepLR(Optimizer(manager, ...))",
     RATE,
-    "It may be made of the optimizer or of its wrapper.",
+    "You may pass the optimizer or its wrapper.",
 )
 def scheduler_of_wrapper(job: Job) -> None:
     model = mlp()
@@ -114,7 +114,7 @@ def scheduler_of_wrapper(job: Job) -> None:
 @idiom(
     "manager.scheduler: warm-up, then cosine, stepped after each optimizer.step()",
     RATE,
-    "It is registered, and its `step` does nothing where the step was discarded.",
+    "The Manager registers the scheduler. Its `step` does nothing if the step was discarded.",
 )
 def followed(job: Job) -> None:
     model = mlp()
@@ -135,7 +135,9 @@ def followed(job: Job) -> None:
         scheduler.step()
 
 
-@idiom("manager.scheduler, with zero_grad at the end of the iteration", RATE, "After `scheduler.step()`.")
+@idiom(
+    "manager.scheduler, with zero_grad at the end of the iteration", RATE, "Call `zero_grad` after `scheduler.step()`."
+)
 def followed_before_zero_grad(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -173,7 +175,7 @@ def followed_plateau(job: Job) -> None:
 @idiom(
     "manager.scheduler of each of two optimizers that share a step",
     RATE,
-    "Each has a name of its own, and follows its own optimizer.",
+    "Give each scheduler a name of its own. Each follows its own optimizer.",
 )
 def followed_twice(job: Job) -> None:
     model = mlp()
@@ -232,8 +234,8 @@ def followed_too_late(job: Job) -> None:
 @idiom(
     "manager.scheduler, stepped once an epoch",
     RATE,
-    "It follows each step. Register one of epochs with model and optimizer, and step it where `optimizer.step()` has returned"
-    " True and an epoch is over.",
+    "`manager.scheduler` follows each step. Register an epoch's scheduler with model and optimizer instead. Step"
+    " it if `optimizer.step()` has returned True and an epoch is over.",
     refused="ConfigError",
     says=r"once an epoch, in turns with another one\) the Manager cannot follow",
 )
@@ -254,7 +256,7 @@ def followed_each_epoch(job: Job) -> None:
 @idiom(
     "A scheduler that is stepped in every iteration",
     RATE,
-    "It counts discarded iterations too, in all groups alike, if it is registered.",
+    "It counts discarded iterations too. If you register it, it does so equally in all groups.",
 )
 def every_iteration(job: Job) -> None:
     model = mlp()
@@ -355,7 +357,7 @@ def lr_before_step(job: Job) -> None:
 @idiom(
     "Scale lr by the number of groups that contribute",
     RATE,
-    "`manager.num_participants()` is the same in all groups from the quorum on.",
+    "From the quorum on, `manager.num_participants()` is the same in all groups.",
 )
 def lr_by_participants(job: Job) -> None:
     model = mlp()
@@ -373,7 +375,7 @@ def lr_by_participants(job: Job) -> None:
 @idiom(
     "A schedule of momentum, betas or weight decay",
     RATE,
-    "They travel with the optimizer's state; change them after `step`.",
+    "These values travel with the optimizer's state. Change them after `step`.",
 )
 def weight_decay_schedule(job: Job) -> None:
     model = mlp()

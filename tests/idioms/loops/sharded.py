@@ -35,7 +35,7 @@ def train(job: Job, model: nn.Module, inner: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-@idiom("fully_shard, set_all_reduce_hook, AdamW", SHARDED, "The loop of the guide to sharded models.")
+@idiom("fully_shard, set_all_reduce_hook, AdamW", SHARDED, "This is the loop of the guide to sharded models.")
 def fsdp(job: Job) -> None:
     model = sharded_mlp(job)
     train(job, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -154,7 +154,7 @@ def hook_forgotten(job: Job) -> None:
 @idiom(
     "A plain parameter beside the sharded ones, in no module that fully_shard was applied to",
     SHARDED,
-    "A warning says that it is not averaged: average it by `manager.allreduce`, or give it to `fully_shard`.",
+    "A warning says that it is not averaged. Average it with `manager.allreduce`, or give it to `fully_shard`.",
     says="are not averaged",
     compare="nothing",
 )

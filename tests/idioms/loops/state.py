@@ -28,7 +28,9 @@ def loop(job: Job, model: nn.Module, inner: torch.optim.Optimizer) -> None:
 
 
 @idiom(
-    "Several pairs of functions (register_state_dict_fn)", STATE, "The same keys in all groups, before the first step."
+    "Several pairs of functions (register_state_dict_fn)",
+    STATE,
+    "Register the same keys in all groups, before the first step.",
 )
 def several_pairs(job: Job) -> None:
     model = mlp()
@@ -54,7 +56,7 @@ def set_state_dict_fns(job: Job) -> None:
 @idiom(
     "State functions that return copies on the host",
     STATE,
-    "It costs a copy in each step in which somebody may need them.",
+    "This costs a copy in each step in which a group may need the state.",
 )
 def host_copies(job: Job) -> None:
     model = mlp()
@@ -64,7 +66,7 @@ def host_copies(job: Job) -> None:
     loop(job, model, adamw)
 
 
-@idiom("DDP's own state_dict, with `module.` in its names", STATE, "The same in all groups.")
+@idiom("DDP's own state_dict, with `module.` in its names", STATE, "Use the same names in all groups.")
 def ddp_state_dict(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -97,7 +99,9 @@ def wrapper_state_dict(job: Job) -> None:
 
 
 @idiom(
-    "Numbers, strings, lists, tuples, None, numpy arrays, ordered dicts", STATE, "And nothing that would need pickle."
+    "Numbers, strings, lists, tuples, None, numpy arrays, ordered dicts",
+    STATE,
+    "Return nothing else that would need pickle.",
 )
 def plain_values(job: Job) -> None:
     model = mlp()
@@ -127,7 +131,8 @@ def plain_values(job: Job) -> None:
 @idiom(
     "A history of fixed length (deque) in the state",
     STATE,
-    "Hand out a copy. Sets, dates, paths, enums and named tuples travel too (see the state format), classes of your own do not.",
+    "Return a copy. Sets, dates, paths, enums and named tuples travel too (see the state format). Classes of"
+    " your own do not.",
 )
 def history(job: Job) -> None:
     model = mlp()
@@ -157,7 +162,7 @@ def history(job: Job) -> None:
 @idiom(
     "An object of a class of your own in the state",
     STATE,
-    "Hand out what it holds as plain values.",
+    "Return its content as plain values.",
     refused="UnsupportedValueError",
     says="thing",
 )
@@ -171,7 +176,7 @@ def object_in_state(job: Job) -> None:
 @idiom(
     "Other keys registered in one group than in the other",
     STATE,
-    "Register the same in all groups.",
+    "Register the same keys in all groups.",
     refused="StateMismatchError",
     says="register the same",
 )
@@ -187,7 +192,8 @@ def other_keys(job: Job) -> None:
 @idiom(
     "No state functions at all",
     STATE,
-    "A group trains so as long as it need not heal. One that starts beside others or comes back is refused; the others train on.",
+    "A group trains like this as long as it need not heal. If it starts beside others or comes back, it is"
+    " refused, and the others train on.",
     refused="RefusedError",
     says="no state dict functions",
 )
@@ -200,7 +206,8 @@ def nothing_registered(job: Job) -> None:
 @idiom(
     "A state of model and optimizer by get_state_dict (DCP)",
     STATE,
-    "It steps an optimizer that has no state yet, and Adam counts that: register `optimizer.state_dict` instead.",
+    "`get_state_dict` steps an optimizer that has no state yet, and Adam counts that step. Register"
+    " `optimizer.state_dict` instead.",
     was="an Adam step too many in a job's first life, in all groups alike",
     compare="groups",
 )
@@ -235,7 +242,8 @@ def dcp_model_state_dict(job: Job) -> None:
 @idiom(
     "Part of the model left out of the state",
     STATE,
-    "Nobody says so: it is each group's own where a group has died. Register all that is trained.",
+    "There is no error. After a group has died, each group has its own values of this part. Register"
+    " everything that you train.",
     compare="nothing",
 )
 def left_out(job: Job) -> None:
@@ -248,7 +256,7 @@ def left_out(job: Job) -> None:
 @idiom(
     "Groups with models of different sizes",
     STATE,
-    "The odd one waits, and is told what differs.",
+    "The group that differs waits, and its log says what differs.",
     was="Gloo ended all processes: the healthy ones too",
     gloo=True,
     compare="nothing",

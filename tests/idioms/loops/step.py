@@ -29,7 +29,7 @@ def train(
         optimizer.step()
 
 
-@idiom("DistributedDataParallel, AdamW, zero_grad, backward, step", STEP, "The loop of the README.")
+@idiom("DistributedDataParallel, AdamW, zero_grad, backward, step", STEP, "This is the loop of the README.")
 def readme_loop(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -101,7 +101,7 @@ def bucket_views(job: Job) -> None:
     train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), gradient_as_bucket_view=True)
 
 
-@idiom("Small buckets (bucket_cap_mb)", STEP, "The same in all groups.")
+@idiom("Small buckets (bucket_cap_mb)", STEP, "Use the same size in all groups.")
 def small_buckets(job: Job) -> None:
     train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), bucket_cap_mb=1e-4)
 
@@ -157,7 +157,8 @@ def zero_in_place(job: Job) -> None:
 @idiom(
     "zero_grad at the end of the iteration",
     STEP,
-    "Called once before the loop as well, or not: `DistributedDataParallel` begins the first step in its forward pass.",
+    "You may call `zero_grad` once before the loop too, or leave that out: `DistributedDataParallel` begins"
+    " the first step in its forward pass.",
 )
 def zero_grad_at_the_end(job: Job) -> None:
     model = mlp()
@@ -193,7 +194,8 @@ def zero_grad_twice(job: Job) -> None:
 @idiom(
     "Forward pass, then zero_grad, then backward (the order of torch's tutorials)",
     STEP,
-    "`DistributedDataParallel` begins the step in its forward pass. Without it, call `zero_grad` before.",
+    "`DistributedDataParallel` begins the step in its forward pass. If you do not use it, call `zero_grad`"
+    " before the forward pass.",
     was="in the first step of a job all groups but one ended with torch's RuntimeError, 'modified by an inplace operation'",
 )
 def forward_before_zero_grad(job: Job) -> None:
@@ -241,7 +243,8 @@ def synchronous_quorum(job: Job) -> None:
 @idiom(
     "Without the Optimizer wrapper: start_quorum, should_commit",
     STEP,
-    "Name the optimizer by `manager.guard_optimizer`, so that nobody reads the state while it steps.",
+    "Name the optimizer by `manager.guard_optimizer`. Then the library never reads the state while the"
+    " optimizer steps.",
 )
 def own_commit(job: Job) -> None:
     model = mlp()
@@ -260,7 +263,7 @@ def own_commit(job: Job) -> None:
 @idiom(
     "Two optimizers for one model (Muon for matrices, AdamW for the rest)",
     STEP,
-    "One step is one vote: guard both, and step both where `should_commit` says so.",
+    "One step is one vote. Guard both optimizers, and step both if `should_commit` returns True.",
 )
 def two_optimizers(job: Job) -> None:
     model = mlp()
@@ -285,7 +288,8 @@ def two_optimizers(job: Job) -> None:
 @idiom(
     "Two optimizers, each in a wrapper of its own",
     STEP,
-    "They share a step: the first `zero_grad` begins it and the first `step` decides it. Both backward passes come before that.",
+    "They share a step: the first `zero_grad` begins it, and the first `step` decides it. Do both backward"
+    " passes before that `step`.",
     was="the second never stepped",
 )
 def two_wrappers(job: Job) -> None:
@@ -305,7 +309,7 @@ def two_wrappers(job: Job) -> None:
 @idiom(
     "Two optimizers in wrappers, each stepped and cleared before the other",
     STEP,
-    "The next step begins when the last of them is cleared.",
+    "The next step begins when you clear the last of them.",
     was="the second never stepped",
 )
 def two_wrappers_in_turn(job: Job) -> None:
@@ -326,7 +330,8 @@ def two_wrappers_in_turn(job: Job) -> None:
 @idiom(
     "Average the loss over the groups after each step, for the log (torchtitan)",
     STEP,
-    "It belongs to the step just decided. `wait()` is False where a group died meanwhile: the tensor is not to be used then.",
+    "The average belongs to the step just decided. If a group died meanwhile, `wait()` is False: do not use"
+    " the tensor then.",
     was="every second step was discarded, and what was averaged was wrong in between",
 )
 def loss_for_the_log(job: Job) -> None:
@@ -397,7 +402,7 @@ def step_hooks(job: Job) -> None:
 @idiom(
     "Change weights after the step (clamp, normalise, prune by a mask)",
     STEP,
-    "Do it where the step has counted, or so that doing it twice changes nothing.",
+    "Do it only if the step counted, or do it so that doing it twice changes nothing.",
 )
 def project_weights(job: Job) -> None:
     model = mlp()
@@ -417,7 +422,7 @@ def project_weights(job: Job) -> None:
 @idiom(
     "Add a parameter group while training",
     STEP,
-    "Your `load_state_dict` has to add the group as well where the state that it gets has it.",
+    "Your `load_state_dict` has to add the group too, if the state that it gets has the group.",
 )
 def add_param_group(job: Job) -> None:
     model = mlp()
@@ -442,7 +447,7 @@ def add_param_group(job: Job) -> None:
 @idiom(
     "A closure for step (LBFGS)",
     STEP,
-    "It would be evaluated after the vote.",
+    "The optimizer would evaluate it after the vote.",
     refused="ConfigError",
     says="optimizers that use closures are not supported",
 )
@@ -460,7 +465,8 @@ def lbfgs(job: Job) -> None:
 @idiom(
     "zero_grad at the end of the iteration (the order of torch's quickstart)",
     STEP,
-    "`DistributedDataParallel` begins the first step in its forward pass. Without it, call `zero_grad` before.",
+    "`DistributedDataParallel` begins the first step in its forward pass. If you do not use it, call"
+    " `zero_grad` before the loop.",
     was="ConfigError: the first backward pass was in no step",
 )
 def backward_before_zero_grad(job: Job) -> None:
@@ -477,7 +483,7 @@ def backward_before_zero_grad(job: Job) -> None:
 @idiom(
     "A GAN: two networks, each with an optimizer in a wrapper of its own",
     STEP,
-    "Each wrapper's step is a step of the manager: take one vote for both networks instead, as in the next line.",
+    "Each wrapper's step is a step of the manager. Take one vote for both networks instead, as in the next line.",
     was="a group that came back averaged one network's gradients with the other's",
 )
 def gan(job: Job) -> None:
@@ -500,7 +506,11 @@ def gan(job: Job) -> None:
         optimizer_g.step()
 
 
-@idiom("A GAN with one vote for both networks", STEP, "Both losses, then `should_commit`, then both optimizers.")
+@idiom(
+    "A GAN with one vote for both networks",
+    STEP,
+    "Compute both losses, call `should_commit`, then step both optimizers.",
+)
 def gan_with_one_vote(job: Job) -> None:
     generator, critic = mlp(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     adams = [torch.optim.Adam(network.parameters(), lr=1e-2) for network in (generator, critic)]
@@ -527,7 +537,7 @@ def gan_with_one_vote(job: Job) -> None:
 @idiom(
     "All together: accumulation, GradScaler, clipping, schedule, averaged weights, evaluation",
     STEP,
-    "Nothing asks whether the step counts, but the average of the weights.",
+    "Only the average of the weights needs to ask whether the step counts.",
 )
 def all_together(job: Job) -> None:
     model = mlp()

@@ -35,7 +35,7 @@ def ema(job: Job) -> None:
 @idiom(
     "EMA in every iteration, counted or not",
     WEIGHTS,
-    "It averages where a step was discarded too, in all groups alike.",
+    "It also averages after a discarded step, equally in all groups.",
 )
 def ema_in_every_iteration(job: Job) -> None:
     model = mlp()
@@ -86,7 +86,8 @@ def swa(job: Job) -> None:
 @idiom(
     "Swap averaged weights in to evaluate, and out again",
     WEIGHTS,
-    "Hold `manager.state_dict_lock.write()` around each change: the state may be being saved or served.",
+    "Hold `manager.state_dict_lock.write()` around each change. At that moment the library may be saving or"
+    " serving the state.",
 )
 def swap_ema(job: Job) -> None:
     model = mlp()
@@ -184,7 +185,7 @@ def target_network(job: Job) -> None:
 @idiom(
     "Evaluate between steps (model.eval(), no_grad)",
     WEIGHTS,
-    "Whenever you like, in any group.",
+    "Evaluate whenever you like, in any group.",
 )
 def evaluate(job: Job) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -218,7 +219,7 @@ def evaluate_through_ddp(job: Job) -> None:
         ddp.train()
 
 
-@idiom("Evaluate between zero_grad and the forward pass", WEIGHTS, "It overlaps with finding the quorum.")
+@idiom("Evaluate between zero_grad and the forward pass", WEIGHTS, "The evaluation overlaps with finding the quorum.")
 def evaluate_within_step(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -232,7 +233,11 @@ def evaluate_within_step(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Evaluate in one group alone", WEIGHTS, "The others wait for it in their next step, for `timeout` at most.")
+@idiom(
+    "Evaluate in one group alone",
+    WEIGHTS,
+    "The others wait for it in their next step, up to the lighthouse's `--join-timeout-ms`. Then they go on without it.",
+)
 def evaluate_in_one_group(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -262,7 +267,7 @@ def deepcopy_model(job: Job) -> None:
             other(job.batch()[0].double())
 
 
-@idiom("Keep the best weights so far", WEIGHTS, "Register them; what decides has to be averaged over the groups.")
+@idiom("Keep the best weights so far", WEIGHTS, "Register them. Decide by a value that is averaged over the groups.")
 def best_weights(job: Job) -> None:
     model = mlp()
     best = Box(loss=1e9, weights={name: value.clone() for name, value in model.state_dict().items()})
@@ -285,7 +290,7 @@ def best_weights(job: Job) -> None:
 @idiom(
     "Reset the optimizer, or go back to kept weights, at a step",
     WEIGHTS,
-    "By the step, so that all groups do it at once.",
+    "Decide by the step. Then all groups do it at once.",
 )
 def reset_optimizer(job: Job) -> None:
     model = mlp()

@@ -32,6 +32,8 @@ _WINDOW_S = 2.0
 _SOONEST_S = 0.3
 _SOONEST_LOADED_S = 0.5
 _LOOK_AGAIN_S = 0.25
+_ROUNDING_S = 0.001
+"""So much after a limit it is over, however its sum is rounded."""
 _WEIGHT = 0.25
 _MAX_REMEMBERED = 4096
 
@@ -154,18 +156,16 @@ class Joining:
         waited_for = current.tally.joiners_waited_for()
         stood_s = self._first_s(current, now) + now - approved_at
         reasons = [self._why_given_up(current, replica_id, approved_at, stood_s, now) for replica_id in waited_for]
-        return self._may_wait(current, reasons, now)
+        return self._may_wait(current, reasons, approved_at, stood_s, now)
 
     def keeps_waiting_in_collective(self, current: Round, members: Iterable[str], now: float) -> bool:
         """Whether those who hold the state may wait in a collective for these members, because these receive it."""
         stands_since = current.formed_at + self._usual_s
         # One that receives and loads beside its forward pass is late for another reason.
         receiving = [replica_id for replica_id in members if self._comes_first(current, replica_id)]
-        reasons = [
-            self._why_given_up(current, m, stands_since, _has_since(current, m, now) - current.formed_at, now)
-            for m in receiving
-        ]
-        return self._may_wait(current, reasons, now)
+        stood_s = {m: _has_since(current, m, now) - current.formed_at for m in receiving}
+        reasons = [self._why_given_up(current, m, stands_since, stood_s[m], now) for m in receiving]
+        return self._may_wait(current, reasons, stands_since, max(stood_s.values(), default=0.0), now)
 
     @staticmethod
     def _comes_first(current: Round, replica_id: str) -> bool:
@@ -173,12 +173,19 @@ class Joining:
         loads_first = reach is not None and reach.does is Receives.LOAD_FIRST
         return loads_first or current.tally.roles[replica_id] is Role.INLINE
 
-    def _may_wait(self, current: Round, reasons: list[str], now: float) -> bool:
+    def _may_wait(self, current: Round, reasons: list[str], stands_since: float, stood_s: float, now: float) -> bool:
+        """Take why each of those who join is given up, or that it is not. Whether one of them is waited for.
+
+        It is looked at again now and then, and when a budget or the allowance is over: nobody stands still for longer.
+        """
         current.gave_up = "; ".join(reason for reason in reasons if reason)
         if all(reasons):
             current.look_again_at = None
             return False
-        current.look_again_at = now + _LOOK_AGAIN_S
+        budget_s = current.join_budget_s or 0.0
+        limits = (stands_since + budget_s, now + self._allowance.most_s(budget_s, now) - stood_s)
+        soonest = min((limit + _ROUNDING_S for limit in limits if limit > now), default=now + _LOOK_AGAIN_S)
+        current.look_again_at = min(soonest, now + _LOOK_AGAIN_S)
         return True
 
     def _why_given_up(self, current: Round, replica_id: str, stands_since: float, stood_s: float, now: float) -> str:

@@ -430,6 +430,7 @@ class LighthouseState:
             current is not None
             and current.tally.decided
             and (member.hello.last_quorum_id, member.hello.last_epoch) == (current.quorum_id, self.epoch)
+            and member.hello.was_in_quorum
             and self._history.is_valid(member.version)
             and member.version.step >= self.newest_step
             and member.is_in_step
@@ -440,7 +441,7 @@ class LighthouseState:
 
         Where the quorum is of an earlier life, its members may go on in it, or decide its step.
         """
-        if hello.last_quorum_id == 0 or (hello.last_epoch != self.epoch and not self._restart.is_over):
+        if not hello.was_in_quorum or (hello.last_epoch != self.epoch and not self._restart.is_over):
             return
         reason = "this replica group was cut off from the lighthouse in this step"
         broken = QuorumBroken(quorum_id=hello.last_quorum_id, replica_id=hello.replica_id, lost=True, reason=reason)
@@ -476,7 +477,7 @@ class LighthouseState:
         """Take what a member remembers, and this lighthouse may not remember."""
         open_step = self.round.step if self.round is not None else 0
         self._history.learn(hello, (version for _, version in self._held()), open_step=open_step)
-        if hello.last_quorum_id and hello.last_epoch != self.epoch:
+        if hello.was_in_quorum and hello.last_epoch != self.epoch:
             self._restart.heard(hello, now)
         is_last = self._quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
         # It may hold the state of a quorum that it was not in.
@@ -1323,7 +1324,8 @@ class LighthouseState:
         else:
             yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
         for replica_id in self._joiners(tally):
-            if (vote := tally.votes.get(replica_id)) is not None and vote.approve:
+            vote = tally.votes.get(replica_id)
+            if vote is not None and vote.approve and not self.members[replica_id].is_let_go:
                 self._quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
         for replica_id, role in tally.roles.items():
             vote = tally.votes.get(replica_id) if role in (Role.JOINER, Role.INLINE) else None

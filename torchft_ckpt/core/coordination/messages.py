@@ -152,6 +152,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     newest_step: Count = 0
     last_quorum_id: Count = 0
     last_quorum_size: Count = 0
+    """0: it was beside that quorum, and has no part in how its steps end."""
     last_step: Count = 0
     last_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Which life of the lighthouse formed quorum `last_quorum_id`."""
@@ -166,6 +167,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     check_equal_every: Count = 0
     """The group votes with digests of its state after each committed step that this divides; 0: never."""
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
+
+    @property
+    def was_in_quorum(self) -> bool:
+        """Whether it was in quorum `last_quorum_id`, not beside it."""
+        return self.last_quorum_id > 0 and self.last_quorum_size > 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

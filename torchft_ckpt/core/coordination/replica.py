@@ -666,7 +666,7 @@ class ReplicaState:
 
     def hello(self, replica_id: str, group_world_size: int) -> Hello:
         """Return what a lighthouse has to know that hears of this replica for the first time."""
-        formed = None if self.is_learner else self.quorum  # a learner has no part in how that step ends
+        formed = self.quorum
         return Hello(
             protocol=PROTOCOL_VERSION,
             replica_id=replica_id,
@@ -674,7 +674,7 @@ class ReplicaState:
             version=self.version,
             newest_step=self.newest_step,
             last_quorum_id=formed.quorum_id if formed else 0,
-            last_quorum_size=formed.replica_world_size if formed else 0,
+            last_quorum_size=formed.replica_world_size if formed and not self.is_learner else 0,
             last_step=formed.version.step if formed else 0,
             last_epoch=formed.epoch if formed else "",
             rolled_back_to=self.rolled_back_to,

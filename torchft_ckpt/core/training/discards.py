@@ -1,4 +1,5 @@
 """This file notices that steps are discarded again and again for one cause, and says what would help. It knows no clock.
+It also says how long a loop that tries a discarded step again pauses before it.
 
 One discarded step is what the death of a group costs. Several in a row for one cause do not end by themselves: a timeout is
 shorter than a step of the slowest group, say, or the groups cannot reach each other.
@@ -7,9 +8,12 @@ shorter than a step of the slowest group, say, or the groups cannot reach each o
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 NUM_BEFORE_WARNING = 3
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 0.5
 
 _JOIN_BUDGET = (
     "Give the groups that train a longer join_budget (TORCHFT_CKPT_JOIN_BUDGET_SEC): the group that joins takes longer"
@@ -77,3 +81,15 @@ class DiscardRun:
         return f"{self._count} steps in a row did not count here for one cause: {reason}" + (
             f". {advice}" if advice else ""
         )
+
+
+def pauses_s() -> Iterator[float]:
+    """Say, without end, how long a loop pauses before it tries a discarded step again; in seconds.
+
+    At first not at all: those who are left go on at once when a group is lost. Longer and longer where groups are missing.
+    """
+    yield 0.0
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
