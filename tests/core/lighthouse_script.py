@@ -42,6 +42,7 @@ from torchft_ckpt.core.coordination.messages import (
     LeavesWanted,
     LeaveWish,
     LostTold,
+    Needed,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -192,12 +193,15 @@ class Member:
         can_load: bool = True,
         reach_s: float | None = None,
         load_s: float = 0.0,
+        can_follow: bool = False,
     ) -> None:
         """Begins a step; one that is open is abandoned."""
         serve = self.replica.capture_wanted if can_serve is None else can_serve
         request = self.replica.begin(
             StepWishes(allow_heal=allow_heal, shrink_only=shrink_only),
-            StepFacts(serve, store_address=f"store-{self.replica_id}", reach_s=reach_s, load_s=load_s),
+            StepFacts(
+                serve, store_address=f"store-{self.replica_id}", reach_s=reach_s, load_s=load_s, can_follow=can_follow
+            ),
         )
         self.says(
             msgspec.structs.replace(
@@ -208,7 +212,7 @@ class Member:
     def loads(self) -> None:
         """Its transfer ends well: before the forward pass where that was waited for, else beside it."""
         assert self.formed is not None
-        self.replica.load_finished(self.formed.version, before_forward=self.formed.role is Role.INLINE)
+        self.replica.load_finished(self.formed.version, before_forward=self.formed.role in (Role.INLINE, Role.LEARNER))
 
     def votes(
         self,
@@ -277,6 +281,12 @@ class Member:
         assert self.formed is not None
         quorum_id, step = self.formed.quorum_id, self.formed.version.step
         self.says(JoinProgress(quorum_id=quorum_id, step=step, reach_s=seconds, does=does))
+
+    def follows(self, *, load: bool = True) -> None:
+        """It has received the state outside of the quorum, or (`load` False) was stopped."""
+        if load:
+            self.loads()
+        self.replica.learned()
 
     def wishes_to_leave(self, *, is_told: bool = False) -> None:
         self.says(LeaveWish(is_told=is_told, reason="SIGTERM"))
@@ -352,4 +362,6 @@ def _words(message: FromLighthouse) -> str:
         return f"{'stop' if message.stops else 'differ'}: {message.reason}"
     if isinstance(message, LostTold):
         return f"gone: {message.contributors}"
+    if isinstance(message, Needed):
+        return f"needed: {message.reason}"
     return "joiner waiting" if isinstance(message, JoinerWaiting) else type(message).__name__.lower()

@@ -65,6 +65,7 @@ MEMBERS = st.builds(
     step=COUNTS,
     data=st.none() | st.dictionaries(TEXTS, JSON, max_size=3),
 )
+SOURCES = st.builds(Source, replica_id=NAMES, replica_rank=RANKS, checkpoint_addresses=st.lists(TEXTS, max_size=3))
 TIMES = st.builds(Timestamp, seconds=COUNTS, nanos=COUNTS)
 
 
@@ -107,10 +108,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "quorum": st.builds(
             Quorum, quorum_id=COUNTS, participants=st.lists(MEMBERS, min_size=1, max_size=3), created=TIMES
         ),
-        "sources": st.lists(
-            st.builds(Source, replica_id=NAMES, replica_rank=RANKS, checkpoint_addresses=st.lists(TEXTS, max_size=3)),
-            max_size=2,
-        ),
+        "sources": st.lists(SOURCES, max_size=2),
     }
     fields: dict[str, st.SearchStrategy[object]] = {}
     for field in msgspec.structs.fields(message):
@@ -128,6 +126,15 @@ def strategy(message: type) -> st.SearchStrategy[object]:
             fields[field.name] = COUNTS
         else:
             fields[field.name] = TEXTS
+    if message is messages.QuorumFormed:
+        following = {
+            **fields,
+            "follows": st.just(True),
+            "role": st.just(messages.Role.LEARNER),
+            "warms_up": st.just(False),
+        }
+        following["sources"] = st.lists(SOURCES, min_size=1, max_size=2)
+        return st.builds(message, **{**fields, "follows": st.just(False)}) | st.builds(message, **following)
     return st.builds(message, **fields)
 
 

@@ -75,6 +75,8 @@ class Scenario:
     warm_up: bool = False
     tells_reach: bool = False
     """Ranks say how long their transfers and loads still take."""
+    changing: float | None = field(default=None, repr=False)  # seeds of before keep their plans
+    """Training changes this part of the state, and who is further behind than a step can follow; None: nobody can."""
     load_s: tuple[float, float] = (0.0, 0.0)
     num_allreduces: int = 1
     max_delay_s: float = 0.005
@@ -110,7 +112,13 @@ def draw_scenario(rng: Random) -> Scenario:
         warm_up=rng.random() < 0.5,
         tells_reach=rng.random() < 0.7,
     )
-    return replace(plan, faults=_with_drains(plan))
+    return replace(plan, faults=_with_drains(plan), changing=_drawn_changing(plan))
+
+
+def _drawn_changing(plan: Scenario) -> float | None:
+    """Return the part of the state that changes, in half of the plans: drawn from the plan, as drains are."""
+    rng = Random(f"learners of {plan!r}")
+    return rng.choice((0.0, 0.05, 0.5)) if plan.tells_reach and rng.random() < 0.7 else None
 
 
 def _with_drains(plan: Scenario) -> dict[Fault, float]:

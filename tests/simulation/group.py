@@ -145,7 +145,8 @@ class ReplicaGroup:
             return
         self._is_welcome = False
         self.connection = self._lighthouse.accept(self.processes[0], self._receive, self._closed)
-        self.connection.send_to_server(self.trainers[0].replica.hello(self.replica_id, len(self.processes)))
+        hello = self.trainers[0].replica.hello(self.replica_id, len(self.processes))
+        self.connection.send_to_server(self.state.introduce(hello))
         this = self.connection
 
         def give_up() -> None:

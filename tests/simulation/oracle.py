@@ -15,6 +15,7 @@
   contributes nothing until it has loaded another; it may forget that only where the lighthouse was lost before it heard of it.
 - The ranks of a group have committed the same steps whenever the group asks for the next.
 - The ranks of a group that leaves leave after the same step.
+- A learner neither contributes nor votes nor commits, is in no quorum, and none waits for it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torchft_ckpt.core.coordination.lighthouse_records import Round
 from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
     CommitDecided,
+    CommitVote,
     Hello,
     LocateState,
     Outcome,
@@ -113,6 +115,7 @@ class Oracle:
         self._know_apart: set[tuple[str, int]] = set()
         """Those of them that have heard of it."""
         self.num_apart = 0
+        self.num_followed = 0
         self._left: dict[str, QuorumFormed] = {}
         """By replica id: the quorum of the step after which the first of its ranks left."""
         self.on_formed: Callable[[LighthouseState, dict[str, QuorumRequest]], None] | None = None
@@ -157,6 +160,10 @@ class Oracle:
         if serving and is_newest and not formed.names_state:
             self.fail(f"{trainer.address} is to load from {serving}, known to hold another state than most")
 
+    def follows(self, trainer: Trainer) -> None:
+        """A rank receives a state outside of the quorum."""
+        self.num_followed += 1
+
     def knows_apart(self, trainer: Trainer) -> None:
         """A rank hears that its state is another than that of most."""
         self._know_apart.add((trainer.replica_id, trainer.rank))
@@ -190,6 +197,8 @@ class Oracle:
     def contributes(self, trainer: Trainer) -> None:
         """A rank puts gradients into the sum."""
         formed = trainer.replica.quorum
+        if formed is not None and formed.role is Role.LEARNER:
+            self.fail(f"{trainer.address} contributes, and is a learner")
         if (trainer.replica_id, trainer.rank) in self._apart:
             self.fail(f"{trainer.address} contributes, and is known to hold another state than most")
         if formed is None or self._expected(trainer, formed.version) != trainer.value:
@@ -222,6 +231,8 @@ class Oracle:
     ) -> None:
         """A rank steps its optimizer, with what went into each sum."""
         formed, version = trainer.replica.quorum, trainer.replica.version
+        if formed is not None and formed.role is Role.LEARNER:
+            self.fail(f"{trainer.address} commits {version}, and is a learner")
         for parts in sums:
             if formed is not None and sum(part != 0 for part in parts) != formed.num_contributors:
                 self.fail(f"{trainer.address} commits {version}: {parts} are divided by {formed.num_contributors}")
@@ -282,6 +293,10 @@ class Oracle:
                 if asker is not None:
                     self._asked[asker.replica_id] = message
                 self._learn(state, life, event.connection, message.version)
+            elif isinstance(message, CommitVote):
+                voter = next((m for m in state.members.values() if m.connection == event.connection), None)
+                if voter is not None and voter.is_beside:
+                    self.fail(f"{voter.replica_id} votes, and is a learner")
             elif isinstance(message, LocateState):
                 self._learn(state, life, event.connection, message.version)
             elif isinstance(message, AllowStepLoss):

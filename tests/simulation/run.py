@@ -61,6 +61,8 @@ class Report:
     num_apart: int
     """Times that a group was found to hold another state than most."""
     recovered_after_s: float
+    num_followed: int
+    """Times that a rank began to receive a state outside of the quorum."""
     discarded: dict[str, int]
     """By replica id: the steps that it was healthy in and that were discarded, at rank 0."""
 
@@ -137,6 +139,7 @@ class Simulation:
             num_operator_words=self._num_words,
             num_apart=self.oracle.num_apart,
             recovered_after_s=recovered_after_s,
+            num_followed=self.oracle.num_followed,
             discarded=discarded,
         )
 
@@ -168,6 +171,7 @@ class Simulation:
                 on_replicas_differ=OnReplicasDiffer.HEAL,
             ),
             tells_reach=plan.tells_reach,
+            changing=plan.changing,
             load_s=plan.load_s,
             num_allreduces=plan.num_allreduces,
             num_late=plan.num_late,

@@ -18,6 +18,7 @@ from simulation.clock import Clock, Process
 from simulation.collectives import Collectives, Handle
 from simulation.oracle import Oracle
 from simulation.transfers import Arrival, Snapshot, Transfers
+from torchft_ckpt.core.coordination.learning import Distance
 from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     CommitDecided,
@@ -33,6 +34,7 @@ from torchft_ckpt.core.coordination.messages import (
     Leave,
     LeavesWanted,
     LeaveWish,
+    Needed,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -77,6 +79,8 @@ class TrainerSettings:
     quorum_timeout_s: float = 4.0
     decision_timeout_s: float = 2.0
     tells_reach: bool = False
+    changing: float | None = None
+    """Training changes this part of the state, and who is far behind can follow; None: nobody can."""
     load_s: tuple[float, float] = (0.0, 0.0)
     num_allreduces: int = 1
     num_late: int = 0
@@ -137,6 +141,7 @@ class Trainer:
         self._arrival: tuple[Arrival, object] | None = None
         self._is_loading = False
         self._is_cancelled = False
+        self._distance = Distance()
         self._is_spoiled = False
         """What the open step is computed with has changed while it was computed."""
         self._after_load: Callable[[], None] | None = None
@@ -177,7 +182,8 @@ class Trainer:
             can_serve=can_serve,
             store_address="store:1",
             compares=self.uses_state,
-            reach_s=0.05 if self._settings.tells_reach and self.replica.is_behind else None,
+            reach_s=self._reach_s() if self._settings.tells_reach and self.replica.is_behind else None,
+            can_follow=self._settings.changing is not None and self._distance.can_follow(*self._sizes()),
         )
         request = self.replica.begin(StepWishes(allow_heal=self._rng.random() >= self._moods.no_heal), facts)
         num_collectives = len(self._results) + self._num_late
@@ -185,6 +191,15 @@ class Trainer:
             msgspec.structs.replace(request, checkpoint_addresses=[self.address], num_collectives=num_collectives)
         )
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
+
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of the state, and of what training changes in it."""
+        return 1000, 1000 if self._settings.changing is None else int(1000 * self._settings.changing)
+
+    def _reach_s(self) -> float:
+        if self._settings.changing is None:
+            return 0.05
+        return sum(self._transfers.duration_s) / 2 * self._distance.lacking_bytes(*self._sizes()) / 1000
 
     def _finishes(self) -> bool:
         """Whether this group says, once after this step, that it has finished. All of its ranks say the same."""
@@ -218,7 +233,18 @@ class Trainer:
             self._is_cancelled = False
             source = formed.sources[0].checkpoint_addresses[self.rank]
             tell = (lambda reach_s: self._tell(turn, formed, reach_s)) if self._settings.tells_reach else None
-            self._transfers.fetch(source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v), tell)
+            part = self._distance.lacking_bytes(*self._sizes()) / 1000
+            self._transfers.fetch(
+                source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v), tell, part
+            )
+        if formed.follows:
+            self._oracle.follows(self)
+            self._after_load = lambda: self._load(before_forward=True, then=lambda: self._end_following(turn))
+            if self._is_loading:
+                self._check_load()
+            else:
+                self._end_following(turn)
+            return
         if plan.configure:
             if self._handle is not None:
                 self._collectives.abort(self._handle)
@@ -232,6 +258,15 @@ class Trainer:
             )
         else:
             self._configured(turn)
+
+    def _end_following(self, turn: int) -> None:
+        """It has received a state outside of the quorum, or not: it asks again."""
+        if turn != self._turn or self.replica.phase is not StepPhase.TRAINING:
+            return
+        if self._plan is not None and self.replica.version == self._plan.formed.version:
+            self._distance.followed()
+        self.replica.learned()
+        self._next()
 
     def _configured(self, turn: int) -> None:
         if turn != self._turn or self._plan is None:
@@ -475,6 +510,7 @@ class Trainer:
                 self.replica.load_finished(self._plan.formed.version, before_forward=before_forward)
             self._oracle.healed(self, in_time=in_time)
         elif arrival is Arrival.TORN:
+            self._distance.lost()
             self.value = ("torn", self._rng.getrandbits(32))
             self.replica.load_torn()
             if self._rng.random() < 0.5:
@@ -506,6 +542,10 @@ class Trainer:
         elif isinstance(message, QuorumBroken):
             if self.replica.broken(message) and self._handle is not None:
                 self._collectives.abort(self._handle)
+        elif isinstance(message, Needed):
+            if self.replica.follows and self._is_loading and self.replica.phase is StepPhase.TRAINING:
+                self._is_cancelled = True
+                self._check_load()
         elif isinstance(message, JoinerWaiting):
             self.replica.joiner_waits()
         elif isinstance(message, QuorumPending):
@@ -535,6 +575,7 @@ class Trainer:
             if self._is_spoiled and self._rng.random() < self._moods.uses_state:
                 value = self._rng.getrandbits(60)
             self._oracle.commits(self, before, value, tuple(self._results))
+            self._distance.lost()
             self._take(value)
             self.last_commits.append(self.replica.version)
         else:

@@ -61,12 +61,15 @@ class Transfers:
         process: Process,
         done: Callable[[Arrival, object], None],
         tell: Callable[[float], None] | None = None,
+        part: float = 1.0,
     ) -> None:
         """Fetch the state of a version; `done` is called once, in the receiver's process.
 
-        `tell`: called there a few times a second with the seconds that are left.
+        Args:
+            tell: called there a few times a second with the seconds that are left.
+            part: of the state, that is not there yet.
         """
-        self._try(address, version, process, done, tell, self._clock.now + self._stall_timeout_s)
+        self._try(address, version, process, done, tell, part, self._clock.now + self._stall_timeout_s)
 
     def _try(
         self,
@@ -75,6 +78,7 @@ class Transfers:
         process: Process,
         done: Callable[[Arrival, object], None],
         tell: Callable[[float], None] | None,
+        part: float,
         give_up_at: float,
     ) -> None:
         snapshot = self._snapshots.get(address)
@@ -82,9 +86,11 @@ class Transfers:
             if self._clock.now >= give_up_at or (snapshot is not None and not snapshot.process.is_alive):
                 done(Arrival.FAILED, None)
             else:
-                self._clock.after(0.01, process, lambda: self._try(address, version, process, done, tell, give_up_at))
+                self._clock.after(
+                    0.01, process, lambda: self._try(address, version, process, done, tell, part, give_up_at)
+                )
             return
-        took_s = self._rng.uniform(*self.duration_s)
+        took_s = self._rng.uniform(*self.duration_s) * part
         is_failing = self._rng.random() < self.failure_rate
         is_torn = self._rng.random() < self.torn_rate
 

@@ -1,7 +1,8 @@
 """One rank of a replica group that trains a tiny model; a process of its own. It reports each step as a JSON line.
 
 Its options come as one JSON object on the command line. Files in the directory `control` steer it while it runs:
-`stop` holds the step to end at, `slow` the seconds that each fetch takes, `fail` makes each fetch fail.
+`stop` holds the step to end at, `slow` the seconds that each fetch takes, `fail` makes each fetch fail. With `frozen_mb` the
+state holds so much that no step changes; `rate` is what a transfer is expected to bring in a second, before one was measured.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 
 from support.trainer_process import begin, is_over, make_manager, report, state_functions
 from torchft_ckpt import DistributedDataParallel, HTTPTransport, Optimizer, WorldSizeMode
+from torchft_ckpt.core.coordination import joining
 from torchft_ckpt.errors import SourceLostError, TorchftCkptError, TransferCancelledError
 
 
@@ -59,6 +61,10 @@ def main() -> None:
     torch.manual_seed(options["seed"])
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if "frozen_mb" in options:
+        model.register_buffer("frozen", torch.randn(options["frozen_mb"] << 18))
+    if "rate" in options:
+        joining.FIRST_RATE = options["rate"]
     transport = SteeredTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
     transport.control, transport.cancelled = Path(options["control"]), threading.Event()
     try:
@@ -68,6 +74,8 @@ def main() -> None:
             *state_functions(model, inner),
             min_replica_size=options.get("min_replica_size", 2),
             world_size_mode=WorldSizeMode[options.get("world_size_mode", "DYNAMIC")],
+            follow=options.get("follow", False),
+            warm_up=not options.get("follow", False),
             join_budget=timedelta(seconds=options.get("join_budget_s", 5.0)),
         )
     except TorchftCkptError as error:

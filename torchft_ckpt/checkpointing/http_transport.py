@@ -262,6 +262,7 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta,
         *,
         versions: StateVersions | None = None,
+        outlives_step: bool = False,
     ) -> None:
         """Serve the state to the destinations for at most `timeout`; returns at once and copies no tensor.
 
@@ -273,6 +274,7 @@ class HTTPTransport(CheckpointTransport[T]):
         Args:
             dst_ranks, step, state_dict, timeout: as in `CheckpointTransport.send_checkpoint`.
             versions: of the tensors when they were captured, where that was before.
+            outlives_step: `withdraw_checkpoint` keeps it for those who receive it.
 
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried; nothing is served.
@@ -290,16 +292,24 @@ class HTTPTransport(CheckpointTransport[T]):
             num_expected=len(set(dst_ranks)),
             versions=versions,
             elsewhere=self._elsewhere(),
+            outlives_step=outlives_step,
         )
         level = logging.INFO if dst_ranks else logging.DEBUG  # an offer to nobody in particular is made every round
         logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
         self._server.publish(snapshot, lease_s=timeout.total_seconds())
 
     def send_captured(
-        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, versions: StateVersions
+        self,
+        dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta,
+        *,
+        versions: StateVersions,
+        outlives_step: bool = False,
     ) -> None:
         """Serve a state that was captured before. See `CheckpointTransport.send_captured`."""
-        self.send_checkpoint(dst_ranks, step, state_dict, timeout, versions=versions)
+        self.send_checkpoint(dst_ranks, step, state_dict, timeout, versions=versions, outlives_step=outlives_step)
 
     def _elsewhere(self) -> Elsewhere | None:
         """Say where else this transport is, unless the user chose where."""
@@ -454,7 +464,9 @@ class HTTPTransport(CheckpointTransport[T]):
             self._buffer_cache.keep(fetch.buffers())
         else:
             self._buffer_cache.clear()
-        logger.info("received step %d from %s in %.3f s", step, name, time.monotonic() - started)
+        what = fetch.received_in_words()
+        came = f": {what}" if what else ""
+        logger.info("received step %d from %s in %.3f s%s", step, name, time.monotonic() - started, came)
         return cast(T, state)
 
     def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:

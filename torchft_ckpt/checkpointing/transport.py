@@ -89,13 +89,21 @@ class CheckpointTransport(Generic[T], ABC):
         """
 
     def send_captured(
-        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, versions: StateVersions
+        self,
+        dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta,
+        *,
+        versions: StateVersions,
+        outlives_step: bool = False,
     ) -> None:
-        """As `send_checkpoint`, of a state that was captured before this call. By default the versions are ignored.
+        """As `send_checkpoint`, of a state that was captured before this call. By default the rest is ignored.
 
         Args:
             dst_ranks, step, state_dict, timeout: as in `send_checkpoint`.
             versions: of the tensors when they were captured: a tensor that was written to since must not be sent.
+            outlives_step: some of the destinations receive it while later steps are made: `withdraw_checkpoint` keeps it.
 
         Raises: as `send_checkpoint`.
         """
@@ -117,7 +125,8 @@ class CheckpointTransport(Generic[T], ABC):
     def withdraw_checkpoint(self) -> None:
         """Return once the state may be mutated; whoever has not received it by now gets an error.
 
-        For a state that nobody can use any more. By default as `disallow_checkpoint`, which keeps it for the late.
+        Not those whom `send_captured` was told to keep it for. For a state that nobody can use any more. By default as
+        `disallow_checkpoint`, which keeps it for the late.
         """
         self.disallow_checkpoint()
 

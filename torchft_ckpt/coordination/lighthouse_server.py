@@ -23,6 +23,7 @@ from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.coordination.jobs import Jobs
+from torchft_ckpt.core.coordination.learning import in_words
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -248,7 +249,7 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
             "replica_id": member.replica_id,
             "step": member.version.step,
             "waiting_s": round(now - member.asked_at, 3) if member.request else None,
-            "reason": member.notified_reason if member.request else "",
+            "reason": member.notified_reason or (f"follows: it {in_words(member.progress)}" if member.progress else ""),
             "silent_s": round(now - member.last_seen, 3),
             "leaving": member.wishes_to_leave,
         }

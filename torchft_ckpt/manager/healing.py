@@ -21,6 +21,7 @@ from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.core.coordination.joining import Reception
+from torchft_ckpt.core.coordination.learning import Distance
 from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateLocated
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
 from torchft_ckpt.errors import (
@@ -65,6 +66,9 @@ class Healing:
         self._is_in_place = False
         self._differences: Differences | None = None
         self._reception = Reception()
+        self.distance = Distance()
+        self.progress: TransferProgress | None = None
+        """Of the transfer that runs, or of the last one."""
         self._tell: Callable[[float, Receives], None] = _tell_nobody
         self.took_s = 0.0
         self.needs_local = False
@@ -100,6 +104,7 @@ class Healing:
         self._differences = None
         self._tell = tell
         self._reception.begin()
+        self.progress = None
 
         def fetch() -> Any:
             try:
@@ -130,11 +135,17 @@ class Healing:
         """Return how long receiving a state takes; None: nobody knows how fast the process group is."""
         return None if self._transport.needs_process_group else self._reception.expected_s(num_bytes)
 
+    def followed(self) -> None:
+        """The state that was received outside of the quorum is loaded: of the next one only what has changed is lacking."""
+        self.distance.followed()
+        self._reception.forget_left()
+
     @property
     def load_s(self) -> float:
         return self._reception.load_s
 
     def _note(self, progress: TransferProgress) -> None:
+        self.progress = progress
         left_bytes = progress.total_bytes - progress.received_bytes - progress.skipped_bytes
         reach_s = self._reception.progress(
             left_bytes=left_bytes,

@@ -93,6 +93,7 @@ class StateServing:
                 {"user": captured.state, "torchft": own},
                 self._lease,
                 versions=captured.versions,
+                **({"outlives_step": True} if formed.has_learners else {}),  # transports of before do not know it
             )
         except Exception as error:  # whatever a transport raises
             if isinstance(error, UnsupportedValueError) and formed.names_state:

@@ -16,6 +16,7 @@ import torch
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept, with_optimizer_state
+from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.coordination.messages import StateVersion
@@ -176,6 +177,10 @@ class StateRegistry:
         with with_optimizer_state(optimizers, also_frozen=also_frozen):
             return self.capture()
 
+    def guarded(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that change what they own under the write lock alone, in the order in which they were guarded."""
+        return self._optimizers
+
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that changes what it owns under the write lock alone."""
         self._optimizers.append(optimizer)
@@ -198,9 +203,26 @@ class StateRegistry:
         """Return the versions of the guarded optimizers' parameters. On the training thread."""
         return [counted for parameter in _parameters_of(self._optimizers) for counted in count_writes(parameter)]
 
-    def num_bytes(self) -> int:
-        """Return the size of what the optimizers own here."""
-        return sum(part.nbytes for part in owned_by(self._known()).values())
+    def sizes(self, captured: Any = None) -> tuple[int, int]:
+        """Return the bytes of the state here, and of what training changes in it.
+
+        An optimizer's state counts as far as it exists. Without what was `captured`, only what optimizers own is known.
+        """
+        owned = owned_by(self._known())
+        still = {
+            part.data_ptr(): part.nbytes
+            for parameter in self._parameters()
+            if not parameter.requires_grad
+            for part in memory_of(parameter)
+        }
+        others = {
+            part.data_ptr(): part.nbytes
+            for tensor in tensors_in(captured)
+            for part in memory_of(tensor)
+            if part.data_ptr() not in owned
+        }
+        changing_bytes = sum(part.nbytes for address, part in owned.items() if address not in still)
+        return changing_bytes + sum(still.values()) + sum(others.values()), changing_bytes
 
     @property
     def is_used_by_loops(self) -> bool:

@@ -38,6 +38,7 @@ from torchft_ckpt.core.coordination.messages import (
     LocateState,
     LostAsked,
     LostTold,
+    Needed,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -157,6 +158,8 @@ class StepClient:
         self._error: ExceptionWithTraceback | None = None
         self._is_stall_reported = False
         self._cleared: int | None = None
+        self.is_needed = False
+        """The others cannot train without this group, which follows them in the open step."""
         self._loading: list[LoadState] = []
         """The messages that say when the group's ranks load what they fetch: at most two in a step."""
 
@@ -223,6 +226,7 @@ class StepClient:
         self._error = None
         self._is_stall_reported = False
         self._cleared = None
+        self.is_needed = False
         self._loading = []
 
     def locate(self, until: float, *, has_finished: bool = False) -> StateLocated | None:
@@ -607,6 +611,11 @@ class StepClient:
                 self._loading.append(message)
         elif isinstance(message, QuorumPending):
             self._pending = message
+        elif isinstance(message, Needed):
+            if replica.follows and replica.phase is StepPhase.TRAINING:
+                self.is_needed = True
+                logger.info("%s stops following, the others need it: %s", self.replica_id, message.reason)
+                return "", True
         elif isinstance(message, JoinerWaiting):
             replica.joiner_waits()
         elif isinstance(message, Refused):

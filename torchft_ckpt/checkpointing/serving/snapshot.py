@@ -134,7 +134,10 @@ class Snapshot:
         see_tensors: Callable[[Sequence[tuple[str, torch.Tensor]]], None] | None = None,
         versions: StateVersions | None = None,
         elsewhere: Elsewhere | None = None,
+        outlives_step: bool = False,
     ) -> None:
+        self.outlives_step = outlives_step
+        """Some receive it while later steps are made: it is not withdrawn when its step is committed."""
         with gc_paused():
             encoder = TreeEncoder()
             self._tree = encoder.encode(state)

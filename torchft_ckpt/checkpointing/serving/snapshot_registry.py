@@ -55,7 +55,7 @@ class SnapshotRegistry:
         self._revoked: dict[str, frozenset[str]] = {}
 
     def put(self, snapshot: Snapshot, *, lease_ends: float, now: float = 0.0) -> list[Snapshot]:
-        """Serve a snapshot until `lease_ends`; return those that had to be closed for it."""
+        """Serve a snapshot until `lease_ends`; return those that had to be closed for it: the oldest that no learner receives."""
         with self._lock:
             self._drop_closed()
             self._leases.insert(0, _Lease(snapshot, lease_ends))
@@ -63,8 +63,10 @@ class SnapshotRegistry:
             self._requests = {
                 step: at for step, at in self._requests.items() if step is not None and step > snapshot.step
             }
-            closing = [lease.snapshot for lease in self._leases[self._max_snapshots :]]
-            del self._leases[self._max_snapshots :]
+            for_learners = [lease for lease in self._leases[1:] if lease.snapshot.outlives_step]
+            others = [lease for lease in self._leases[1:] if not lease.snapshot.outlives_step]
+            closing = [lease.snapshot for lease in [*for_learners, *others][self._max_snapshots - 1 :]]
+            self._leases = [lease for lease in self._leases if lease.snapshot not in closing]
         for old in closing:
             old.close()
         return closing
@@ -189,11 +191,11 @@ class SnapshotRegistry:
     def withdraw_all(self) -> None:
         """Return once the live state may be mutated: nobody who was told to fetch it needs it any more.
 
-        What was served without naming receivers is for those who look on from outside: these still get it.
+        What was served without naming receivers is for those who look on from outside: these still get it, and so do learners.
         """
         self._close_relays(float("inf"))
         for snapshot in self.open_snapshots():
-            if snapshot.statistics().num_receivers_expected:
+            if snapshot.statistics().num_receivers_expected and not snapshot.outlives_step:
                 snapshot.close()
             else:
                 snapshot.detach()

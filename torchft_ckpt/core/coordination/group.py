@@ -62,6 +62,7 @@ from torchft_ckpt.core.coordination.messages import (
     LocateState,
     LostAsked,
     LostTold,
+    Needed,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -173,8 +174,8 @@ class GroupState:
         self._votes: dict[int, CommitVote] = {}
         self._voted: CommitVote | None = None
         self._stall_reported = False
-        self._reach: dict[int, float] = {}
-        """How long each rank still needs that receives the state of the open step, in seconds."""
+        self._reach: dict[int, JoinProgress] = {}
+        """How far each rank is that receives the state of the open step."""
         self._loads = Receives.TRANSFER
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
@@ -192,7 +193,9 @@ class GroupState:
     def introduce(self, hello: Hello) -> Hello:
         """Return rank 0's first message on a connection as the group's."""
         addresses = self._all_addresses() if self._addresses and self.broken is None else []
-        return msgspec.structs.replace(hello, checkpoint_addresses=addresses)
+        # Rank 0 may have asked for the next step already, and the group has not.
+        is_beside = hello.is_beside or (self._quorum is not None and self._quorum.role is Role.LEARNER)
+        return msgspec.structs.replace(hello, checkpoint_addresses=addresses, is_beside=is_beside)
 
     def _all_addresses(self) -> list[str]:
         return [self._addresses.get(rank, "") for rank in range(self.world_size)]
@@ -365,12 +368,20 @@ class GroupState:
 
     def _receives(self, rank: int, progress: JoinProgress) -> Iterator[GroupInstruction]:
         """The group needs as long as the slowest of its ranks; it has the state when all of them have it."""
-        self._reach[rank] = progress.reach_s
-        reach_s = max(self._reach.values())
+        self._reach[rank] = progress
+        reach_s = max(said.reach_s for said in self._reach.values())
         if progress.does is not Receives.TRANSFER:
             self._loads = progress.does
         if reach_s or len(self._reach) == self.world_size:
-            yield SendToLighthouse(msgspec.structs.replace(progress, reach_s=reach_s, does=self._loads))
+            yield SendToLighthouse(
+                msgspec.structs.replace(
+                    progress,
+                    reach_s=reach_s,
+                    does=self._loads,
+                    done_bytes=sum(said.done_bytes for said in self._reach.values()),
+                    total_bytes=sum(said.total_bytes for said in self._reach.values()),
+                )
+            )
 
     def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
         asked = self._asked_by.get(rank)
@@ -492,6 +503,7 @@ class GroupState:
                 (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None
             ),
             reach_s=_longest([request.reach_s for request in requests]),
+            can_follow=all(request.can_follow for request in requests),
             load_s=max(request.load_s for request in requests),
             layout=combine_layouts([request.layout for request in requests]),
             layout_text=news,
@@ -575,6 +587,10 @@ class GroupState:
                 yield SendToRank(rank, message)
             if message.leaving:
                 yield from self._begin_no_step()
+        elif isinstance(message, Needed):
+            if self._quorum is not None and self._quorum.follows:
+                for rank in range(self.world_size):
+                    yield SendToRank(rank, message)
         elif isinstance(message, LeaveWish):
             self._wish = self._wish or LeaveWish(reason=clip(message.reason))
         elif isinstance(message, LetGo):

@@ -85,6 +85,10 @@ class Reception:
         """The state is loaded, which took so long."""
         self.load_s = elapsed_s if elapsed_s >= _SOONEST_LOADED_S else 0.0
 
+    def forget_left(self) -> None:
+        """What the last transfer had to bring says nothing of the next one."""
+        self._left = None
+
     def expected_s(self, num_bytes: int) -> float:
         """Return how long the next transfer takes.
 
@@ -110,6 +114,11 @@ class Joining:
         limit_s = min((member.join_stall_limit_s for member in members), default=self._allowance.limit_s)
         if limit_s != self._allowance.limit_s:
             self._allowance.set_limit(limit_s, now)
+
+    @property
+    def usual_s(self) -> float:
+        """How long a step takes that nobody joins; 0: not known yet."""
+        return self._usual_s
 
     def why_out(self, member: Member, budget_s: float, now: float) -> str:
         """Say why a member that has to load the state is not admitted now, and until when; empty: it is."""

@@ -38,6 +38,7 @@ from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory, state_after
 from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.layouts import groups_apart, is_part_of, pause_before_learning_again_s
+from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, in_words, should_follow
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
@@ -70,6 +71,7 @@ from torchft_ckpt.core.coordination.messages import (
     LetGo,
     LocateState,
     LostAsked,
+    Needed,
     Outcome,
     QuorumBroken,
     QuorumCall,
@@ -265,6 +267,10 @@ class LighthouseState:
         if self._leaving.keys() != {replica_id for replica_id, m in self.members.items() if m.wishes_to_leave}:
             raise RuntimeError(f"{list(self._leaving)} are to leave, and others wish to")
         for member in self.members.values():
+            if member.is_beside and not (member.is_excused and member.has_left_step):
+                raise RuntimeError(f"{member.replica_id} is beside the quorum, and is waited for")
+            if member.is_beside and member.replica_id in self._quorum_members:
+                raise RuntimeError(f"the next quorum waits for {member.replica_id}, which is beside it")
             if member.request is not None and member.is_excused:
                 raise RuntimeError(f"{member.replica_id} asks for a quorum, and nobody waits for it")
             if member.is_let_go and (member.replica_id in self._quorum_members or not member.wishes_to_leave):
@@ -396,9 +402,9 @@ class LighthouseState:
             last_seen=now,
             version=self._equality.proven_of(replica_id, hello.version),
             checkpoint_addresses=hello.checkpoint_addresses,
-            has_warmed_up=hello.warms_up,
-            has_left_step=hello.warms_up,
-            is_excused=hello.warms_up,
+            is_beside=hello.is_beside,
+            has_left_step=hello.is_beside,
+            is_excused=hello.is_beside,
             wishes_to_leave=self._drained.get(replica_id, ""),
         )
         self._roster.add(member)
@@ -532,6 +538,7 @@ class LighthouseState:
             member.store_address = request.store_address
         if member.request is None:
             member.asked_at = now
+        was_beside, member.is_beside, member.is_called, member.progress = member.is_beside, False, False, None
         member.request, member.is_excused, member.has_finished = request, False, False
         member.notified_reason = ""
         if request.needs_new_quorum:
@@ -544,12 +551,10 @@ class LighthouseState:
             yield from self._reconsider(now)
             return
         if self.round is not None and self._should_warm_up(member):
-            member.has_warmed_up = True
             why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
-            yield self._answer_outside_quorum(member, self.round, 0, why)
+            yield self._answer_outside_quorum(member, self.round, 0, why, now)
             return
-        if member.has_warmed_up:
-            member.has_warmed_up = False
+        if was_beside:
             for other in self._quorum_members:
                 yield Send(self.members[other].connection, JoinerWaiting())
         yield from self._reconsider(now)
@@ -561,7 +566,7 @@ class LighthouseState:
             return False
         if self.finished_step is not None or self._holds_newest(member.version):
             return False
-        at_work = [self.members[replica_id] for replica_id in self._quorum_members]
+        at_work = [self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id]
         return len(at_work) >= self._min_trainers(at_work) and member.replica_id not in self._apart()
 
     def _min_trainers(self, holders: Iterable[Member]) -> int:
@@ -682,6 +687,7 @@ class LighthouseState:
             yield from self._on_step_abandoned(current, replica_id, now)
         self._stop_waiting(member)
         member.has_left_step, member.has_finished = True, message.has_finished
+        member.is_beside, member.progress = False, None
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, message.version, now)
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
@@ -724,9 +730,9 @@ class LighthouseState:
         """Look whether a quorum can be formed, if this event can have changed that. Else leave it to the deadline."""
         if not self._waiting:
             return
-        everyone = len(self._waiting) == len(self.members)
         survivors_back = bool(self._quorum_members) and self._quorum_members.keys() <= self._waiting.keys()
-        if everyone or survivors_back or self.finished_step is not None:
+        everyone = survivors_back or all(m.is_beside or m.replica_id in self._waiting for m in self.members.values())
+        if everyone or self.finished_step is not None:
             yield from self._evaluate(now)
         elif self._evaluate_at is None:
             self._evaluate_at = now + PENDING_NOTICE_S
@@ -749,8 +755,9 @@ class LighthouseState:
             return
         others = self._apart()
         candidates = [self.members[m] for m in self._waiting if m not in others and m not in gathering]
-        admitted, outside = self._set_joiners_aside(candidates, now)
+        admitted, outside, following = self._set_joiners_aside(candidates, now)
         yield from self._notify_left_out(outside | others, others, now)
+        yield from self._call_learners()
         if not admitted:
             return
         out = outside.keys() | others.keys() | gathering
@@ -809,7 +816,9 @@ class LighthouseState:
         if helpless:
             yield from self._refuse_to_heal(helpless, assignment, now)
             return
-        yield from self._form_quorum(assignment, self._learners(others, now), verdict.reason, now)
+        following = [m for m in following if now >= m.learns_from and not self._is_teaching(now)]
+        learners = [*self._learners(others, now), *following]
+        yield from self._form_quorum(assignment, learners, verdict.reason, now, others)
 
     def _refuse_to_heal(self, helpless: list[str], assignment: Assignment, now: float) -> Iterator[Instruction]:
         """Send the members away that would have to load a state and cannot. The others form their quorum without them."""
@@ -958,10 +967,30 @@ class LighthouseState:
             and not self._holds_newest(member.version)
         ]
 
-    def _set_joiners_aside(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str]]:
-        """Return the members that are admitted, and the joiners that the others cannot wait for now, each with the reason.
+    def _is_teaching(self, now: float) -> bool:
+        """Whether somebody follows, and says so: the sources keep one state at a time for those who do."""
+        return any(m.is_beside and m.follows_until > now for m in self.members.values())
 
-        If the admitted members would be too few, all are admitted.
+    def _call_learners(self) -> Iterator[Instruction]:
+        """Tell those that follow to ask, if the others have become too few to train."""
+        staying = [member for member in self._staying() if not member.is_excused]
+        least = self._min_trainers(staying)
+        if not 0 < len(staying) < least:
+            return
+        for member in self.members.values():
+            if member.is_beside and not member.is_called:
+                member.is_called = True
+                here = name_some(m.replica_id for m in staying)
+                reason = f"{len(staying)} of at least {least} replica groups are here ({here})"
+                yield Log(f"{member.replica_id} is needed: {reason}")
+                yield Send(member.connection, Needed(reason=clip(reason)))
+
+    def _set_joiners_aside(
+        self, candidates: list[Member], now: float
+    ) -> tuple[list[Member], dict[str, str], list[Member]]:
+        """Return the members that are admitted; those that stay outside, each with the reason; and which of these follow.
+
+        The others cannot wait for them now. If the admitted members would be too few, all are admitted.
         """
         best = max((m.version for m in candidates if self._history.is_valid(m.version)), default=None)
         is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
@@ -972,16 +1001,25 @@ class LighthouseState:
             and (member.version != best or (member.asked.unverified and is_known_here))
         }
         budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
+        usual_s = self._joining.usual_s
+        following = [m for m in candidates if m.replica_id in joining and should_follow(m.asked, usual_s)]
         reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
+        reasons |= {m.replica_id: self._why_follows(m) for m in following}
         out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
         admitted = [member for member in candidates if member.replica_id not in out]
         is_at_work = self._quorum_members.keys() - self._waiting.keys()
         holding = [member for member in candidates if member.replica_id not in joining]
         if is_at_work and not admitted:
-            return admitted, out
+            return admitted, out, following
         if len(admitted) < self.settings.min_replicas or len(holding) < self._min_trainers(holding):
-            return candidates, {}
-        return admitted, out
+            return candidates, {}, []
+        return admitted, out, following
+
+    def _why_follows(self, member: Member) -> str:
+        return (
+            f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, longer than a step"
+            f" ({self._joining.usual_s:.1f} s), so it receives it outside of the quorum first, while the others train on"
+        )
 
     def _next_quorum_id(self, members: list[Member]) -> int:
         last = self.round
@@ -1021,9 +1059,12 @@ class LighthouseState:
                 yield Send(member.connection, QuorumPending(reason=reason, waited_s=waited))
 
     def _form_quorum(
-        self, assignment: Assignment, learners: list[Member], reason: str, now: float
+        self, assignment: Assignment, learners: list[Member], reason: str, now: float, others: Collection[str]
     ) -> Iterator[Instruction]:
-        """Begin a step with these members, and give learners its state outside of the quorum if anybody can serve it."""
+        """Begin a step with these members, and give learners its state outside of the quorum if anybody can serve it.
+
+        `others`: are of another layout; a learner that is none of them follows.
+        """
         if self.round is not None and not self.round.tally.decided:
             self.round.tally.give_up("a new quorum was formed without the members that have not voted")
             yield from self._announce_decision(self.round, now)
@@ -1091,11 +1132,13 @@ class LighthouseState:
             yield Send(member.connection, formed)
         sources = [_source(members[rank], rank) for rank in teachers]
         for place, member in enumerate(taught):
+            follows = member.replica_id not in others
             why = "it does not train the same parameters yet, and first has to learn at which step the others are"
+            why = self._why_follows(member) if follows else why
             member.num_learned += 1
             member.learns_from = now + pause_before_learning_again_s(member.num_learned)
             yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
-            yield self._answer_outside_quorum(member, current, place, why, sources=sources)
+            yield self._answer_outside_quorum(member, current, place, why, now, sources=sources, follows=follows)
         if self._waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to notify them of the reason
 
@@ -1143,9 +1186,20 @@ class LighthouseState:
         return current
 
     def _answer_outside_quorum(
-        self, member: Member, current: Round, place: int, reason: str, *, sources: list[Source] | None = None
+        self,
+        member: Member,
+        current: Round,
+        place: int,
+        reason: str,
+        now: float,
+        *,
+        sources: list[Source] | None = None,
+        follows: bool = False,
     ) -> Send:
-        """Let a member compute a step beside a quorum, which does not wait for it. Without sources it only warms up."""
+        """Let a member compute a step beside a quorum, which does not wait for it. Without sources it only warms up.
+
+        `follows`: it computes no step, but receives the state and asks again.
+        """
         assignment = current.assignment
         request = self._take_request(member)
         formed = QuorumFormed(
@@ -1162,12 +1216,15 @@ class LighthouseState:
             store_address="",
             sources=sources or [],
             warms_up=sources is None,
+            follows=follows,
             unverified=assignment.unverified,
             newest_step=self.newest_step,
             rolled_back_to=self._history.rolled_back_to,
             reason=reason,
         )
-        member.is_excused, member.has_left_step = True, True
+        self._quorum_members.pop(member.replica_id, None)  # it may have been in the quorum, and have given its step up
+        member.is_excused = member.has_left_step = True
+        member.is_beside, member.follows_until = follows or formed.warms_up, now + SAY_EVERY_S if follows else now
         return Send(member.connection, formed)
 
     def _take_request(self, member: Member) -> QuorumRequest:
@@ -1198,6 +1255,8 @@ class LighthouseState:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def _on_commit_vote(self, member: Member, vote: CommitVote, now: float) -> Iterator[Instruction]:
+        if member.is_beside:
+            return  # it has no vote
         current = self.round
         key = (vote.quorum_id, vote.epoch, vote.step)
         if current is not None and self._key(current) == key:
@@ -1279,6 +1338,12 @@ class LighthouseState:
 
     def _on_join_progress(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
         current = self.round
+        if member.is_beside:
+            member.progress, member.follows_until = progress, now + SAY_EVERY_S
+            if now - member.progress_logged_at >= SAY_EVERY_S:
+                member.progress_logged_at = now
+                yield Log(f"{member.replica_id} follows: it {in_words(progress)}")
+            return
         if (
             current is None
             or not current.is_open_at(progress.quorum_id, progress.step)

@@ -9,6 +9,7 @@ from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, num_iss
 from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     Hello,
+    JoinProgress,
     LeaveWish,
     QuorumRequest,
     Receives,
@@ -48,8 +49,17 @@ class Member:
     """How often it got the state outside of a quorum."""
     learns_from: float = float("-inf")
     """When it may get the state outside of a quorum again."""
-    has_warmed_up: bool = False
-    """It computes, or has computed, a step outside of the quorum, and has not asked for a quorum since."""
+    is_beside: bool = False
+    """It is a learner that warms up or follows: it has not asked for a quorum since it was told so. It is excused, and in no open
+    step."""
+    is_called: bool = False
+    """It was told that the others need it, since it follows."""
+    follows_until: float = float("-inf")
+    """Until then it is taken to receive a state beside the quorum, unless it says so again."""
+    progress: JoinProgress | None = None
+    """What it said last of what it receives beside the quorum."""
+    progress_logged_at: float = float("-inf")
+    """When the operator was told of that."""
     request: QuorumRequest | None = None
     """Set exactly while it waits for a quorum."""
     has_left_step: bool = False
@@ -57,8 +67,8 @@ class Member:
     has_finished: bool = False
     """It has made its last step, and has not asked for another since."""
     is_excused: bool = False
-    """Nobody waits for it before it asks for a quorum: it warms up, is about to fetch the newest state, has finished, or was told
-    to leave. Never while it waits for a quorum."""
+    """Nobody waits for it before it asks for a quorum: it is a learner, is about to fetch the newest state, has finished, or was
+    told to leave. Never while it waits for a quorum."""
     wishes_to_leave: str = ""
     """Why it is to leave at the end of its step, or before the next one; empty: it stays."""
     wished_at: float = 0.0

@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -97,8 +97,8 @@ class Role(str, Enum):
     IDLE = "idle"
     """Must not heal in this step (`allow_heal=False`): contributes zeros, commits nothing, nobody waits for it."""
     LEARNER = "learner"
-    """Gets the newest state before its forward pass, and trains beside the others in this step: it is in no collective, has no
-    vote, and commits nothing."""
+    """Is beside the quorum: in no collective and no majority, without a vote; it commits nothing, and nobody waits for it to ask.
+    It receives a state (`follows`), or computes a step for itself."""
 
 
 class Outcome(str, Enum):
@@ -162,8 +162,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How the step `last_step` of quorum `last_quorum_id` ended here; None while it is open or in doubt."""
     checkpoint_addresses: Addresses = []
     """As in `QuorumRequest`, as far as they are known: whoever looks for the state may need them before the next one."""
-    warms_up: bool = False
-    """It computes a step for itself alone: nobody is to wait for it."""
+    is_beside: bool = False
+    """It is beside the quorum, a learner: nobody is to wait for it."""
     check_equal_every: Count = 0
     """The group votes with digests of its state after each committed step that this divides; 0: never."""
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
@@ -222,6 +222,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""
     reach_s: Seconds | None = None
     """How long it expects to need until it has received the state; None: it cannot say."""
+    can_follow: bool = False
+    """It can receive a state outside of the quorum, while the others train on, and is closer to theirs after that."""
     load_s: Seconds = 0.0
     """Seconds that loading took the last time."""
     store_address: StorePlace = ""
@@ -243,6 +245,8 @@ class Receives(str, Enum):
     """It loads before its forward pass, so the others may wait for it in a collective."""
     LOAD = "load"
     """It loads at its vote."""
+    REPLAY = "replay"
+    """It replays the steps that the others have made since it received the state: a learner."""
 
 
 class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -255,6 +259,9 @@ class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     step: Count
     reach_s: Seconds
     does: Receives = Receives.TRANSFER
+    done_bytes: Count = 0
+    """Of `total_bytes` so many are here and right; of a group: of all its ranks."""
+    total_bytes: Count = 0
 
 
 class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -458,6 +465,9 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What this member holds under the name `version` is another state than that of the others: it has to load theirs."""
     warms_up: bool = False
     """The role is LEARNER, and there is nothing to load: the member computes one step for itself alone."""
+    follows: bool = False
+    """The role is LEARNER, as the member is further behind than a step: it loads `version` from `sources`, however many steps
+    that takes, and asks again."""
     names_state: bool = False
     """`version` is a new name: healthy members give it to the state of that step that they hold."""
     rolled_back_to: StateVersion = StateVersion()
@@ -471,6 +481,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             raise ValueError(f"`replica_rank` is {self.replica_rank} in a quorum of {self.replica_world_size}")
         if self.contributor_rank is not None and self.contributor_rank >= self.num_contributors:
             raise ValueError(f"`contributor_rank` is {self.contributor_rank} of {self.num_contributors}")
+        if self.follows and (self.role is not Role.LEARNER or not self.sources or self.warms_up):
+            raise ValueError(f"`follows` is set, for {self.role.value} with {len(self.sources)} sources")
 
     @property
     def has_learners(self) -> bool:
@@ -505,6 +517,12 @@ class LostTold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class JoinerWaiting(msgspec.Struct, frozen=True, tag=True):
     """A joiner is about to ask: capture the state at the next step boundary."""
+
+
+class Needed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The others cannot train without the receiver, which follows them: it stops that, and asks for a quorum."""
+
+    reason: Text = ""
 
 
 class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -857,6 +875,7 @@ FromLighthouse: TypeAlias = (
     | StateLocated
     | LostTold
     | JoinerWaiting
+    | Needed
     | CommitDecided
     | QuorumBroken
     | CollectiveCleared
@@ -893,6 +912,7 @@ GroupToRank: TypeAlias = (
     | StateLocated
     | LostTold
     | JoinerWaiting
+    | Needed
     | CommitDecided
     | CommitUnknown
     | QuorumBroken

@@ -22,6 +22,8 @@ simulation drives it in the same way.
     any        locate                     IDLE        likewise; send the returned `LocateState`
     VOTED      decided(leaving)           IDLE        and no other step begins: it `is_leaving`
     TRAINING   learned (leaving)          IDLE        likewise
+    TRAINING   learned (follows)          IDLE        nothing was computed: ask again at once. It comes after `load_finished`, or
+                                                      after a transfer that failed or was stopped, as the others need this replica
     IDLE       left_between_steps         IDLE        likewise
     IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
 
@@ -127,6 +129,8 @@ class StepFacts(NamedTuple):
     """How long it would take to receive the newest state, as far as is known."""
     load_s: float = 0.0
     """How long loading a state took the last time."""
+    can_follow: bool = False
+    """It would be closer to the newest state after receiving one outside of the quorum."""
     is_first_of_kind: bool = False
     """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
 
@@ -162,6 +166,7 @@ class ReplicaView(NamedTuple):
     is_checked: bool
     is_learner: bool
     warms_up: bool
+    follows: bool
     is_leaving: bool
     all_leave: bool
     is_in_step: bool
@@ -285,6 +290,11 @@ class ReplicaState:
         return self.is_learner and self.quorum is not None and self.quorum.warms_up
 
     @property
+    def follows(self) -> bool:
+        """It receives a state outside of the quorum, or has received it: it computes no step with that, and asks again."""
+        return self.phase is StepPhase.TRAINING and self.quorum is not None and self.quorum.follows
+
+    @property
     def is_behind(self) -> bool:
         """There is no state of worth here, or a newer one is known to exist."""
         return self.torn or self._is_stale or not self.version.proven or self.version.step < self.newest_step
@@ -352,6 +362,7 @@ class ReplicaState:
         """A step begins. One that is open is abandoned."""
         is_cold = self._is_cold or (self.warms_up and facts.is_first_of_kind)
         is_plain = wishes.contributes and wishes.waits is None and facts.compares and not facts.gathers
+        waits = self.waits_for_quorum if wishes.waits is None else wishes.waits
         self._leave_step()
         self.phase = StepPhase.ASKING
         self.capture_wanted = facts.gathers and self.capture_wanted
@@ -366,7 +377,7 @@ class ReplicaState:
             shrink_only=wishes.shrink_only,
             allow_heal=wishes.allow_heal,
             heal_inline=self.settings.heal_inline and wishes.waits is not False,
-            waits_for_quorum=self.waits_for_quorum if wishes.waits is None else wishes.waits,
+            waits_for_quorum=waits,
             can_serve=facts.can_serve,
             needs_new_quorum=self.configured is None,
             unverified=self.unverified,
@@ -378,6 +389,7 @@ class ReplicaState:
             join_budget_s=self.settings.join_budget_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=facts.reach_s,
+            can_follow=facts.can_follow and waits and not facts.gathers,
             load_s=facts.load_s,
             store_address=facts.store_address,
         )
@@ -425,7 +437,7 @@ class ReplicaState:
         if formed.leaving:
             self.fail(formed.reason)
             return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
-        self._is_cold = False
+        self._is_cold = self._is_cold and formed.follows
         self.newest_step = formed.newest_step
         self._go_back(formed.rolled_back_to)
         self.capture_wanted = formed.joiner_waiting
@@ -582,7 +594,8 @@ class ReplicaState:
         return self._vote
 
     def learned(self) -> Outcome:
-        """The step beside the quorum is over: nothing of it counts."""
+        """The step beside the quorum is over: nothing of it counts. What was received instead of one is old by now."""
+        self._is_stale = self._is_stale or self.follows
         self.phase = StepPhase.IDLE
         self.is_leaving = self.quorum is not None and self.quorum.leaving
         return Outcome.LEFT_BEHIND
@@ -679,7 +692,7 @@ class ReplicaState:
             last_epoch=formed.epoch if formed else "",
             rolled_back_to=self.rolled_back_to,
             last_outcome=self._last_outcome,
-            warms_up=self.warms_up and self.phase in (StepPhase.TRAINING, StepPhase.VOTED),
+            is_beside=self.is_learner and self.phase in (StepPhase.TRAINING, StepPhase.VOTED),
             check_equal_every=self.settings.check_equal_every,
             on_replicas_differ=self.settings.on_replicas_differ,
         )

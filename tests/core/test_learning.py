@@ -1,0 +1,306 @@
+"""A group that is further behind than a step receives the state outside of the quorum; nobody notices before it is close."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from lighthouse_script import Job, Member
+
+from torchft_ckpt.core.coordination.group import (
+    GroupState,
+    LighthouseMessage,
+    RankMessage,
+    SendToLighthouse,
+    SendToRank,
+)
+from torchft_ckpt.core.coordination.learning import Distance, in_words
+from torchft_ckpt.core.coordination.messages import (
+    JoinProgress,
+    Needed,
+    Outcome,
+    QuorumFormed,
+    QuorumRequest,
+    Receives,
+    Role,
+    Source,
+    StateVersion,
+    decode_from_lighthouse,
+    encode,
+)
+from torchft_ckpt.errors import ProtocolError
+
+
+def trains(job: Job, *members: Member, seconds: float = 1.0) -> None:
+    """A step of these members that takes so long."""
+    for member in members:
+        member.asks(can_serve=True)
+    job.passes(seconds)
+    for member in members:
+        member.votes()
+
+
+def trained(least: int = 1, **settings: object) -> tuple[Job, Member, Member]:
+    job = Job(least=least)
+    a, b = (job.join(name, **settings) for name in "ab")
+    for _ in range(3):
+        trains(job, a, b)
+    return job, a, b
+
+
+def follower(job: Job, a: Member, b: Member, name: str = "j", **settings: object) -> Member:
+    """A group that needs a minute comes, and follows."""
+    j = job.join(name, **settings)
+    j.asks(reach_s=60.0, can_follow=True)
+    for member in (a, b):
+        member.asks(can_serve=True)
+    assert j.formed is not None and j.formed.follows, j.hears()
+    return j
+
+
+def test_it_receives_the_state_while_the_others_train_on_and_joins_when_it_is_close() -> None:
+    job, a, b = trained()
+    quorum_id = a.formed.quorum_id
+    j = follower(job, a, b)
+    assert [source.replica_id for source in j.formed.sources] == ["a:1", "b:1"]
+    assert (j.plan.load, j.plan.load_before_forward, j.plan.configure) == (True, True, False)
+    assert a.formed.destinations == b.formed.destinations == [2] and a.replica.serves_learners
+    followed = j.formed.version
+    job.passes(1.0)
+    a.votes()
+    b.votes()
+    for _ in range(60):
+        trains(job, a, b)
+    assert (a.formed.quorum_id, a.outcomes) == (quorum_id, [Outcome.COMMIT] * 64)
+    j.follows()
+    assert j.replica.version == followed and j.replica.is_behind
+    j.asks(reach_s=0.6, can_follow=True)
+    assert a.heard_joiner(), "so that somebody has captured the state at the next step"
+    for member in (a, b):
+        member.asks(can_serve=True)
+    assert (j.formed.role, a.formed.replica_world_size, a.formed.quorum_id) == (Role.JOINER, 3, quorum_id + 1)
+    for member in (a, b, j):
+        member.votes()
+    trains(job, a, b, j)  # it compares what came of the step that it healed in
+    trains(job, a, b, j)
+    assert (j.formed.role, j.replica.version) == (Role.HEALTHY, a.replica.version)
+
+
+@pytest.mark.parametrize("case", ["within a step", "cannot", "does not say", "must not heal", "too few without it"])
+def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
+    job, a, b = trained(min_replica_size=2 if case == "too few without it" else 1)
+    if case == "too few without it":
+        b.dies()
+        b = a
+    j = job.join("j")
+    j.asks(
+        reach_s=None if case == "does not say" else 0.9 if case == "within a step" else 3.0,
+        can_follow=case != "cannot",
+        allow_heal=case != "must not heal",
+    )
+    for member in {a.replica_id: a, b.replica_id: b}.values():
+        member.asks(can_serve=True)
+    assert j.formed is not None and j.formed.role is not Role.LEARNER
+
+
+def test_a_learner_that_dies_or_is_cut_off_costs_the_others_nothing() -> None:
+    job, a, b = trained()
+    j = follower(job, a, b)
+    a.hears()
+    j.dies()
+    a.votes()
+    b.votes()
+    trains(job, a, b)
+    k = follower(job, a, b, "k")
+    k.is_cut_off()
+    k.connects()
+    a.votes()
+    b.votes()
+    trains(job, a, b)
+    assert all(words.startswith(("quorum 1", "commit")) for words in a.hears())
+    assert a.outcomes[3:] == [Outcome.COMMIT] * 4
+    assert job.lighthouse.members["k:1"].is_beside
+
+
+def test_at_first_nobody_follows() -> None:
+    job = Job(least=1)
+    a, b = job.join("a"), job.join("b")
+    for member in (a, b):
+        member.asks(reach_s=60.0, can_follow=True)
+    assert [a.formed.role, b.formed.role] == [Role.HEALTHY, Role.INLINE]
+
+
+def after_a_restart(num_learners: int, num_survivors: int, num_asking: int) -> tuple[float, int]:
+    """The lighthouse restarts while groups follow. Return after how long there is a quorum, and of how many."""
+    job = Job(least=min(2, num_asking), join_timeout_s=3.0)
+    survivors = [job.join(name) for name in "abc"[:num_survivors]]
+    for _ in range(3):
+        trains(job, *survivors)
+    learners = [job.join(f"j{number}") for number in range(num_learners)]
+    for learner in learners:
+        learner.asks(reach_s=60.0, can_follow=True)
+    trains(job, *survivors)
+    assert all(learner.formed is not None and learner.formed.follows for learner in learners)
+    job.restart()
+    for member in (*learners, *survivors):
+        member.connects()
+    began = job.now
+    for member in survivors[:num_asking]:
+        member.asks(can_serve=True)
+    while survivors[0].replica.phase.value == "asking" and job.now < began + 30.0:
+        job.passes(0.1)
+    return job.now - began, survivors[0].formed.replica_world_size
+
+
+@pytest.mark.parametrize("num_learners", [1, 2, 3])
+def test_after_a_restart_of_the_lighthouse_the_next_quorum_forms_as_fast_as_without_learners(num_learners: int) -> None:
+    without = after_a_restart(0, 2, 2)
+    assert after_a_restart(num_learners, 2, 2) == without and without[0] < 1.0
+
+
+def test_learners_count_in_no_majority() -> None:
+    """Two of three survivors ask, and the third lives and does not come."""
+    assert after_a_restart(3, 3, 2) == after_a_restart(0, 3, 2)
+    assert after_a_restart(3, 3, 2)[1] == 2
+
+
+def test_one_that_comes_later_waits_until_the_first_has_the_state_or_says_nothing_more() -> None:
+    job, a, b = trained()
+    j = follower(job, a, b)
+    k = job.join("k")
+    k.asks(reach_s=60.0, can_follow=True)
+    for second in range(20):
+        job.passes(1.0)
+        a.votes()
+        b.votes()
+        if second < 5:
+            j.still_needs(50.0)
+        if k.formed is not None:
+            break
+        for member in (a, b):
+            member.asks(can_serve=True)
+    assert 14 <= second <= 16 and k.formed.follows
+
+
+def test_it_is_called_once_when_the_others_are_too_few_and_loads_before_its_forward_pass_then() -> None:
+    job, a, b = trained(least=2)
+    j = follower(job, a, b)
+    j.hears()
+    b.dies()
+    a.votes()
+    a.asks(can_serve=True)
+    job.passes(10.0)
+    assert j.hears() == ["needed: 1 of at least 2 replica groups are here (a:1)"]
+    j.replica.load_torn()  # half of the state has arrived, in place
+    j.follows(load=False)
+    j.asks(reach_s=55.0, can_follow=True)
+    assert (j.formed.role, a.formed.replica_world_size) == (Role.INLINE, 2)
+    for member in (a, j):
+        member.votes()
+    assert j.step == a.step
+
+
+def test_it_is_called_where_the_others_would_discard_every_step_without_it() -> None:
+    job, a, b = trained(min_replica_size=2)
+    j = follower(job, a, b, min_replica_size=2)
+    j.hears()
+    b.dies()
+    a.asks(can_serve=True)
+    assert j.hears() == ["needed: 1 of at least 2 replica groups are here (a:1)"]
+
+
+def test_what_it_says_on_the_way_is_kept_for_the_operator_and_decides_nothing() -> None:
+    job, a, b = trained()
+    j = follower(job, a, b)
+    progress = JoinProgress(quorum_id=1, step=3, reach_s=30.0, done_bytes=3 * 10**8, total_bytes=9 * 10**8)
+    for _ in range(20):
+        j.says(progress)
+        job.passes(1.0)
+    said = "receives the state of step 3: 300.0 of 900.0 MB at 20.0 MB/s, 30.0 s are expected"
+    assert in_words(progress) == said
+    assert [line for line in job.log if said in line] == [f"j:1 follows: it {said}"] * 2
+    assert job.lighthouse.members["j:1"].progress == progress
+    j.says(j.replica.vote())  # of a script gone wrong
+    a.votes()
+    b.votes()
+    assert a.outcomes[-1] is Outcome.COMMIT
+
+
+def test_attempts_that_fail_are_further_and_further_apart() -> None:
+    job, a, b = trained()
+    j = follower(job, a, b)
+    count = 0
+    for _ in range(100):
+        if j.replica.phase.value == "training":
+            count += 1
+            j.follows(load=False)
+            j.asks(reach_s=60.0, can_follow=True)
+        job.passes(0.1)
+        a.votes()
+        b.votes()
+        for member in (a, b):
+            member.asks(can_serve=True)
+    assert 4 <= count <= 7
+
+
+def test_all_ranks_of_a_group_follow_by_one_decision() -> None:
+    group = GroupState(2)
+    version, source = (
+        StateVersion(step=3, quorum_id=1, epoch="e"),
+        Source(replica_id="a", replica_rank=0, checkpoint_addresses=["x", "y"]),
+    )
+    for rank in (0, 1):
+        asked = group.handle(RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion(), can_follow=True)))
+    assert isinstance(asked[0], SendToLighthouse) and asked[0].message.can_follow
+    formed = QuorumFormed(
+        request_id=1, quorum_id=1, epoch="e", version=version, role=Role.LEARNER, replica_rank=2, replica_world_size=2,
+        contributor_rank=None, num_contributors=2, num_voters=2, store_address="", sources=[source], follows=True,
+    )  # fmt: skip
+    group.handle(LighthouseMessage(formed))
+    told = group.handle(LighthouseMessage(Needed(reason="b is gone")))
+    assert told == [SendToRank(rank, Needed(reason="b is gone")) for rank in (0, 1)]
+    for rank, mega in ((0, 1), (1, 2)):
+        said = JoinProgress(quorum_id=1, step=3, reach_s=mega, done_bytes=mega, total_bytes=10)
+        sent = group.handle(RankMessage(rank, said))
+    assert sent == [SendToLighthouse(msgspec.structs.replace(said, reach_s=2.0, done_bytes=3, total_bytes=20))]
+    for rank in (0, 1):
+        group.handle(RankMessage(rank, QuorumRequest(request_id=2, version=version)))
+    assert group.handle(LighthouseMessage(Needed(reason="b is gone"))) == [], "it has asked already"
+
+
+def test_a_rank_that_waits_for_its_neighbours_is_still_beside_the_quorum_for_a_lighthouse_that_restarts() -> None:
+    job, a, b = trained()
+    j = follower(job, a, b)
+    group = GroupState(2)
+    requests = [QuorumRequest(request_id=1, version=StateVersion()) for _ in range(2)]
+    for rank, request in enumerate(requests):
+        group.handle(RankMessage(rank, request))
+    group.handle(LighthouseMessage(msgspec.structs.replace(j.formed, request_id=1)))
+    group.handle(RankMessage(0, QuorumRequest(request_id=2, version=j.formed.version)))
+    j.follows()
+    hello = group.introduce(j.replica.hello("j:1", 2))
+    assert hello.is_beside
+    group.handle(RankMessage(1, QuorumRequest(request_id=2, version=j.formed.version)))
+    assert not group.introduce(j.replica.hello("j:1", 2)).is_beside
+
+
+@pytest.mark.parametrize("wrong", [{"role": Role.JOINER}, {"sources": []}, {"warms_up": True}])
+def test_a_message_that_says_two_things_at_once_is_refused(wrong: dict[str, object]) -> None:
+    job, a, b = trained()
+    j = follower(job, a, b)
+    right = msgspec.structs.replace(j.formed, replica_world_size=3)
+    assert decode_from_lighthouse(encode(right), "lighthouse") == right
+    fields = {name: getattr(right, name) for name in right.__struct_fields__} | {"type": "QuorumFormed"} | wrong
+    with pytest.raises(ProtocolError, match="`follows` is set"):
+        decode_from_lighthouse(msgspec.json.encode(fields), "lighthouse")
+
+
+def test_following_pays_where_a_part_of_the_state_stays_as_it_is() -> None:
+    distance = Distance()
+    assert distance.lacking_bytes(100, 5) == 100 and distance.can_follow(100, 5) and not distance.can_follow(100, 90)
+    distance.followed()
+    assert distance.lacking_bytes(100, 5) == 5 and not distance.can_follow(100, 5)
+    distance.lost()
+    assert distance.lacking_bytes(100, 5) == 100
+    assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=2.0, does=Receives.LOAD_FIRST)).startswith(
+        "loads the state of"
+    )

@@ -1,0 +1,405 @@
+"""A group that is further behind than a step receives the state outside of the quorum. Nobody notices it before it is close."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.groups import running_job
+from test_joining_a_running_job import Run
+from test_manager_in_process import Replica
+from torch import nn
+
+from torchft_ckpt import HTTPTransport
+from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.core.coordination import joining
+from torchft_ckpt.core.coordination.messages import Role
+from torchft_ckpt.core.coordination.replica import StepPhase
+from torchft_ckpt.errors import TransferCancelledError
+
+FROZEN_BYTES = 4 * 512 * 512
+SLOW_RATE = 100_000.0
+"""Bytes a second: the frozen weights take ten seconds, all else a few milliseconds."""
+
+
+class Frozen(Replica):
+    """Most of its state stays as it is."""
+
+    def __init__(self, *arguments: Any, seed: int = 0, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.frozen = nn.Parameter(torch.randn(512, 512, generator=generator), requires_grad=False)
+        transport = HTTPTransport[Any](
+            timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1", block_bytes=4096
+        )
+        self.transport = options.setdefault("checkpoint_transport", transport)
+        if self.transport is not transport:
+            transport.shutdown()
+        super().__init__(*arguments, seed=seed, **options)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "frozen": {"weight": self.frozen.detach()}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        with torch.no_grad():
+            self.frozen.copy_(state["frozen"]["weight"])
+
+
+class WideModel(nn.Linear):
+    """Its wide weights are trained, too."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.wide = nn.Parameter(torch.randn(512, 512))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch.to(self.weight.dtype)) + (self.wide * self.wide.sin().detach()).mean()
+
+
+class Wide(Replica):
+    """All of its state is trained."""
+
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = staticmethod(
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    )
+    dtype = torch.float32
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        transport = HTTPTransport[Any](
+            timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1", block_bytes=4096
+        )
+        self.transport = options.setdefault("checkpoint_transport", transport)
+        if self.transport is not transport:
+            transport.shutdown()
+        super().__init__(*arguments, **options)
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = WideModel().to(self.dtype)
+        return model, self.optimizer_of(model)
+
+    def all_bits(self) -> list[bytes]:
+        state = [value for _, one in sorted(self.sgd.state_dict()["state"].items()) for value in one.values()]
+        tensors = [*self.model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+        return [tensor.detach().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+class Gated(HTTPTransport[Any]):
+    """Fetches wait until they may go on, or are cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1", block_bytes=4096)
+        self.began, self.may_go_on = threading.Semaphore(0), threading.Event()
+        self.fetched: list[TransferProgress] = []
+        self._is_cancelled = threading.Event()
+
+    def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
+        self._is_cancelled.clear()
+        self.began.release()
+        while not self.may_go_on.wait(0.01):
+            if self._is_cancelled.is_set():
+                raise TransferCancelledError("cancelled", party="test")
+        tell: Callable[[TransferProgress], None] = how.pop("on_progress")
+        seen: list[TransferProgress] = []
+
+        def note(progress: TransferProgress) -> None:
+            seen.append(progress)
+            tell(progress)
+
+        state = super().fetch_checkpoint(sources, step, timeout, on_progress=note, **how)
+        self.fetched.append(seen[-1])
+        return state
+
+    def cancel_recv(self) -> None:
+        self._is_cancelled.set()
+        super().cancel_recv()
+
+
+class Paced(Run):
+    """Those who train can be held between two steps."""
+
+    def __init__(self, replica: type[Replica]) -> None:
+        self.may_train = threading.Event()
+        self.may_train.set()
+        super().__init__(replica)
+
+    def train(self, replica: Replica) -> None:
+        while replica.manager.current_step() < self.last_step:
+            assert self.may_train.wait(60)
+            replica.step()
+
+    def pause_until_it_asks(self, learner: Replica, go_on: Callable[[], None]) -> None:
+        """Hold those who train until a learner that is let go on has come as far as it can."""
+        self.may_train.clear()
+        go_on()
+        give_up_at = time.monotonic() + 60
+        while (now := learner.manager.view()).quorum is None or now.phase is not StepPhase.ASKING:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        self.may_train.set()
+
+
+def close(run: Run, joined: Frozen) -> None:
+    run.close(joined)
+    for replica in (*run.at_work, joined):
+        replica.transport.shutdown()  # type: ignore[attr-defined]
+
+
+def quorum_ids(run: Run) -> set[int]:
+    return {replica.manager.statistics().quorum_id for replica in run.at_work}
+
+
+def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_that_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    run = Run(Frozen)
+    before = quorum_ids(run)
+    discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
+    transport = Gated()
+    joined = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(joined.step)
+        assert transport.began.acquire(timeout=30)
+        run.wait_for_steps(20)
+        assert quorum_ids(run) == before and not first.done()
+        now = joined.manager.view()
+        assert now.quorum is not None and (now.quorum.role, now.quorum.follows) == (Role.LEARNER, True)
+        transport.may_go_on.set()
+        first.result(60)
+    run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
+    assert len({replica.frozen.numpy().tobytes() for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    followed, *later = transport.fetched
+    assert followed.received_bytes >= FROZEN_BYTES
+    assert sum(progress.received_bytes for progress in later) < FROZEN_BYTES / 10
+    close(run, joined)
+
+
+def follow(run: Paced, learner: Replica, transport: Gated) -> None:
+    """Let a learner receive a state, the others make 20 steps meanwhile, and the learner come as far as it can."""
+    before = quorum_ids(run)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(learner.step)
+        assert transport.began.acquire(timeout=30)
+        run.wait_for_steps(20)
+        assert quorum_ids(run) == before and not first.done()
+        run.pause_until_it_asks(learner, transport.may_go_on.set)
+        first.result(60)
+    run.end(learner)
+
+
+REPLAYED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], torch.dtype]] = {
+    "SGD": (Wide.optimizer_of, torch.float32),
+    "AdamW": (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True), torch.float32),
+    "NAdam bf16": (lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2), torch.bfloat16),
+    "ASGD bf16": (lambda m: torch.optim.ASGD(m.parameters(), lr=1e-2, t0=3), torch.bfloat16),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPLAYED)
+def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothing_when_it_joins(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    monkeypatch.setattr(Wide, "optimizer_of", staticmethod(REPLAYED[name][0]))
+    monkeypatch.setattr(Wide, "dtype", REPLAYED[name][1])
+    run = Paced(Wide)
+    discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
+    transport = Gated()
+    joined = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    follow(run, joined, transport)
+    assert joined.manager._replay.num_replayed >= 20
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
+    assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    followed, *later = transport.fetched
+    assert followed.received_bytes >= 2**19
+    assert [progress.received_bytes for progress in later] == [0] * len(later) and later
+    close(run, joined)
+
+
+def test_a_transfer_outlives_the_join_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sources withdraw what they served to a joiner when the step is committed, and not what the learner receives."""
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    run = Run(Frozen)
+    transport = Gated()
+    learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    other = Frozen(run.server, "d", seed=8, warm_up=False)
+    with ThreadPoolExecutor(2) as pool:  # beside that of the run, whose threads are taken
+        first = pool.submit(learner.step)
+        assert transport.began.acquire(timeout=30)
+        while not other.manager.is_participating():
+            other.step()
+        run.at_work.append(other)
+        run._loops.append(pool.submit(run.train, other))
+        run.wait_for_steps(5)
+        transport.may_go_on.set()
+        first.result(60)
+        assert transport.fetched[0].received_bytes >= FROZEN_BYTES
+        run.end(learner)
+    assert len({str(replica.bits()) for replica in (*run.at_work, learner)}) == 1
+    close(run, learner)
+
+
+def test_it_stops_receiving_and_joins_when_the_others_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    run = Run(Frozen)
+    transport = Gated()
+    learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(learner.step)
+        assert transport.began.acquire(timeout=30)
+        gone = run.at_work.pop()
+        gone.manager.shutdown()
+        gone.transport.shutdown()  # type: ignore[attr-defined]
+        # The loop of the other one waits now: two groups have to be there.
+        run._loops.pop().exception(60)
+        assert transport.began.acquire(timeout=30), "it asked, and loads before its forward pass"
+        assert learner.manager.view().quorum.role is Role.INLINE  # type: ignore[union-attr]
+        transport.may_go_on.set()
+        assert first.result(60), "its first step counts"
+    run.end(learner)
+    assert len({str(replica.bits()) for replica in (*run.at_work, learner)}) == 1
+    close(run, learner)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["learner", "source"])
+def test_a_kill_while_a_group_follows_costs_what_it_would_cost_without(tmp_path: Path, victim: str) -> None:
+    options = {"frozen_mb": 8, "rate": 4e6, "digest_each_step": True}
+    with running_job(tmp_path, pause_s=0.02, **options) as job:
+        groups = [job.start(f"group_{i}")[0] for i in range(3)]
+        for group in groups:
+            group.wait_for_step(5)
+        control = job.control("group_3")
+        control.mkdir()
+        (control / "slow").write_text("600")
+        learner = job.start("group_3", follow=True)[0]
+        learner.wait_for_event("fetching")
+        step, quorum = groups[0].steps()[-1]["step"], groups[0].steps()[-1]["quorum"]
+        groups[0].wait_for_step(step + 20)
+        assert groups[0].steps()[-1]["quorum"] == quorum, "nobody reconnects for one that follows"
+        killed_at = time.monotonic()
+        survivors = groups if victim == "learner" else groups[:2]
+        (learner if victim == "learner" else groups[2]).signal(signal.SIGKILL)
+        for group in survivors:
+            group.wait_for_step(max(g.steps()[-1]["step"] for g in survivors) + 5)
+            discarded = sum(not s["committed"] for s in group.steps(since=killed_at))
+            assert discarded <= (0 if victim == "learner" else 1)
+        (control / "slow").unlink()
+        if victim == "source":
+            learner.kill()  # or it would sleep on
+        learner = job.start("group_3", follow=True)[0]
+        learner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        reports = job.finish()
+        assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
+
+
+class Averaged(Wide):
+    """Keeps an average of its weights, beside the optimizer's hooks."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.average = torch.zeros(512)
+        super().__init__(*arguments, **options)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "average": self.average}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.average.copy_(state["average"])
+
+    def step(self) -> bool:
+        counts = super().step()
+        if counts:
+            self.average.lerp_(self.model.wide[0].detach(), 0.5)  # type: ignore[index]
+        return counts
+
+
+@pytest.mark.slow
+def test_what_a_replay_cannot_know_is_received_at_the_join_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    caplog.set_level(logging.INFO)
+    run = Paced(Averaged)
+    transport = Gated()
+    joined = Averaged(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    follow(run, joined, transport)
+    assert joined.manager._replay.num_replayed >= 20
+    replicas = [*run.at_work, joined]
+    assert len({str(replica.all_bits()) for replica in replicas}) == 1  # type: ignore[attr-defined]
+    assert len({replica.average.numpy().tobytes() for replica in replicas}) == 1  # type: ignore[attr-defined]
+    assert 0 < transport.fetched[1].received_bytes < 10 * 4096
+    assert any(
+        "differ, of" in record.message and "user.default.average" in record.message for record in caplog.records
+    ), caplog.text
+    close(run, joined)
+
+
+class Closing(Wide):
+    """Steps with a closure, which nobody can replay."""
+
+    def step(self) -> bool:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        counts = self.manager.should_commit()
+        if counts:
+            with self.manager.taking_step():
+                self.sgd.step(lambda: loss.item())
+        return counts
+
+
+class Sparse(Wide):
+    """Makes a gradient sparse before the step."""
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 8)).square().mean().backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad).wait()
+        weight = self.model.get_parameter("wide")
+        assert weight.grad is not None
+        weight.grad = weight.grad.to_sparse()
+        self.optimizer.step()
+        return self.manager.statistics().num_committed > before
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["closure", "sparse"])
+def test_steps_that_cannot_be_replayed_are_refused_with_the_reason_and_the_group_joins_all_the_same(
+    case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
+    kind = Closing if case == "closure" else Sparse
+    monkeypatch.setattr(Wide, "optimizer_of", staticmethod(plain_sgd))
+    run = Paced(kind)
+    transport = Gated()
+    joined = kind(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    follow(run, joined, transport)
+    assert joined.manager._replay.num_replayed == 0
+    assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    reason = "steps with a closure" if case == "closure" else "is sparse"
+    assert any("cannot replay" in record.message and reason in record.message for record in caplog.records), caplog.text
+    close(run, joined)
