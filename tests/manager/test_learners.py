@@ -190,11 +190,15 @@ def follow(run: Paced, learner: Replica, transport: Gated) -> None:
     before = quorum_ids(run)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(learner.step)
-        assert transport.began.acquire(timeout=30)
-        run.wait_for_steps(20)
-        assert quorum_ids(run) == before and not first.done()
-        run.pause_until_it_asks(learner, transport.may_go_on.set)
-        first.result(60)
+        try:
+            assert transport.began.acquire(timeout=30)
+            run.wait_for_steps(20)
+            assert quorum_ids(run) == before and not first.done()
+            run.pause_until_it_asks(learner, transport.may_go_on.set)
+            first.result(60)
+        finally:  # the pool waits for it, also where this has failed
+            transport.may_go_on.set()
+            run.may_train.set()
     run.end(learner)
 
 

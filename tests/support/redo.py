@@ -76,6 +76,7 @@ class Noted:
 
     def end(self, reason: str) -> None:
         self.reasons.append(reason)
+        self.is_kept = False
 
 
 def bits(tensors: Iterable[Any]) -> list[bytes]:
@@ -106,7 +107,8 @@ class Source:
 
     def begin(self) -> None:
         """Somebody follows from now on."""
-        self.recorder.begin(version(self.step), 1, 0.0)
+        self.recorder.close()
+        self.recorder.announce(version(self.step), 1, 0.0)
 
     def commit(self) -> None:
         """A step counts, and its optimizers step next."""

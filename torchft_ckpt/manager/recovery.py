@@ -235,7 +235,12 @@ class Recovery:
     def replay(self, formed: QuorumFormed) -> None:
         """Bring a state that was received outside of the quorum to that of now. On the training thread, which waits."""
         replay, now = self._replay, self._client.view()
-        if not replay.is_able or not self._is_alone or now.version != formed.version:
+        if (
+            not replay.is_able
+            or not self._is_alone
+            or not self._registry.knows_all_steps
+            or now.version != formed.version
+        ):
             return
 
         def tell(step: int) -> None:

@@ -4,8 +4,8 @@ An entry is opened when a step counts, gets what each optimizer sees that steps 
 So a discarded step leaves none, and optimizers that share a step share an entry. On the training thread.
 
 Gradients are referred to and not copied: `zero_grad` drops them, and no optimizer of torch changes them. They are copied where
-their memory is used again: where it is that of the step before, or nothing is known of that (the first step that is noted, as a
-rule); and where the optimizer writes to them. What is found to have been changed too late to be copied ends the log, and the
+their memory is used again: where it is that of the step before, or nothing is known of that (the first step that is noted); and
+where the optimizer writes to them. What is found to have been changed too late to be copied ends the log, and the
 next one begins with copies.
 
 A step that cannot be noted ends the log with a reason, which the learner hears. Training goes on in any case.
@@ -87,23 +87,17 @@ class RedoRecorder:
         self.copied_bytes = 0
         self.noted_bytes = 0
 
-    def begin(self, version: StateVersion, num_followers: int, now: float) -> None:
-        """Note for so many more followers what follows on the version that is here, from the next step on.
+    def announce(self, version: StateVersion, num_followers: int, now: float) -> None:
+        """Note for so many more followers what follows on the version that is here, whose step is open. Any thread.
 
-        Best before `zero_grad`: where the last gradients were shows what may be referred to.
+        The step before has been closed.
         """
-        self.close()
         self._sink.begin(version, num_followers, now)
-        if self.is_noting:
-            return
-        self.is_noting = True
-        for optimizer in self._optimizers():
-            for parameter in parameters_of(optimizer):
-                self._note_storage(parameter, parameter.grad)
 
     def step_counts(self, after: StateVersion, version: StateVersion, batches_committed: int) -> None:
-        """A step counts, and the optimizers are about to take it. Without effect where nothing is noted."""
+        """A step counts, and the optimizers are about to take it. Without effect where nobody follows."""
         self.close()
+        self.is_noting = self._sink.is_kept
         if self.is_noting:
             self._open = RedoEntry(after=after, version=version, batches_committed=batches_committed, steps=[])
 
