@@ -310,6 +310,47 @@ def test_a_kill_while_a_group_follows_costs_what_it_would_cost_without(tmp_path:
         assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["nobody", "a source"])
+def test_a_group_that_was_killed_replays_what_the_others_did_meanwhile_and_receives_nothing_at_the_join(
+    tmp_path: Path, victim: str
+) -> None:
+    """AdamW trains all of it. The gradients of a step take 0.3 of a step to be served, by two sources together."""
+    tau_s, gradient_bytes = 0.15, 4 * (64 * 256 + 256 + 256 * 64 + 64)
+    served = gradient_bytes / (0.3 * tau_s) / 2
+    options = {"pause_s": tau_s, "serve_bytes_per_s": served, "digest_each_step": True, "rate": 5e4}
+    num_survivors = 2 if victim == "nobody" else 3
+    with running_job(tmp_path, **options) as job:
+        groups = [job.start(f"group_{i}")[0] for i in range(num_survivors + 1)]
+        for group in groups:
+            group.wait_for_step(2)
+        groups.pop().kill()
+        for group in groups:
+            group.wait_for_step(group.steps()[-1]["step"] + 3)
+        restarted_at, name = time.monotonic(), f"group_{num_survivors}"
+        slow = job.control(name) / "slow"
+        slow.write_text("2")
+        learner = job.start(name, follow=True)[0]
+        learner.wait_for_event("fetching")
+        slow.unlink()
+        if victim == "a source":
+            groups[0].wait_for_step(groups[0].steps()[-1]["step"] + 3)
+            groups.pop().signal(signal.SIGKILL)
+        learner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        discarded = [sum(not s["committed"] for s in group.steps(since=restarted_at)) for group in groups]
+        reports = job.finish(5)
+        assert max(discarded) <= (0 if victim == "nobody" else 1), discarded
+        assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
+        by_step: dict[int, set[str]] = {}
+        for step in [step for rank in (*groups, learner) for step in rank.steps()]:
+            if step["committed"] and (step["contributed"] or step["healed"]):
+                by_step.setdefault(step["step"], set()).add(step["digest"])
+        assert all(len(digests) == 1 for digests in by_step.values()), by_step
+        first, *later = [e["received_bytes"] for e in learner.events if e["event"] == "fetched"]
+        assert first > 2 * gradient_bytes and later == [0] * len(later) and later, (first, later)
+
+
 class Averaged(Wide):
     """Keeps an average of its weights, beside the optimizer's hooks."""
 

@@ -2,7 +2,8 @@
 
 Its options come as one JSON object on the command line. Files in the directory `control` steer it while it runs:
 `stop` holds the step to end at, `slow` the seconds that each fetch takes, `fail` makes each fetch fail. With `frozen_mb` the
-state holds so much that no step changes; `rate` is what a transfer is expected to bring in a second, before one was measured.
+state holds so much that no step changes; `rate` is what a transfer is expected to bring in a second, before one was measured, and
+`serve_bytes_per_s` what this rank serves.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 from support.trainer_process import begin, is_over, make_manager, report, state_functions
 from torchft_ckpt import DistributedDataParallel, HTTPTransport, Optimizer, WorldSizeMode
+from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.core.coordination import joining
 from torchft_ckpt.errors import SourceLostError, TorchftCkptError, TransferCancelledError
 
@@ -40,7 +42,15 @@ class SteeredTransport(HTTPTransport):
         slow = self.control / "slow"
         if slow.exists() and self.cancelled.wait(float(slow.read_text())):
             raise TransferCancelledError("cancelled while slow", party="test")
-        return super().fetch_checkpoint(sources, step, timeout, **how)
+        tell, seen = how.pop("on_progress"), list[TransferProgress]()
+
+        def note(progress: TransferProgress) -> None:
+            seen.append(progress)
+            tell(progress)
+
+        state = super().fetch_checkpoint(sources, step, timeout, on_progress=note, **how)
+        report("fetched", step=step, received_bytes=seen[-1].received_bytes, total_bytes=seen[-1].total_bytes)
+        return state
 
     def cancel_recv(self) -> None:
         self.cancelled.set()
@@ -48,9 +58,13 @@ class SteeredTransport(HTTPTransport):
 
 
 def digest(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a digest of all bits of parameters and optimizer state."""
+    """Return a digest of all bits of parameters, buffers and optimizer state."""
     state = xxhash.xxh3_128()
-    tensors = [*module.parameters(), *(t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t))]
+    tensors = [
+        *module.parameters(),
+        *module.buffers(),
+        *(t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)),
+    ]
     for tensor in tensors:
         state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
@@ -65,7 +79,12 @@ def main() -> None:
         model.register_buffer("frozen", torch.randn(options["frozen_mb"] << 18))
     if "rate" in options:
         joining.FIRST_RATE = options["rate"]
-    transport = SteeredTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
+    transport = SteeredTransport(
+        timeout=timedelta(seconds=30),
+        num_chunks=0,
+        hostname="127.0.0.1",
+        max_serve_bytes_per_s=options.get("serve_bytes_per_s"),
+    )
     transport.control, transport.cancelled = Path(options["control"]), threading.Event()
     try:
         manager = make_manager(
