@@ -194,7 +194,7 @@ class Manager:
         join_budget: timedelta | None = None,
         join_stall_limit: timedelta | None = timedelta(seconds=60),
         warm_up: bool = True,
-        follow: bool | None = None,
+        follow: bool | None = False,
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
