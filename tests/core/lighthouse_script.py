@@ -196,6 +196,7 @@ class Member:
         can_follow: bool = False,
         entry_s: float = 0.0,
         guesses: bool = False,
+        replays: bool = False,
     ) -> None:
         """Begins a step; one that is open is abandoned."""
         serve = self.replica.capture_wanted if can_serve is None else can_serve
@@ -209,6 +210,7 @@ class Member:
                 can_follow=can_follow,
                 entry_s=entry_s,
                 guesses=guesses,
+                replays=replays,
             ),
         )
         self.says(

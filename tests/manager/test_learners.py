@@ -321,6 +321,47 @@ def test_a_kill_while_a_group_follows_costs_what_it_would_cost_without(tmp_path:
         assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["nobody", "a source"])
+def test_a_group_that_was_killed_replays_what_the_others_did_meanwhile_and_receives_nothing_at_the_join(
+    tmp_path: Path, victim: str
+) -> None:
+    """AdamW trains all of it. The gradients of a step take 0.3 of a step to be served, by two sources together."""
+    tau_s, gradient_bytes = 0.15, 4 * (64 * 256 + 256 + 256 * 64 + 64)
+    served = gradient_bytes / (0.3 * tau_s) / 2
+    options = {"pause_s": tau_s, "serve_bytes_per_s": served, "digest_each_step": True, "rate": 5e4}
+    num_survivors = 2 if victim == "nobody" else 3
+    with running_job(tmp_path, **options) as job:
+        groups = [job.start(f"group_{i}")[0] for i in range(num_survivors + 1)]
+        for group in groups:
+            group.wait_for_step(2)
+        groups.pop().kill()
+        for group in groups:
+            group.wait_for_step(group.steps()[-1]["step"] + 3)
+        restarted_at, name = time.monotonic(), f"group_{num_survivors}"
+        slow = job.control(name) / "slow"
+        slow.write_text("2")
+        learner = job.start(name, follow=True)[0]
+        learner.wait_for_event("fetching")
+        slow.unlink()
+        if victim == "a source":
+            groups[0].wait_for_step(groups[0].steps()[-1]["step"] + 3)
+            groups.pop().signal(signal.SIGKILL)
+        learner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        discarded = [sum(not s["committed"] for s in group.steps(since=restarted_at)) for group in groups]
+        reports = job.finish(5)
+        assert max(discarded) <= (0 if victim == "nobody" else 1), discarded
+        assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
+        by_step: dict[int, set[str]] = {}
+        for step in [step for rank in (*groups, learner) for step in rank.steps()]:
+            if step["committed"] and (step["contributed"] or step["healed"]):
+                by_step.setdefault(step["step"], set()).add(step["digest"])
+        assert all(len(digests) == 1 for digests in by_step.values()), by_step
+        first, *later = [e["received_bytes"] for e in learner.events if e["event"] == "fetched"]
+        assert first > 2 * gradient_bytes and later == [0] * len(later) and later, (first, later)
+
+
 class Averaged(Wide):
     """Keeps an average of its weights, beside the optimizer's hooks."""
 
@@ -362,6 +403,60 @@ def test_what_a_replay_cannot_know_is_received_at_the_join_and_named(
     close(run, joined)
 
 
+class Looped(Wide):
+    """Two backward passes a step, clipping, a schedule, a gradient missing in every other step, an average kept by a hook."""
+
+    optimizer_of = staticmethod(
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True, amsgrad=True)
+    )
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.average = torch.zeros(512)
+        super().__init__(*arguments, **options)
+        self.sgd.register_step_post_hook(
+            lambda *_: self.average.lerp_(self.model.get_parameter("wide")[0].detach(), 0.5)
+        )
+        self.schedule = self.manager.scheduler(torch.optim.lr_scheduler.ExponentialLR(self.sgd, 0.99))
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "average": self.average}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.average.copy_(state["average"])
+
+    def all_bits(self) -> list[bytes]:
+        return [*super().all_bits(), self.average.numpy().tobytes()]
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.optimizer.zero_grad()
+        for value in (1.0, 2.0):
+            self.model(torch.full((2, 8), value)).square().mean().backward()
+        if self.manager.quorum_step() % 2:
+            self.model.get_parameter("bias").grad = None
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self.manager.allreduce(parameter.grad).wait()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        self.schedule.step()
+        return self.manager.statistics().num_committed > before
+
+
+@pytest.mark.slow
+def test_what_a_loop_does_to_gradients_and_by_hooks_is_replayed_with_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Paced(Looped)
+    transport = Gated()
+    joined = Looped(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    follow(run, joined, transport)
+    assert joined.manager._replay.num_replayed >= 20
+    assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    assert [progress.received_bytes for progress in transport.fetched[1:]] == [0] * (len(transport.fetched) - 1)
+    assert len(transport.fetched) > 1
+    close(run, joined)
+
+
 class Closing(Wide):
     """Steps with a closure, which nobody can replay."""
 
@@ -380,7 +475,7 @@ class Closing(Wide):
 
 
 class Sparse(Wide):
-    """Makes a gradient sparse before the step."""
+    """Makes gradients sparse before the step."""
 
     def step(self) -> bool:
         before = self.manager.statistics().num_committed
@@ -389,30 +484,34 @@ class Sparse(Wide):
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             self.manager.allreduce(parameter.grad).wait()
-        weight = self.model.get_parameter("wide")
-        assert weight.grad is not None
-        weight.grad = weight.grad.to_sparse()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.to_sparse()
         self.optimizer.step()
         return self.manager.statistics().num_committed > before
 
 
-def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1, history_size=2)
+
+
+def sparse_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SparseAdam(model.parameters(), lr=1e-2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["closure", "sparse"])
+@pytest.mark.parametrize("case", ["LBFGS", "SparseAdam"])
 def test_steps_that_cannot_be_replayed_are_refused_with_the_reason_and_the_group_joins_all_the_same(
     case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind = Closing if case == "closure" else Sparse
-    monkeypatch.setattr(Wide, "optimizer_of", staticmethod(plain_sgd))
+    kind = Closing if case == "LBFGS" else Sparse
+    monkeypatch.setattr(Wide, "optimizer_of", staticmethod(lbfgs if case == "LBFGS" else sparse_adam))
     run = Paced(kind)
     transport = Gated()
     joined = kind(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
     follow(run, joined, transport)
     assert joined.manager._replay.num_replayed == 0
     assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
-    reason = "steps with a closure" if case == "closure" else "is sparse"
+    reason = "steps with a closure" if case == "LBFGS" else "is sparse"
     assert any("cannot replay" in record.message and reason in record.message for record in caplog.records), caplog.text
     close(run, joined)

@@ -262,7 +262,12 @@ class Recovery:
     def replay(self, formed: QuorumFormed) -> None:
         """Bring a state that was received outside of the quorum to that of now. On the training thread, which waits."""
         replay, now, client = self._replay, self._client.view(), self._client
-        if not replay.is_able or not self._is_alone or now.version != formed.version:
+        if (
+            not replay.is_able
+            or not self._is_alone
+            or not self._registry.knows_all_steps
+            or now.version != formed.version
+        ):
             return
 
         def tell(step: int) -> None:

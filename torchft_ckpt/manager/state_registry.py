@@ -186,6 +186,11 @@ class StateRegistry:
         trained = (parameter for parameter in _parameters_of(with_inner(self._optimizers)) if parameter.requires_grad)
         return sum(part.nbytes for parameter in trained for part in memory_of(parameter))
 
+    @property
+    def knows_all_steps(self) -> bool:
+        """Whether nothing changes the registered state but guarded optimizers, as far as was said."""
+        return bool(self._optimizers) and not self._unguarded and self.is_used_by_loops
+
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that changes what it owns under the write lock alone."""
         self._optimizers.append(optimizer)

@@ -212,7 +212,7 @@ class Steps:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
         reach_s: float | None = None
-        can_follow = False
+        can_follow = replays = False
         entry_s = 0.0
         if self._client.view().is_behind:
             held = prepared.receiving if prepared.captured is None else prepared.captured.state
@@ -220,7 +220,7 @@ class Steps:
             reach_s = healing.expected_s(healing.distance.lacking_bytes(num_bytes, changing_bytes))
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
-            replays = self._replay.is_able and self._rank_config.group_world_size == 1
+            replays = self._replay.is_able and registry.knows_all_steps and self._rank_config.group_world_size == 1
             entry_s = healing.entry_s(registry.gradient_bytes()) if replays else 0.0
             is_closer = healing.distance.can_follow(num_bytes, changing_bytes, replays=replays)
             can_follow = is_able and reach_s is not None and is_closer
@@ -232,6 +232,7 @@ class Steps:
             guesses=healing.guesses,
             can_follow=can_follow,
             entry_s=entry_s,
+            replays=replays,
             load_s=healing.load_s,
             is_first_of_kind=self._sharing.is_first_of_kind,
         )
@@ -348,9 +349,8 @@ class Steps:
         if self._transport.needs_process_group:
             self._move_over_group(plan, prepared)
             return
-        learners = [rank for rank in formed.destinations if rank >= formed.replica_world_size]
-        if learners and self._recorder is not None:
-            self._recorder.announce(formed.version, len(learners), time.monotonic())
+        if formed.num_replaying and formed.role is Role.HEALTHY and self._recorder is not None:
+            self._recorder.announce(formed.version, formed.num_replaying, time.monotonic())
         if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY and not plan.load):
             self._serving.serve(formed, prepared.captured, formed.destinations, prepared.counted)
         self._recovery.begin(plan, prepared)

@@ -135,6 +135,8 @@ class StepFacts(NamedTuple):
     """It would be closer to the newest state after receiving one outside of the quorum."""
     entry_s: float = 0.0
     """How long it would take to receive what is replayed of one step; 0: nobody knows, or nothing is replayed."""
+    replays: bool = False
+    """It brings that state on by redo entries then."""
     is_first_of_kind: bool = False
     """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
 
@@ -396,6 +398,7 @@ class ReplicaState:
             guesses=facts.guesses,
             can_follow=facts.can_follow and waits and not facts.gathers,
             entry_s=facts.entry_s,
+            replays=facts.can_follow and facts.replays,
             load_s=facts.load_s,
             store_address=facts.store_address,
         )
