@@ -57,7 +57,8 @@ class Beside:
         The state is the same after it. It is looked at once for each number of members that wait.
         """
         waiting = [m.connection for m in state.members.values() if m.request is not None]
-        learners = [m.connection for m in state.members.values() if m.connection in self.connections]
+        members = state.members.values()  # one that leaves is none any more
+        learners = [m.connection for m in members if m.connection in self.connections and not m.wishes_to_leave]
         key = (state.quorum_id, state.newest_step)
         if not waiting or not learners or self.num_compared >= MAX_COMPARISONS:
             return ""
