@@ -11,6 +11,7 @@ from torch.distributed import Work
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing import StateDictLock
+    from torchft_ckpt.core.training.outer_schedule import RoundPlace
     from torchft_ckpt.process_group.quantization import Quantization
 
 
@@ -51,6 +52,9 @@ class OuterManager(Protocol):
     def allow_state_dict_read(self) -> None: ...
 
     def report_torn_state(self) -> None: ...
+
+    place: RoundPlace
+    """Where the script is with the state of now. It goes with the state to those who load it, and not into checkpoints."""
 
     # A round, which is a step of the Manager
 

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import Work
 
 from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.core.training.outer_schedule import RoundPlace
 from torchft_ckpt.process_group.dummy import CompletedWork
 from torchft_ckpt.process_group.quantization import Quantization
 
@@ -79,6 +80,7 @@ class FakeOuterManager:
         self._rank = rank
         self._step = 0
         self.num_votes = 0
+        self.place = RoundPlace()
         self.state_dict_lock = StateDictLock()
         self.num_reduced: list[int] = []
         self.dtypes: set[torch.dtype] = set()
