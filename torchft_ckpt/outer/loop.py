@@ -402,14 +402,9 @@ class OuterLoop(Generic[F]):
         if self._was_loaded:
             self._go_to_backup()
         self._manager.disallow_state_dict_read()
-        try:
+        with self._manager.taking_step():
             fragment.apply(merge=merge)
             _synchronize()
-        except BaseException:
-            self._manager.report_torn_state()
-            raise
-        finally:
-            self._manager.allow_state_dict_read()
 
     # Into the job
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,6 +53,8 @@ class OuterManager(Protocol):
     def allow_state_dict_read(self) -> None: ...
 
     def report_torn_state(self) -> None: ...
+
+    def taking_step(self) -> AbstractContextManager[None]: ...
 
     place: RoundPlace
     """Where the script is with the state of now. It goes with the state to those who load it, and not into checkpoints."""
