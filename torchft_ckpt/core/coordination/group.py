@@ -175,6 +175,8 @@ class GroupState:
         self._stall_reported = False
         self._reach: dict[int, float] = {}
         """How long each rank still needs that receives the state of the open step, in seconds."""
+        self._repeated_by: dict[int, set[int]] = {}
+        """Of what each rank said last: the other ranks with whose reports it was sent once more."""
         self._loads = Receives.TRANSFER
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
@@ -364,11 +366,19 @@ class GroupState:
             self._locating.clear()
 
     def _receives(self, rank: int, progress: JoinProgress) -> Iterator[GroupInstruction]:
-        """The group needs as long as the slowest of its ranks; it has the state when all of them have it."""
-        self._reach[rank] = progress.reach_s
-        reach_s = max(self._reach.values())
+        """The group needs as long as the slowest of its ranks; it has the state when all of them have it.
+
+        Each other rank repeats once what the slowest said: the lighthouse has to find that a rank is silent, whoever else speaks.
+        """
+        self._reach[rank], self._repeated_by[rank] = progress.reach_s, set()
+        slowest = max(self._reach, key=self._reach.__getitem__)
+        reach_s = self._reach[slowest]
         if progress.does is not Receives.TRANSFER:
             self._loads = progress.does
+        if progress.reach_s < reach_s:
+            if rank in self._repeated_by[slowest]:
+                return
+            self._repeated_by[slowest].add(rank)
         if reach_s or len(self._reach) == self.world_size:
             yield SendToLighthouse(msgspec.structs.replace(progress, reach_s=reach_s, does=self._loads))
 
@@ -597,6 +607,7 @@ class GroupState:
         if not formed.gathers:
             self._quorum = formed
             self._reach.clear()
+            self._repeated_by.clear()
             self._loads = Receives.TRANSFER
             self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)
