@@ -24,6 +24,7 @@ from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     GiveUpWaiting,
     GroupBroken,
+    JoinProgress,
     Leave,
     LeaveAt,
     LeaveReady,
@@ -517,3 +518,21 @@ def test_ranks_that_leave_between_two_steps_do_so_at_the_last_call_that_one_of_t
     out = group.handle(RankMessage(0, LeaveReady(call=17)))
     assert out == [SendToRank(0, LeaveAt(call=18)), SendToRank(1, LeaveAt(call=18))]
     assert group.handle(RankMessage(0, Leave(as_wished=True))) == [], "the other one saves still"
+
+
+def says(group: GroupState, rank: int, reach_s: float) -> list[float]:
+    """Return what the lighthouse hears when a rank says how long it still needs."""
+    sent = up(group.handle(RankMessage(rank, JoinProgress(quorum_id=2, step=4, reach_s=reach_s))))
+    return [message.reach_s for message in sent if isinstance(message, JoinProgress)]
+
+
+def test_a_rank_that_is_silent_while_it_receives_is_not_hidden_by_one_that_speaks() -> None:
+    group = open_step(role=Role.JOINER)
+    assert says(group, 0, 30.0) == [30.0]
+    assert says(group, 1, 9.0) == [30.0]  # the group needs as long as its slowest rank
+    assert says(group, 0, 29.7) == [29.7]
+    assert says(group, 1, 8.7) == [29.7]
+    # Rank 0 is held up from here on. What it said last would count as new each time.
+    assert [says(group, 1, reach_s) for reach_s in (8.5, 8.2, 0.0)] == [[], [], []]
+    assert says(group, 0, 25.0) == [25.0]
+    assert says(group, 0, 0.0) == [0.0]  # all of it is there at all ranks

@@ -491,7 +491,10 @@ class PlainLife(Job):
                 module.set_all_reduce_hook(lambda gradients: self.current.allreduce(gradients) and None)
 
     def local_sgd(self, model: nn.Module, optimizer: torch.optim.Optimizer, sync_every: int) -> PlainOuterLoop:
-        return PlainOuterLoop(self.current, [model], optimizer, [], sync_every, key="local_sgd")
+        has_own_state = self._state_dict is not None
+        return PlainOuterLoop(
+            self.current, [model], optimizer, [], sync_every, has_own_state=has_own_state, key="local_sgd"
+        )
 
     def diloco(
         self,
@@ -504,7 +507,15 @@ class PlainLife(Job):
         outers = [outer] * len(fragments) if isinstance(outer, torch.optim.Optimizer) else outer
         delay, alpha = options.get("fragment_sync_delay", 0), options.get("fragment_update_alpha", 0.0)
         return PlainOuterLoop(
-            self.current, fragments, inner, outers, sync_every, delay=delay, alpha=alpha, key="diloco"
+            self.current,
+            fragments,
+            inner,
+            outers,
+            sync_every,
+            delay=delay,
+            alpha=alpha,
+            has_own_state=self._state_dict is not None,
+            key="diloco",
         )
 
     def checkpointer(self) -> NoCheckpointer:

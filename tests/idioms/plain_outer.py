@@ -1,7 +1,8 @@
 """DiLoCo and LocalSGD as their papers write them, for the plain loop (`plain.py`).
 
 A group that did not contribute to a round takes its outcome and begins the next one as a new process would: from the global
-parameters, with an inner optimizer that remembers nothing.
+parameters, with an inner optimizer that remembers nothing. If the script has registered state of its own, the group first makes
+the rest of the iteration in which the others handed that out: the inner step in that changes nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class PlainOuterLoop:
         sync_every: inner steps in which each fragment is exchanged once.
         delay: inner steps from the beginning of an exchange to its end.
         alpha: how much of the local parameters stays.
+        has_own_state: the script has registered some.
         key: under which the state is registered.
     """
 
@@ -38,6 +40,7 @@ class PlainOuterLoop:
         *,
         delay: int = 0,
         alpha: float = 0.0,
+        has_own_state: bool = False,
         key: str,
     ) -> None:
         self._manager = manager
@@ -45,6 +48,7 @@ class PlainOuterLoop:
         self._outers = list(outers)
         self._period = sync_every // len(fragments)
         self._delay, self._alpha = delay, alpha
+        self._has_own_state, self._num_to_follow = has_own_state, 0
         self._params = [dict(fragment.named_parameters()) for fragment in fragments]
         self._globals = [{name: param.detach().clone() for name, param in params.items()} for params in self._params]
         self._place = 0
@@ -58,11 +62,15 @@ class PlainOuterLoop:
         }
 
     def __enter__(self) -> PlainOuterLoop:
-        self._hook = self._inner.register_step_post_hook(lambda *_: self._after_inner_step())
+        self._hooks = [
+            self._inner.register_step_pre_hook(lambda *_: self._before_inner_step()),
+            self._inner.register_step_post_hook(lambda *_: self._after_inner_step()),
+        ]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def restore_parameters(self) -> None:
         for fragment in range(len(self._params)):
@@ -89,7 +97,16 @@ class PlainOuterLoop:
         trained = self._trained(self._fragment)
         self._taken = [whole - param if self._outers else param.clone() for param, whole in trained]
 
+    def _before_inner_step(self) -> None:
+        if self._num_to_follow:
+            for group in self._inner.param_groups:
+                for param in group["params"]:
+                    param.grad = None
+
     def _after_inner_step(self) -> None:
+        if self._num_to_follow:
+            self._num_to_follow -= 1
+            return
         self._place += 1
         if self._place == self._period - self._delay:
             self._take()
@@ -107,6 +124,7 @@ class PlainOuterLoop:
                 if not contributes:
                     self.restore_parameters()
                     self._inner.state.clear()
+                    self._num_to_follow = 1 + self._delay if self._has_own_state else 0
                 return
             self._take()
 

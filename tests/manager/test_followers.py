@@ -104,6 +104,11 @@ def test_what_it_cannot_follow_is_refused() -> None:
         followers.scheduler(lr_scheduler.StepLR(optimizer, 2), "scheduler")
     with pytest.raises(ConfigError, match="Schedule is no LRScheduler of torch: register it by register_state_dict_fn"):
         followers.scheduler(type("Schedule", (), {})(), "mine")
+    accelerated = type("AcceleratedScheduler", (), {"scheduler": lr_scheduler.StepLR(optimizer, 2)})()
+    with pytest.raises(
+        ConfigError, match=r"AcceleratedScheduler.*accelerator.prepare\(manager.scheduler\(scheduler\)\)"
+    ):
+        followers.scheduler(accelerated, "accelerated")
 
 
 class Group:

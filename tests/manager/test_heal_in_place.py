@@ -194,6 +194,15 @@ def test_a_count_of_batches_that_is_none_is_refused_before_anything_is_loaded(he
         healing.wait()
 
 
+@pytest.mark.parametrize("place", [None, 3, [1], [1, 2, 3], [-1, 0], [1, 2**64], [1.0, 0], [True, 0], {"1": 0}])
+def test_a_place_in_a_round_that_is_none_is_refused_before_anything_is_loaded(healing, transport, place):
+    transport.give = state_of(VERSION)
+    transport.give["torchft"]["place"] = place
+    healing.start(formed(["http://a:1"]), {}, in_place=False)
+    with pytest.raises(StateFormatError, match=r"group_0 sent .* with a place in its round that is none"):
+        healing.wait()
+
+
 def test_what_was_overwritten_before_it_was_re_sharded_is_torn_though_that_wrote_nothing(healing, transport):
     """Of two sources that differ the first had sent something when the second turned out to hold other shards."""
     first = LayoutMismatchError("other shards", "b")

@@ -282,7 +282,9 @@ def test_averages_of_integers_are_refused(lighthouse: LighthouseServer) -> None:
     shutdown(replica)
 
 
-def test_an_optimizer_step_that_raises_gives_the_lock_back(lighthouse: LighthouseServer) -> None:
+def test_an_optimizer_step_that_raises_leaves_a_torn_state_and_gives_the_lock_back(
+    lighthouse: LighthouseServer,
+) -> None:
     replica = Replica(lighthouse, "alone")
     replica.optimizer.zero_grad()
 
@@ -290,9 +292,11 @@ def test_an_optimizer_step_that_raises_gives_the_lock_back(lighthouse: Lighthous
         raise ArithmeticError("no step")
 
     hook = replica.sgd.register_step_pre_hook(fail)
+    assert not replica.manager.view().torn
     with pytest.raises(ArithmeticError):
         replica.optimizer.step()
     hook.remove()
+    assert replica.manager.view().torn and replica.manager.is_behind
     with ThreadPoolExecutor(1) as other_thread:
         other_thread.submit(replica.manager.disallow_state_dict_read).result(timeout=10)
         other_thread.submit(replica.manager.allow_state_dict_read).result(timeout=10)

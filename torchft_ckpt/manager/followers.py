@@ -41,6 +41,12 @@ class Followers:
 
     def scheduler(self, scheduler: S, name: str) -> S:
         """See `Manager.scheduler`."""
+        if isinstance(getattr(scheduler, "scheduler", None), LRScheduler) and not isinstance(scheduler, LRScheduler):
+            raise ConfigError(
+                f"{type(scheduler).__name__} is no LRScheduler of torch, but has one in it: give the Manager that one, before"
+                " accelerate wraps it: scheduler = accelerator.prepare(manager.scheduler(scheduler))",
+                party="scheduler",
+            )
         if not isinstance(scheduler, LRScheduler):
             raise ConfigError(
                 f"{type(scheduler).__name__} is no LRScheduler of torch: register it by register_state_dict_fn, and step it where"

@@ -226,6 +226,11 @@ class Healing:
                 f"{self._source_name()} sent {wanted} with a number of committed batches that is none",
                 self._source_name(),
             )
+        place = own.get("place", [0, 0])
+        if not isinstance(place, list) or len(place) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in place):
+            raise StateFormatError(
+                f"{self._source_name()} sent {wanted} with a place in its round that is none", self._source_name()
+            )
         return state
 
     def cancel(self) -> None:

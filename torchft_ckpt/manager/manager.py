@@ -38,6 +38,7 @@ from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, State
 from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
 from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
+from torchft_ckpt.core.training.outer_schedule import RoundPlace
 from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
 from torchft_ckpt.manager.between_steps import BetweenSteps
@@ -451,7 +452,8 @@ class Manager:
 
         Args:
             scheduler: of torch, or a class derived from its `LRScheduler`; of the optimizer or of the `Optimizer` that wraps it.
-                Of several that are parts of one, give that one.
+                Of several that are parts of one, give that one. With accelerate, give it before `prepare` wraps it:
+                `accelerator.prepare(manager.scheduler(scheduler))`.
             name: under which its state is registered, as by `register_state_dict_fn`; each of several has its own.
 
         Returns:
@@ -865,6 +867,15 @@ class Manager:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
         return self._between_steps.cold_start(config.not_negative(timeout) or self._timeouts.quorum)
+
+    @property
+    def place(self) -> RoundPlace:
+        """Where the script is in a round of its outer loop, which sets it. It goes with the state to those who load that."""
+        return self._own.place
+
+    @place.setter
+    def place(self, place: RoundPlace) -> None:
+        self._own.place = place
 
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.

@@ -20,6 +20,7 @@ from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.coordination.messages import StateVersion
+from torchft_ckpt.core.training.outer_schedule import RoundPlace
 from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.manager.checking import CheckedLeaf, ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
@@ -329,6 +330,8 @@ class OwnState:
     def __init__(self) -> None:
         self.batches_committed = 0
         """Batches that went into committed steps, over all replica groups."""
+        self.place = RoundPlace()
+        """Of an outer loop: where the script is in its round. It is served, and not saved."""
 
     def served(self, version: StateVersion) -> dict[str, Any]:
         """Return it as it travels with the state of that name."""
@@ -337,6 +340,7 @@ class OwnState:
             "batches_committed": self.batches_committed,
             "quorum_id": version.quorum_id,
             "epoch": version.epoch,
+            "place": [self.place.num_ends_left, self.place.retries_left],
         }
 
     def saved(self, step: int) -> dict[str, int]:
@@ -344,8 +348,9 @@ class OwnState:
         return {"step": step, "batches_committed": self.batches_committed}
 
     def take_served(self, own: dict[str, Any]) -> None:
-        """Take what `served` returned at the source; `Healing.wait` has checked the count."""
+        """Take what `served` returned at the source; `Healing.wait` has checked the counts."""
         self.batches_committed = own.get("batches_committed", 0)
+        self.place = RoundPlace(*own.get("place", ()))
 
     def take_saved(self, state_dict: dict[str, int]) -> int:
         """Take what `saved` returned, and return the step.

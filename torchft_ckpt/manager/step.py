@@ -189,7 +189,9 @@ class Steps:
         can_capture_later = self._can_capture_later(wishes)
         # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
         needs_local = now.is_behind and (is_sharded or self._healing.needs_local)
-        captures = (has_to_capture or has_pending_request or needs_local) and not can_capture_later
+        # In an outer loop the script goes on at once: what is captured later would be of another place of it than it says.
+        captures = has_to_capture or has_pending_request or needs_local or registry.trains_apart
+        captures = captures and not can_capture_later
         if now.is_checked and wishes.contributes:
             self._check.begin(now.version, registry.leaves_to_compare())
         else:

@@ -7,7 +7,8 @@ functions may use the name that `as` binds.
 
 - A replica that comes to a running job, or fell behind, catches up beside the others' inner steps: global parameters and
   outer optimizers come from the others' backups. Then it waits for their next round, adds nothing to it, and takes its outcome:
-  it is bit-equal then, and at the same place of the schedule.
+  it is bit-equal then, and at the same place of the schedule. Where the script has registered state of its own (a learning-rate
+  schedule, say), the first inner steps here change nothing: they bring the script to where the others are.
 - A round that fails is tried again at once with those who are left, `round_retries` times; nothing is lost then. If that
   does not help it is discarded: the fragment's parameters, and the inner optimizer's state of them, go back to where the
   round began, in all replicas. Other fragments, and what comes after, are not touched.
@@ -30,7 +31,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from torchft_ckpt.core.training.outer_schedule import Action, OuterSchedule, RoundOutcome, after_vote
+from torchft_ckpt.core.training.outer_schedule import (
+    Action,
+    OuterSchedule,
+    RoundOutcome,
+    RoundPlace,
+    after_vote,
+)
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferError, torn_where_it_raises
 from torchft_ckpt.outer.averaging import RoundAverager
 from torchft_ckpt.outer.fragment import Fragment
@@ -99,6 +106,13 @@ class OuterLoop(Generic[F]):
         """Which trains."""
         self._num_loads = 0
         """How often what was local gave way to global parameters that came from others."""
+        self._num_to_follow = 0
+        """Inner steps whose iterations the others have ended since they handed out the script's own state, which was loaded here.
+
+        The script makes them here as well, as it steps its schedule after them. They change nothing, and are not counted.
+        """
+        self._is_in_step = False
+        """In the hook of an inner step, after which the script still ends its iteration."""
         self._began_at = time.monotonic()
         self._patience_s = 0.0
         _refuse_shared_parameters(self._fragments)
@@ -181,16 +195,40 @@ class OuterLoop(Generic[F]):
         if any(id(param) in trained for param in module.parameters()):
             self._begin_late()
 
-    def _before_inner_step(self, *_: object) -> None:
-        """Begin, where no forward pass was seen; begin anew with a checkpoint that the script loaded within the loop, by hand."""
+    def _before_inner_step(
+        self, _: object, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin, where no forward pass was seen; begin anew with a checkpoint that the script loaded within the loop, by hand.
+
+        Where the step has to change nothing, return its arguments with a closure that leaves no gradients.
+        """
+        is_replaced = False
         if self._first_forward is not None:
             with self._guard_let_go():
                 is_replaced = self._begin_late()
-            if is_replaced:  # the gradients are those of other parameters
-                self._forget_gradients()
         elif self._manager.is_restored:
             with self._guard_let_go():
                 self._begin()
+        if is_replaced or self._num_to_follow:  # the gradients are those of other parameters, or of no step
+            self._forget_gradients()
+        if not self._num_to_follow:
+            return None
+        return (
+            tuple(self._without_gradients(value) for value in arguments),
+            {name: self._without_gradients(value) for name, value in options.items()},
+        )
+
+    def _without_gradients(self, argument: Any) -> Any:
+        """Return a closure that forgets the gradients that it computes; any other argument as it is."""
+        if not callable(argument):
+            return argument
+
+        def closure() -> Any:
+            loss = argument()
+            self._forget_gradients()
+            return loss
+
+        return closure
 
     def _begin_late(self) -> bool:
         """Begin, or find the way back into the job; return whether the parameters are others now."""
@@ -208,8 +246,12 @@ class OuterLoop(Generic[F]):
             self._first_forward = None
 
     def _forget_gradients(self) -> None:
+        """Let the inner step change nothing, not even what is in no fragment."""
         for fragment in self._fragments:
             for param in fragment.trained.values():
+                param.grad = None
+        for group in self._inner_optimizer.param_groups:
+            for param in group["params"]:
                 param.grad = None
 
     @contextmanager
@@ -252,10 +294,17 @@ class OuterLoop(Generic[F]):
         self._enter_job()
 
     def _after_inner_step(self, *_: object) -> None:
+        if self._num_to_follow:
+            self._num_to_follow -= 1
+            return
         self._inner_step += 1
         if actions := self._schedule.actions(self._inner_step):
-            with self._guard_let_go():
-                self._carry_out(actions)
+            self._is_in_step = True
+            try:
+                with self._guard_let_go():
+                    self._carry_out(actions)
+            finally:
+                self._is_in_step = False
 
     def _sync_now(self) -> None:
         """A round between two inner steps; of a schedule without delay."""
@@ -270,7 +319,7 @@ class OuterLoop(Generic[F]):
             for action in actions:
                 if action is Action.PREPARE:
                     self._patience_s = self._schedule.patience_s(time.monotonic() - self._began_at)
-                    self._prepare()
+                    self._prepare(self._round_retries)
                 else:
                     self._sync()
                     self._begin_round()
@@ -280,22 +329,28 @@ class OuterLoop(Generic[F]):
 
     def _begin_round(self) -> None:
         self._inner_step = 0
+        self._manager.place = RoundPlace()
         self._began_at = time.monotonic()
 
-    def _prepare(self) -> None:
+    def _prepare(self, retries_left: int) -> None:
         """Take the values of now and begin to average them."""
         with record_function("torchft::local_sgd::prepare_sync"):
-            self._take_values()
+            self._take_values(retries_left)
 
-    def _take_values(self) -> None:
+    def _take_values(self, retries_left: int) -> None:
         if self._exchange.in_flight:
             self._exchange.wait()  # an exception came in the way of its end; its values are in the same memory
         self._left_out.warn()
         fragment = self._fragment_of(self._manager.current_step())
         fragment.check_inner_state()
         fragment.prepare()
+        self._manager.place = self._place(retries_left)
         self._manager.start_quorum(patience=timedelta(seconds=self._patience_s), wait=False)
         self._exchange.start(lambda: self._tensors_of(fragment))
+
+    def _place(self, retries_left: int = 0) -> RoundPlace:
+        """Return where the script is: in an iteration, or between two of them where it called `sync`."""
+        return RoundPlace(self._schedule.num_ends_left(self._inner_step) if self._is_in_step else 0, retries_left)
 
     def _tensors_of(self, prepared: Fragment | None) -> Iterable[torch.Tensor]:
         """Return what is averaged, once the quorum is known: of a round that this replica is not in, nothing of its own."""
@@ -319,7 +374,7 @@ class OuterLoop(Generic[F]):
                 break
             retries_left -= 1
             logger.info("%s: round %d is tried again", self._manager.replica_id(), self._manager.current_step())
-            self._prepare()
+            self._prepare(retries_left)
         if verdict is RoundOutcome.REJOIN:
             self._enter_job()
 
@@ -347,20 +402,22 @@ class OuterLoop(Generic[F]):
         if self._was_loaded:
             self._go_to_backup()
         self._manager.disallow_state_dict_read()
-        try:
+        with self._manager.taking_step():
             fragment.apply(merge=merge)
             _synchronize()
-        except BaseException:
-            self._manager.report_torn_state()
-            raise
-        finally:
-            self._manager.allow_state_dict_read()
 
     # Into the job
 
     def _enter_job(self) -> None:
-        """Get the state that the others hold, and the next round's outcome with them; or be one of those who begin."""
-        manager = self._manager
+        """Get the state that the others hold, and the next round's outcome with them; or be one of those who begin.
+
+        What the script has registered of its own is of their PREPARE, in the middle of an iteration. When the round is decided
+        they are in the iteration of their SYNC, and what the script does in each of these after the inner step is still to be
+        done here: step a schedule, say. `RoundPlace` says how often.
+        """
+        manager, loads_before = self._manager, self._num_loads
+        manager.place = self._place()
+        self._num_to_follow = 0
         while True:
             if manager.is_behind:
                 self._catch_up()
@@ -375,12 +432,26 @@ class OuterLoop(Generic[F]):
             logger.info("%s: in the job, takes part from the next round on", manager.replica_id())
             self._exchange.start(lambda: self._tensors_of(None))
             if self._finish(retries_left=0, merge=False) is RoundOutcome.APPLY:
+                if manager.has_live_state and self._num_loads != loads_before:
+                    self._follow(manager.place)
                 break
+            manager.place = self._schedule.after_discard(manager.place, self._round_retries)
         for fragment in self._fragments:
             fragment.begin_round()
         self._is_in_job = True
         self._begin_round()
         manager.offer_state()
+
+    def _follow(self, place: RoundPlace) -> None:
+        """Bring the script to where the others are, from the place at which they handed out its state."""
+        self._num_to_follow = place.num_ends_left - self._is_in_step
+        if self._num_to_follow < 0:
+            self._num_to_follow = 0
+            logger.warning(
+                "%s came back in the middle of an iteration, with a state of between two of them: what the script does after its"
+                " inner step is done once more here than in the other groups, a learning-rate schedule is one step ahead",
+                self._manager.replica_id(),
+            )
 
     def _begins_here(self) -> bool:
         """Nobody trains yet: the round begins here, once all ranks of this group hold the state that it begins from.

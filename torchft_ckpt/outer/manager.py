@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +12,7 @@ from torch.distributed import Work
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing import StateDictLock
+    from torchft_ckpt.core.training.outer_schedule import RoundPlace
     from torchft_ckpt.process_group.quantization import Quantization
 
 
@@ -51,6 +53,11 @@ class OuterManager(Protocol):
     def allow_state_dict_read(self) -> None: ...
 
     def report_torn_state(self) -> None: ...
+
+    def taking_step(self) -> AbstractContextManager[None]: ...
+
+    place: RoundPlace
+    """Where the script is with the state of now. It goes with the state to those who load it, and not into checkpoints."""
 
     # A round, which is a step of the Manager
 

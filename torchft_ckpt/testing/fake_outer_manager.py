@@ -10,8 +10,9 @@ loop's `allreduce` blocks until all replicas have come to it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import torch
 from torch.distributed import Work
 
 from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.core.training.outer_schedule import RoundPlace
 from torchft_ckpt.process_group.dummy import CompletedWork
 from torchft_ckpt.process_group.quantization import Quantization
 
@@ -79,6 +81,7 @@ class FakeOuterManager:
         self._rank = rank
         self._step = 0
         self.num_votes = 0
+        self.place = RoundPlace()
         self.state_dict_lock = StateDictLock()
         self.num_reduced: list[int] = []
         self.dtypes: set[torch.dtype] = set()
@@ -156,6 +159,16 @@ class FakeOuterManager:
 
     def report_torn_state(self) -> None:
         self.is_torn = True
+
+    @contextmanager
+    def taking_step(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.report_torn_state()
+            raise
+        finally:
+            self.allow_state_dict_read()
 
 
 def run_replicas(num_replicas: int, run: Callable[[int], T]) -> list[T]:

@@ -269,7 +269,7 @@ def odd_sync_every(job: Job) -> None:
     "DiLoCo with a state of your own registered besides (a count of tokens)",
     OUTER,
     "Compute it from `manager.current_step()`, after the first forward pass. A group that joins takes over a"
-    " round's result in that pass.",
+    " round's result in that pass. Its next inner step changes nothing.",
 )
 def diloco_with_own_state(job: Job) -> None:
     model = mlp()

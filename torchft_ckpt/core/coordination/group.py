@@ -176,6 +176,8 @@ class GroupState:
         self._stall_reported = False
         self._reach: dict[int, JoinProgress] = {}
         """How far each rank is that receives the state of the open step."""
+        self._repeated_by: dict[int, set[int]] = {}
+        """Of what each rank said last: the other ranks with whose reports it was sent once more."""
         self._loads = Receives.TRANSFER
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
@@ -367,12 +369,20 @@ class GroupState:
             self._locating.clear()
 
     def _receives(self, rank: int, progress: JoinProgress) -> Iterator[GroupInstruction]:
-        """The group needs as long as the slowest of its ranks; it has the state when all of them have it."""
-        self._reach[rank] = progress
-        reach_s = max(said.reach_s for said in self._reach.values())
+        """The group needs as long as the slowest of its ranks; it has the state when all of them have it.
+
+        Each other rank repeats once what the slowest said: the lighthouse has to find that a rank is silent, whoever else speaks.
+        """
+        self._reach[rank], self._repeated_by[rank] = progress, set()
+        slowest = max(self._reach, key=lambda other: self._reach[other].reach_s)
+        reach_s = self._reach[slowest].reach_s
         replays = progress.does is Receives.REPLAY
         if progress.does is not Receives.TRANSFER and not replays:
             self._loads = progress.does
+        if progress.reach_s < reach_s:
+            if rank in self._repeated_by[slowest]:
+                return
+            self._repeated_by[slowest].add(rank)
         if reach_s or len(self._reach) == self.world_size:
             yield SendToLighthouse(
                 msgspec.structs.replace(
@@ -617,6 +627,7 @@ class GroupState:
         if not formed.gathers:
             self._quorum = formed
             self._reach.clear()
+            self._repeated_by.clear()
             self._loads = Receives.TRANSFER
             self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)

@@ -40,6 +40,20 @@ class RoundOutcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RoundPlace:
+    """Where a script was in its round when its state was handed out; by default between two iterations.
+
+    The loop hands it out in the hook of an inner step. After that the script still ends its iteration: it steps its
+    learning-rate schedule, say. So a group that loads the state has to make these ends of iterations too.
+    """
+
+    num_ends_left: int = 0
+    """Ends of iterations, from this place to the one in which the round is decided, and with that one."""
+    retries_left: int = 0
+    """How often this round is tried again at once, if the attempt that begins here is discarded."""
+
+
+@dataclass(frozen=True, slots=True)
 class OuterSchedule:
     """Says when which fragment is exchanged.
 
@@ -75,6 +89,19 @@ class OuterSchedule:
     @property
     def period(self) -> int:
         return self.sync_every // self.num_fragments
+
+    def num_ends_left(self, inner_step: int) -> int:
+        """Return `RoundPlace.num_ends_left` in the hook of an inner step."""
+        return 1 + self.period - inner_step
+
+    def after_discard(self, place: RoundPlace, round_retries: int) -> RoundPlace:
+        """Return the place of a state that was handed out for a round of which an attempt is discarded.
+
+        The others try it again at once, or train as long as a round takes and try it then.
+        """
+        if place.retries_left:
+            return RoundPlace(place.num_ends_left, place.retries_left - 1)
+        return RoundPlace(place.num_ends_left + self.period, round_retries)
 
     def fragment_of(self, num_committed: int) -> int:
         """Return the fragment that is exchanged after so many committed rounds."""

@@ -1,0 +1,285 @@
+"""What a script does after `optimizer.step()`, beside an outer loop: a group that comes into a running job does as the others.
+
+Real managers on threads, two groups of one rank. Both take the same batch in the same iteration, so they are bit-equal.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from support.lockstep import Hub, ScriptedManager
+from torch import nn
+from torch.distributed import Work
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchft_ckpt import DiLoCo, LighthouseServer, LocalSGD, Manager, ProcessGroupGloo
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
+
+LONG_S = 60.0
+SYNC_EVERY = 4
+NUM_ROUNDS_ALONE = 3
+NUM_ROUNDS_TOGETHER = 3
+
+Bits = list[list[int]]
+
+
+def bits(tensors: list[torch.Tensor]) -> Bits:
+    return [tensor.detach().reshape(-1).view(torch.int32).tolist() for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    delay: int = 0
+    round_retries: int = 3
+    num_failures: int = 0
+    """Attempts that fail, from the first on in which both groups are."""
+    uses_closure: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a script is at the end of an iteration."""
+
+    num_scheduled: int
+    rate: float
+    state: Bits
+
+
+class Script:
+    """A training script of one group: its state is of model, inner optimizer, schedule and a count of its iterations.
+
+    It steps the schedule where everybody does, after the optimizer.
+    """
+
+    def __init__(self, address: str, number: int, case: Case) -> None:
+        torch.manual_seed(number)
+        self._case = case
+        self._num_failures = case.num_failures if number == 0 else 0
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.schedule = LambdaLR(self.inner, lambda step: 1 / (1 + step))
+        self.iteration = 0
+        self.manager = Manager(
+            ProcessGroupGloo(timeout=timedelta(seconds=20)),
+            self._load,
+            self._state,
+            min_replica_size=1,
+            use_async_quorum=False,
+            replica_id=f"group_{number}",
+            lighthouse_addr=address,
+            hostname="127.0.0.1",
+            timeout=timedelta(seconds=20),
+        )
+        self._allreduce = self.manager.allreduce
+        self.manager.allreduce = self._allreduce_and_fail  # type: ignore[method-assign,assignment]
+        self.loop: Any
+        if case.kind == "diloco":
+            outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            self.loop = DiLoCo(
+                self.manager,
+                [self.model],
+                self.inner,
+                outer,
+                SYNC_EVERY,
+                fragment_sync_delay=case.delay,
+                round_retries=case.round_retries,
+            )
+        else:
+            sync_every = 1000 if case.kind == "by_hand" else SYNC_EVERY
+            self.loop = LocalSGD(self.manager, self.model, self.inner, sync_every, round_retries=case.round_retries)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "inner": self.inner.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "iteration": self.iteration,
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.iteration = state["iteration"]
+
+    def _allreduce_and_fail(self, *arguments: Any, **options: Any) -> Work:
+        work = self._allreduce(*arguments, **options)
+        formed = self.manager.view().quorum
+        if (
+            formed is not None
+            and formed.replica_world_size == 2
+            and self._num_failures
+            and self.manager.errored() is None
+        ):
+            self._num_failures -= 1
+            work.wait()
+            self.manager.report_error(RuntimeError("made to fail"))
+        return work
+
+    def _loss(self) -> torch.Tensor:
+        self.inner.zero_grad()
+        batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(self.iteration))
+        loss = self.model(batch).sub(batch.flip(1)).square().mean()
+        loss.backward()
+        return loss
+
+    def train(self, told: threading.Event, after: int) -> dict[int, Place]:
+        """Train until both groups were in some rounds; return where the script was after each iteration.
+
+        `told`: set after so many rounds.
+        """
+        seen: dict[int, Place] = {}
+        num_rounds = num_together = 0
+        with self.loop:
+            self.model(torch.zeros(1, 4))  # the loop begins: the iteration is known
+            while num_together < NUM_ROUNDS_TOGETHER:
+                if self._case.uses_closure:
+                    self.inner.step(self._loss)  # type: ignore[arg-type]
+                else:
+                    self._loss()
+                    self.inner.step()
+                self.schedule.step()
+                self.iteration += 1
+                seen[self.iteration] = self._place()
+                if self._case.kind == "by_hand" and self.iteration % SYNC_EVERY == 0:
+                    self.loop.sync()
+                counts = self.manager.statistics()
+                if counts.num_committed > num_rounds:
+                    num_rounds = counts.num_committed
+                    num_together += self.manager.num_participants() == 2
+                    if num_rounds >= after:
+                        told.set()
+        return seen
+
+    def _place(self) -> Place:
+        own = [value for state in self.inner.state_dict()["state"].values() for value in state.values()]
+        return Place(self.schedule.last_epoch, self.inner.param_groups[0]["lr"], bits([*self.model.parameters(), *own]))
+
+
+def train_two(case: Case) -> tuple[dict[int, Place], dict[int, Place]]:
+    """Let a second group come to one that trains; return where both were after each iteration."""
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
+    may_come = threading.Event()
+
+    def run(number: int, told: threading.Event) -> dict[int, Place]:
+        script = Script(lighthouse.address(), number, case)
+        try:
+            return script.train(told, NUM_ROUNDS_ALONE)
+        finally:
+            script.manager.shutdown()
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(run, 0, may_come)
+            assert may_come.wait(LONG_S)
+            second = pool.submit(run, 1, threading.Event())
+            return first.result(LONG_S), second.result(LONG_S)
+    finally:
+        lighthouse.shutdown()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("diloco"),
+        Case("diloco", uses_closure=True),
+        Case("local_sgd"),
+        Case("local_sgd", num_failures=1),
+        Case("by_hand"),
+        Case("by_hand", num_failures=1),
+    ],
+    ids=str,
+)
+def test_a_group_that_comes_is_bit_equal_to_the_others_after_each_inner_step(case: Case) -> None:
+    """The state of theirs is of the middle of an iteration, or of between two where they called `sync` by hand."""
+    there, here = train_two(case)
+    assert len(here) >= NUM_ROUNDS_TOGETHER * SYNC_EVERY
+    assert here == {iteration: there[iteration] for iteration in here}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("diloco", delay=1),
+        Case("diloco", delay=1, num_failures=1),
+        Case("diloco", delay=1, round_retries=0, num_failures=1),
+        Case("local_sgd", round_retries=1, num_failures=2),
+    ],
+    ids=str,
+)
+def test_a_group_that_comes_has_the_schedule_of_the_others_where_its_inner_optimizer_is_its_own(case: Case) -> None:
+    """It came at PREPARE, and the others made more inner steps until the round was decided."""
+    there, here = train_two(case)
+    assert len(here) >= NUM_ROUNDS_TOGETHER * SYNC_EVERY
+    for iteration, place in here.items():
+        assert (place.num_scheduled, place.rate) == (there[iteration].num_scheduled, there[iteration].rate)
+
+
+def test_a_state_of_a_round_that_is_given_up_is_a_round_older_when_the_next_one_is_decided() -> None:
+    schedule = OuterSchedule(10, sync_delay=2)
+    place = RoundPlace(schedule.num_ends_left(8), retries_left=1)
+    assert place.num_ends_left == 3  # the rest of the iterations 8, 9 and 10
+    again = schedule.after_discard(place, round_retries=1)
+    given_up = schedule.after_discard(again, round_retries=1)
+    assert (again.num_ends_left, given_up.num_ends_left) == (3, 13)
+
+
+class LeftBehindOnce(ScriptedManager):
+    """Of a group that is left behind by its first round, and loads the others' state, of a place, in their next one."""
+
+    has_live_state = True
+    loop: Any = None
+    num_asked = 0
+    joins = False
+
+    def __init__(self, place: RoundPlace) -> None:
+        super().__init__(Hub(1), 0)
+        self._place_of_others = place
+
+    def should_commit(self) -> bool:
+        self.num_asked += 1
+        if self.num_asked == 1:
+            self.is_behind = True
+            return False
+        return super().should_commit()
+
+    def catch_up(self) -> bool:
+        return False
+
+    def start_quorum(self, **_: object) -> None:
+        self.joins = self.is_behind
+        if self.joins:
+            self.loop._load_state(self.loop.state_dict())
+            self.place, self.is_behind = self._place_of_others, False
+
+    def is_counted(self) -> bool:
+        return not self.joins
+
+
+@pytest.mark.parametrize(("num_ends_left", "num_still", "warns"), [(3, 2, False), (1, 0, False), (0, 0, True)])
+def test_a_group_that_comes_back_within_an_inner_step_ends_that_iteration_anyhow(
+    num_ends_left: int, num_still: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An end of an iteration fewer is to be made up for, and what cannot be made right is said."""
+    torch.manual_seed(0)
+    model, manager = nn.Linear(4, 4), LeftBehindOnce(RoundPlace(num_ends_left))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.loop = LocalSGD(manager, model, inner, 2)
+    seen = []
+    with manager.loop, caplog.at_level(logging.WARNING, "torchft_ckpt.outer"):
+        for _ in range(2 + num_still + 1):
+            inner.zero_grad()
+            model(torch.ones(1, 4)).sub(1.0).square().mean().backward()
+            inner.step()
+            seen.append(bits(list(model.parameters())))
+    assert manager.num_asked == 2
+    assert [seen[1] == after for after in seen[2:]] == [True] * num_still + [False]
+    assert ("is one step ahead" in caplog.text) == warns
