@@ -184,8 +184,7 @@ class StateRegistry:
 
     def gradient_bytes(self) -> int:
         """Return the size of the gradients of a step here, of guarded optimizers."""
-        trained = (parameter for parameter in _parameters_of(with_inner(self._optimizers)) if parameter.requires_grad)
-        return sum(part.nbytes for parameter in trained for part in memory_of(parameter))
+        return _trained_bytes(with_inner(self._optimizers))
 
     @property
     def knows_all_steps(self) -> bool:
@@ -217,7 +216,8 @@ class StateRegistry:
     def sizes(self, captured: Any = None) -> tuple[int, int]:
         """Return the bytes of the state here, and of what training changes in it.
 
-        An optimizer's state counts as far as it exists. Without what was `captured`, only what optimizers own is known.
+        An optimizer that has made no step has no state yet: it is taken to have two values for each that it trains, as Adam has.
+        Without what was `captured`, only what optimizers own is known.
         """
         owned = owned_by(self._known())
         still = {
@@ -233,6 +233,7 @@ class StateRegistry:
             if part.data_ptr() not in owned
         }
         changing_bytes = sum(part.nbytes for address, part in owned.items() if address not in still)
+        changing_bytes += sum(2 * _trained_bytes([optimizer]) for optimizer in self._known() if not optimizer.state)
         return changing_bytes + sum(still.values()) + sum(others.values()), changing_bytes
 
     @property
@@ -367,6 +368,11 @@ class OwnState:
             raise ConfigError(f"a Manager's state dict holds no negative counts: {state_dict!r}", party="state_dict")
         self.batches_committed = batches
         return step
+
+
+def _trained_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    trained = (parameter for parameter in _parameters_of(optimizers) if parameter.requires_grad)
+    return sum(part.nbytes for parameter in trained for part in memory_of(parameter))
 
 
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
