@@ -27,7 +27,15 @@ import torch
 from torch import nn
 
 from support.ports import reserved_port
-from torchft_ckpt import Checkpointer, DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import (
+    Checkpointer,
+    DistributedDataParallel,
+    DistributedSampler,
+    HTTPTransport,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
 from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 from torchft_ckpt.coordination import LighthouseServer
 from torchft_ckpt.errors import GroupLeftError
@@ -192,6 +200,24 @@ def _group_that_saves() -> Iterator[Situation]:
     with _training(0) as names, tempfile.TemporaryDirectory() as directory:
         names |= {"loader": mock.Mock(state_dict=lambda: {"position": 3})}
         yield Situation(names, {"/mnt/checkpoints": directory}, lambda names: names["checkpointer"].shutdown())
+
+
+@_situation
+def _group_that_reads_data() -> Iterator[Situation]:
+    """Before a group's first step: its data set and sampler. A position that was taken leads to the same samples again."""
+    with _training(0) as names:
+        dataset = list(range(64))
+        names |= {"dataset": dataset, "sampler": DistributedSampler(dataset, 0, 1, seed=3)}
+
+        def after(names: dict[str, Any]) -> None:
+            next(names["batches"])
+            position = names["position"]()
+            rest = torch.cat(list(names["batches"])).tolist()
+            assert len(rest) == 56
+            names["load_position"](position)
+            assert torch.cat(list(names["batches"])).tolist() == rest
+
+        yield Situation(names, after=after)
 
 
 @_situation
