@@ -118,24 +118,24 @@ def replica_diagram() -> str:
 
 def job_diagram() -> str:
     """A job: who talks to whom, while group 2 heals."""
-    drawing = _Drawing(430, "A job: the lighthouse, three replica groups of two ranks, and who talks to whom")
+    drawing = _Drawing(450, "A job: the lighthouse, three replica groups of two ranks, and who talks to whom")
     width, first_rank, between_ranks = 200, 205, 70
     places = [50, 350, 650]
     drawing.box(350, 24, "lighthouse", "members, quorums, votes", width=width, height=58)
     for place, name in zip(places, ("group 0", "group 1", "group 2, which heals"), strict=True):
-        drawing.card(place, 165, name, width=width, height=185)
-        drawing.path(f"M450 86 L{place + 100} {first_rank - 5}")
+        drawing.card(place, 165, name, width=width, height=198)
+        drawing.path(f"M450 87 L{place + 100} {first_rank - 5}", is_two_way=True)
         for rank in (0, 1):
             drawing.box(place + 36, first_rank + between_ranks * rank, f"rank {rank}")
-    drawing.text(640, 110, ["one connection from rank 0 of each group"], _SOFT, anchor="start")
+    drawing.text(620, 88, ["one connection", "from rank 0 of each group"], _SOFT, anchor="start")
     for left, right in itertools.pairwise(places):
         for rank in (0, 1):
             y = first_rank + between_ranks * rank + _BOX_HEIGHT / 2
             drawing.path(f"M{left + 36 + _BOX_WIDTH + 5} {y} H{right + 36 - 5}", is_two_way=True)
         drawing.label((left + right + width) / 2, first_rank + between_ranks - 10, "gradients")
     for place in places[:2]:
-        drawing.path(f"M{place + 100} 354 C{place + 130} 410 {places[2] + 40} 410 {places[2] + 95} 355", is_dashed=True)
-    drawing.label(470, 408, "weights over HTTP, from rank i to rank i: only while a group heals")
+        drawing.path(f"M{place + 100} 367 C{place + 130} 423 {places[2] + 40} 423 {places[2] + 95} 369", is_dashed=True)
+    drawing.label(450, 434, "weights over HTTP, from rank i to rank i: only while a group heals")
     return drawing.svg()
 
 
