@@ -93,7 +93,7 @@ class CheckpointSaved(Event):
 
     Attributes:
         name: name of the checkpoint's directory.
-        is_closed: this rank has seen that it is whole. False if the next save began before, or if only this host can read the files.
+        is_closed: this rank has seen that it is whole. False if the next save began before, or if only this host reads the files.
     """
 
     name: str
