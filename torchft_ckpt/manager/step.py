@@ -121,6 +121,8 @@ class Steps:
         self._has_computed = False
         """A forward pass was computed in the open step: what it left is not of a state that is loaded from now on."""
         self._started_at = 0.0
+        self._device: int | None = None
+        """The training thread's CUDA device."""
         self._vote: CommitVote | None = None
         self._is_committed: bool | None = None
         """How the step was decided; None: it is open."""
@@ -148,6 +150,8 @@ class Steps:
             self._store_prepared.wait(self._timeouts.connect.total_seconds())
             self._store_prepared = None
         self._started_at = time.monotonic()
+        # Each thread has a current device of its own, and the process group is connected on the quorum's.
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         layout = self._registry.layout()
         has_to_wait, prepared = self._prepare(wishes, is_sharded=layout.is_sharded)
         self._ask(wishes, layout, can_serve=prepared.captured is not None or self._can_capture_later(wishes))
@@ -363,6 +367,8 @@ class Steps:
     def _connect_group(self, formed: QuorumFormed) -> None:
         rank_config = self._rank_config
         prefix = f"torchft_ckpt/{formed.epoch}/{formed.quorum_id}/{rank_config.group_rank}"
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         try:
             self._process_group.configure(
                 f"{formed.store_address}/{prefix}",
