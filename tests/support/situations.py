@@ -471,6 +471,37 @@ def _tls() -> Iterator[Situation]:
 
 
 @_situation
+def _certificates() -> Iterator[Situation]:
+    """Files of an authority and of a certificate for this host; the transport then serves its own receiver."""
+    import trustme
+
+    with tempfile.TemporaryDirectory() as directory:
+        files = {name: f"{directory}/{name}" for name in ("ca.pem", "host.pem", "host.key")}
+        authority = trustme.CA()
+        certificate = authority.issue_cert("127.0.0.1")
+        authority.cert_pem.write_to_path(files["ca.pem"])
+        certificate.cert_chain_pems[0].write_to_path(files["host.pem"])
+        certificate.private_key_pem.write_to_path(files["host.key"])
+
+        def after(names: dict[str, Any]) -> None:
+            transport: HTTPTransport[Any] = names["transport"]
+            try:
+                assert transport.metadata().startswith("https://")
+                transport.send_checkpoint([1], 7, {"weight": torch.ones(3)}, LIMIT)
+                received = transport.recv_checkpoint(0, transport.metadata(), 7, LIMIT)
+                assert torch.equal(received["weight"], torch.ones(3))
+            finally:
+                transport.shutdown()
+
+        names = {"HTTPTransport": HTTPTransport}
+        replaced = {
+            **files,
+            "HTTPTransport(ssl": 'HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", ssl',
+        }
+        yield Situation(names, replaced, after)
+
+
+@_situation
 def _under_torchfts_name() -> Iterator[Situation]:
     import torchft_ckpt
 
