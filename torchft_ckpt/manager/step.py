@@ -144,14 +144,14 @@ class Steps:
         check()
         self._followers.begins(is_torn=self._client.view().torn)
         self.leave()
+        # Each thread has a current device of its own, and the process group is connected on the quorum's.
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._events.deliver()  # between two steps, so what a listener saves is whole
         if self._store_prepared is not None:
             # Who asks is waited for, so what may take long comes before asking.
             self._store_prepared.wait(self._timeouts.connect.total_seconds())
             self._store_prepared = None
         self._started_at = time.monotonic()
-        # Each thread has a current device of its own, and the process group is connected on the quorum's.
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         layout = self._registry.layout()
         has_to_wait, prepared = self._prepare(wishes, is_sharded=layout.is_sharded)
         self._ask(wishes, layout, can_serve=prepared.captured is not None or self._can_capture_later(wishes))
