@@ -124,7 +124,7 @@ def job_diagram() -> str:
     drawing.box(350, 24, "lighthouse", "members, quorums, votes", width=width, height=58)
     for place, name in zip(places, ("group 0", "group 1", "group 2, which heals"), strict=True):
         drawing.card(place, 165, name, width=width, height=198)
-        drawing.path(f"M450 87 L{place + 100} {first_rank - 5}", is_two_way=True)
+        drawing.path(f"M450 87 L{place + 100} {first_rank - 5}")
         for rank in (0, 1):
             drawing.box(place + 36, first_rank + between_ranks * rank, f"rank {rank}")
     drawing.text(620, 88, ["one connection", "from rank 0 of each group"], _SOFT, anchor="start")

@@ -33,7 +33,7 @@
 |                          |                    | lists the blocks of which it needs nothing                          |
 | `X-Ckpt-Address`         | a request          | where the receiver serves those blocks, under the id of the         |
 |                          |                    | snapshot that it has them of                                        |
-| `X-Ckpt-Group: 4`        | that of a manifest | four ranks of the receiver's group come for this snapshot           |
+| `X-Ckpt-Group: 4`        | manifest's request | four ranks of the receiver's group come for this snapshot           |
 | `X-Ckpt-Share: 2/8`      | a manifest         | the part of the blocks that a receiver, one of several, should ask  |
 |                          |                    | for first                                                           |
 | `X-Ckpt-Digest`          | a manifest         | its xxh3_128 in hex, taken before it was compressed. It is          |
