@@ -28,6 +28,7 @@ suppress_warnings = ["myst.header"]  # a docstring that is a specification begin
 # Docstrings are in Google's style. One backtick is code, and a link where it is a name of ours.
 default_role = "name"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True

@@ -540,7 +540,7 @@ class Checkpointer:
             StateMismatchError: what is wanted is not in it, or of another shape or dtype.
             StorageError: the storage failed.
             StateDictLoadError: the `load_state_dict` of an object in it raised.
-            Of all, `state_overwritten` says whether the state dict is torn.
+            In each, `state_overwritten` says whether the state dict is torn.
         """
         if self._manager is not None:
             raise ConfigError("with a Manager use restore: load would not tell it, nor the other groups", "manager")

@@ -3,13 +3,13 @@
 | variable                            | also read                     | meaning                                          |
 |-------------------------------------|-------------------------------|--------------------------------------------------|
 | `TORCHFT_CKPT_LIGHTHOUSE`           | `TORCHFT_LIGHTHOUSE`          | address of the lighthouse                        |
-| `TORCHFT_CKPT_JOB`                  |                               | which job of the lighthouse this is; `default`   |
+| `TORCHFT_CKPT_JOB`                  |                               | name of the job at the lighthouse; `default`     |
 | `TORCHFT_CKPT_TOKEN`                |                               | shared secret of all parties of a job            |
-| `TORCHFT_CKPT_TOKEN_FILE`           |                               | file that holds it, where that is not set        |
-| `TORCHFT_CKPT_HOSTNAME`             |                               | address that this process advertises to peers    |
-| `NCCL_SOCKET_IFNAME`                |                               | NCCL's: whose address that is where nothing else |
-|                                     |                               | says so, for what runs beside NCCL               |
-| `GLOO_SOCKET_IFNAME`                |                               | Gloo's: the same for everything else             |
+| `TORCHFT_CKPT_TOKEN_FILE`           |                               | file that holds the secret, if that is not set   |
+| `TORCHFT_CKPT_HOSTNAME`             |                               | address that this process tells its peers        |
+| `NCCL_SOCKET_IFNAME`                |                               | NCCL's interface; beside NCCL it gives that      |
+|                                     |                               | address, if nothing above does                   |
+| `GLOO_SOCKET_IFNAME`                |                               | Gloo's interface; it does so everywhere else     |
 | `TORCHFT_CKPT_MANAGER_PORT`         | `TORCHFT_MANAGER_PORT`        | port of the manager service (group rank 0)       |
 | `TORCHFT_CKPT_TIMEOUT_SEC`          | `TORCHFT_TIMEOUT_SEC`         | collectives, commit votes; seconds               |
 | `TORCHFT_CKPT_QUORUM_TIMEOUT_SEC`   | `TORCHFT_QUORUM_TIMEOUT_SEC`  | one attempt at a quorum; seconds                 |
@@ -20,9 +20,9 @@
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
 |                                     |                               | find each other, as torchrun sets them           |
 | `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
-| `TORCHELASTIC_RUN_ID`               |                               | torchrun's: which run this rank is of            |
+| `TORCHELASTIC_RUN_ID`               |                               | torchrun's name of the run                       |
 
-What torchft reads besides and nothing here does is in `NOT_READ`; a `Manager` says so where it is set.
+`NOT_READ` lists further variables of torchft's, which the library does not read. A `Manager` warns if one of them is set.
 """
 
 from __future__ import annotations

@@ -3,51 +3,51 @@
     TorchftCkptError
     |-- ConfigError                     an argument or environment variable cannot be used (a ValueError)
     |-- CoordinationError               lighthouse, manager service, or a rank of this group (a RuntimeError)
-    |   |-- LighthouseUnreachableError  nobody answered at the lighthouse's address in the connect timeout (a ConnectionError)
+    |   |-- LighthouseUnreachableError  nobody answered at the lighthouse's address (a ConnectionError)
     |   |-- AddressInUseError           the port that a service was told to bind is taken (an OSError)
     |   |-- AuthenticationError         the other side refused our token, or we refused theirs
     |   |-- ProtocolVersionError        the two sides speak different versions
     |   |-- ManagerUnreachableError     nobody answered at a manager server's address (a ConnectionError)
-    |   |-- CallTimeoutError            a call of a LighthouseClient or ManagerClient was not answered in time (a TimeoutError)
+    |   |-- CallTimeoutError            a client's call was not answered in time (a TimeoutError)
     |   |-- ProtocolError               a peer sent something that the protocol does not allow
     |   |-- RefusedError                the lighthouse will not have this group; the message says why
-    |   |   `-- JobFinishedError        the job was over when this group came: there is nothing left to train
-    |   |-- QuorumTimeoutError          no quorum within `quorum_timeout` x (`quorum_retries` + 1) (a TimeoutError)
+    |   |   `-- JobFinishedError        the job was over when this group came
+    |   |-- QuorumTimeoutError          no quorum was formed in the time allowed (a TimeoutError)
     |   |-- NoQuorumError               a call that needs a quorum came before the first `start_quorum`
-    |   |-- GroupBrokenError            a rank of this replica group is gone: the group must be restarted as a whole
-    |   |-- GroupLeftError              this replica group has left its job, as it was asked to (a SystemExit, of status 0)
-    |   |-- ReplicasDifferError         replica groups hold different states of a step, and `on_replicas_differ` is "stop"
+    |   |-- GroupBrokenError            a rank of this group is gone: restart the whole group
+    |   |-- GroupLeftError              this group has left its job, as asked (a SystemExit of status 0)
+    |   |-- ReplicasDifferError         groups hold different states of a step, and have to stop
     |   `-- CommitUnknownError          the vote was sent, its outcome is not known
     |-- CheckpointError                 moving or holding state (a RuntimeError)
     |   |-- LockTimeoutError            the state dict lock was not free in time (a TimeoutError)
     |   |-- StateFormatError            received bytes break a rule of the state format
-    |   |-- UnsupportedValueError       our own state dict holds something that the format cannot carry (a TypeError)
+    |   |-- UnsupportedValueError       our own state dict holds a value of no known type (a TypeError)
     |   |-- StateMismatchError          a whole and correct state that does not fit this replica
     |   |   `-- LayoutMismatchError     the same tensors, but in other shards than here
     |   |-- StateDictLoadError          the user's load_state_dict function raised
     |   |-- StorageError                a file system or object store failed (an OSError)
-    |   |-- CheckpointDamagedError      a durable checkpoint is not whole, or its bytes are not those that were written
-    |   |-- CheckpointNotFoundError     there is no whole durable checkpoint (of that step) (a FileNotFoundError)
+    |   |-- CheckpointDamagedError      a durable checkpoint is not whole, or has other bytes than written
+    |   |-- CheckpointNotFoundError     there is no whole durable checkpoint (a FileNotFoundError)
     |   |-- SaveInFlightError           a save was not begun, because the one before it has not ended
-    |   |-- StateChangedError           a tensor was written to while its state was being served or saved, and not under the lock
+    |   |-- StateChangedError           a tensor changed, not under the lock, while it was served or saved
     |   `-- TransferError               a transfer did not finish; nothing was applied
-    |       |-- SourceLostError         the source closed the connection or could not be reached (a ConnectionError)
-    |       |-- SourceRefusedError      the source answered, with a refusal (other step, no token, not serving)
-    |       |   `-- LeaseRevokedError   it freed what we still needed: this receiver was too slow for its memory
+    |       |-- SourceLostError         the source is gone or out of reach (a ConnectionError)
+    |       |-- SourceRefusedError      the source refused (other step, no token, not serving)
+    |       |   `-- LeaseRevokedError   it freed blocks that this slow receiver still needed
     |       |-- TransferStalledError    no byte arrived for the stall timeout (a TimeoutError)
     |       |-- TransferTimeoutError    the overall deadline passed (a TimeoutError)
     |       |-- TransferCancelledError  this side gave the transfer up
     |       `-- DigestMismatchError     a block arrived whose digest is not the announced one
     |-- ProcessGroupError               (a RuntimeError, as torch's own)
     |   |-- ProcessGroupAbortedError    a collective ended because the group was aborted
-    |   |-- CollectiveFailedError       a collective failed by itself: a peer was lost or did not answer in time
-    |   |-- CollectivesDifferError      the groups issued different collectives in a step, which is discarded
+    |   |-- CollectiveFailedError       a peer was lost, or did not answer in time
+    |   |-- CollectivesDifferError      the groups issued different collectives in a step
     |   `-- ProcessGroupConfigureError  the members of a quorum could not connect to each other
-    |-- AbsentNameError                 a name of torchft's that does not exist here was used (a NotImplementedError)
-    |-- AliasError                      torchft itself was imported before this package took its place (an ImportError)
+    |-- AbsentNameError                 a name of torchft's that is not here (a NotImplementedError)
+    |-- AliasError                      torchft itself had been imported before (an ImportError)
     `-- MaxRetriesExceededError         more than `max_retries` steps in a row were discarded (a RuntimeError)
 
-In brackets: what Python and torch raise in such a case, which these errors are as well; so are those below them in the tree.
+In brackets is the error that Python or torch raises in such a case. The error here is also that, and so are those below it.
 
 `ReplicaDivergenceWarning` is no error: the state that was received is that of the primary source, but another source of the
 same step holds other bits.

@@ -10,9 +10,9 @@ class Event:
     """Something happened at this replica group.
 
     Attributes:
-        step: committed steps of the state that the event is about; of a step's end, the number of that step.
-        quorum_id: of the quorum that the event is about; 0 before the first.
-        replica_id: of this incarnation of the group.
+        step: the number of the step that has ended; otherwise the committed steps of the state that the event is about.
+        quorum_id: number of the quorum that the event is about; 0 before the first.
+        replica_id: name of this run of the group.
     """
 
     step: int
@@ -25,8 +25,8 @@ class StepCommitted(Event):
     """The step counts.
 
     Attributes:
-        num_participants: replica groups that contributed to it.
-        took_s: from `start_quorum` to the decision.
+        num_participants: number of replica groups that contributed.
+        took_s: seconds from `start_quorum` to the decision.
     """
 
     num_participants: int
@@ -35,11 +35,11 @@ class StepCommitted(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDiscarded(Event):
-    """The step does not count here: it was discarded by all groups, or went on without this one.
+    """The step does not count here: all groups discarded it, or the others committed it without this one.
 
     Attributes:
-        reason: who is at fault, and with what.
-        took_s: from `start_quorum` to the decision.
+        reason: names the group at fault and its error.
+        took_s: seconds from `start_quorum` to the decision.
     """
 
     reason: str
@@ -48,12 +48,12 @@ class StepDiscarded(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuorumChanged(Event):
-    """Other groups train together than before, or the same ones have to connect anew, or other ones of them contribute.
+    """Other groups train together than before, the same groups connect anew, or other groups of them contribute.
 
     Attributes:
         num_groups: members of the quorum.
-        num_participants: those of them that contribute.
-        participating_rank: this group's number among those; None where it contributes nothing, as a spare.
+        num_participants: number of members that contribute.
+        participating_rank: this group's number among those; None if it contributes nothing, as a spare.
     """
 
     num_groups: int
@@ -63,11 +63,11 @@ class QuorumChanged(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerLost(Event):
-    """A group that trained with this one was lost in a step: it died, left, or connected anew. Of several at once one is told.
+    """A group that trained with this one died, left, or connected anew in a step. If several did, the event names one.
 
     Attributes:
         peer: the other group's `replica_id`.
-        reason: how the lighthouse knows.
+        reason: how the lighthouse knows of it.
     """
 
     peer: str
@@ -76,11 +76,11 @@ class PeerLost(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Healed(Event):
-    """The group has loaded the state of others; `step` is that state's.
+    """The group has loaded the state of other groups; `step` is that of this state.
 
     Attributes:
-        sources: the `replica_id` of each group that it came from.
-        took_s: of the transfer.
+        sources: the `replica_id` of each group that sent it.
+        took_s: seconds of the transfer.
     """
 
     sources: tuple[str, ...]
@@ -89,11 +89,11 @@ class Healed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSaved(Event):
-    """A save of this rank has ended well; `step` is the checkpoint's.
+    """A save of this rank has ended well; `step` is that of the checkpoint.
 
     Attributes:
-        name: of the checkpoint's directory.
-        is_closed: it was seen to be whole; False where the next save began before, or only this host can read what was written.
+        name: name of the checkpoint's directory.
+        is_closed: this rank has seen that it is whole. False if the next save began before, or if only this host reads the files.
     """
 
     name: str

@@ -107,7 +107,7 @@ class LocalSGD(OuterLoop[AveragedFragment]):
 
         Raises:
             RuntimeError: the loop is not entered.
-            Also as an inner step that ends a round.
+            Also the errors of an inner step that ends a round.
         """
         self._sync_now()
 

@@ -1,4 +1,4 @@
-"""Draws the diagrams of the pages as SVG: `scripts/diagrams`. That of a step is made from the table in the code.
+"""Draws the diagrams of the pages as SVG: `scripts/diagrams`. That of a step is made from the table in the code, the others here.
 
 Text is dark on a light card, so that they can be read on light and on dark pages.
 """
@@ -6,6 +6,7 @@ Text is dark on a light card, so that they can be read on light and on dark page
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -115,6 +116,29 @@ def replica_diagram() -> str:
     return drawing.svg()
 
 
+def job_diagram() -> str:
+    """A job: who talks to whom, while group 2 heals."""
+    drawing = _Drawing(450, "A job: the lighthouse, three replica groups of two ranks, and who talks to whom")
+    width, first_rank, between_ranks = 200, 205, 70
+    places = [50, 350, 650]
+    drawing.box(350, 24, "lighthouse", "members, quorums, votes", width=width, height=58)
+    for place, name in zip(places, ("group 0", "group 1", "group 2, which heals"), strict=True):
+        drawing.card(place, 165, name, width=width, height=198)
+        drawing.path(f"M450 87 L{place + 100} {first_rank - 5}")
+        for rank in (0, 1):
+            drawing.box(place + 36, first_rank + between_ranks * rank, f"rank {rank}")
+    drawing.text(620, 88, ["one connection", "from rank 0 of each group"], _SOFT, anchor="start")
+    for left, right in itertools.pairwise(places):
+        for rank in (0, 1):
+            y = first_rank + between_ranks * rank + _BOX_HEIGHT / 2
+            drawing.path(f"M{left + 36 + _BOX_WIDTH + 5} {y} H{right + 36 - 5}", is_two_way=True)
+        drawing.label((left + right + width) / 2, first_rank + between_ranks - 10, "gradients")
+    for place in places[:2]:
+        drawing.path(f"M{place + 100} 367 C{place + 130} 423 {places[2] + 40} 423 {places[2] + 95} 369", is_dashed=True)
+    drawing.label(450, 434, "weights over HTTP, from rank i to rank i: only while a group heals")
+    return drawing.svg()
+
+
 class _Drawing:
     def __init__(self, height: int, title: str) -> None:
         self._height = height
@@ -134,6 +158,20 @@ class _Drawing:
         if what:
             self.text(x + width / 2, middle + 18, [what], _SOFT)
 
+    def card(self, x: float, y: float, name: str, *, width: float, height: float) -> None:
+        self._parts.append(
+            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="10" fill="none" stroke="{_LINE_COLOUR}"/>'
+        )
+        self._parts.append(f'<text x="{x + width / 2:.0f}" y="{y + height - 14}" class="name">{escape(name)}</text>')
+
+    def path(self, points: str, *, is_two_way: bool = False, is_dashed: bool = False) -> None:
+        more = (' marker-start="url(#head)"' if is_two_way else "") + (' stroke-dasharray="6 4"' if is_dashed else "")
+        self._parts.append(f'<path d="{points}" class="line"{more}/>')
+
+    def label(self, x: float, y: float, text: str) -> None:
+        """Write a text over the lines that cross it."""
+        self._labels.append(f'<text x="{x:.0f}" y="{y:.0f}" class="label">{escape(text)}</text>')
+
     def text(self, x: float, y: float, lines: Iterable[str], colour: str = _INK, *, anchor: str = "middle") -> None:
         for index, line in enumerate(lines):
             self._parts.append(
@@ -148,9 +186,7 @@ class _Drawing:
         self._parts.append(
             f'<path d="M{start:.0f} {y - 3:.0f} C{start:.0f} {top:.0f} {end:.0f} {top:.0f} {end:.0f} {y - 5:.0f}" class="line"/>'
         )
-        self._labels.append(
-            f'<text x="{(start + end) / 2:.0f}" y="{y - height * 0.75 - 7:.0f}" class="label">{escape(label)}</text>'
-        )
+        self.label((start + end) / 2, y - height * 0.75 - 7, label)
 
     def svg(self) -> str:
         head = (
@@ -163,7 +199,7 @@ class _Drawing:
             f" .line {{ fill: none; stroke: {_LINE_COLOUR}; stroke-width: 1.5; marker-end: url(#head) }}"
         )
         marker = (
-            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto-start-reverse">'
             f'<path d="M0 0 L8 4 L0 8 z" fill="{_LINE_COLOUR}"/></marker>'
         )
         return "\n".join(
@@ -182,7 +218,7 @@ class _Drawing:
         )
 
 
-DIAGRAMS = {"step.svg": step_diagram, "replica.svg": replica_diagram}
+DIAGRAMS = {"step.svg": step_diagram, "replica.svg": replica_diagram, "job.svg": job_diagram}
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)

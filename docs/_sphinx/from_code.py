@@ -82,14 +82,18 @@ def _markdown(directive: SphinxDirective, text: str) -> list[nodes.Node]:
 def prepare_docstring(app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]) -> None:
     """Say in reStructuredText what the docstrings of this library leave to the eye; before napoleon reads their sections.
 
-    What is indented and in no section stands as it is: code, a tree, a table. A colon in the text of an attribute, of what is
-    returned, or behind no name of an error, does not end a type.
+    What is indented and in no section stands as it is: code, a tree, a table. A colon in the text of an attribute, or of what is
+    returned, does not end a type. A sentence among the errors that names none comes behind them.
     """
+    if elsewhere := _written_elsewhere(what, name, of):
+        lines[:] = [f"As `{elsewhere}`."]
+        return
     if what in ("attribute", "data", "property") and lines:
         lines[0] = f": {lines[0]}"
         return
     found: list[str] = []
-    section, is_verbatim, is_joined = "", False, False
+    of_all: list[str] = []
+    section, is_verbatim, is_joined, is_of_all = "", False, False, False
     for line in lines:
         indent = len(line) - len(line.lstrip())
         is_after_blank = not found or not found[-1].strip()
@@ -105,10 +109,25 @@ def prepare_docstring(app: Sphinx, what: str, name: str, of: object, options: ob
             if is_joined:
                 line = f"{found.pop()} {line.strip()}"
             is_joined = line.endswith(",") and ":" not in line
-            if not is_joined and not _ERRORS.match(line.strip()):
-                line = f"    : {line.strip()}"
-        found.append(line)
-    lines[:] = found
+            is_of_all = not is_joined and not _ERRORS.match(line.strip())
+        if section == "Raises" and indent >= 4 and is_of_all:
+            of_all.append(line.strip())
+        else:
+            found.append(line)
+    lines[:] = [*found, "", *of_all, ""] if of_all else found
+
+
+def _written_elsewhere(what: str, name: str, of: object) -> str:
+    """Name the method of another library whose docstring autodoc would copy, as the method here has none; else empty."""
+    if what != "method" or inspect.unwrap(of).__doc__ or not name.startswith(OURS):  # type: ignore[arg-type]
+        return ""
+    path, _, method = name.rpartition(".")
+    module, _, class_name = path.rpartition(".")
+    found = getattr(importlib.import_module(module), class_name, None)
+    for base in inspect.getmro(found) if inspect.isclass(found) else ():
+        if method in vars(base) and vars(base)[method].__doc__:
+            return "" if base.__module__.startswith(OURS) else f"{base.__module__}.{base.__qualname__}.{method}"
+    return ""
 
 
 class Name(SphinxRole):

@@ -23,6 +23,7 @@ from fingerprints import _leaves
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_job import ACCUMULATE, BATCH_SIZE, Net, make_data, make_trainer, sampler_of
+from support.launched import REPO
 from torch.utils.data import DataLoader
 
 from torchft_ckpt import LighthouseServer, Manager, ProcessGroupGloo
@@ -247,6 +248,22 @@ def test_a_killed_group_comes_back_and_ends_bit_equal(tmp_path: Path, killed_spe
     assert sorted(path.name for path in (folder / "best").iterdir()) == sorted(
         ast.literal_eval(states[0]["values"][f"/best/paths/{i}"]) for i in range(2)
     )
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_example_ends_equal_although_a_group_is_killed(tmp_path: Path) -> None:
+    arguments = ["--steps=30", "--min-replica-size=2", f"--output={tmp_path / 'out'}"]
+    with FrameworkJob(tmp_path, REPO / "examples" / "train_lightning.py", *arguments) as job:
+        survivor, killed = job.start(0), job.start(1)
+        killed.wait_for_step(5)
+        killed.kill()
+        groups = [survivor, job.start(1)]
+        assert [group.process.wait(timeout=240) for group in groups] == [0, 0]
+
+    (digest,) = {re.findall(r"finished at step 30 with state (\w+)", group.log())[0] for group in groups}
+    assert len(digest) == 64
+    assert (tmp_path / "out" / "checkpoints" / "last.ckpt").exists()
 
 
 @pytest.mark.processes

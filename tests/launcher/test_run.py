@@ -99,6 +99,27 @@ def test_too_few_gpus_are_an_error_before_anything_starts(
 
 
 @pytest.mark.processes
+def test_a_second_machine_adds_its_groups_to_the_job_of_the_first(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import os
+print(*(os.environ[name] for name in ("NUM_REPLICA_GROUPS", "REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE", "TORCHFT_CKPT_JOB")))
+"""
+    )
+    place = ["--groups", "1", "--first-group", "2", "--all-groups", "4", "--lighthouse", "first:29510", "--job", "big"]
+    done = run(
+        [*RUN, *place, "--", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert (done.returncode, done.stdout) == (0, "[g2/r0] 4 2 first:29510 big\n")
+    assert "lighthouse at first:29510, job big: groups 2 to 2 of 4" in done.stderr
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("is_asked", ["a rank", "its torchrun"])
 def test_a_group_that_leaves_is_not_started_again(tmp_path: Path, is_asked: str) -> None:
     """As one whose ranks call `Manager.leave_on` does, this one ends with 0 when it gets SIGTERM."""

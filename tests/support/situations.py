@@ -27,7 +27,15 @@ import torch
 from torch import nn
 
 from support.ports import reserved_port
-from torchft_ckpt import Checkpointer, DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import (
+    Checkpointer,
+    DistributedDataParallel,
+    DistributedSampler,
+    HTTPTransport,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
 from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 from torchft_ckpt.coordination import LighthouseServer
 from torchft_ckpt.errors import GroupLeftError
@@ -97,7 +105,12 @@ def _situation(function: Callable[[], Iterator[Situation]]) -> None:
     SITUATIONS[function.__name__.strip("_").replace("_", "-")] = contextmanager(function)
 
 
-SITUATIONS[""] = contextmanager(lambda: iter([Situation()]))
+@contextmanager
+def _plain() -> Iterator[Situation]:
+    yield Situation()
+
+
+SITUATIONS[""] = _plain
 
 
 @contextmanager
@@ -192,6 +205,24 @@ def _group_that_saves() -> Iterator[Situation]:
     with _training(0) as names, tempfile.TemporaryDirectory() as directory:
         names |= {"loader": mock.Mock(state_dict=lambda: {"position": 3})}
         yield Situation(names, {"/mnt/checkpoints": directory}, lambda names: names["checkpointer"].shutdown())
+
+
+@_situation
+def _group_that_reads_data() -> Iterator[Situation]:
+    """Before a group's first step: its data set and sampler. A position that was taken leads to the same samples again."""
+    with _training(0) as names:
+        dataset = list(range(64))
+        names |= {"dataset": dataset, "sampler": DistributedSampler(dataset, 0, 1, seed=3)}
+
+        def after(names: dict[str, Any]) -> None:
+            next(names["batches"])
+            position = names["position"]()
+            rest = torch.cat(list(names["batches"])).tolist()
+            assert len(rest) == 56
+            names["load_position"](position)
+            assert torch.cat(list(names["batches"])).tolist() == rest
+
+        yield Situation(names, after=after)
 
 
 @_situation
@@ -445,6 +476,37 @@ def _tls() -> Iterator[Situation]:
 
 
 @_situation
+def _certificates() -> Iterator[Situation]:
+    """Files of an authority and of a certificate for this host; the transport then serves its own receiver."""
+    import trustme
+
+    with tempfile.TemporaryDirectory() as directory:
+        files = {name: f"{directory}/{name}" for name in ("ca.pem", "host.pem", "host.key")}
+        authority = trustme.CA()
+        certificate = authority.issue_cert("127.0.0.1")
+        authority.cert_pem.write_to_path(files["ca.pem"])
+        certificate.cert_chain_pems[0].write_to_path(files["host.pem"])
+        certificate.private_key_pem.write_to_path(files["host.key"])
+
+        def after(names: dict[str, Any]) -> None:
+            transport: HTTPTransport[Any] = names["transport"]
+            try:
+                assert transport.metadata().startswith("https://")
+                transport.send_checkpoint([1], 7, {"weight": torch.ones(3)}, LIMIT)
+                received = transport.recv_checkpoint(0, transport.metadata(), 7, LIMIT)
+                assert torch.equal(received["weight"], torch.ones(3))
+            finally:
+                transport.shutdown()
+
+        names = {"HTTPTransport": HTTPTransport}
+        replaced = {
+            **files,
+            "HTTPTransport(ssl": 'HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", ssl',
+        }
+        yield Situation(names, replaced, after)
+
+
+@_situation
 def _under_torchfts_name() -> Iterator[Situation]:
     import torchft_ckpt
 
@@ -599,9 +661,8 @@ def _lighthouse_of_the_quickstart() -> Iterator[Situation]:
 
 @_situation
 def _sharded_group() -> Iterator[Situation]:
-    with _lighthouse() as address, _workplace() as directory:
-        replaced = {"host:29510": address.removeprefix("http://"), "--group-size 2": "--group-size 2 --steps 10"}
-        yield Situation(replaced=replaced, directory=directory)
+    with _workplace() as directory:
+        yield Situation(replaced={"--steps 400": "--steps 10"}, directory=directory)
 
 
 @_situation

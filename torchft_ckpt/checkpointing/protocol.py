@@ -1,4 +1,4 @@
-"""The HTTP surface between a source and a receiver: paths, headers, and what a refusal looks like.
+"""The HTTP surface between a source and a receiver: paths, headers and refusals.
 
 | request                                                   | answer                                                        |
 |-----------------------------------------------------------|---------------------------------------------------------------|
@@ -28,16 +28,27 @@
 | `POST /v1/redo/held?after=STEP.QUORUM.EPOCH`             | 204; this version is here, the entry to it may be freed       |
 | `POST /v1/redo/done`                                     | 204; the follower needs nothing more                          |
 
-`ETag` names the snapshot; `If-Match` asks for that one (412 where it is gone). `X-Ckpt-Receiver` identifies a receiver over
-its connections; `X-Ckpt-Received: 0-3,7` says which blocks it holds, verified, so that the source may free them and name
-the receiver to others; `X-Ckpt-Address` says where it serves them. A receiver of parts says so of blocks, too, that it needs
-nothing of; `X-Ckpt-Group: 4` of its request for a manifest says that four ranks of its group come for this snapshot.
-`X-Ckpt-Share: 2/8` of a manifest says which part of the blocks a receiver, one of several, should ask for first. A receiver
-that serves blocks on does so under the id of the snapshot that it has them of. `X-Ckpt-Digest` of a manifest is its xxh3_128
-in hex, taken before it was compressed, as it is where the request has `Accept-Encoding: deflate`. In a session
-(`core/services/proofs.py`) a request has no `Authorization` but `X-Ckpt-Proof: NUMBER HEX`, and each answer an `X-Ckpt-Proof:
-HEX`; the digests behind parts are HMACs of it, and blocks are refused, as nothing proves theirs. A refusal has a JSON body
-`{error, message, serving_step}`:
+| header                   | sent with          | meaning                                                             |
+|--------------------------|--------------------|---------------------------------------------------------------------|
+| `ETag`                   | an answer          | names the snapshot                                                  |
+| `If-Match`               | a request          | asks for that snapshot; 412 if it is gone                           |
+| `X-Ckpt-Receiver`        | a request          | identifies a receiver over its connections                          |
+| `X-Ckpt-Received: 0-3,7` | a request          | the blocks that the receiver holds, verified: the source may free   |
+|                          |                    | them, and name the receiver to others. A receiver of parts also     |
+|                          |                    | lists the blocks of which it needs nothing                          |
+| `X-Ckpt-Address`         | a request          | where the receiver serves those blocks, under the id of the         |
+|                          |                    | snapshot that it has them of                                        |
+| `X-Ckpt-Group: 4`        | manifest's request | four ranks of the receiver's group come for this snapshot           |
+| `X-Ckpt-Share: 2/8`      | a manifest         | the part of the blocks that a receiver, one of several, should ask  |
+|                          |                    | for first                                                           |
+| `X-Ckpt-Digest`          | a manifest         | its xxh3_128 in hex, taken before it was compressed. It is          |
+|                          |                    | compressed if the request has `Accept-Encoding: deflate`            |
+| `X-Ckpt-Proof`           | both, in a session | `NUMBER HEX` of a request, in place of `Authorization`; `HEX` of    |
+|                          |                    | its answer (`core/services/proofs.py`)                              |
+
+In a session, the digests behind parts are HMACs of them. The source refuses blocks there, because nothing proves them.
+
+A refusal has a JSON body `{error, message, serving_step}`:
 
 | status | error               | may the receiver try again?                                    |
 |--------|---------------------|----------------------------------------------------------------|

@@ -129,6 +129,8 @@ class Steps:
         self._has_computed = False
         """A forward pass was computed in the open step: what it left is not of a state that is loaded from now on."""
         self._started_at = 0.0
+        self._device: int | None = None
+        """The training thread's CUDA device."""
         self._vote: CommitVote | None = None
         self._is_committed: bool | None = None
         """How the step was decided; None: it is open."""
@@ -150,6 +152,8 @@ class Steps:
         check()
         self._followers.begins(is_torn=self._client.view().torn)
         self.leave()
+        # Each thread has a current device of its own, and the process group is connected on the quorum's.
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._events.deliver()  # between two steps, so what a listener saves is whole
         if self._store_prepared is not None:
             # Who asks is waited for, so what may take long comes before asking.
@@ -407,6 +411,8 @@ class Steps:
     def _connect_group(self, formed: QuorumFormed) -> None:
         rank_config = self._rank_config
         prefix = f"torchft_ckpt/{formed.epoch}/{formed.quorum_id}/{rank_config.group_rank}"
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         try:
             self._process_group.configure(
                 f"{formed.store_address}/{prefix}",

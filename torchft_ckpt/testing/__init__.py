@@ -6,7 +6,7 @@ Fakes:
 - `fake_process_group`: an in-memory `ProcessGroup`, with ranks as threads and failures on demand
 - `fake_outer_manager`: an in-memory `OuterManager`, with replicas as threads and votes by a script
 
-What a part of your own must do, as checks:
+Checks of what a part of your own must do:
 
 - `transport_conformance`: every `CheckpointTransport`
 - `process_group_conformance`: every `ProcessGroup`

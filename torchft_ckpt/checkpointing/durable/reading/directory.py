@@ -39,7 +39,7 @@ def load_checkpoint(
         UnsupportedValueError: a plain value that is wanted, and that DCP wrote, needs more than `weights_only=True`.
         StorageError: the storage failed.
         StateDictLoadError: the `load_state_dict` of an object in it raised.
-        Of all, `state_overwritten` says whether the state dict is torn.
+        In each, `state_overwritten` says whether the state dict is torn.
     """
     location, _, last = os.fspath(directory).rstrip("/").rpartition("/")
     name = parse_checkpoint(last)
