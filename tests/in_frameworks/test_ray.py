@@ -47,7 +47,7 @@ def test_a_worker_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) 
         is_back.touch()
         # One heals at the beginning, too: the groups begin with other weights.
         wait_until(lambda: "heal=yes" in driver.log()[before:], "the group heals", 200)
-        assert driver.process.wait(timeout=300) == 0
+        assert driver.process.wait(timeout=500) == 0
     finally:
         driver.close()
     assert "participants=1/1 verdict=commit" in driver.log()[before:], "the other one did not train alone"
