@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def digest_of(tensors: dict[str, Tensor]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="committed steps to train")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, to have time to watch")
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a group in a step")
     parser.add_argument("--min-replica-size", type=int, default=2, help="commit only with this many groups")
     parser.add_argument("--report", type=Path, help="write the final step, loss and digest here, as JSON")
@@ -156,6 +158,7 @@ def main() -> None:
             sampler.set_epoch(sampler.epoch + 1)
             batches = None
             continue
+        time.sleep(options.pause)
         inputs, targets = (tensor.to(device) for tensor in batch)
 
         optimizer.zero_grad()  # starts the quorum

@@ -16,6 +16,7 @@ import argparse
 import hashlib
 import logging
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -50,7 +51,7 @@ class NextCharacter(Dataset):
 class Guesser(LightningModule):
     """An embedding and two layers: about 230,000 parameters."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, pause_s: float) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.layers = nn.Sequential(
@@ -58,6 +59,7 @@ class Guesser(LightningModule):
         )
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        time.sleep(self.hparams["pause_s"])
         inputs, targets = batch
         loss = nn.functional.cross_entropy(self.layers(inputs), targets)
         self.log("loss", loss)
@@ -82,6 +84,7 @@ def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps of the job")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, to have time to watch")
     parser.add_argument("--min-replica-size", type=int, default=1, help="train only with this many groups")
     parser.add_argument(
         "--output", default="train-lightning-out", help="for checkpoints and logs, the same of all groups"
@@ -112,7 +115,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model = Guesser(options.steps)
+    model = Guesser(options.steps, options.pause / 2)  # a step is two batches
     trainer.fit(model, DataLoader(data, batch_size=32, sampler=sampler, drop_last=True))
     digest = digest_of(model, trainer.optimizers[0])
     print(f"[{group}] finished at step {manager.current_step()} with state {digest}", flush=True)

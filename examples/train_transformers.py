@@ -16,11 +16,12 @@ import argparse
 import hashlib
 import logging
 import os
+import time
 from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from torchft_ckpt import Manager, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_ckpt.errors import JobFinishedError
@@ -61,6 +62,16 @@ def make_model() -> LlamaForCausalLM:
     )
 
 
+class Pause(TrainerCallback):
+    """Waits before each step, to have time to watch."""
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        time.sleep(self._pause_s)
+
+
 def digest_of(trainer: Trainer) -> str:
     """A fingerprint of weights, optimizer state and learning rates, to compare groups by."""
     hasher = hashlib.sha256(repr([group["lr"] for group in trainer.optimizer.param_groups]).encode())
@@ -74,6 +85,7 @@ def digest_of(trainer: Trainer) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps of the job")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, to have time to watch")
     parser.add_argument("--min-replica-size", type=int, default=1, help="train only with this many groups")
     parser.add_argument("--output", default="train-transformers-out", help="for checkpoints, the same of all groups")
     options = parser.parse_args()
@@ -108,7 +120,7 @@ def main() -> None:
             use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=Windows(Path(os.__file__).parent, group, num_groups),
-        callbacks=[fault_tolerance],
+        callbacks=[Pause(options.pause), fault_tolerance],
     )
     trainer.train()
     print(f"[{group}] finished at step {manager.current_step()} with state {digest_of(trainer)}", flush=True)

@@ -16,27 +16,38 @@ from support.waiting import wait_until
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed; scripts/test-integrations runs this", allow_module_level=True)
 
-EXAMPLE = REPO / "examples" / "train_ray.py"
-STEPS = 400
+JOB = Path(__file__).with_name("ray_job.py")
+EXAMPLES = REPO / "examples"
+STEPS = 300
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def test_a_worker_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) -> None:
-    """The example says what comes of weights, optimizer state and learning-rate schedule, as a digest."""
+    """The example says what comes of weights, optimizer state and learning-rate schedule, as a digest.
+
+    The survivor stands still at step 60 until Ray has started the other group again, however long that takes.
+    """
+    is_back = tmp_path / "is_back"
     driver = Group(
         tmp_path / "driver.log",
-        EXAMPLE,
-        ["--groups=2", f"--steps={STEPS}", "--pause=0.2", f"--storage={tmp_path}"],
-        {"PYTHONPATH": str(REPO), "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"},
+        JOB,
+        ["60", str(is_back), "--groups=2", f"--steps={STEPS}", "--pause=0.2", f"--storage={tmp_path}"],
+        {
+            "PYTHONPATH": f"{REPO}{os.pathsep}{EXAMPLES}",
+            "RAY_DEDUP_LOGS": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+        },
     )
     try:
         driver.wait_for_step(20, participants=2, timeout_s=300)
         killed, before = _processes(driver)[1], len(driver.log())
         os.kill(killed, signal.SIGKILL)
-        wait_until(lambda: _processes(driver)[1] != killed, "Ray starts the group again", 200)
+        wait_until(lambda: _processes(driver)[1] != killed, "Ray starts the group again", 300)
+        is_back.touch()
         # One heals at the beginning, too: the groups begin with other weights.
         wait_until(lambda: "heal=yes" in driver.log()[before:], "the group heals", 200)
-        assert driver.process.wait(timeout=300) == 0
+        assert driver.process.wait(timeout=500) == 0
     finally:
         driver.close()
     assert "participants=1/1 verdict=commit" in driver.log()[before:], "the other one did not train alone"

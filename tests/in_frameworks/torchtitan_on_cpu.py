@@ -12,8 +12,8 @@ It is `python -m torchtitan.train`, and a module of configurations, as any proje
   no CUDA graphs; Gloo.
 - `_parallelize`: FSDP averages by SUM, as Gloo has no PREMUL_SUM.
 
-Text and tokenizer are made here, so that nothing is downloaded. Each rank prints a digest of its state at the end, or after each
-round of an outer loop.
+Text and tokenizer are made here, so that nothing is downloaded. Each rank waits `PAUSE_S` seconds before each step, so that one
+has time to watch. It prints a digest of its state at the end, or after each round of an outer loop.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def _saying_its_state(config: FaultTolerantTrainer.Config) -> FaultTolerantTrain
                     time.sleep(0.05)
             if "GATES" in os.environ and self.ft_manager.manager.num_participants() == 1:
                 time.sleep(0.3)  # it takes its time while it trains alone, so that the other finds the job again
+            time.sleep(float(os.environ.get("PAUSE_S", "0")))
             super().train_step(data_iterator)
             rounds = 0 if self.ft_manager.use_async_quorum else self.ft_manager.manager.current_step()
             if rounds > self.told_of:
