@@ -235,7 +235,7 @@ def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothin
 def test_a_transfer_outlives_the_join_of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sources withdraw what they served to a joiner when the step is committed, and not what the learner receives."""
     monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
-    run = Run(Frozen)
+    run = Paced(Frozen)
     transport = Gated()
     learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
     other = Frozen(run.server, "d", seed=8, warm_up=False)
@@ -247,7 +247,7 @@ def test_a_transfer_outlives_the_join_of_another_group(monkeypatch: pytest.Monke
         run.at_work.append(other)
         run._loops.append(pool.submit(run.train, other))
         run.wait_for_steps(5)
-        transport.may_go_on.set()
+        run.pause_until_it_asks(learner, transport.may_go_on.set)  # their steps take no time, and an entry does
         first.result(60)
         assert transport.fetched[0].received_bytes >= FROZEN_BYTES
         run.end(learner)

@@ -246,8 +246,12 @@ class Recovery:
         def tell(step: int) -> None:
             self._client.send(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.REPLAY))
 
+        def may_go_on() -> bool:
+            self._client.pause(0.0)  # raises where this group cannot go on
+            return not self._client.is_needed and not self._client.view().is_leaving
+
         before = replay.num_replayed
-        why = replay.chase(formed, self._healing.took_s, lambda: not self._client.is_needed, tell)
+        why = replay.chase(formed, self._healing.took_s, may_go_on, tell)
         if why:
             self._give_replay_up(why, for_good=replay.num_replayed == before)
         else:

@@ -113,10 +113,10 @@ class Replay:
         addresses = [source.checkpoint_addresses for source in formed.sources]
         own = [one[self._rank] for one in addresses if self._rank < len(one) and one[self._rank]]
         self._held = self._fetched_to = formed.version
-        self._follower = self._follow(own, [parameters_of(optimizer) for optimizer in self._optimizers()])
         began, before = time.monotonic(), self.num_replayed
         limit_s = chase_limit_s(took_s)
         try:
+            self._follower = self._follow(own, [parameters_of(optimizer) for optimizer in self._optimizers()])
             while may_go_on():
                 tell(self._held.step)
                 if time.monotonic() - began > limit_s:
