@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.redo import Source, bits, carried
+from support.redo import Source, bits, carried, version
 from support.thoroughness import by_default
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept
-from torchft_ckpt.errors import CheckpointError, StateMismatchError
+from torchft_ckpt.errors import CheckpointError, SourceRefusedError, StateMismatchError
 from torchft_ckpt.manager.redo_recording import parameters_of
-from torchft_ckpt.manager.redo_replay import apply_entry
+from torchft_ckpt.manager.redo_replay import Replay, apply_entry
 
 NUM_STEPS = 14
 SNAPSHOT_AT = 4
@@ -430,3 +431,18 @@ def test_a_replay_that_raises_says_that_the_state_is_torn() -> None:
         apply_entry(carried(source.noted.entries[0], [fresh]), [fresh])
     assert caught.value.state_overwritten
     assert all(parameter.grad is None for parameter in parameters_of(fresh)), "its own gradients are back"
+
+
+def test_sources_that_cannot_be_followed_are_a_reason_and_no_error() -> None:
+    def refuse(*_: object) -> Any:
+        raise SourceRefusedError("of another protocol", party="test")
+
+    torn: list[bool] = []
+    optimizer = O.SGD(_model(11, torch.float32).parameters(), lr=0.1)
+    replay = Replay(refuse, lambda: [optimizer], rank=0, mark_torn=lambda: torn.append(True))
+    formed: Any = SimpleNamespace(sources=[], version=version(3))
+    try:
+        assert "of another protocol" in replay.chase(formed, 1.0, lambda: True, lambda step: None)
+        assert not replay.is_on and not torn
+    finally:
+        replay.shutdown()

@@ -117,10 +117,10 @@ class Replay:
         own = [one[self._rank] for one in addresses if self._rank < len(one) and one[self._rank]]
         self._held = self._fetched_to = formed.version
         self._took_s.clear()
-        self._follower = self._follow(own, [parameters_of(optimizer) for optimizer in self._optimizers()])
         began, before = time.monotonic(), self.num_replayed
         limit_s = chase_limit_s(took_s)
         try:
+            self._follower = self._follow(own, [parameters_of(optimizer) for optimizer in self._optimizers()])
             while may_go_on():
                 tell(self._held.step)
                 if len(self._took_s) == _ENOUGH and not keeps_up(min(self._took_s), formed.step_s):
