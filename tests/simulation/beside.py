@@ -58,10 +58,10 @@ class Beside:
         """
         waiting = [m.connection for m in state.members.values() if m.request is not None]
         members = state.members.values()  # one that leaves is none any more
-        beside = [m for m in members if m.connection in self.connections and not m.wishes_to_leave]
-        if any(m.version.proven and m.version.step >= state.newest_step for m in beside):
+        apart = [m for m in members if m.connection in self.connections and not m.wishes_to_leave]
+        if any(m.version.proven and m.version.step >= state.newest_step for m in apart):
             return ""  # what it received is the newest state that is left: the others need it
-        learners = [m.connection for m in beside]
+        learners = [m.connection for m in apart]
         key = (state.quorum_id, state.newest_step)
         if not waiting or not learners or self.num_compared >= MAX_COMPARISONS:
             return ""
