@@ -194,13 +194,19 @@ class Member:
         reach_s: float | None = None,
         load_s: float = 0.0,
         can_follow: bool = False,
+        replays: bool = False,
     ) -> None:
         """Begins a step; one that is open is abandoned."""
         serve = self.replica.capture_wanted if can_serve is None else can_serve
         request = self.replica.begin(
             StepWishes(allow_heal=allow_heal, shrink_only=shrink_only),
             StepFacts(
-                serve, store_address=f"store-{self.replica_id}", reach_s=reach_s, load_s=load_s, can_follow=can_follow
+                serve,
+                store_address=f"store-{self.replica_id}",
+                reach_s=reach_s,
+                load_s=load_s,
+                can_follow=can_follow,
+                replays=replays,
             ),
         )
         self.says(

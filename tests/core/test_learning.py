@@ -86,6 +86,26 @@ def test_it_receives_the_state_while_the_others_train_on_and_joins_when_it_is_cl
     assert (j.formed.role, j.replica.version) == (Role.HEALTHY, a.replica.version)
 
 
+@pytest.mark.parametrize("replays", [False, True])
+def test_the_sources_of_one_that_replays_hear_that_they_are_to_note_their_steps(replays: bool) -> None:
+    job, a, b = trained()
+    j = job.join("j")
+    j.asks(reach_s=60.0, can_follow=True, replays=replays)
+    a.asks(can_serve=True)
+    b.asks(can_serve=True)
+    assert j.formed.follows and a.formed.version == j.formed.version
+    assert (a.formed.num_replaying, b.formed.num_replaying, j.formed.num_replaying) == (replays, replays, 0)
+    a.votes()
+    b.votes()
+    trains(job, a, b)
+    assert a.formed.num_replaying == 0, "it is said once"
+    k = job.join("k")
+    k.asks(reach_s=60.0, can_follow=False, replays=True)
+    a.asks(can_serve=True)
+    b.asks(can_serve=True)
+    assert a.formed.num_replaying == 0
+
+
 @pytest.mark.parametrize("case", ["within a step", "cannot", "does not say", "must not heal", "too few without it"])
 def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
     job, a, b = trained(min_replica_size=2 if case == "too few without it" else 1)

@@ -64,8 +64,7 @@ class Replica:
     def __init__(self, lighthouse: LighthouseServer | str, name: str, seed: int = 0, **options: Any) -> None:
         with _seeding:
             torch.manual_seed(seed)
-            self.model = nn.Linear(8, 8)
-        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+            self.model, self.sgd = self.build()
         address = lighthouse if isinstance(lighthouse, str) else lighthouse.address()
         options.setdefault("min_replica_size", 1)
         options.setdefault("join_budget", timedelta(seconds=60))  # a busy machine may hold up one that joins
@@ -80,6 +79,11 @@ class Replica:
             **options,
         )
         self.optimizer = Optimizer(self.manager, self.sgd)
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return the model and its optimizer."""
+        model = nn.Linear(8, 8)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

@@ -2,7 +2,8 @@
 
 Its options come as one JSON object on the command line. Files in the directory `control` steer it while it runs:
 `stop` holds the step to end at, `slow` the seconds that each fetch takes, `fail` makes each fetch fail. With `frozen_mb` the
-state holds so much that no step changes; `rate` is what a transfer is expected to bring in a second, before one was measured.
+state holds so much that no step changes; `rate` is what a transfer is expected to bring in a second, before one was measured, and
+`serve_bytes_per_s` what this rank serves.
 """
 
 from __future__ import annotations
@@ -78,7 +79,12 @@ def main() -> None:
         model.register_buffer("frozen", torch.randn(options["frozen_mb"] << 18))
     if "rate" in options:
         joining.FIRST_RATE = options["rate"]
-    transport = SteeredTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
+    transport = SteeredTransport(
+        timeout=timedelta(seconds=30),
+        num_chunks=0,
+        hostname="127.0.0.1",
+        max_serve_bytes_per_s=options.get("serve_bytes_per_s"),
+    )
     transport.control, transport.cancelled = Path(options["control"]), threading.Event()
     try:
         manager = make_manager(

@@ -30,11 +30,13 @@ from torchft_ckpt.checkpointing.fetching.options import (
     physical_memory_bytes,
 )
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
+from torchft_ckpt.checkpointing.fetching.redo import RedoFollower
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback, together
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer, ServerLimits
+from torchft_ckpt.checkpointing.serving.redo import ServedRedoLog
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
@@ -52,6 +54,8 @@ from torchft_ckpt.threads import end_at_exit
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _STAGING_SHARE = 4
+_LITTLE_MEMORY_BYTES = 4 * 1024**3
+"""Where the system does not say how much there is."""
 _REQUEST_S = 15.0
 
 
@@ -83,6 +87,8 @@ class HTTPTransport(CheckpointTransport[T]):
             failed receive it is always kept for the next attempt.
         staging_budget_bytes: at most so much is copied aside for receivers that are not done when the trainer goes on; beyond
             it the slowest of them lose their lease and are told so. Default: a quarter of this machine's memory.
+        redo_budget_bytes: at most so much is kept of the redo log for learners that follow; default: a quarter of this machine's
+            memory.
         ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`); default: plain http.
         client_ssl_context: whom to believe, and who we are, where a source speaks https; default: the certificate
             authorities of this machine.
@@ -117,6 +123,7 @@ class HTTPTransport(CheckpointTransport[T]):
         max_total_bytes: int | None = None,
         reuse_buffers: bool = False,
         staging_budget_bytes: int | None = None,
+        redo_budget_bytes: int | None = None,
         ssl_context: ssl.SSLContext | None = None,
         client_ssl_context: ssl.SSLContext | None = None,
         max_connections: int | None = None,
@@ -135,6 +142,12 @@ class HTTPTransport(CheckpointTransport[T]):
         _check(port in range(65536), "port", port, "0 to 65535")
         budget = staging_budget_bytes
         _check(budget is None or budget >= 0, "staging_budget_bytes", budget, "a number of bytes")
+        _check(
+            redo_budget_bytes is None or redo_budget_bytes >= 0,
+            "redo_budget_bytes",
+            redo_budget_bytes,
+            "a number of bytes",
+        )
         connect = resolve(connect_timeout, CONNECT_TIMEOUT, timedelta(seconds=10), parse_seconds)
         _check(connect > timedelta(0), "connect_timeout", connect, "a positive duration")
         token = resolve(token, TOKEN, "", str) or None
@@ -142,6 +155,10 @@ class HTTPTransport(CheckpointTransport[T]):
         self._lock = lock or StateDictLock(timeout)
         self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
         self._snapshots = SnapshotRegistry()
+        if redo_budget_bytes is None:
+            redo_budget_bytes = (memory or _LITTLE_MEMORY_BYTES) // _STAGING_SHARE
+        self.redo_log = ServedRedoLog(block_bytes=block_bytes, budget_bytes=redo_budget_bytes)
+        """The log of committed steps that this transport serves to learners, which the owner fills."""
         self._buffer_cache = BufferCache()
         self._reuse_buffers = reuse_buffers
         self._on_progress = on_progress
@@ -170,6 +187,7 @@ class HTTPTransport(CheckpointTransport[T]):
             token=token,
             ssl_context=ssl_context,
             limits=ServerLimits(**{name: value for name, value in limits.items() if value is not None}),  # type: ignore[arg-type]
+            redo_log=self.redo_log,
         )
         warn_if_open("the checkpoint transport", self._bind, token)
         end_at_exit(self.shutdown)
@@ -297,6 +315,15 @@ class HTTPTransport(CheckpointTransport[T]):
         """Say where else this transport is, unless the user chose where."""
         hosts = [] if self._host.is_chosen else other_hosts(self._host.address, self._bind)
         return Elsewhere(hosts=hosts, key=self._server.proof_key) if hosts else None
+
+    def follow_redo_logs(self, sources: Sequence[str], parameters: Sequence[Sequence[torch.Tensor]]) -> RedoFollower:
+        """Return what fetches the entries of others' redo logs, on one thread. The caller closes and releases it.
+
+        Args:
+            sources: their addresses.
+            parameters: of each guarded optimizer.
+        """
+        return RedoFollower(sources, parameters, self._options)
 
     def disallow_checkpoint(self) -> None:
         """Return once the state may be mutated: after one memory copy of what receivers still need, at most.
@@ -437,7 +464,9 @@ class HTTPTransport(CheckpointTransport[T]):
             self._buffer_cache.keep(fetch.buffers())
         else:
             self._buffer_cache.clear()
-        logger.info("received step %d from %s in %.3f s", step, name, time.monotonic() - started)
+        what = fetch.received_in_words()
+        came = f": {what}" if what else ""
+        logger.info("received step %d from %s in %.3f s%s", step, name, time.monotonic() - started, came)
         return cast(T, state)
 
     def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:
@@ -464,6 +493,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self.cancel_recv()
         self._server.stop(wait=wait)
         self._snapshots.close_all()
+        self.redo_log.end("the transport was shut down")
         self._buffer_cache.clear()
 
 

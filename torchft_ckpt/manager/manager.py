@@ -53,6 +53,8 @@ from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
 from torchft_ckpt.manager.recovery import Recovery
+from torchft_ckpt.manager.redo_recording import RedoRecorder
+from torchft_ckpt.manager.redo_replay import Replay
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step import Steps
@@ -134,9 +136,11 @@ class Manager:
             when; None: there is no limit. Where groups differ the least holds.
         warm_up: where this group comes into a running job, let its first iteration be its own: outside of the quorum, averaging
             leaves what is averaged as it is and `should_commit` is False, so that nobody waits while kernels are compiled.
-        follow: where this group is behind, needs longer than a step to receive the state, and a part of that stays as it is
-            (frozen weights), let it receive the state outside of the quorum while the others train on, and join when it is close:
-            `start_quorum` returns then. Nobody waits for it meanwhile.
+        follow: where this group is behind and needs longer than a step to receive the state, let it receive the state outside of
+            the quorum while the others train on, replay the steps that they make meanwhile, and join when it is close:
+            `start_quorum` returns then. Nobody waits for it meanwhile. Steps are replayed in groups of one rank, with optimizers
+            that are wrapped or guarded; else it pays only where a part of the state stays as it is (frozen weights). None: where
+            the transport can do that, as `HTTPTransport` can. False: never.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
@@ -190,7 +194,7 @@ class Manager:
         join_budget: timedelta | None = None,
         join_stall_limit: timedelta | None = timedelta(seconds=60),
         warm_up: bool = True,
-        follow: bool = False,
+        follow: bool | None = False,
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
@@ -305,12 +309,25 @@ class Manager:
             lease=self._timeouts.collective if transport.needs_process_group else self._timeouts.transfer,
             party=party,
         )
+        log = getattr(transport, "redo_log", None) if rank_config.group_world_size == 1 else None
+        self._recorder = (
+            None
+            if log is None
+            else RedoRecorder(log, self._registry.guarded, is_apart=lambda: self._registry.in_function)
+        )
+        self._replay = Replay(
+            getattr(transport, "follow_redo_logs", None),
+            self._registry.guarded,
+            rank=rank_config.group_rank,
+            mark_torn=self._client.load_torn,
+        )
         self._recovery = Recovery(
             self._healing,
             self._registry,
             self._serving,
             self._own,
             self._client,
+            replay=self._replay,
             events=self.events,
             is_alone=rank_config.group_world_size == 1,
             limit=self._timeouts.transfer,
@@ -328,13 +345,15 @@ class Manager:
             serving=self._serving,
             healing=self._healing,
             recovery=self._recovery,
+            replay=self._replay,
+            recorder=self._recorder,
             check=self._check,
             outcomes=self._outcomes,
             followers=self._followers,
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
-            follows=follow,
+            follows=hasattr(transport, "follow_redo_logs") if follow is None else follow,
         )
         self._between_steps = BetweenSteps(
             self._client,
@@ -518,7 +537,7 @@ class Manager:
         none, as before the first step. Optimizers that count their steps count it, which a plain loop does not.
         """
         self._registry.guard(optimizer)
-        guard_steps(optimizer, self._enter_optimizer_step, self._leave_optimizer_step)
+        guard_steps(optimizer, self._enter_optimizer_step, self._leave_optimizer_step, self._recorder)
 
     def _enter_optimizer_step(self) -> None:
         if self._registry.in_function == "get" and not self._has_warned_of_steps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,9 +18,12 @@ import torch
 from torchft_ckpt.checkpointing.state.optimizer_state import attributes_of, nested
 from torchft_ckpt.manager.comparing import same_tensor, value_in_words
 
+if TYPE_CHECKING:
+    from torchft_ckpt.manager.redo_recording import RedoRecorder
+
 Settings: TypeAlias = "list[list[dict[str, Any]]]"
 """Of each optimizer each parameter group's: plain values, and tensors of one element."""
-_NO_SETTINGS = ("params", "param_names")
+NO_SETTINGS = ("params", "param_names")
 
 
 def with_inner(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -45,7 +48,7 @@ def settings_of(optimizers: Iterable[torch.optim.Optimizer]) -> Settings:
     """Return the settings of now; what a scheduler changes later does not appear in them."""
     return [
         [
-            {key: _kept(value) for key, value in group.items() if key not in _NO_SETTINGS and _travels(value)}
+            {key: _kept(value) for key, value in group.items() if key not in NO_SETTINGS and _travels(value)}
             for group in optimizer.param_groups
         ]
         for optimizer in optimizers
@@ -82,7 +85,7 @@ def take_settings(optimizers: Sequence[torch.optim.Optimizer], settings: object)
             if not isinstance(theirs, Mapping):
                 continue
             for key, value in theirs.items():
-                if key in group and key not in _NO_SETTINGS and not _is_same(group[key], value):
+                if key in group and key not in NO_SETTINGS and not _is_same(group[key], value):
                     said.append(
                         f"optimizer {number}.param_groups.{place}.{key}: {group[key]!r}, at the source {value!r}"
                     )
@@ -105,8 +108,15 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value.item() if isinstance(value, torch.Tensor) else value
 
 
-def guard_steps(optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+def guard_steps(
+    optimizer: torch.optim.Optimizer,
+    before: Callable[[], None],
+    after: Callable[[], None],
+    recorder: RedoRecorder | None = None,
+) -> None:
     """Have `before` and `after` called around each step; `after` may be called when nothing was begun.
+
+    What a step sees is noted by the recorder, where it is noting, before any hook has changed it: a replay runs the hooks, too.
 
     By hooks, which everybody who steps the optimizer passes. Post-step hooks do not run where a step raises, and those that are
     registered later run after ours and may change parameters too. So `step` is wrapped besides, as torch's learning-rate
@@ -122,6 +132,9 @@ def guard_steps(optimizer: torch.optim.Optimizer, before: Callable[[], None], af
         nonlocal is_wrapped
         is_wrapped = True
         try:
+            if recorder is not None and recorder.is_noting:
+                with recorder.noting(optimizer, args, kwargs):
+                    return step(*args, **kwargs)
             return step(*args, **kwargs)
         finally:
             is_wrapped = False

@@ -7,6 +7,7 @@ in the next one, and theirs is loaded where the two differ.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -31,6 +32,7 @@ from torchft_ckpt.errors import CheckpointError, StateDictLoadError, StateMismat
 from torchft_ckpt.events import Healed
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.redo_replay import Replay
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
@@ -74,6 +76,7 @@ class Recovery:
         own: OwnState,
         client: StepClient,
         *,
+        replay: Replay,
         events: EventQueue,
         is_alone: bool,
         limit: timedelta,
@@ -84,6 +87,7 @@ class Recovery:
         self._serving = serving
         self._own = own
         self._client = client
+        self._replay = replay
         self._events = events
         self._is_alone = is_alone
         self._limit = limit
@@ -92,6 +96,8 @@ class Recovery:
         """Of a load before the forward pass, to be raised at the vote."""
         self.is_pending = False
         """A state is fetched, or has been, and is not loaded yet."""
+        self._prepared: Prepared | None = None
+        """Of the open step, where its entries are fetched first and the state is fetched when these are applied."""
         self._say_at = 0.0
         """When to say again how far it is with what it receives outside of the quorum."""
         self.num_healed = 0
@@ -107,6 +113,25 @@ class Recovery:
                 self._tell(formed, 0.0, Receives.TRANSFER)
             self.say_fetched(formed)
             return
+        if self._replay.is_on:
+            if formed.role in (Role.JOINER, Role.INLINE) and not plan.compare:
+                self.is_pending, self._prepared = True, prepared
+                tell = functools.partial(self._tell, formed, does=Receives.TRANSFER)
+                self._replay.fetch_to(formed.version, self._limit.total_seconds(), tell)
+                return
+            self._replay.end()
+        self._fetch(plan, prepared, timeout)
+
+    def _fetch(
+        self,
+        plan: StepPlan,
+        prepared: Prepared,
+        timeout: timedelta | None = None,
+        *,
+        may_overwrite: bool | None = None,
+    ) -> None:
+        """Begin to fetch the state. On the quorum thread, or on the training thread while it waits."""
+        formed = plan.formed
         receiving = prepared.receiving
         if prepared.trainer_waits:
             receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
@@ -120,7 +145,8 @@ class Recovery:
             self.say_fetched(formed, "its shards were not captured before this step")
             return
         self.is_pending = True
-        may_overwrite = prepared.trainer_waits and prepared.is_untouched and plan.load_before_forward
+        if may_overwrite is None:
+            may_overwrite = prepared.trainer_waits and prepared.is_untouched and plan.load_before_forward
         in_place, tell = self._in_place and may_overwrite, functools.partial(self._tell, formed)
         if plan.compare:
             compare = self._registry.comparison_with((prepared.captured or self._registry.capture_to_serve()).state)
@@ -164,6 +190,10 @@ class Recovery:
         plan = self._client.plan()
         if not self.is_pending or plan is None:
             return
+        if self._prepared is not None and not plan.load_before_forward:
+            if not self._replay.has_arrived(plan.transfer_wait_s):
+                return
+            self._catch_up(plan)
         if plan.load_before_forward:
             self.load(before_forward=True)
         elif self._has_arrived(plan):
@@ -177,6 +207,51 @@ class Recovery:
                 logger.info(
                     "%s does not load its state before this step is computed: %s", self._client.replica_id, error
                 )
+
+    def _catch_up(self, plan: StepPlan, *, waits: bool = False) -> None:
+        """Apply the entries up to the quorum's state, where there are any; then fetch what differs from that. Raises nothing.
+
+        Args:
+            waits: the training thread waits for what is fetched: it may be received in place.
+        """
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            return
+        try:
+            self._replay.apply()
+        except CheckpointError as error:
+            self._give_replay_up(str(error))
+        self._fetch(plan, dataclasses.replace(prepared, receiving=None, trainer_waits=True), may_overwrite=waits)
+
+    def _give_replay_up(self, why: str, *, for_good: bool = False) -> None:
+        self._replay.end()
+        self._healing.distance.failed(for_good=for_good)
+        logger.warning(
+            "%s cannot replay the steps that the others have made, and receives the state again: %s",
+            self._client.replica_id,
+            why,
+        )
+
+    def replay(self, formed: QuorumFormed) -> None:
+        """Bring a state that was received outside of the quorum to that of now. On the training thread, which waits."""
+        replay, now = self._replay, self._client.view()
+        if (
+            not replay.is_able
+            or not self._is_alone
+            or not self._registry.knows_all_steps
+            or now.version != formed.version
+        ):
+            return
+
+        def tell(step: int) -> None:
+            self._client.send(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.REPLAY))
+
+        before = replay.num_replayed
+        why = replay.chase(formed, self._healing.took_s, lambda: not self._client.is_needed, tell)
+        if why:
+            self._give_replay_up(why, for_good=replay.num_replayed == before)
+        else:
+            self._healing.distance.replayed(replay.entry_bytes)
 
     def _has_arrived(self, plan: StepPlan) -> bool:
         """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
@@ -200,6 +275,7 @@ class Recovery:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+        self._catch_up(plan, waits=True)
         if plan.compare:
             self._take_comparison(plan.formed, before_forward)
             return
@@ -219,6 +295,9 @@ class Recovery:
             replica.load_finished(plan.formed.version, before_forward=before_forward)
         if plan.formed.follows:
             self._healing.followed()
+        else:
+            self._healing.distance.joined()
+        self._replay.end()
         self.note_healed(plan.formed)
         logger.info("%s healed to step %d", self._client.replica_id, step)
 
@@ -339,6 +418,6 @@ class Recovery:
     def abandon(self) -> None:
         """The step is over: what was not loaded in it is thrown away."""
         self._failure = None
-        if self.is_pending:
+        if self.is_pending and self._prepared is None:
             self._give_up()
-            self.is_pending = False
+        self.is_pending, self._prepared = False, None

@@ -177,6 +177,15 @@ class StateRegistry:
         with with_optimizer_state(optimizers, also_frozen=also_frozen):
             return self.capture()
 
+    def guarded(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that change what they own under the write lock alone, in the order in which they were guarded."""
+        return self._optimizers
+
+    @property
+    def knows_all_steps(self) -> bool:
+        """Whether nothing changes the registered state but guarded optimizers, as far as was said."""
+        return bool(self._optimizers) and not self._unguarded and self.is_used_by_loops
+
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that changes what it owns under the write lock alone."""
         self._optimizers.append(optimizer)

@@ -37,6 +37,8 @@ from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import RankConfig, Timeouts
 from torchft_ckpt.manager.recovery import Prepared, Recovery
+from torchft_ckpt.manager.redo_recording import RedoRecorder
+from torchft_ckpt.manager.redo_replay import Replay
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
@@ -77,6 +79,8 @@ class Steps:
         serving: StateServing,
         healing: Healing,
         recovery: Recovery,
+        replay: Replay,
+        recorder: RedoRecorder | None,
         check: EqualityCheck,
         outcomes: StepOutcomes,
         followers: Followers,
@@ -95,6 +99,8 @@ class Steps:
         self._serving = serving
         self._healing = healing
         self._recovery = recovery
+        self._replay = replay
+        self._recorder = recorder
         self._check = check
         self._outcomes = outcomes
         self._follows = follows
@@ -149,10 +155,13 @@ class Steps:
             # Who asks is waited for, so what may take long comes before asking.
             self._store_prepared.wait(self._timeouts.connect.total_seconds())
             self._store_prepared = None
+        if self._recorder is not None:
+            self._recorder.close()
         self._started_at = time.monotonic()
         self._begin(wishes, limit)
-        while self._client.view().follows:
+        while (now := self._client.view()).follows and now.quorum is not None:
             # The others train on meanwhile; what was received is loaded, or could not be had.
+            self._recovery.replay(now.quorum)
             self._client.learned()
             check()
             self.leave()
@@ -203,20 +212,23 @@ class Steps:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
         reach_s: float | None = None
-        can_follow = False
+        can_follow = replays = False
         if self._client.view().is_behind:
             held = prepared.receiving if prepared.captured is None else prepared.captured.state
             num_bytes, changing_bytes = registry.sizes(held)
             reach_s = healing.expected_s(healing.distance.lacking_bytes(num_bytes, changing_bytes))
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
-            can_follow = is_able and reach_s is not None and healing.distance.can_follow(num_bytes, changing_bytes)
+            replays = self._replay.is_able and registry.knows_all_steps and self._rank_config.group_world_size == 1
+            is_closer = healing.distance.can_follow(num_bytes, changing_bytes, replays=replays)
+            can_follow = is_able and reach_s is not None and is_closer
         facts = StepFacts(
             can_serve=can_serve,
             store_address=self._rank_config.store_address,
             compares=registry.is_used_by_loops,
             reach_s=reach_s,
             can_follow=can_follow,
+            replays=replays,
             load_s=healing.load_s,
             is_first_of_kind=self._sharing.is_first_of_kind,
         )
@@ -333,6 +345,8 @@ class Steps:
         if self._transport.needs_process_group:
             self._move_over_group(plan, prepared)
             return
+        if formed.num_replaying and formed.role is Role.HEALTHY and self._recorder is not None:
+            self._recorder.announce(formed.version, formed.num_replaying, time.monotonic())
         if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY and not plan.load):
             self._serving.serve(formed, prepared.captured, formed.destinations, prepared.counted)
         self._recovery.begin(plan, prepared)
@@ -513,6 +527,8 @@ class Steps:
         self._has_computed = False
         if outcome is Outcome.COMMIT:
             self._own.batches_committed += now.num_participants
+            if self._recorder is not None and now.quorum is not None:
+                self._recorder.step_counts(now.quorum.version, now.version, self._own.batches_committed)
             if not now.serves_learners:
                 self._serving.withdraw()  # a joiner that has not received this state by now was left behind
         took_s, name = time.monotonic() - self._started_at, self._client.replica_id
@@ -533,6 +549,7 @@ class Steps:
         """End the threads; wait so long for each at most."""
         self._worker.shutdown(timeout_s=timeout_s)
         self._healing.shutdown()
+        self._replay.shutdown()
         self._check.shutdown(timeout_s=timeout_s)
 
 

@@ -271,6 +271,16 @@ class BlockTransfer(TransferState):
                     found[name] = _what_differs(destination, blocks)
             return found
 
+    def received_in_words(self) -> str:
+        """Say of which tensors blocks came, where others were equal here; else empty."""
+        with self.changed:
+            destination, skipped = self._destination, self._skipped
+        if destination is None or not skipped:
+            return ""
+        received = ((1 << destination.num_blocks) - 1) & ~skipped
+        blocks = [block for run in blocks_of(received) for block in run]
+        return _what_differs(destination, blocks) if blocks else ""
+
     def promote(self, name: str, digests: Mapping[int, bytes]) -> None:
         """Make a source the primary, whose every digest is known; what is held and differs is missing again."""
         with self.changed:

@@ -151,6 +151,10 @@ class Fetch(FetchEngine[BlockTransfer]):
         destination = self._state.destination
         return None if destination is None else destination.manifest
 
+    def received_in_words(self) -> str:
+        """Say what came of a state most of which was here; empty: all of it came, or nothing."""
+        return self._state.received_in_words()
+
     def buffers(self) -> list[np.ndarray]:
         """The memory that the state was received into, but that of local tensors."""
         destination = self._state.destination

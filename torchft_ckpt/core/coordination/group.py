@@ -370,14 +370,15 @@ class GroupState:
         """The group needs as long as the slowest of its ranks; it has the state when all of them have it."""
         self._reach[rank] = progress
         reach_s = max(said.reach_s for said in self._reach.values())
-        if progress.does is not Receives.TRANSFER:
+        replays = progress.does is Receives.REPLAY
+        if progress.does is not Receives.TRANSFER and not replays:
             self._loads = progress.does
         if reach_s or len(self._reach) == self.world_size:
             yield SendToLighthouse(
                 msgspec.structs.replace(
                     progress,
                     reach_s=reach_s,
-                    does=self._loads,
+                    does=progress.does if replays else self._loads,
                     done_bytes=sum(said.done_bytes for said in self._reach.values()),
                     total_bytes=sum(said.total_bytes for said in self._reach.values()),
                 )
@@ -504,6 +505,7 @@ class GroupState:
             ),
             reach_s=_longest([request.reach_s for request in requests]),
             can_follow=all(request.can_follow for request in requests),
+            replays=all(request.replays for request in requests),
             load_s=max(request.load_s for request in requests),
             layout=combine_layouts([request.layout for request in requests]),
             layout_text=news,

@@ -43,19 +43,56 @@ def should_follow(request: QuorumRequest, usual_s: float) -> bool:
     return is_able and request.reach_s is not None and request.reach_s > max(usual_s, FOLLOW_FROM_S)
 
 
+MAX_ATTEMPTS = 2
+"""A group follows so often without coming close; then it joins as one that cannot follow."""
+_CHASE_FACTOR = 6.0
+_CHASE_LEAST_S = 30.0
+
+
+def chase_limit_s(took_s: float) -> float:
+    """Return how long a learner replays steps at most.
+
+    A learner has caught up after T0 / (1 - rho), where T0 is the time of the transfer, and rho the part of a step in which an
+    entry arrives. So this gives up where rho is more than six sevenths.
+
+    Args:
+        took_s: T0.
+    """
+    return _CHASE_FACTOR * took_s + _CHASE_LEAST_S
+
+
 class Distance:
     """How many bytes of the newest state a rank lacks, by what it has followed. Not thread-safe."""
 
     def __init__(self) -> None:
         self._has_followed = False
+        self._entry_bytes: int | None = None
+        self._num_failed = 0
 
     def followed(self) -> None:
         """A state was received while the others trained on: only what they change is lacking from now on."""
-        self._has_followed = True
+        self._has_followed, self._entry_bytes = True, None
 
     def lost(self) -> None:
         """What is here is no state, or too old a one."""
-        self._has_followed = False
+        self._has_followed, self._entry_bytes = False, None
+
+    def replayed(self, entry_bytes: int) -> None:
+        """What the others have changed since was replayed: what one step changes is lacking, and it comes as an entry."""
+        self._entry_bytes, self._num_failed = entry_bytes, 0
+
+    def joined(self) -> None:
+        """The newest state is here, compared with that of the others."""
+        self._entry_bytes, self._num_failed = None, 0
+
+    def failed(self, *, for_good: bool) -> None:
+        """The steps that were made since cannot be replayed; what is here has no name any more.
+
+        Args:
+            for_good: there is no use in trying again.
+        """
+        self._entry_bytes = None
+        self._num_failed = MAX_ATTEMPTS if for_good else self._num_failed + 1
 
     def lacking_bytes(self, num_bytes: int, changing_bytes: int) -> int:
         """Return how many bytes have to be received.
@@ -64,15 +101,26 @@ class Distance:
             num_bytes: of the state.
             changing_bytes: of what training changes in it.
         """
+        if self._entry_bytes is not None:
+            return min(self._entry_bytes, num_bytes)
         return changing_bytes if self._has_followed else num_bytes
 
-    def can_follow(self, num_bytes: int, changing_bytes: int) -> bool:
-        """Whether following brings this rank closer: a part of the state stays as it is."""
+    def can_follow(self, num_bytes: int, changing_bytes: int, *, replays: bool = False) -> bool:
+        """Whether following brings this rank closer: a part of the state stays as it is, or the changes can be replayed.
+
+        Args:
+            num_bytes, changing_bytes: as in `lacking_bytes`.
+            replays: this rank can replay steps.
+        """
+        if replays and self._num_failed < MAX_ATTEMPTS:
+            return self._entry_bytes is None
         return changing_bytes <= CLOSER * self.lacking_bytes(num_bytes, changing_bytes)
 
 
 def in_words(progress: JoinProgress) -> str:
     """Say how far a learner is."""
+    if progress.does is Receives.REPLAY:
+        return f"replays the steps that the others have made since, and is at step {progress.step}"
     if progress.does is not Receives.TRANSFER:
         return f"loads the state of step {progress.step}, {progress.reach_s:.1f} s are expected"
     left = progress.total_bytes - progress.done_bytes

@@ -1093,6 +1093,7 @@ class LighthouseState:
         ][:MAX_SOURCES]
         taught = learners if teachers else []
         places = range(len(members), len(members) + len(taught))
+        num_replaying = sum(member.asked.replays for member in taught if member.replica_id not in others)
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
@@ -1116,6 +1117,7 @@ class LighthouseState:
                 standby_store_address=standby,
                 sources=[_source(members[source], source) for source in part.sources],
                 destinations=[*part.destinations, *(places if rank in teachers else ())],
+                num_replaying=num_replaying if rank in teachers else 0,
                 join_budget_s=current.join_budget_s,
                 join_wait_s=current.join_wait_s,
                 joiner_waiting=bool(assignment.deferred)

@@ -224,6 +224,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long it expects to need until it has received the state; None: it cannot say."""
     can_follow: bool = False
     """It can receive a state outside of the quorum, while the others train on, and is closer to theirs after that."""
+    replays: bool = False
+    """It brings that state on by redo entries then, which its sources note of each step from there on."""
     load_s: Seconds = 0.0
     """Seconds that loading took the last time."""
     store_address: StorePlace = ""
@@ -245,6 +247,8 @@ class Receives(str, Enum):
     """It loads before its forward pass, so the others may wait for it in a collective."""
     LOAD = "load"
     """It loads at its vote."""
+    REPLAY = "replay"
+    """It replays the steps that the others have made since it received the state: a learner."""
 
 
 class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -466,6 +470,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     follows: bool = False
     """The role is LEARNER, as the member is further behind than a step: it loads `version` from `sources`, however many steps
     that takes, and asks again."""
+    num_replaying: Count = 0
+    """So many of the learners among `destinations` want redo entries of the steps that follow on `version`."""
     names_state: bool = False
     """`version` is a new name: healthy members give it to the state of that step that they hold."""
     rolled_back_to: StateVersion = StateVersion()

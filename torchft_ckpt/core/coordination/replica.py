@@ -131,6 +131,8 @@ class StepFacts(NamedTuple):
     """How long loading a state took the last time."""
     can_follow: bool = False
     """It would be closer to the newest state after receiving one outside of the quorum."""
+    replays: bool = False
+    """It brings that state on by redo entries then."""
     is_first_of_kind: bool = False
     """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
 
@@ -390,6 +392,7 @@ class ReplicaState:
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=facts.reach_s,
             can_follow=facts.can_follow and waits and not facts.gathers,
+            replays=facts.can_follow and facts.replays,
             load_s=facts.load_s,
             store_address=facts.store_address,
         )

@@ -1,0 +1,170 @@
+"""Follows the redo log of others: fetches one entry after another, each from one of several sources, checked.
+
+The entries of a version are alike at all healthy sources, so any of them can be asked for the next one. They take turns, and all
+hear how far this follower is, so that they free what it has. One that is lost, stalls or lies is left out from then on; the
+entry that it was sending is asked for anew elsewhere. One that is late is asked again in its turn.
+
+On one thread, but `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
+from torchft_ckpt.checkpointing.fetching.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
+from torchft_ckpt.checkpointing.fetching.source import SourceClient
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_digest
+from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.redo_entry import (
+    RedoEntry,
+    check_entry,
+    entry_of,
+    format_version,
+    max_manifest_bytes,
+)
+from torchft_ckpt.core.coordination.messages import StateVersion
+from torchft_ckpt.errors import CheckpointError, DigestMismatchError, SourceRefusedError, TransferCancelledError
+
+logger = logging.getLogger(__name__)
+_BATCH_BYTES = 16 * 1024 * 1024
+_POLL_S = 0.25
+"""At one of several sources: another may be ahead of it."""
+
+
+class RedoFollower:
+    """Fetches entries for the optimizers that are here.
+
+    Args:
+        sources: addresses as `HTTPTransport.metadata` returns them.
+        parameters: of each guarded optimizer, in its order. What does not fit them is refused before memory is taken for it.
+        options: how to fetch; `receiver` names this follower.
+    """
+
+    def __init__(
+        self, sources: Sequence[str], parameters: Sequence[Sequence[torch.Tensor]], options: FetchOptions
+    ) -> None:
+        self._parameters = parameters
+        self._options = options
+        self._max_manifest_bytes = min(max_manifest_bytes(parameters), options.max_manifest_bytes)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._clients = [SourceClient(parse_metadata(source), None, options) for source in dict.fromkeys(sources)]
+        """Those that may still help, the one whose turn it is first."""
+        self._failures: dict[str, CheckpointError] = {}
+        self._cache = BufferCache()
+        self._scratch = memoryview(bytearray(SLICE_BYTES))
+        self.received_bytes = 0
+        """Of the bodies of entries, whether they counted or not."""
+
+    def __repr__(self) -> str:
+        return f"RedoFollower({[client.name for client in self._clients]}, received_bytes={self.received_bytes})"
+
+    def next_entry(self, after: StateVersion, timeout_s: float) -> RedoEntry | None:
+        """Return the entry that leads on from a version, whole and checked; None: none was committed within the time.
+
+        Its gradients are on the CPU, in memory that is used again once nobody refers to them.
+
+        Args:
+            after: the version that is here.
+            timeout_s: for the entry to begin to come. Then it may take long, as long as some comes within each stall timeout;
+                `close` ends it.
+
+        Raises:
+            SourceRefusedError: no source has it or will have it; the message has each one's reason.
+            TransferCancelledError: this was closed.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            client = self._turn()
+            try:
+                wait_s = until - time.monotonic()
+                if len(self._clients) > 1:
+                    wait_s = min(wait_s, _POLL_S)
+                manifest = client.fetch_redo_manifest(format_version(after), wait_s, self._max_manifest_bytes)
+                if manifest is not None:
+                    check_entry(manifest, self._parameters, after)
+                    entry = self._receive(client, manifest)
+                    self._clients = [*self._clients[1:], client]
+                    self._tell_held(entry.version)
+                    return entry
+                if time.monotonic() >= until:
+                    return None
+                self._clients = [*self._clients[1:], client]
+            except CheckpointError as error:
+                self._drop(client, error)
+
+    def close(self) -> None:
+        """Wake and fail whoever waits here. From any thread; the thread that follows still calls `release`."""
+        with self._lock:
+            self._closed = True
+            clients = list(self._clients)
+        for client in clients:
+            client.close()
+
+    def release(self) -> None:
+        """Free connections and memory, and say so to the sources. By the thread that follows."""
+        if not self._closed:
+            for client in self._clients:
+                with contextlib.suppress(CheckpointError):
+                    client.tell_redo_done()
+        self.close()
+        for client in self._clients:
+            client.release()
+        self._cache.clear()
+
+    def _tell_held(self, version: StateVersion) -> None:
+        """Have all sources free the entry that led to a version."""
+        for client in list(self._clients):
+            try:
+                client.tell_redo_held(format_version(version))
+            except CheckpointError as error:
+                self._drop(client, error)
+
+    def _turn(self) -> SourceClient:
+        with self._lock:
+            if self._closed:
+                raise TransferCancelledError("following the redo log was given up by this side", party="receiver")
+            if self._clients:
+                return self._clients[0]
+        reasons = "; ".join(str(error)[:400] for error in self._failures.values())
+        raise SourceRefusedError(f"no source is left whose redo log can be followed: {reasons}", party="redo log")
+
+    def _drop(self, client: SourceClient, error: CheckpointError) -> None:
+        client.release()
+        with self._lock:
+            self._clients = [other for other in self._clients if other is not client]
+            if self._closed:
+                return
+        self._failures[client.name] = error
+        logger.warning("the redo log of %s is not followed any more: %s", client.name, error)
+
+    def _receive(self, client: SourceClient, manifest: Manifest) -> RedoEntry:
+        destination = Destination(manifest, self._cache)
+        self._cache.keep(destination.buffers())
+        at_once = max(_BATCH_BYTES // manifest.block_bytes, 1)
+        digest = memoryview(bytearray(DIGEST_BYTES))
+        for first in range(0, destination.num_blocks, at_once):
+            run = range(first, min(first + at_once, destination.num_blocks))
+            for block, answer in client.open_blocks(manifest, run):
+                hasher = start_digest(block)
+                destination.receive(block, answer.read_into, self._scratch, hasher.update)
+                answer.read_into(digest)
+                if hasher.digest() != digest:
+                    raise DigestMismatchError(
+                        f"block {block} of the redo entry of step {manifest.step} from {client.name} does not have the digest"
+                        " that came with it",
+                        client.name,
+                    )
+            self.received_bytes += (
+                min(run.stop * manifest.block_bytes, manifest.total_bytes) - first * manifest.block_bytes
+            )
+        return entry_of(destination.assemble())

@@ -1,0 +1,305 @@
+"""Applies entries of a redo log with the optimizers that are here: the same settings, the same gradients, their own `step`.
+
+An optimizer steps by its guarded `step`, so what hangs on it is replayed, too: an average of the weights that is kept by a hook.
+Whether the state is then the source's to the last bit is not assumed: the join compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Protocol
+
+import torch
+
+from torchft_ckpt.checkpointing.state.local_state import copy_to
+from torchft_ckpt.checkpointing.state.redo_entry import OptimizerStep, RedoEntry, num_bytes_of
+from torchft_ckpt.checkpointing.state.shards import adapter_of
+from torchft_ckpt.core.coordination.learning import chase_limit_s
+from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
+from torchft_ckpt.errors import CheckpointError, SourceRefusedError, StateMismatchError, torn_where_it_raises
+from torchft_ckpt.manager.optimizer_settings import take_settings, with_inner
+from torchft_ckpt.manager.redo_recording import parameters_of
+from torchft_ckpt.threads import Threads
+
+logger = logging.getLogger(__name__)
+_SAY_S = 0.25
+
+
+class Follower(Protocol):
+    """Fetches entries one after another, on one thread: `checkpointing/fetching/redo.py`."""
+
+    def next_entry(self, after: StateVersion, timeout_s: float) -> RedoEntry | None:
+        """Return the entry that leads on from a version; None: there was none within the time."""
+
+    def close(self) -> None:
+        """Wake and fail whoever waits. Any thread."""
+
+    def release(self) -> None:
+        """Free all, and say so to the sources."""
+
+
+class Replay:
+    """Brings the state that a learner has received to that of now, by the redo logs of those that sent it.
+
+    Entries are fetched on a thread of its own and applied on the training thread, one while the next one comes.
+
+    Args:
+        follow: returns what fetches the entries, from sources with these addresses, for optimizers with these parameters.
+            None: the transport has no redo logs.
+        optimizers: returns those that are guarded, in the order in which all replicas guard them.
+        rank: in the replica group.
+        mark_torn: called before the first entry is applied: from then on the state has no name until the join has compared it.
+    """
+
+    def __init__(
+        self,
+        follow: Callable[[Sequence[str], Sequence[Sequence[torch.Tensor]]], Follower] | None,
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        *,
+        rank: int,
+        mark_torn: Callable[[], None],
+    ) -> None:
+        self._follow = follow
+        self._optimizers = optimizers
+        self._rank = rank
+        self._mark_torn = mark_torn
+        self._worker = Threads("torchft_ckpt-redo")
+        self._follower: Follower | None = None
+        self._held = StateVersion()
+        """The state here was brought to this version."""
+        self._fetched_to = StateVersion()
+        self._ready: deque[RedoEntry] = deque()
+        """Entries that are here and not applied yet."""
+        self._fetch: Future[bool] | None = None
+        self._fetch_s = 0.0
+        """How long it took to fetch the last entry."""
+        self._began = 0.0
+        self._tell: Callable[[float], None] = lambda reach_s: None
+        self.entry_bytes = 0
+        """The size of the largest entry so far."""
+        self.num_replayed = 0
+
+    @property
+    def is_able(self) -> bool:
+        """Whether entries can be fetched and applied here."""
+        return self._follow is not None and bool(self._optimizers())
+
+    @property
+    def is_on(self) -> bool:
+        """A state is here that is, or can be, brought forward."""
+        return self._follower is not None
+
+    def chase(
+        self, formed: QuorumFormed, took_s: float, may_go_on: Callable[[], bool], tell: Callable[[int], None]
+    ) -> str:
+        """Apply entries until the state is that of now, a step at most behind. On the training thread.
+
+        Args:
+            formed: named the state that was received, and loaded just now.
+            took_s: the transfer took so long.
+            may_go_on: asked a few times a second.
+            tell: called as often, with the step to which the state was brought.
+
+        Returns:
+            Why the state cannot be brought forward; empty: it was, or `may_go_on` said no.
+        """
+        if self._follow is None:
+            return ""
+        addresses = [source.checkpoint_addresses for source in formed.sources]
+        own = [one[self._rank] for one in addresses if self._rank < len(one) and one[self._rank]]
+        self._held = self._fetched_to = formed.version
+        self._follower = self._follow(own, [parameters_of(optimizer) for optimizer in self._optimizers()])
+        began, before = time.monotonic(), self.num_replayed
+        limit_s = chase_limit_s(took_s)
+        try:
+            while may_go_on():
+                tell(self._held.step)
+                if time.monotonic() - began > limit_s:
+                    raise SourceRefusedError(
+                        f"{self.num_replayed - before} steps were replayed in {limit_s:.0f} s, and the others are still ahead:"
+                        " they train as fast as their gradients arrive",
+                        party="redo log",
+                    )
+                fetch = self._fetch = self._fetch or self._worker.submit(self._fetch_next, 0.0)
+                if not wait([fetch], _SAY_S).done:
+                    continue
+                self._fetch = None
+                if not fetch.result():
+                    break
+                self._fetch = self._worker.submit(self._fetch_next, 0.0)
+                self._apply(self._ready.popleft())
+        except CheckpointError as error:
+            self.end()
+            return str(error)
+        logger.info(
+            "replayed %d steps in %.1f s, the state is that of step %d",
+            self.num_replayed - before,
+            time.monotonic() - began,
+            self._held.step,
+        )
+        return ""
+
+    def fetch_to(self, version: StateVersion, limit_s: float, tell: Callable[[float], None]) -> None:
+        """Begin to fetch the entries up to a version, beside a forward pass. They are not applied. Any thread but its own.
+
+        Args:
+            limit_s: for each entry to be offered.
+            tell: called a few times a second with the seconds that are still expected.
+        """
+        before = self._fetch
+
+        def fetch() -> bool:
+            if before is not None:
+                before.result()
+            while self._fetched_to != version:
+                if self._fetched_to.step >= version.step or not self._fetch_next(limit_s):
+                    raise SourceRefusedError(
+                        f"the redo log led to {self._fetched_to}, and not to {version}", party="redo log"
+                    )
+            return True
+
+        self._fetch = self._worker.submit(fetch)
+        self._began, self._tell = time.monotonic(), tell
+
+    def has_arrived(self, within_s: float) -> bool:
+        """Wait so long at most for what `fetch_to` fetches; whether it is over, and did not fail."""
+        return self._wait(within_s) and self._fetch is not None and self._fetch.exception() is None
+
+    def apply(self) -> None:
+        """Wait for what `fetch_to` fetches, and apply it. On the training thread.
+
+        Raises:
+            CheckpointError: it could not be fetched, or not be applied.
+        """
+        while not self._wait(_SAY_S):
+            pass
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.result()
+        while self._ready:
+            self._apply(self._ready.popleft())
+
+    def end(self) -> None:
+        """Follow no longer; the sources hear so. On the training thread, or while it waits."""
+        follower, self._follower = self._follower, None
+        fetch, self._fetch = self._fetch, None
+        self._ready.clear()
+        if follower is None:
+            return
+        if fetch is not None and not fetch.done():
+            follower.close()
+        self._worker.submit(follower.release)
+
+    def shutdown(self) -> None:
+        self.end()
+        self._worker.shutdown(timeout_s=5.0)
+
+    def _wait(self, within_s: float) -> bool:
+        """Wait for the fetch in progress, and tell how long it may take."""
+        until = time.monotonic() + within_s
+        while self._fetch is not None and not self._fetch.done():
+            elapsed_s, left_s = time.monotonic() - self._began, until - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._tell(max(self._fetch_s - elapsed_s, (elapsed_s - self._fetch_s) / 2, _SAY_S))
+            wait([self._fetch], min(left_s, _SAY_S))
+        return True
+
+    def _fetch_next(self, timeout_s: float) -> bool:
+        """Fetch the next entry; False: there is none yet. On its own thread."""
+        follower = self._follower
+        if follower is None:
+            return False
+        began = time.monotonic()
+        entry = follower.next_entry(self._fetched_to, timeout_s)
+        if entry is None:
+            return False
+        self._fetch_s = time.monotonic() - began
+        self.entry_bytes = max(self.entry_bytes, sum(num_bytes_of(step.gradients) for step in entry.steps))
+        self._ready.append(entry)
+        self._fetched_to = entry.version
+        return True
+
+    def _apply(self, entry: RedoEntry) -> None:
+        self._mark_torn()
+        apply_entry(entry, self._optimizers())
+        self._held = entry.version
+        self.num_replayed += 1
+
+
+def apply_entry(entry: RedoEntry, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Bring the state from `entry.after`, which is here, to `entry.version`. On the training thread.
+
+    The gradients that are here stay what they are, and settings become those that the source had in this step.
+
+    Args:
+        entry: that was checked for these optimizers.
+        optimizers: that are guarded, in the order in which all replicas guard them.
+
+    Raises:
+        StateMismatchError: an optimizer has other parameter groups here; nothing was applied.
+        CheckpointError: an optimizer raised in its step; the state is torn.
+    """
+    for step in entry.steps:
+        _check_groups(step, optimizers[step.optimizer])
+    with torn_where_it_raises(f"the replay of step {entry.version.step}", "optimizer"):
+        for step in entry.steps:
+            _replay(step, optimizers[step.optimizer])
+
+
+def _check_groups(step: OptimizerStep, optimizer: torch.optim.Optimizer) -> None:
+    there = [len(groups) for groups in step.settings]
+    here = [len(member.param_groups) for member in with_inner([optimizer])]
+    if there != here:
+        raise StateMismatchError(
+            f"optimizer {step.optimizer} and those in it have {there} parameter groups at the source, and {here} here",
+            party="optimizer",
+        )
+
+
+def _replay(step: OptimizerStep, optimizer: torch.optim.Optimizer) -> None:
+    take_settings(with_inner([optimizer]), step.settings)
+    with _gradients(parameters_of(optimizer), step.gradients), _attributes(optimizer, step):
+        optimizer.step()
+
+
+@contextlib.contextmanager
+def _gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    own = [parameter.grad for parameter in parameters]
+    try:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else _like(parameter, gradient)
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, own, strict=True):
+            parameter.grad = gradient
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a gradient on the device and in the layout of its parameter, of which a part may be here."""
+    adapter = adapter_of(parameter)
+    if adapter is not None:
+        boxes = adapter.boxes(parameter, "a parameter")
+        return adapter.rebuild(parameter, [local.view(box.sizes) for box in boxes])
+    if parameter.is_contiguous():
+        return local.to(parameter.device)
+    gradient = torch.empty_like(parameter, dtype=local.dtype, requires_grad=False)
+    copy_to(gradient, local)
+    return gradient
+
+
+@contextlib.contextmanager
+def _attributes(optimizer: torch.optim.Optimizer, step: OptimizerStep) -> Iterator[None]:
+    """What a gradient scaler gives the optimizer, for the time of its step."""
+    for name, value in step.attributes.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    finally:
+        for name in step.attributes:
+            delattr(optimizer, name)
