@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from bench import sides
+from bench.transport_links import enter
 from bench.wire import Reporter
 
 
@@ -18,9 +19,13 @@ def main() -> None:
     """Start the lighthouse, report its address, serve until the parent closes our input or kills us."""
     options: dict[str, Any] = json.loads(sys.argv[1])
     reporter = Reporter()
+    if namespace := options.get("namespace"):
+        enter(namespace)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    lighthouse = sides.load_lighthouse(options["side"])(bind="127.0.0.1:0", **options["settings"])
+    lighthouse = sides.load_lighthouse(options["side"])(
+        bind=f"{options.get('host', '127.0.0.1')}:0", **options["settings"]
+    )
     stores = []
     for _ in range(options.get("num_stores", 0)):
         from torch.distributed import TCPStore

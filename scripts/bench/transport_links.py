@@ -31,14 +31,18 @@ class Links:
     """One switch and some members.
 
     Args:
-        limits: for each member, whether what it sends is limited to `LINK_RATE`.
+        limits: for each member, whether what it sends is limited to `rate`.
+        rate: as `tc` writes it.
+        both_ways: limit what such a member receives, too.
 
     Raises:
         LinksUnavailableError: not root, no `ip` or `tc`, or the system refuses.
     """
 
-    def __init__(self, limits: Sequence[bool]) -> None:
+    def __init__(self, limits: Sequence[bool], *, rate: str = LINK_RATE, both_ways: bool = False) -> None:
         self._limits = list(limits)
+        self._rate = rate
+        self._both_ways = both_ways
         self._made: list[str] = []
         self.namespaces = [_name(str(member)) for member in range(len(self._limits))]
         self.hosts = [f"10.99.0.{member + 1}" for member in range(len(self._limits))]
@@ -74,8 +78,10 @@ class Links:
             _call("ip", "-n", namespace, "link", "set", "lo", "up")
             _call("ip", "-n", namespace, "link", "set", "eth0", "up")
             if self._limits[member]:
-                limit = ("rate", LINK_RATE, "burst", "256kb", "latency", "50ms")
+                limit = ("rate", self._rate, "burst", "256kb", "latency", "50ms")
                 _call("tc", "-n", namespace, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+                if self._both_ways:
+                    _call("tc", "-n", switch, "qdisc", "add", "dev", port, "root", "tbf", *limit)
 
     def _add(self, namespace: str) -> None:
         self._made.append(namespace)
