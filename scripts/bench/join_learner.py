@@ -7,6 +7,7 @@ whole link of the joiner is, both ways, in network namespaces (`link`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import time
@@ -95,7 +96,7 @@ def _commits(child: Child, start: float, end: float) -> list[dict[str, Any]]:
 
 
 def _differences(events: Sequence[dict[str, Any]], key: str) -> list[float]:
-    return [b[key] - a[key] for a, b in zip(events, events[1:], strict=False)]
+    return [b[key] - a[key] for a, b in itertools.pairwise(events)]
 
 
 def measure(setting: Setting, directory: Path, *, seed: int, follow: bool, limit_s: float, say: Say) -> Outcome:
