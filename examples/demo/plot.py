@@ -26,8 +26,8 @@ _STARTING = "#d7dae2"
 _JOINING = "#9aa1b5"
 
 
-def draw(timeline: Timeline, report: Report, path: Path) -> None:
-    """Write the picture as a PNG."""
+def draw(timeline: Timeline, report: Report, path: Path, *, has_step_times: bool = False) -> None:
+    """Write the picture as a PNG. `has_step_times`: show how long steps took, instead of how many were committed."""
     ink = dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.color"), _INK)
     style: Any = {"axes.edgecolor": _MUTED, "axes.spines.top": False, "axes.spines.right": False, **ink}
     with plt.rc_context(style):
@@ -35,7 +35,7 @@ def draw(timeline: Timeline, report: Report, path: Path) -> None:
             3, 1, figsize=(12, 9), sharex=True, layout="constrained", height_ratios=[4, 3, 0.55 * timeline.num_groups]
         )
         _draw_losses(losses, timeline, report)
-        _draw_steps(steps, timeline)
+        (_draw_step_times if has_step_times else _draw_steps)(steps, timeline)
         _draw_lives(lives, timeline)
         for axes in (losses, steps, lives):
             axes.grid(axis="both" if axes is not lives else "x", color="#e6e8ee", linewidth=0.8)
@@ -125,6 +125,22 @@ def _draw_steps(axes: Axes, timeline: Timeline) -> None:
             fontsize=9,
         )
     axes.set_ylabel("committed steps")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
+    """The time from one commit to the next, of each life: those that were not killed are the survivors."""
+    for life in timeline.lives:
+        commits = [step.at_s for step in life.steps if step.committed and step.contributed]
+        axes.plot(
+            [after - timeline.started_s for after in commits[1:]],
+            [after - before for before, after in itertools.pairwise(commits)],
+            color=_colour(life.group),
+            linewidth=1.2,
+            marker=".",
+            markersize=4,
+        )
+    axes.set_ylabel("seconds from commit to commit")
     axes.set_ylim(bottom=0)
 
 
