@@ -67,6 +67,8 @@ class Outcome:
 
     before_s: list[float]
     during_s: list[float]
+    has_followed: bool
+    """Whether it was outside of the quorum while it received; else it came in as without `follow`, and no bar is kept."""
     discarded: int
     quorum_ids: int
     joined_s: float | None
@@ -169,6 +171,7 @@ def _measure(
         outcome = Outcome(
             before_s=_differences(before[worst], "t"),
             during_s=_differences(during[worst], "t"),
+            has_followed="follows the others outside of the quorum" in joiner.log.read_text(errors="replace"),
             discarded=max(
                 sum(1 for s in steps_of(c) if not s.committed and began <= s.ended <= ended) for c in survivors
             ),
@@ -317,6 +320,9 @@ def _section(
         on = pair[True]
         if on is not None:
             rows += rows_of(setting, on, pair[False])
+            has_followed = "yes" if on.has_followed else "no: it came in as without follow"
+            verdict = Verdict.MET if on.has_followed else Verdict.MISSED
+            rows.append(Row(figure="    it followed", ours=has_followed, bar="yes", verdict=verdict))
         raw[setting.name] = {str(follow): asdict(outcome) for follow, outcome in pair.items() if outcome is not None}
     notes = [
         f"{_NUM_GROUPS} groups and one that comes, one thread each, AdamW; forward and backward are slept",
