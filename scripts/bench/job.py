@@ -11,6 +11,7 @@ from typing import Any
 from bench import sides
 from bench.processes import Child, Children, wait_until
 from bench.stats import Step
+from bench.transport_links import Links
 
 FOREVER = 1 << 60
 
@@ -37,10 +38,8 @@ class Plan:
     serve_bytes_per_s: float = 0.0
     """What each group gives of its state; 0: as fast as it can. Collectives are not slowed."""
     log_level: str = "WARNING"
-    optimizer: str = ""
-    """Empty: that of the task."""
-    places: tuple[tuple[str, str], ...] = ()
-    """Network namespace and address: first of the lighthouse and the groups that the job begins with, then of all others."""
+    links: Links | None = None
+    """Where given, group i lives in member i's namespace, and the lighthouse with group 0."""
 
 
 def steps_of(child: Child) -> list[Step]:
@@ -67,15 +66,24 @@ class Job:
         if plan.side != sides.PLAIN:
             num_stores = plan.num_groups + plan.num_spares + 1 if plan.side == sides.REFERENCE else 0
             settings = {"min_replicas": 2, "join_timeout_ms": plan.join_timeout_ms, "heartbeat_timeout_ms": 5000}
-            options = {"side": plan.side, "settings": settings, "num_stores": num_stores, **self._place(0)}
+            options = {"side": plan.side, "settings": settings, "num_stores": num_stores}
+            if plan.links is not None:
+                options |= {"namespace": plan.links.namespaces[0], "host": plan.links.hosts[0]}
             self.lighthouse = children.start("bench.lighthouse_worker", options, f"{plan.name or plan.side}-lighthouse")
             event = self.lighthouse.wait_for("address", 60)
             self._lighthouse, self._store_ports = event["address"], event["store_ports"]
         self._numbers = itertools.count()
         self.groups: dict[int, Child] = {}
 
-    def prepare(self, group: int, init_method: str = "", *, seed: int | None = None) -> Child:
-        """Start a group's process; it imports everything and waits for its `go`. `seed`: of its weights, if not the job's."""
+    def prepare(self, group: int, init_method: str = "", *, seed: int | None = None, **more: Any) -> Child:
+        """Start a group's process; it imports everything and waits for its `go`.
+
+        Args:
+            group: its number.
+            init_method: where plain DDP's processes meet.
+            seed: of its weights, if not the job's.
+            more: options of the trainer, for this process alone.
+        """
         options: dict[str, Any] = {
             "side": self._plan.side,
             "task": self._plan.task,
@@ -92,20 +100,15 @@ class Job:
             "lighthouse": self._lighthouse,
             "until": FOREVER,
             "init_method": init_method,
-            "optimizer": self._plan.optimizer,
-            **self._place(int(group >= self._plan.num_groups)),
         }
+        if self._plan.links is not None:
+            options |= {"namespace": self._plan.links.namespaces[group], "host": self._plan.links.hosts[group]}
+        options |= more
         if self._store_ports:
             options["store_port"] = self._store_ports.pop()
         return self._children.start(
             "bench.trainer", options, f"{self._plan.name or self._plan.side}-group{group}-life{next(self._numbers)}"
         )
-
-    def _place(self, number: int) -> dict[str, str]:
-        if not self._plan.places:
-            return {}
-        namespace, host = self._plan.places[number]
-        return {"namespace": namespace, "host": host}
 
     def start(self, num_groups: int | None = None, log_dir: Path | None = None) -> None:
         """Start groups and wait until all of them train together and have committed a few steps.

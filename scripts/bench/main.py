@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from bench import check_equal, join_cliff, join_follow, kill_gap, lighthouse_scale, overhead, rejoin, sides
+from bench import check_equal, join_cliff, join_learner, kill_gap, lighthouse_scale, overhead, rejoin, sides
 from bench.processes import ChildEndedError
 from bench.stats import Verdict
 from bench.table import Row, Section, render, to_json
@@ -22,7 +22,11 @@ BENCHMARKS = {
     "kill_gap": kill_gap.run,
     "rejoin": rejoin.run,
     "join_cliff": join_cliff.run,
-    "join_follow": join_follow.run,
+    "join_steps": join_learner.run_steps,
+    "join_time": join_learner.run_time,
+    "join_cold": join_learner.run_cold,
+    "join_check": join_learner.run_check,
+    "join_idle": join_learner.run_idle,
     "overhead": overhead.run,
     "check_equal": check_equal.run,
     "lighthouse": lighthouse_scale.run,

@@ -21,11 +21,6 @@ def hundred_megabytes() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def twenty_five_megabytes() -> nn.Module:
-    """Return 6.3 M fp32 parameters (25.2 MB), all of them trained."""
-    return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)])
-
-
 def hundred_megabytes_mostly_frozen() -> nn.Module:
     """Return the same 100.8 MB, of which only the last layer's 4.2 MB are trained, as in fine-tuning."""
     model = hundred_megabytes()
@@ -67,9 +62,18 @@ class SmallTransformer(nn.Module):
         return self.head(hidden)
 
 
+def stack(num_layers: int, num_trained: int) -> nn.Module:
+    """Return layers of 1 M fp32 parameters (4.2 MB) each, of which the last `num_trained` are trained."""
+    layers: list[nn.Module] = []
+    for number in range(num_layers):
+        layer = nn.Linear(1024, 1024)
+        layer.requires_grad_(number >= num_layers - num_trained)
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "small": small_mlp,
-    "25mb": twenty_five_megabytes,
     "100mb": hundred_megabytes,
     "100mb_frozen": hundred_megabytes_mostly_frozen,
     "1gib_frozen": LargeTable,
@@ -81,14 +85,18 @@ class Task:
     """A model, and a loss over a batch that follows from the seed, the group and the step alone.
 
     Args:
-        name: a key of `MODELS`.
+        name: a key of `MODELS`, or `stack:LAYERS:TRAINED`.
         seed: of the weights and of the input.
         group: number of the replica group; each sees its own input.
     """
 
     def __init__(self, name: str, seed: int, group: int) -> None:
         torch.manual_seed(seed)
-        self.model = MODELS[name]()
+        if name.startswith("stack:"):
+            _, num_layers, num_trained = name.split(":")
+            self.model = stack(int(num_layers), int(num_trained))
+        else:
+            self.model = MODELS[name]()
         self._name = name
         self._random = torch.Generator().manual_seed(seed * 1000 + group)
 

@@ -6,6 +6,7 @@ step lies below the last `until` that it was told. The training loop is the same
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -55,6 +56,9 @@ class _PlainLoop:
     def participants(self) -> int:
         return torch.distributed.get_world_size()
 
+    def quorum_id(self) -> int:
+        return 0
+
 
 class _ManagedLoop:
     """The loop that both fault-tolerant libraries document: Manager, DDP wrapper, optimizer wrapper."""
@@ -78,6 +82,11 @@ class _ManagedLoop:
             settings["checkpoint_transport"] = library.HTTPTransport(_TIMEOUT, max_serve_bytes_per_s=bytes_per_s)
         if stall_limit_s := settings.pop("join_stall_limit_s", None):
             settings["join_stall_limit"] = timedelta(seconds=stall_limit_s)
+        # Older code has no learners: there this is the column "today".
+        known = inspect.signature(library.Manager).parameters
+        for name in ("follow", "warm_up", "follow_budget_bytes"):
+            if name in settings and name not in known:
+                del settings[name]
         self.manager = library.Manager(
             pg=library.ProcessGroupGloo(timeout=_TIMEOUT),
             load_state_dict=load_state_dict,
@@ -115,6 +124,9 @@ class _ManagedLoop:
     def participants(self) -> int:
         return self.manager.num_participants()
 
+    def quorum_id(self) -> int:
+        return self.manager.statistics().quorum_id if hasattr(self.manager, "statistics") else 0
+
 
 def _report_transfers(transport: type, reporter: Reporter) -> None:
     """Make the class report when the receiving side of a transfer begins and ends."""
@@ -124,25 +136,16 @@ def _report_transfers(transport: type, reporter: Reporter) -> None:
 
     def reported(self: Any, *arguments: Any, **named: Any) -> Any:
         reporter.emit("transfer_started")
-        told, last = named.get("on_progress"), []
-
-        def note(progress: Any) -> None:
-            last[:] = [progress.received_bytes]
-            if told is not None:
-                told(progress)
-
-        if told is not None:
-            named["on_progress"] = note
         received = receive(self, *arguments, **named)
-        reporter.emit("transfer_ended", received_bytes=sum(last))
+        reporter.emit("transfer_ended")
         return received
 
     setattr(transport, method, reported)
 
 
 def _make_optimizer(options: dict[str, Any], model: nn.Module) -> optim.Optimizer:
-    if options["task"] == "transformer" or options.get("optimizer") == "adamw":
-        return optim.AdamW(model.parameters(), lr=1e-4)
+    if options["task"] == "transformer" or options["task"].startswith("stack:"):
+        return optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     return optim.SGD(model.parameters(), lr=1e-3)
 
 
@@ -151,6 +154,7 @@ def _train(
 ) -> None:
     until = options["until"]
     pause_s = options.get("pause_s", 0.0)
+    first_pause_s = options.get("first_pause_s", 0.0)
     while True:
         command = commands.next_now() if loop.step() < until else commands.next()
         if command is not None:
@@ -158,8 +162,10 @@ def _train(
             continue
         began = time.monotonic()
         loop.optimizer.zero_grad()
-        if pause_s:
-            time.sleep(pause_s)
+        computing = time.monotonic()
+        if pause_s or first_pause_s:
+            time.sleep(first_pause_s or pause_s)
+            first_pause_s = 0.0
         task.loss(loop.forward).backward()
         loop.reduce()
         participating, participants, before = loop.participating(), loop.participants(), loop.step()
@@ -173,6 +179,8 @@ def _train(
             participants=participants,
             cpu_s=time.process_time(),
             began=began,
+            computing=computing,
+            quorum_id=loop.quorum_id(),
         )
 
 
@@ -181,9 +189,9 @@ def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
     reporter, commands = Reporter(), Commands()
     logging.basicConfig(level=options.get("log_level", "WARNING"), format="%(created).3f %(name)s %(message)s")
+    torch.set_num_threads(1)
     if namespace := options.get("namespace"):
         enter(namespace)
-    torch.set_num_threads(1)
     if options["side"] != sides.PLAIN:
         sides.load(options["side"])
     task = Task(options["task"], options["seed"], options["group"])

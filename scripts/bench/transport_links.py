@@ -31,15 +31,15 @@ class Links:
     """One switch and some members.
 
     Args:
-        limits: for each member, whether what it sends is limited.
-        rate: to this, as `tc` writes it.
-        both_ways: so is what it receives.
+        limits: for each member, whether what it sends is limited to `rate`.
+        rate: as `tc` writes it.
+        both_ways: limit what such a member receives, too.
 
     Raises:
         LinksUnavailableError: not root, no `ip` or `tc`, or the system refuses.
     """
 
-    def __init__(self, limits: Sequence[bool], rate: str = LINK_RATE, *, both_ways: bool = False) -> None:
+    def __init__(self, limits: Sequence[bool], *, rate: str = LINK_RATE, both_ways: bool = False) -> None:
         self._limits = list(limits)
         self._rate = rate
         self._both_ways = both_ways
