@@ -74,7 +74,12 @@ def test_blocks_are_code_and_import_what_there_is(page: Path) -> None:
 @each_page
 def test_commands_of_the_library_are_taken(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = re.compile(r"python -m torchft_ckpt (?!\.)([^`\n]+)")
-    lines = [line for block in blocks_of(page) if block.language == "sh" for line in command.findall(block.text)]
+    lines = [
+        line
+        for block in blocks_of(page)
+        if block.language == "sh"
+        for line in command.findall(block.text.replace("\\\n", " "))
+    ]
     for line in [*lines, *command.findall(without_blocks(page))]:
         if "|" not in line and "COMMAND" not in line:
             _parser().parse_args(shlex.split(re.split(r" [>&]", line)[0], comments=True))
