@@ -159,12 +159,12 @@ class Oracle:
     until: dict[str, float] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     num_announced: int = 0
-    has_failed: bool = False
+    has_ended: bool = False
 
     def begin(self, version: int, number: int, now: float) -> None:
         if not self.chain or self.chain[-1] != version:
             self.stop()
-            self.chain, self.sizes, self.gone, self.has_failed = [version], [], set(), False
+            self.chain, self.sizes, self.gone, self.has_ended = [version], [], set(), False
         for _ in range(number):
             self.num_announced += 1
             self.needs[f"announced {self.num_announced}"] = len(self.chain) - 1
@@ -179,11 +179,11 @@ class Oracle:
                 first = min(self.needs.values())
                 for name in [name for name in self.needs if self.needs[name] == first]:
                     self.give_up(name)
-                self.settle(has_failed=True)
+                self.settle()
 
     def ask(self, name: str, after: int, now: float) -> object:
         if not self.chain:
-            return "gone" if name in self.gone or self.has_failed else Wait()
+            return "gone" if name in self.gone or self.has_ended else Wait()
         reachable = self.chain[min(self.needs.values()) :]
         if after not in reachable and after < self.chain[-1]:
             return "gone"
@@ -213,14 +213,14 @@ class Oracle:
         if not name.startswith("announced"):
             self.gone.add(name)
 
-    def stop(self, *, has_failed: bool = False) -> None:
-        self.has_failed = has_failed if self.chain else self.has_failed
+    def stop(self) -> None:
+        self.has_ended = self.has_ended or bool(self.chain)
         self.gone |= {name for name in self.needs if not name.startswith("announced")}
         self.chain, self.sizes, self.needs, self.until = [], [], {}, {}
 
-    def settle(self, *, has_failed: bool = False) -> None:
+    def settle(self) -> None:
         if not self.needs:
-            self.stop(has_failed=has_failed)
+            self.stop()
 
     def versions(self) -> tuple[int, ...]:
         return tuple(self.chain[min(self.needs.values()) + 1 :]) if self.chain else ()
@@ -274,7 +274,7 @@ def test_it_says_what_a_log_says_that_forgets_nothing(events: list[tuple[object,
                 now += seconds
             case ("end",):
                 log.end("it was told to")
-                oracle.stop(has_failed=True)
+                oracle.stop()
         log.validate()
         assert log.versions == oracle.versions()
         assert log.is_kept == bool(oracle.chain)
@@ -296,3 +296,20 @@ def test_a_log_that_has_ended_can_be_begun_again(end: str) -> None:
     log.begin(7, 1, 200.0)
     appended(log, 8, 8)
     assert log.ask("a", "", 7, 200.0) == Next(8)
+
+
+def test_one_that_receives_a_state_for_long_finds_the_log_and_one_that_was_silent_hears_that_it_has_ended() -> None:
+    log: RedoLog[int] = RedoLog(budget_bytes=100, lease_s=LEASE_S)
+    log.begin(0, 1, 0.0)
+    log.append(0, 1, 10)
+    for minute in range(1, 6):
+        log.hear("receives", 0.9 * minute * LEASE_S)
+        log.lapse(0.9 * minute * LEASE_S)
+    assert log.ask("receives", "c", 0, 4.6 * LEASE_S) == Next(1)
+    log.leave("receives")
+    log.begin(1, 1, 5 * LEASE_S)
+    log.lapse(7 * LEASE_S)
+    answer = log.ask("silent", "c", 1, 7 * LEASE_S)
+    assert isinstance(answer, Gone) and "nobody follows" in answer.reason
+    log.begin(1, 1, 8 * LEASE_S)
+    assert log.ask("silent", "c", 1, 8 * LEASE_S) == Wait()

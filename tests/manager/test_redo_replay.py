@@ -20,6 +20,7 @@ from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept
 from torchft_ckpt.errors import CheckpointError, SourceRefusedError, StateMismatchError
 from torchft_ckpt.manager.redo_recording import parameters_of
 from torchft_ckpt.manager.redo_replay import Replay, apply_entry
+from torchft_ckpt.manager.state_registry import OwnState
 
 NUM_STEPS = 14
 SNAPSHOT_AT = 4
@@ -439,10 +440,53 @@ def test_sources_that_cannot_be_followed_are_a_reason_and_no_error() -> None:
 
     torn: list[bool] = []
     optimizer = O.SGD(_model(11, torch.float32).parameters(), lr=0.1)
-    replay = Replay(refuse, lambda: [optimizer], rank=0, mark_torn=lambda: torn.append(True))
+    replay = Replay(refuse, lambda: [optimizer], rank=0, own=OwnState(), mark_torn=lambda: torn.append(True))
     formed: Any = SimpleNamespace(sources=[], version=version(3))
     try:
         assert "of another protocol" in replay.chase(formed, 1.0, lambda: True, lambda step: None)
         assert not replay.is_on and not torn
+    finally:
+        replay.shutdown()
+
+
+class Scripted:
+    """Gives entries one after another, whoever asks after what."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self.entries = entries
+
+    def next_entry(self, after: Any, timeout_s: float) -> Any:
+        return self.entries.pop(0) if self.entries else None
+
+    def close(self) -> None:
+        pass
+
+    release = close
+
+
+@pytest.mark.parametrize("skips_one", [False, True])
+def test_hooks_see_the_step_that_is_replayed_and_an_entry_after_another_state_is_refused(skips_one: bool) -> None:
+    model, learner = _model(12, torch.float32), _model(12, torch.float32)
+    source, fresh = Source(O.SGD(model.parameters(), lr=0.1)), O.SGD(learner.parameters(), lr=0.1)
+    source.begin()
+    for _ in range(4):
+        source.train()
+    source.recorder.close()
+    entries = [carried(entry, [fresh]) for entry in source.noted.entries]
+    if skips_one:
+        del entries[1]
+    own, seen = OwnState(), []
+    follower = Scripted(entries)
+    replay = Replay(lambda *_: follower, lambda: [fresh], rank=0, own=own, mark_torn=lambda: None)
+    fresh.register_step_post_hook(lambda *_: seen.append((replay.step, own.batches_committed)))
+    formed: Any = SimpleNamespace(sources=[], version=version(0), step_s=0.0)
+    try:
+        why = replay.chase(formed, 1.0, lambda: True, lambda step: None)
+        assert replay.step is None
+        if skips_one:
+            assert "is here" in why and not replay.is_on and seen == [(1, 0)]
+        else:
+            assert (why, seen) == ("", [(step + 1, 2 * step) for step in range(4)])
+            assert bits(learner.parameters()) == bits(model.parameters())
     finally:
         replay.shutdown()

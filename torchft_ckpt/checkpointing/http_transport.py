@@ -310,7 +310,8 @@ class HTTPTransport(CheckpointTransport[T]):
         outlives_step: bool = False,
     ) -> None:
         """Serve a state that was captured before. See `CheckpointTransport.send_captured`."""
-        self.send_checkpoint(dst_ranks, step, state_dict, timeout, versions=versions, outlives_step=outlives_step)
+        kept = {"outlives_step": True} if outlives_step else {}  # a subclass of before does not know it
+        self.send_checkpoint(dst_ranks, step, state_dict, timeout, versions=versions, **kept)
 
     def _elsewhere(self) -> Elsewhere | None:
         """Say where else this transport is, unless the user chose where."""

@@ -188,21 +188,28 @@ class Healing:
         Args:
             does: loads, and when.
         """
-        started, is_over = time.monotonic(), threading.Event()
-
-        def say() -> None:
-            while not is_over.is_set():
-                self._tell(self._reception.loading(time.monotonic() - started), does)
-                is_over.wait(_SAY_S)
-
-        said = self._worker.submit(say)
-        try:
+        started = time.monotonic()
+        with self.saying(lambda: self._tell(self._reception.loading(time.monotonic() - started), does)):
             yield
             self._reception.loaded(time.monotonic() - started)
+        self._tell(0.0, does)
+
+    @contextlib.contextmanager
+    def saying(self, say: Callable[[], None]) -> Iterator[None]:
+        """Call something a few times a second while the body runs, on the thread that fetches."""
+        is_over = threading.Event()
+
+        def repeat() -> None:
+            while not is_over.is_set():
+                say()
+                is_over.wait(_SAY_S)
+
+        said = self._worker.submit(repeat)
+        try:
+            yield
         finally:
             is_over.set()
             said.result()
-        self._tell(0.0, does)
 
     def wait(self) -> dict[str, Any]:
         """Return the received state, whole and of the right step; its own part is what a Manager says of itself.

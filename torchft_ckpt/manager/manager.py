@@ -139,9 +139,10 @@ class Manager:
             leaves what is averaged as it is and `should_commit` is False, so that nobody waits while kernels are compiled.
         follow: where this group is behind and needs longer than a step to receive the state, let it receive the state outside of
             the quorum while the others train on, replay the steps that they make meanwhile, and join when it is close:
-            `start_quorum` returns then. Nobody waits for it meanwhile. Steps are replayed in groups of one rank, with optimizers
-            that are wrapped or guarded; else it pays only where a part of the state stays as it is (frozen weights). None: where
-            the transport can do that, as `HTTPTransport` can. False: never.
+            `start_quorum` returns then. Nobody waits for it meanwhile. Steps are replayed in groups of one rank on the CPU, with
+            optimizers that are wrapped or guarded; their hooks run in a replay, too, and see the step that is replayed
+            (`current_step`). Otherwise it pays only where a part of the state stays as it is (frozen weights). The transport has
+            to have redo logs, as `HTTPTransport` has. New, and off by default.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
@@ -195,7 +196,7 @@ class Manager:
         join_budget: timedelta | None = None,
         join_stall_limit: timedelta | None = timedelta(seconds=60),
         warm_up: bool = True,
-        follow: bool | None = None,
+        follow: bool = False,
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
@@ -271,6 +272,7 @@ class Manager:
             getattr(transport, "follow_redo_logs", None),
             self._registry.guarded,
             rank=rank_config.group_rank,
+            own=self._own,
             mark_torn=lambda: self._client.load_torn(),
         )
         self._healing = Healing(
@@ -354,7 +356,7 @@ class Manager:
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
-            follows=hasattr(transport, "follow_redo_logs") if follow is None else follow,
+            follows=follow and hasattr(transport, "follow_redo_logs"),
         )
         self._between_steps = BetweenSteps(
             self._client,
@@ -889,7 +891,8 @@ class Manager:
 
     def current_step(self) -> int:
         """Return the number of committed steps that this replica's state holds."""
-        return self._client.view().version.step
+        replayed = self._replay.step
+        return self._client.view().version.step if replayed is None else replayed
 
     def quorum_step(self) -> int:
         """Return the committed steps in the state that the open quorum trains from, whether this replica holds it or not.

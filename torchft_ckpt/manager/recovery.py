@@ -39,6 +39,8 @@ from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.manager.volatile import StateToServe
 
 logger = logging.getLogger(__name__)
+_SAID_WHILE_APPLYING_S = 0.5
+"""What is said to be left while entries are applied: how long that takes nobody knows, and whoever is silent is left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ class Recovery:
         """Begin to fetch what a quorum wants this rank to load or to compare, if it does; `timeout`: not `transfer_timeout`."""
         formed = plan.formed
         if not plan.load:
+            self._replay.end()
             if formed.role in (Role.JOINER, Role.INLINE) and not self._is_alone:
                 self._tell(formed, 0.0, Receives.TRANSFER)
             self.say_fetched(formed)
@@ -240,9 +243,11 @@ class Recovery:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             return True
+        say = functools.partial(self._tell, plan.formed, _SAID_WHILE_APPLYING_S, Receives.TRANSFER)
         try:
-            self._replay.apply()
-        except CheckpointError as error:
+            with self._healing.saying(say):
+                self._replay.apply(lambda: self._client.pause(0.0))
+        except Exception as error:  # noqa: BLE001 - of whatever kind: the state is received then
             self._give_replay_up(str(error))
         if self._client.view().error is not None:
             self.is_pending = False
@@ -322,6 +327,8 @@ class Recovery:
             # Whatever a transport raises: not healed yet, and no more.
             logger.warning("%s: healing to step %d failed: %s", self._client.replica_id, step, error)
             self._client.note_error(error)
+            if plan.formed.follows and not self._client.is_needed:
+                self._healing.distance.failed(for_good=False)
             return
         with self._client.lock, self._client.replica as replica:
             replica.load_finished(plan.formed.version, before_forward=before_forward)

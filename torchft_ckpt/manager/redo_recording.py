@@ -190,6 +190,10 @@ class RedoRecorder:
                 if gradient is None:
                     gradients.append(None)
                     continue
+                if not gradient.is_cpu:
+                    raise _RefusedError(
+                        f"gradients of {name} are on an accelerator, whose memory the log does not take"
+                    )
                 _refuse_unusual(parameter, gradient, f"the gradient of parameter {place} of {name}")
                 is_known = id(parameter) in self._storages
                 storage = self._note_storage(parameter, gradient)

@@ -21,13 +21,22 @@ from torchft_ckpt.checkpointing.state.redo_entry import OptimizerStep, RedoEntry
 from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.coordination.learning import chase_limit_s, keeps_up
 from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
-from torchft_ckpt.errors import CheckpointError, SourceRefusedError, StateMismatchError, torn_where_it_raises
+from torchft_ckpt.errors import (
+    CheckpointError,
+    SourceRefusedError,
+    StateMismatchError,
+    TorchftCkptError,
+    torn_where_it_raises,
+)
 from torchft_ckpt.manager.optimizer_settings import take_settings, with_inner
 from torchft_ckpt.manager.redo_recording import parameters_of
+from torchft_ckpt.manager.state_registry import OwnState
 from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
 _SAY_S = 0.25
+_STALE_S = 30.0
+"""Half a lease of a source's log."""
 _ENOUGH = 4
 """Entries that say how long one takes."""
 
@@ -55,6 +64,7 @@ class Replay:
             None: the transport has no redo logs.
         optimizers: returns those that are guarded, in the order in which all replicas guard them.
         rank: in the replica group.
+        own: gets the number of committed batches of each entry.
         mark_torn: called before the first entry is applied: from then on the state has no name until the join has compared it.
     """
 
@@ -64,12 +74,18 @@ class Replay:
         optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
         *,
         rank: int,
+        own: OwnState,
         mark_torn: Callable[[], None],
     ) -> None:
         self._follow = follow
         self._optimizers = optimizers
         self._rank = rank
         self._mark_torn = mark_torn
+        self._own = own
+        self.step: int | None = None
+        """While an entry is applied: the step that hooks of the optimizers see."""
+        self._heard_at = 0.0
+        """When a source said last what it has."""
         self._worker = Threads("torchft_ckpt-redo")
         self._follower: Follower | None = None
         self._held = StateVersion()
@@ -91,6 +107,11 @@ class Replay:
     def is_able(self) -> bool:
         """Whether entries can be fetched and applied here."""
         return self._follow is not None and bool(self._optimizers())
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the sources may have given this follower up: it has asked for nothing for long."""
+        return self.is_on and time.monotonic() - self._heard_at > _STALE_S
 
     @property
     def is_on(self) -> bool:
@@ -117,6 +138,7 @@ class Replay:
         own = [one[self._rank] for one in addresses if self._rank < len(one) and one[self._rank]]
         self._held = self._fetched_to = formed.version
         self._took_s.clear()
+        self._ready.clear()
         began, before = time.monotonic(), self.num_replayed
         limit_s = chase_limit_s(took_s)
         try:
@@ -143,9 +165,14 @@ class Replay:
                     break
                 self._fetch = self._worker.submit(self._fetch_next, 0.0)
                 self._apply(self._ready.popleft())
-        except CheckpointError as error:
+        except TorchftCkptError as error:
             self.end()
+            if not isinstance(error, CheckpointError):
+                raise
             return str(error)
+        except Exception as error:  # noqa: BLE001 - memory, threads: the state is received anew
+            self.end()
+            return f"{type(error).__name__}: {error}"
         logger.info(
             "replayed %d steps in %.1f s, the state is that of step %d",
             self.num_replayed - before,
@@ -187,14 +214,17 @@ class Replay:
         """Wait so long at most for what `fetch_to` fetches; whether it is over, and did not fail."""
         return self._wait(within_s) and self._fetch is not None and self._fetch.exception() is None
 
-    def apply(self) -> None:
+    def apply(self, check: Callable[[], None]) -> None:
         """Wait for what `fetch_to` fetches, and apply it. On the training thread.
+
+        Args:
+            check: called a few times a second; it raises where this group has to end.
 
         Raises:
             CheckpointError: it could not be fetched, or not be applied.
         """
         while not self._wait(_SAY_S):
-            pass
+            check()
         fetch, self._fetch = self._fetch, None
         self._is_joining = False
         if fetch is not None:
@@ -237,6 +267,7 @@ class Replay:
             return False
         began = time.monotonic()
         entry = follower.next_entry(self._fetched_to, timeout_s)
+        self._heard_at = time.monotonic()
         if entry is None:
             return False
         self._took_s.append(time.monotonic() - began)
@@ -246,8 +277,15 @@ class Replay:
         return True
 
     def _apply(self, entry: RedoEntry) -> None:
+        if entry.after != self._held:
+            raise SourceRefusedError(f"an entry after {entry.after} came, and {self._held} is here", party="redo log")
         self._mark_torn()
-        apply_entry(entry, self._optimizers())
+        self._own.batches_committed = entry.batches_committed
+        self.step = entry.version.step
+        try:
+            apply_entry(entry, self._optimizers())
+        finally:
+            self.step = None
         self._held = entry.version
         self.num_replayed += 1
 

@@ -223,6 +223,9 @@ class Steps:
         if self._client.view().is_behind:
             held = prepared.receiving if prepared.captured is None else prepared.captured.state
             num_bytes, changing_bytes = registry.sizes(held)
+            if self._replay.is_stale:
+                self._replay.end()
+                healing.distance.failed(for_good=False)
             reach_s = healing.expected_s(healing.distance.lacking_bytes(num_bytes, changing_bytes))
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops

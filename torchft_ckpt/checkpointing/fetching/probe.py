@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
@@ -16,43 +16,43 @@ from torchft_ckpt.errors import CheckpointError
 from torchft_ckpt.threads import in_background
 
 logger = logging.getLogger(__name__)
+_LONGEST_S = 5.0
 
 
 def measure_rate(sources: Sequence[str], options: FetchOptions) -> float | None:
     """Return the bytes a second that come from all sources together; None: none of them answers.
 
-    Takes as long as a few MiB take, and at most two stall timeouts.
+    Takes as long as a few MiB take, and `_LONGEST_S` at most.
 
     Args:
         sources: addresses as `HTTPTransport.metadata` returns them.
         options: how to fetch.
     """
-    num_sources = len(sources)
-    are_connected = threading.Barrier(num_sources + 1)
+    clients: list[SourceClient] = []
 
-    def receive(address: str) -> tuple[int, float]:
-        client: SourceClient | None = None
+    def receive(address: str) -> tuple[int, float, float]:
+        began = time.monotonic()
+        num_bytes = 0
         try:
             client = SourceClient(parse_metadata(address), None, options)
-            client.connect()
-        except CheckpointError as error:
-            logger.info("%s is not probed: %s", address, error)
-            client = None
-        are_connected.wait()
-        try:
-            num_bytes = 0 if client is None else client.receive_probe(memoryview(bytearray(SLICE_BYTES)))
-        except CheckpointError as error:
-            logger.info("%s is not probed: %s", address, error)
-            num_bytes = 0
-        finally:
-            if client is not None:
+            clients.append(client)
+            try:
+                client.connect()
+                began = time.monotonic()
+                num_bytes = client.receive_probe(memoryview(bytearray(SLICE_BYTES)))
+            finally:
                 client.release()
-        return num_bytes, time.monotonic()
+        except CheckpointError as error:
+            logger.info("%s is not probed: %s", address, error)
+        return num_bytes, began, time.monotonic()
 
-    received = [in_background(functools.partial(receive, address), "torchft_ckpt-probe") for address in sources]
-    are_connected.wait()
-    began = time.monotonic()
-    ended = [one.result() for one in received]
-    num_bytes = sum(count for count, _ in ended)
-    took_s = max((at for count, at in ended if count), default=began) - began
-    return num_bytes / took_s if took_s > 0 else None
+    probes = [in_background(functools.partial(receive, address), "torchft_ckpt-probe") for address in sources]
+    late = wait(probes, _LONGEST_S).not_done
+    if late:  # a few MiB that take so long: as good as nothing
+        for client in list(clients):
+            client.close()
+    received = [probe.result() for probe in probes if probe not in late]
+    num_bytes = sum(count for count, _, _ in received)
+    began = min((began for count, began, _ in received if count), default=0.0)
+    ended = max((ended for count, _, ended in received if count), default=0.0)
+    return num_bytes / (ended - began) if ended > began else None

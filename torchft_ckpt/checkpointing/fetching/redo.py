@@ -36,6 +36,8 @@ from torchft_ckpt.errors import CheckpointError, DigestMismatchError, SourceRefu
 
 logger = logging.getLogger(__name__)
 _BATCH_BYTES = 16 * 1024 * 1024
+_PAUSE_S = 0.05
+"""Between two times that all sources were asked: some answer at once that they have nothing."""
 _POLL_S = 0.25
 """At one of several sources: another may be ahead of it."""
 
@@ -57,6 +59,7 @@ class RedoFollower:
         self._max_manifest_bytes = min(max_manifest_bytes(parameters), options.max_manifest_bytes)
         self._lock = threading.Lock()
         self._closed = False
+        self._has_closed = threading.Event()
         self._clients = [SourceClient(parse_metadata(source), None, options) for source in dict.fromkeys(sources)]
         """Those that may still help, the one whose turn it is first."""
         self._failures: dict[str, CheckpointError] = {}
@@ -83,6 +86,7 @@ class RedoFollower:
             TransferCancelledError: this was closed.
         """
         until = time.monotonic() + timeout_s
+        num_asked = 0
         while True:
             client = self._turn()
             try:
@@ -96,9 +100,13 @@ class RedoFollower:
                     self._clients = [*self._clients[1:], client]
                     self._tell_held(entry.version)
                     return entry
-                if time.monotonic() >= until:
-                    return None
+                num_asked += 1
                 self._clients = [*self._clients[1:], client]
+                # All of them have to say so: one may be behind another.
+                if time.monotonic() >= until and num_asked >= len(self._clients):
+                    return None
+                if num_asked >= len(self._clients):
+                    self._has_closed.wait(_PAUSE_S)
             except CheckpointError as error:
                 self._drop(client, error)
 
@@ -106,6 +114,7 @@ class RedoFollower:
         """Wake and fail whoever waits here. From any thread; the thread that follows still calls `release`."""
         with self._lock:
             self._closed = True
+            self._has_closed.set()
             clients = list(self._clients)
         for client in clients:
             client.close()

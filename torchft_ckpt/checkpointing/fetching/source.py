@@ -174,15 +174,17 @@ class SourceClient:
             SourceLostError, TransferStalledError: the connection failed.
         """
         wait_s = max(min(wait_s, MAX_WAIT_S, self._options.stall_timeout_s / 2), 0.0)
-        answer = self._connection.get(f"{REDO_PATH}?after={quote(after, safe='')}&wait_s={wait_s:.3f}")
-        if answer.status == 200:
-            return read_manifest(answer, self.name, max_bytes, self._options.max_total_bytes)
-        refusal = answer.refusal()
-        if (answer.status, refusal.error) == (429, "too_many_requests"):
-            self._closed.wait(min(_BUSY_S, wait_s))
-        elif (answer.status, refusal.error) != (404, "not_yet"):
-            raise _as_error(answer, refusal)
-        return None
+        until = time.monotonic() + self._options.stall_timeout_s
+        while True:
+            answer = self._connection.get(f"{REDO_PATH}?after={quote(after, safe='')}&wait_s={wait_s:.3f}")
+            if answer.status == 200:
+                return read_manifest(answer, self.name, max_bytes, self._options.max_total_bytes)
+            refusal = answer.refusal()
+            if (answer.status, refusal.error) == (404, "not_yet"):
+                return None
+            is_busy = (answer.status, refusal.error) == (429, "too_many_requests")
+            if not is_busy or time.monotonic() >= until or self._closed.wait(_BUSY_S):
+                raise _as_error(answer, refusal)
 
     def receive_probe(self, scratch: memoryview) -> int:
         """Receive zeros that are of no use but to measure the way; return how many.

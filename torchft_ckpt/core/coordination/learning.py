@@ -133,7 +133,9 @@ class Distance:
             num_bytes, changing_bytes: as in `lacking_bytes`.
             replays: this rank can replay steps.
         """
-        if replays and self._num_failed < MAX_ATTEMPTS:
+        if self._num_failed >= MAX_ATTEMPTS:
+            return False
+        if replays:
             return self._entry_bytes is None
         return changing_bytes <= CLOSER * self.lacking_bytes(num_bytes, changing_bytes)
 

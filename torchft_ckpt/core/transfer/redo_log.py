@@ -129,6 +129,7 @@ class RedoLog(Generic[V]):
             self.end(f"the log came to {self.head} and begins anew at {version}")
         if not self.is_kept:
             self._start, self._numbers = version, {version: self._base}
+            self._end = None
             self._given_up.clear()
         self._announced += [_Follower(self._top, now + self.lease_s) for _ in range(num_followers)]
         self._drop()
@@ -176,9 +177,12 @@ class RedoLog(Generic[V]):
         return Wait() if number == self._top else Next(self._entries[number - self._base][0])
 
     def hear(self, name: str, now: float) -> None:
-        """Something is heard of a follower, as while it takes an entry."""
+        """Something is heard of a follower, as while it takes an entry. One that was announced receives a state first."""
         follower = self._followers.get(name)
-        if follower is not None:
+        if follower is None:
+            for announced in self._announced:
+                announced.until = now + self.lease_s
+        else:
             follower.until = now + self.lease_s
             self._places.hear(name)
 
@@ -294,4 +298,4 @@ class RedoLog(Generic[V]):
         self._entries.clear()
         self._numbers = {}
         self._start = None
-        self._end = gone
+        self._end = gone or Gone("the log of this source has ended: nobody follows any more")
