@@ -283,3 +283,69 @@ def test_a_group_that_comes_back_within_an_inner_step_ends_that_iteration_anyhow
     assert manager.num_asked == 2
     assert [seen[1] == after for after in seen[2:]] == [True] * num_still + [False]
     assert ("is one step ahead" in caplog.text) == warns
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts its steps among its settings, also those without a gradient, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "k": 0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_a_group_that_finds_itself_behind_in_a_round_has_the_schedule_of_the_others_after_it(delay: int) -> None:
+    """Its state is torn in the middle of a round, so it loads that of the other at the vote. Nobody has left."""
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000)
+
+    def run(number: int) -> tuple[int, int, Bits]:
+        torch.manual_seed(number)
+        model = nn.Linear(4, 4)
+        inner = Counts(model.parameters())
+        schedule = LambdaLR(inner, lambda step: 1 / (1 + step))
+        states: dict[str, Any] = {"model": model, "inner": inner, "schedule": schedule}
+        manager = Manager(
+            ProcessGroupGloo(timeout=timedelta(seconds=20)),
+            lambda state: [states[name].load_state_dict(state[name]) for name in states] and None,
+            lambda: {name: value.state_dict() for name, value in states.items()},
+            min_replica_size=1,
+            use_async_quorum=False,
+            replica_id=f"g{number}",
+            lighthouse_addr=lighthouse.address(),
+            hostname="127.0.0.1",
+            timeout=timedelta(seconds=20),
+        )
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        loop = DiLoCo(manager, [model], inner, outer, SYNC_EVERY, fragment_sync_delay=delay)
+        generator = torch.Generator().manual_seed(0)
+        is_torn = False
+        with loop:
+            while manager.current_step() < 7:
+                inner.zero_grad()
+                model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+                inner.step()
+                schedule.step()
+                is_within = loop._inner_step == 1 and manager.num_participants() == 2
+                if number == 1 and not is_torn and manager.current_step() == 3 and is_within:
+                    is_torn = True
+                    manager.report_torn_state()
+        assert is_torn == (number == 1)
+        end = (
+            schedule.last_epoch,
+            inner.param_groups[0]["k"],
+            bits([loop.state_dict()["original_parameters"][0]["weight"]]),
+        )
+        manager.shutdown()
+        return end
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [pool.submit(run, number) for number in range(2)]
+        assert second.result(LONG_S) == first.result(LONG_S)
+    lighthouse.shutdown()

@@ -106,6 +106,12 @@ class OuterLoop(Generic[F]):
         """Which trains."""
         self._num_loads = 0
         """How often what was local gave way to global parameters that came from others."""
+        self._left_over: RoundPlace | None = None
+        """Of a state of others that was loaded in an attempt to enter the job which raised."""
+        self._is_made = False
+        """The state of others has the next followed inner step already, and what the optimizer counts in its settings."""
+        self._settings: list[dict[str, Any]] = []
+        """Of the inner optimizer, to be put back after that step."""
         self._num_to_follow = 0
         """Inner steps whose iterations the others have ended since they handed out the script's own state, which was loaded here.
 
@@ -213,6 +219,7 @@ class OuterLoop(Generic[F]):
             self._forget_gradients()
         if not self._num_to_follow:
             return None
+        self._settings = [dict(group) for group in self._inner_optimizer.param_groups] if self._is_made else []
         return (
             tuple(self._without_gradients(value) for value in arguments),
             {name: self._without_gradients(value) for name, value in options.items()},
@@ -296,6 +303,9 @@ class OuterLoop(Generic[F]):
     def _after_inner_step(self, *_: object) -> None:
         if self._num_to_follow:
             self._num_to_follow -= 1
+            for group, before in zip(self._inner_optimizer.param_groups, self._settings, strict=False):
+                group.update(before)  # some optimizers count their steps here, also those without a gradient
+            self._settings, self._is_made = [], False
             return
         self._inner_step += 1
         if actions := self._schedule.actions(self._inner_step):
@@ -367,9 +377,13 @@ class OuterLoop(Generic[F]):
             self._end_round()
 
     def _end_round(self) -> None:
-        retries_left = self._round_retries
+        manager, retries_left, loads_before = self._manager, self._round_retries, self._num_loads
         while True:
             verdict = self._finish(retries_left, merge=True)
+            if self._was_loaded and manager.has_live_state and verdict is not RoundOutcome.REJOIN:
+                # It was found behind in this round, which is discarded: its script is at the others' place, not at its own.
+                self._enter_job(self._schedule.after_discard(manager.place, self._round_retries))
+                return
             if verdict is not RoundOutcome.RETRY:
                 break
             retries_left -= 1
@@ -377,6 +391,8 @@ class OuterLoop(Generic[F]):
             self._prepare(retries_left)
         if verdict is RoundOutcome.REJOIN:
             self._enter_job()
+        elif manager.has_live_state and self._num_loads != loads_before:
+            self._follow(manager.place)
 
     def _finish(self, retries_left: int, *, merge: bool) -> RoundOutcome:
         """Wait for the averages, vote, and do what follows."""
@@ -408,7 +424,7 @@ class OuterLoop(Generic[F]):
 
     # Into the job
 
-    def _enter_job(self) -> None:
+    def _enter_job(self, place: RoundPlace | None = None) -> None:
         """Get the state that the others hold, and the next round's outcome with them; or be one of those who begin.
 
         What the script has registered of its own is of their PREPARE, in the middle of an iteration. When the round is decided
@@ -416,26 +432,32 @@ class OuterLoop(Generic[F]):
         done here: step a schedule, say. `RoundPlace` says how often.
         """
         manager, loads_before = self._manager, self._num_loads
-        manager.place = self._place()
+        left_over, self._left_over = self._left_over, None
+        manager.place = place or left_over or self._place()
         self._num_to_follow = 0
-        while True:
-            if manager.is_behind:
-                self._catch_up()
-            manager.offer_state()  # to others that come: this may be the only one that holds it
-            manager.start_quorum(contributes=False, wait=True)
-            if self._was_loaded:
-                self._go_to_backup()
-            if manager.is_counted():
-                if self._begins_here():
+        try:
+            while True:
+                if manager.is_behind:
+                    self._catch_up()
+                manager.offer_state()  # to others that come: this may be the only one that holds it
+                manager.start_quorum(contributes=False, wait=True)
+                if self._was_loaded:
+                    self._go_to_backup()
+                if manager.is_counted():
+                    if self._begins_here():
+                        break
+                    continue
+                logger.info("%s: in the job, takes part from the next round on", manager.replica_id())
+                self._exchange.start(lambda: self._tensors_of(None))
+                if self._finish(retries_left=0, merge=False) is RoundOutcome.APPLY:
+                    if manager.has_live_state and (self._num_loads != loads_before or left_over is not None):
+                        self._follow(manager.place)
                     break
-                continue
-            logger.info("%s: in the job, takes part from the next round on", manager.replica_id())
-            self._exchange.start(lambda: self._tensors_of(None))
-            if self._finish(retries_left=0, merge=False) is RoundOutcome.APPLY:
-                if manager.has_live_state and self._num_loads != loads_before:
-                    self._follow(manager.place)
-                break
-            manager.place = self._schedule.after_discard(manager.place, self._round_retries)
+                manager.place = self._schedule.after_discard(manager.place, self._round_retries)
+        except BaseException:
+            if self._num_loads != loads_before or left_over is not None:
+                self._left_over = manager.place  # the state is the others', and the next attempt may load nothing
+            raise
         for fragment in self._fragments:
             fragment.begin_round()
         self._is_in_job = True
@@ -445,6 +467,13 @@ class OuterLoop(Generic[F]):
     def _follow(self, place: RoundPlace) -> None:
         """Bring the script to where the others are, from the place at which they handed out its state."""
         self._num_to_follow = place.num_ends_left - self._is_in_step
+        if self._num_to_follow > 0:
+            logger.info(
+                "%s: the next %d inner steps change nothing: they bring the script to where the other groups are",
+                self._manager.replica_id(),
+                self._num_to_follow,
+            )
+        self._is_made = place.num_ends_left > 0 and not self._is_in_step
         if self._num_to_follow < 0:
             self._num_to_follow = 0
             logger.warning(
