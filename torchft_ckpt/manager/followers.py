@@ -43,8 +43,8 @@ class Followers:
         """See `Manager.scheduler`."""
         if isinstance(getattr(scheduler, "scheduler", None), LRScheduler) and not isinstance(scheduler, LRScheduler):
             raise ConfigError(
-                f"{type(scheduler).__name__} is no LRScheduler of torch, but has one in it: give the Manager that one, before"
-                " accelerate wraps it: scheduler = accelerator.prepare(manager.scheduler(scheduler))",
+                f"{type(scheduler).__name__} wraps a scheduler of torch, in its attribute `scheduler`: give that one, and"
+                " call its step() once after each optimizer.step(), not the wrapper's (accelerate's steps it once for each process)",
                 party="scheduler",
             )
         if not isinstance(scheduler, LRScheduler):

@@ -454,8 +454,7 @@ class Manager:
 
         Args:
             scheduler: of torch, or a class derived from its `LRScheduler`; of the optimizer or of the `Optimizer` that wraps it.
-                Of several that are parts of one, give that one. With accelerate, give it before `prepare` wraps it:
-                `accelerator.prepare(manager.scheduler(scheduler))`.
+                Of several that are parts of one, give that one. With accelerate, leave it out of `accelerator.prepare`.
             name: under which its state is registered, as by `register_state_dict_fn`; each of several has its own.
 
         Returns:
