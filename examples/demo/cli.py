@@ -44,7 +44,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--slow-link",
         action="store_true",
         help="slow the transfers of the state down, not the collectives: the state takes three steps of 1 s, and nobody may wait "
-        "more than 0.2 s for it; the picture shows how long each step took; 5 kills in 100 steps unless told otherwise",
+        "more than 1 s for it; the picture shows how long each step took; 5 kills in 100 steps unless told otherwise",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where picture and logs go")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the figures here too")

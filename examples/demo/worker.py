@@ -27,8 +27,8 @@ _SLOW_BYTES_PER_S = 1_750_000.0
 in half a step."""
 _SLOW_STEP_S = 1.0
 """So long a step takes with the slow link: most of it is slept, so that cores are not the limit."""
-_SLOW_JOIN_LIMIT = timedelta(seconds=0.2)
-"""So long the others wait at most for a group that joins, with the slow link: the state would never come in."""
+_SLOW_JOIN_LIMIT = timedelta(seconds=1)
+"""So long the others wait at most for a group that joins, with the slow link. The state takes longer, so no group could join."""
 
 
 class _Commands:
@@ -96,7 +96,9 @@ def main(arguments: list[str]) -> int:
 
     torch.set_num_threads(1)
     # Every life starts from other weights: that all end equal is recovery's doing, not the seed's.
-    torch.manual_seed(options.seed + 1_000 * options.life + options.group)
+    # With the slow link the first lives are equal, so that the start needs no transfer.
+    starts_equal = options.slow_link and options.life == 0
+    torch.manual_seed(options.seed + 1_000 * options.life + (0 if starts_equal else options.group))
     config = gpt.GPTConfig(num_blocks=12) if options.slow_link else gpt.GPTConfig()
     module = gpt.CharGPT(config)
     if options.slow_link:  # as in fine-tuning, the state is much larger than what a step changes
@@ -144,7 +146,7 @@ def main(arguments: list[str]) -> int:
             seed=options.seed,
             group=options.group,
             step=step_before,
-            batch_size=options.batch_size,
+            batch_size=options.batch_size // (3 if options.slow_link else 1),
             context=config.context,
         )
         optimizer.zero_grad()
