@@ -43,7 +43,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--slow-link",
         action="store_true",
-        help="slow the transfers of the state down, not the collectives: the state takes three steps of 1 s, and nobody may wait "
+        help="slow transfers of the state down, not the collectives: the state takes several steps of 1 s, and nobody may wait "
         "more than 1 s for it; the picture shows how long each step took; 5 kills in 100 steps unless told otherwise",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where picture and logs go")

@@ -51,7 +51,7 @@ def draw(timeline: Timeline, report: Report, path: Path, *, shows_step_times: bo
                 )
         lives.set_xlabel("seconds")
         lives.set_xlim(left=0)
-        title = _title_of_step_times(report) if shows_step_times else _title(report)
+        title = f"{_say_step_times(timeline, report)}\n{_title(report)}" if shows_step_times else _title(report)
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path, dpi=130)
         plt.close(figure)
@@ -62,10 +62,18 @@ def _title(report: Report) -> str:
     return f"{end}   (seed {report.seed})"
 
 
-def _title_of_step_times(report: Report) -> str:
+def _say_step_times(timeline: Timeline, report: Report) -> str:
     longest_s = max((kill.rejoin_gap_s or 0.0 for kill in report.kills), default=0.0)
-    usual = f"{report.typical_step_s or 0.0:.2f} s from commit to commit"
-    return f"Killed groups come back, and nobody waits: {usual}, {longest_s:.2f} s at most meanwhile\n{_title(report)}"
+    return (
+        f"The survivors commit a step every {report.typical_step_s or 0.0:.2f} s. While killed groups come back, it takes them"
+        f"\n{longest_s:.2f} s at most. The state of a group that comes back takes {_transfer_s(timeline) or 0.0:.1f} s to arrive."
+    )
+
+
+def _transfer_s(timeline: Timeline) -> float | None:
+    """How long receiving the state took a killed group, usually; None: none was received."""
+    transfers = [max(life.received_s) for life in timeline.lives if life.number > 0 and life.received_s]
+    return median(transfers) if transfers else None
 
 
 def _draw_losses(axes: Axes, timeline: Timeline, report: Report) -> None:
@@ -168,26 +176,29 @@ def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
                 color=_colour(life.group),
                 fontsize=9,
             )
-    transfers = [max(life.received_s) for life in timeline.lives if life.number > 0 and life.received_s]
-    if transfers:
-        axes.axhline(median(transfers), color=_MUTED, linewidth=0.9, linestyle=":")
+    transfer_s = _transfer_s(timeline)
+    if transfer_s is not None:
+        axes.axhline(transfer_s, color=_MUTED, linewidth=0.9, linestyle=":")
         axes.text(
             1.0,
-            median(transfers),
-            f"receiving the state takes {median(transfers):.1f} s ",
+            transfer_s,
+            "a step that waits for the state ",
             transform=axes.get_yaxis_transform(),
             ha="right",
             va="bottom",
             color=_MUTED,
         )
     axes.set_ylabel("how long a step took, seconds")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0, top=1.25 * axes.get_ylim()[1])
     handles = [
         Line2D([], [], marker=".", color=_colour(group), label=f"group_{group}") for group in range(timeline.num_groups)
     ]
     ring = Line2D([], [], linestyle="", marker="o", markerfacecolor="none", markeredgecolor=_KILL)
     ring.set_label("discarded step")
-    axes.legend(handles=[*handles, ring], loc="upper left", frameon=True, edgecolor="none", framealpha=0.9, ncols=4)
+    kill = Line2D([], [], color=_KILL, linewidth=0.9, linestyle=(0, (4, 3)), label="SIGKILL")
+    axes.legend(
+        handles=[*handles, kill, ring], loc="upper left", frameon=True, edgecolor="none", framealpha=0.9, ncols=5
+    )
 
 
 def _draw_lives(axes: Axes, timeline: Timeline) -> None:
