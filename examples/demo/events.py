@@ -22,6 +22,13 @@ class Connected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     at_s: float
 
 
+class StateReceived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A state of other groups was received in `took_s` seconds, and loaded; said when the next step begins."""
+
+    at_s: float
+    took_s: float
+
+
 class StepEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`optimizer.step()` returned.
 
@@ -56,7 +63,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sample: str
 
 
-Event: TypeAlias = Imported | Connected | StepEnded | StopAccepted | Finished
+Event: TypeAlias = Imported | Connected | StateReceived | StepEnded | StopAccepted | Finished
 
 
 class StopAt(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -26,18 +27,22 @@ _STARTING = "#d7dae2"
 _JOINING = "#9aa1b5"
 
 
-def draw(timeline: Timeline, report: Report, path: Path) -> None:
-    """Write the picture as a PNG."""
+def draw(timeline: Timeline, report: Report, path: Path, *, shows_step_times: bool = False) -> None:
+    """Write the picture as a PNG; `shows_step_times`: how long steps took, instead of how many were committed."""
     ink = dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.color"), _INK)
     style: Any = {"axes.edgecolor": _MUTED, "axes.spines.top": False, "axes.spines.right": False, **ink}
     with plt.rc_context(style):
-        figure, (losses, steps, lives) = plt.subplots(
+        figure, (upper, lower, lives) = plt.subplots(
             3, 1, figsize=(12, 9), sharex=True, layout="constrained", height_ratios=[4, 3, 0.55 * timeline.num_groups]
         )
-        _draw_losses(losses, timeline, report)
-        _draw_steps(steps, timeline)
+        if shows_step_times:
+            _draw_step_times(upper, timeline)
+            _draw_losses(lower, timeline, report)
+        else:
+            _draw_losses(upper, timeline, report)
+            _draw_steps(lower, timeline)
         _draw_lives(lives, timeline)
-        for axes in (losses, steps, lives):
+        for axes in (upper, lower, lives):
             axes.grid(axis="both" if axes is not lives else "x", color="#e6e8ee", linewidth=0.8)
             axes.set_axisbelow(True)
             for kill in timeline.kills:
@@ -46,7 +51,8 @@ def draw(timeline: Timeline, report: Report, path: Path) -> None:
                 )
         lives.set_xlabel("seconds")
         lives.set_xlim(left=0)
-        figure.suptitle(_title(report), x=0.01, ha="left", fontsize=13, fontweight="bold")
+        title = f"{_say_step_times(timeline, report)}\n{_title(report)}" if shows_step_times else _title(report)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(path, dpi=130)
         plt.close(figure)
 
@@ -54,6 +60,20 @@ def draw(timeline: Timeline, report: Report, path: Path) -> None:
 def _title(report: Report) -> str:
     end = report.verdict.reason[:1].upper() + report.verdict.reason[1:]
     return f"{end}   (seed {report.seed})"
+
+
+def _say_step_times(timeline: Timeline, report: Report) -> str:
+    longest_s = max((kill.rejoin_gap_s or 0.0 for kill in report.kills), default=0.0)
+    return (
+        f"The survivors commit a step every {report.typical_step_s or 0.0:.2f} s. While killed groups come back, it takes them"
+        f"\n{longest_s:.2f} s at most. The state of a group that comes back takes {_transfer_s(timeline) or 0.0:.1f} s to arrive."
+    )
+
+
+def _transfer_s(timeline: Timeline) -> float | None:
+    """How long receiving the state took a killed group, usually; None: none was received."""
+    transfers = [max(life.received_s) for life in timeline.lives if life.number > 0 and life.received_s]
+    return median(transfers) if transfers else None
 
 
 def _draw_losses(axes: Axes, timeline: Timeline, report: Report) -> None:
@@ -126,6 +146,59 @@ def _draw_steps(axes: Axes, timeline: Timeline) -> None:
         )
     axes.set_ylabel("committed steps")
     axes.set_ylim(bottom=0)
+
+
+def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
+    """How long each step took each group that contributes, and how long it takes to receive the state."""
+    for life in timeline.lives:
+        steps = [step for step in life.steps if life.contributed_s is not None and step.at_s >= life.contributed_s]
+        times = [step.at_s - timeline.started_s for step in steps]
+        taken = [step.at_s - step.started_s for step in steps]
+        axes.plot(times, taken, color=_colour(life.group), linewidth=1.4, marker=".", markersize=5)
+        discarded = [index for index, step in enumerate(steps) if not step.committed]
+        axes.scatter(
+            [times[index] for index in discarded],
+            [taken[index] for index in discarded],
+            s=70,
+            facecolors="none",
+            edgecolors=_KILL,
+            zorder=4,
+        )
+        if life.number > 0 and life.imported_s is not None and life.contributed_s is not None:
+            start_s, end_s = life.imported_s - timeline.started_s, life.contributed_s - timeline.started_s
+            axes.axvspan(start_s, end_s, color=_colour(life.group), alpha=0.13, linewidth=0)
+            axes.annotate(
+                f"group_{life.group}\nfollows,\njoins",
+                ((start_s + end_s) / 2, 0.05),
+                xycoords=axes.get_xaxis_transform(),
+                ha="center",
+                va="bottom",
+                color=_colour(life.group),
+                fontsize=9,
+            )
+    transfer_s = _transfer_s(timeline)
+    if transfer_s is not None:
+        axes.axhline(transfer_s, color=_MUTED, linewidth=0.9, linestyle=":")
+        axes.text(
+            1.0,
+            transfer_s,
+            "a step that waits for the state ",
+            transform=axes.get_yaxis_transform(),
+            ha="right",
+            va="bottom",
+            color=_MUTED,
+        )
+    axes.set_ylabel("how long a step took, seconds")
+    axes.set_ylim(bottom=0, top=1.25 * axes.get_ylim()[1])
+    handles = [
+        Line2D([], [], marker=".", color=_colour(group), label=f"group_{group}") for group in range(timeline.num_groups)
+    ]
+    ring = Line2D([], [], linestyle="", marker="o", markerfacecolor="none", markeredgecolor=_KILL)
+    ring.set_label("discarded step")
+    kill = Line2D([], [], color=_KILL, linewidth=0.9, linestyle=(0, (4, 3)), label="SIGKILL")
+    axes.legend(
+        handles=[*handles, kill, ring], loc="upper left", frameon=True, edgecolor="none", framealpha=0.9, ncols=5
+    )
 
 
 def _draw_lives(axes: Axes, timeline: Timeline) -> None:

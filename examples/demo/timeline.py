@@ -34,6 +34,7 @@ class Life:
     spawned_s: float
     imported_s: float | None = None
     connected_s: float | None = None
+    received_s: list[float] = field(default_factory=list)
     steps: list[events.StepEnded] = field(default_factory=list)
     finished: events.Finished | None = None
     ended_s: float | None = None
@@ -47,6 +48,8 @@ class Life:
                 self.imported_s = event.at_s
             case events.Connected():
                 self.connected_s = event.at_s
+            case events.StateReceived():
+                self.received_s.append(event.took_s)
             case events.StepEnded():
                 self.steps.append(event)
             case events.Finished():

@@ -22,8 +22,13 @@ import msgspec
 
 from demo import corpus, events
 
-_SLOW_BYTES_PER_S = 500_000.0
-"""Of each group that serves: the state has 7.5 MB."""
+_SLOW_BYTES_PER_S = 1_750_000.0
+"""Of each group that serves, with a slow link. Two send the state's 11.4 MB in 3.2 s. One sends the 0.9 MB of a step's gradients
+in half a step."""
+_SLOW_STEP_S = 1.0
+"""So long a step takes with the slow link: most of it is slept, so that cores are not the limit."""
+_SLOW_JOIN_LIMIT = timedelta(seconds=1)
+"""So long the others wait at most for a group that joins, with the slow link. The state takes longer, so no group could join."""
 
 
 class _Commands:
@@ -65,7 +70,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--lighthouse", required=True, metavar="HOST:PORT")
     parser.add_argument("--tokens", type=Path, required=True, help="the corpus, one byte a token")
     parser.add_argument("--min-replica-size", type=int, default=1)
-    parser.add_argument("--slow-link", action="store_true", help="serve the state at half a megabyte a second")
+    parser.add_argument("--slow-link", action="store_true", help="fine-tune a larger model, and serve its state slowly")
     parser.add_argument("--batch-size", type=int, default=12)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -87,12 +92,17 @@ def main(arguments: list[str]) -> int:
     from demo import model as gpt
     from demo.digest import digest_state
     from torchft_ckpt import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+    from torchft_ckpt.events import Event, Healed
 
     torch.set_num_threads(1)
     # Every life starts from other weights: that all end equal is recovery's doing, not the seed's.
-    torch.manual_seed(options.seed + 1_000 * options.life + options.group)
-    config = gpt.GPTConfig()
+    # With the slow link the first lives are equal, so that the start needs no transfer.
+    starts_equal = options.slow_link and options.life == 0
+    torch.manual_seed(options.seed + 1_000 * options.life + (0 if starts_equal else options.group))
+    config = gpt.GPTConfig(num_blocks=12) if options.slow_link else gpt.GPTConfig()
     module = gpt.CharGPT(config)
+    if options.slow_link:  # as in fine-tuning, the state is much larger than what a step changes
+        module.blocks[:-1].requires_grad_(False)
     adamw = torch.optim.AdamW(module.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     tokens = torch.from_file(str(options.tokens), shared=False, size=options.tokens.stat().st_size, dtype=torch.uint8)
 
@@ -102,6 +112,10 @@ def main(arguments: list[str]) -> int:
     def load_state_dict(state: dict) -> None:
         module.load_state_dict(state["model"])
         adamw.load_state_dict(state["optimizer"])
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Healed):
+            send(pipe, events.StateReceived(at_s=time.monotonic(), took_s=event.took_s))
 
     send(pipe, events.Imported(at_s=time.monotonic()))
     manager = Manager(
@@ -117,6 +131,9 @@ def main(arguments: list[str]) -> int:
         checkpoint_transport=(
             HTTPTransport(timedelta(seconds=30), max_serve_bytes_per_s=_SLOW_BYTES_PER_S) if options.slow_link else None
         ),
+        join_budget=_SLOW_JOIN_LIMIT if options.slow_link else None,
+        join_stall_limit=_SLOW_JOIN_LIMIT if options.slow_link else timedelta(seconds=60),
+        on_event=tell,
     )
     send(pipe, events.Connected(at_s=time.monotonic()))
     model = DistributedDataParallel(manager, module)
@@ -129,11 +146,13 @@ def main(arguments: list[str]) -> int:
             seed=options.seed,
             group=options.group,
             step=step_before,
-            batch_size=options.batch_size,
+            batch_size=options.batch_size // (3 if options.slow_link else 1),
             context=config.context,
         )
         optimizer.zero_grad()
         loss = gpt.loss_of(model(inputs), targets)
+        if options.slow_link:
+            time.sleep(max(started_s + _SLOW_STEP_S - time.monotonic(), 0.0))
         loss.backward()
         optimizer.step()
         commands.last_step = manager.current_step()
@@ -153,7 +172,7 @@ def main(arguments: list[str]) -> int:
 
     digest = digest_state({"module": dict(module.named_parameters()), **state_dict()})
     sample = ""
-    if options.group == 0:
+    if options.group == 0 and not options.slow_link:  # a few steps teach no language
         prompt = torch.tensor(list(corpus.encode(b"def ")))
         written = gpt.write_on(module, prompt, num_characters=240, seed=options.seed)
         sample = corpus.decode(bytes(written.tolist()))

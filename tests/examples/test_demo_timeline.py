@@ -125,14 +125,16 @@ def test_the_verdict_holds_only_for_equal_states_at_one_step_after_all_kills(
     assert (verdict.is_bit_equal, verdict.reason) == (is_bit_equal, reason)
 
 
-def test_table_json_and_picture_tell_the_same_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shows_step_times", [False, True])
+def test_table_json_and_picture_tell_the_same_run(tmp_path: Path, shows_step_times: bool) -> None:
     timeline = make_timeline()
+    timeline.lives[-1].record(events.StateReceived(at_s=7.4, took_s=3.0))
     picture = tmp_path / "demo.png"
     report = build_report(timeline, seed=3, num_planned_kills=1, duration_s=9.0, picture=picture)
     text = io.StringIO()
 
     write_json(report, tmp_path / "sub" / "demo.json")
-    draw(timeline, report, picture)
+    draw(timeline, report, picture, shows_step_times=shows_step_times)
     print_report(report, Console(file=text, width=120))
 
     assert msgspec.json.decode((tmp_path / "sub" / "demo.json").read_bytes(), type=Report) == report
