@@ -44,7 +44,8 @@ class Followers:
         if isinstance(getattr(scheduler, "scheduler", None), LRScheduler) and not isinstance(scheduler, LRScheduler):
             raise ConfigError(
                 f"{type(scheduler).__name__} wraps a scheduler of torch, in its attribute `scheduler`: give that one, and"
-                " call its step() once after each optimizer.step(), not the wrapper's (accelerate's steps it once for each process)",
+                " call its step() once after each optimizer.step(), not the wrapper's (accelerate's calls it once for each"
+                " process)",
                 party="scheduler",
             )
         if not isinstance(scheduler, LRScheduler):

@@ -166,6 +166,12 @@ class Healing:
         self.distance.followed()
         self._reception.forget_left()
 
+    def joined(self, *, has_replayed: bool) -> None:
+        """The state of a quorum is loaded. After a replay what was lacking of it says nothing of the next one."""
+        self.distance.joined()
+        if has_replayed:
+            self._reception.forget_left()
+
     @property
     def load_s(self) -> float:
         return self._reception.load_s

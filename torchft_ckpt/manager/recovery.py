@@ -335,7 +335,7 @@ class Recovery:
         if plan.formed.follows:
             self._healing.followed()
         else:
-            self._healing.distance.joined()
+            self._healing.joined(has_replayed=self._replay.is_on)
         self._replay.end()
         self.note_healed(plan.formed)
         logger.info("%s healed to step %d", self._client.replica_id, step)
