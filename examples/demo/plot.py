@@ -64,9 +64,10 @@ def _title(report: Report) -> str:
 
 def _say_step_times(timeline: Timeline, report: Report) -> str:
     longest_s = max((kill.rejoin_gap_s or 0.0 for kill in report.kills), default=0.0)
+    usual = f"The survivors commit a step every {report.typical_step_s or 0.0:.2f} s"
     return (
-        f"The survivors commit a step every {report.typical_step_s or 0.0:.2f} s. While killed groups come back, it takes them"
-        f"\n{longest_s:.2f} s at most. The state of a group that comes back takes {_transfer_s(timeline) or 0.0:.1f} s to arrive."
+        f"{usual}, and within {longest_s:.2f} s while killed groups come back."
+        f"\nThe state of such a group takes {_transfer_s(timeline) or 0.0:.1f} s to arrive."
     )
 
 
@@ -168,7 +169,7 @@ def _draw_step_times(axes: Axes, timeline: Timeline) -> None:
             start_s, end_s = life.imported_s - timeline.started_s, life.contributed_s - timeline.started_s
             axes.axvspan(start_s, end_s, color=_colour(life.group), alpha=0.13, linewidth=0)
             axes.annotate(
-                f"group_{life.group}\nfollows,\njoins",
+                f"group_{life.group}\nfollows",
                 ((start_s + end_s) / 2, 0.05),
                 xycoords=axes.get_xaxis_transform(),
                 ha="center",

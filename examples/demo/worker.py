@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> int:
             seed=options.seed,
             group=options.group,
             step=step_before,
-            batch_size=options.batch_size // (3 if options.slow_link else 1),
+            batch_size=options.batch_size // (6 if options.slow_link else 1),
             context=config.context,
         )
         optimizer.zero_grad()
