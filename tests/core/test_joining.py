@@ -87,6 +87,9 @@ def test_a_rate_is_that_of_the_last_seconds_and_of_none_sooner():
     for second in range(2, 6):
         told = reception.progress(left_bytes=500, done_bytes=100 + 10 * second, elapsed_s=float(second))
     assert told == pytest.approx(50.0)
+    assert reception.is_measured
+    reception.begin()
+    assert not reception.is_measured, "of the next transfer nothing is known but the rate of this one"
 
 
 def test_a_transfer_that_stands_needs_for_ever():

@@ -149,6 +149,11 @@ class Healing:
             self._reception.measured(rate)
 
     @property
+    def knows_rate(self) -> bool:
+        """Whether the transfer that runs now has shown how fast it is."""
+        return self._reception.is_measured
+
+    @property
     def guesses(self) -> bool:
         """Whether `expected_s` rests on no measurement."""
         return not self._reception.has_measured

@@ -192,7 +192,8 @@ class Recovery:
         """End a transfer outside of the quorum whose state could not be brought forward: it would be of no use."""
         entry_bytes = self._registry.gradient_bytes()
         entry_s = self._healing.entry_s(entry_bytes)
-        if not self._replay.is_able or not self._is_alone or keeps_up(entry_s, formed.step_s):
+        is_able = self._replay.is_able and self._is_alone and self._healing.knows_rate
+        if not is_able or keeps_up(entry_s, formed.step_s):
             return
         logger.warning(
             "%s does not follow the others: the gradients of a step (%.1f MB) take %.1f s to arrive, and a step takes the others"

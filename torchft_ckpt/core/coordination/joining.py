@@ -46,6 +46,8 @@ class Reception:
     def __init__(self) -> None:
         self.load_s = 0.0
         """Seconds that loading took the last time; 0: hardly any."""
+        self.is_measured = False
+        """The rate is that of the transfer that runs now, or ran last."""
         self._rate: float | None = None
         self._left: int | None = None
         self._at_first: int | None = None
@@ -56,6 +58,7 @@ class Reception:
         """A transfer begins. What the one before told is believed until this one tells."""
         self._seen.clear()
         self._at_first = None
+        self.is_measured = False
 
     def progress(self, *, left_bytes: int, done_bytes: int, elapsed_s: float) -> float:
         """Take how far the transfer is since it began; return how many seconds it still needs.
@@ -73,6 +76,7 @@ class Reception:
         took_s, grew = elapsed_s - since_s, done_bytes - before
         if took_s >= _WINDOW_S or (took_s >= _SOONEST_S and grew):
             self._rate = max(grew, 1) / took_s
+            self.is_measured = True
         return left_bytes / (self._rate or FIRST_RATE) + self.load_s
 
     def loading(self, elapsed_s: float) -> float:
