@@ -27,6 +27,8 @@
 |                                                           | blocks are asked for as those of any snapshot, by `If-Match`  |
 | `POST /v1/redo/held?after=STEP.QUORUM.EPOCH`             | 204; this version is here, the entry to it may be freed       |
 | `POST /v1/redo/done`                                     | 204; the follower needs nothing more                          |
+| `GET /v1/probe`                                           | 2 MiB of zeros, at the pace of states: a group that comes     |
+|                                                           | measures the way                                              |
 
 | header                   | sent with          | meaning                                                             |
 |--------------------------|--------------------|---------------------------------------------------------------------|
