@@ -21,7 +21,10 @@ def main() -> None:
     parser.add_argument(
         "--wait", nargs=2, metavar=("STEP", "FILE"), help="stand still before a step until a file exists"
     )
+    parser.add_argument("--begin", metavar="FILE", help="stand still at step 1 until this file exists")
     options = parser.parse_args()
+    pauses = [options.wait] if options.wait else []
+    pauses += [("1", options.begin)] if options.begin else []
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
     say(f"group {group} rank {rank} is process {os.getpid()}")
@@ -37,8 +40,9 @@ def main() -> None:
         manager.register_state_dict_fn(name, part.load_state_dict, part.state_dict)
     model, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, adamw)
     while manager.current_step() < options.steps:
-        while options.wait and manager.current_step() == int(options.wait[0]) and not Path(options.wait[1]).exists():
-            time.sleep(0.05)
+        for step, file in pauses:
+            while manager.current_step() == int(step) and not Path(file).exists():
+                time.sleep(0.05)
         optimizer.zero_grad()
         model(torch.randn(16, 8)).square().mean().backward()
         optimizer.step()

@@ -75,8 +75,11 @@ def test_a_job_without_groups_is_refused() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_group_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) -> None:
-    """`torchx run`, as its user types it. The survivor stands still at step 200 until the other group is there again."""
-    is_back = tmp_path / "is_back"
+    """`torchx run`, as its user types it. The survivor stands still at step 200 until the other group is there again.
+
+    So does a group at step 1 until both are there: one may start much sooner, and be at step 200 before the other begins.
+    """
+    are_here, is_back = tmp_path / "are_here", tmp_path / "is_back"
     (tmp_path / "run_torchx.py").write_text("from torchx.cli.main import main\n\nmain()\n")
     (tmp_path / "bin").mkdir()
     torchrun = tmp_path / "bin" / "torchrun"
@@ -87,7 +90,7 @@ def test_a_group_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) -
     command = [
         *("run", "--scheduler=local_cwd", f"--scheduler_args=log_dir={logs}", "--wait"),
         *(f"{COMPONENT}:hsdp", "--replicas=2", "--workers_per_replica=2", f"--script={PLAIN}"),
-        *("--", "--steps=400", "--wait", "200", str(is_back)),
+        *("--", "--steps=400", "--begin", str(are_here), "--wait", "200", str(is_back)),
     ]
     environment = {
         "TORCHFT_LIGHTHOUSE": lighthouse.address(),
@@ -97,6 +100,8 @@ def test_a_group_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) -
     }
     runner = Group(tmp_path / "torchx.log", tmp_path / "run_torchx.py", command, environment)
     try:
+        wait_until(lambda: all("serves its state" in _log(logs, group) for group in range(2)), "both groups start", 180)
+        are_here.touch()
         wait_until(lambda: _trains(runner, logs), "both groups train", 180)
         killed = _processes(logs, 1)
         for pid in killed:
