@@ -105,6 +105,11 @@ class Recovery:
         self.num_healed = 0
         self.num_corrected = 0
 
+    @property
+    def can_replay(self) -> bool:
+        """Whether this rank can bring a state forward by the steps that others have made since."""
+        return self._replay.is_able and self._is_alone and self._registry.knows_all_steps
+
     # ------------------------------------------------------------------------------------------- on the quorum thread
 
     def begin(self, plan: StepPlan, prepared: Prepared, timeout: timedelta | None = None) -> None:
@@ -190,10 +195,11 @@ class Recovery:
 
     def _give_up_where_it_cannot_keep_up(self, formed: QuorumFormed) -> None:
         """End a transfer outside of the quorum whose state could not be brought forward: it would be of no use."""
+        if not self.can_replay or not self._healing.knows_rate:
+            return
         entry_bytes = self._registry.gradient_bytes()
         entry_s = self._healing.entry_s(entry_bytes)
-        is_able = self._replay.is_able and self._is_alone and self._healing.knows_rate
-        if not is_able or keeps_up(entry_s, formed.step_s):
+        if keeps_up(entry_s, formed.step_s):
             return
         logger.warning(
             "%s does not follow the others: the gradients of a step (%.1f MB) take %.1f s to arrive, and a step takes the others"
@@ -267,13 +273,8 @@ class Recovery:
 
     def replay(self, formed: QuorumFormed) -> None:
         """Bring a state that was received outside of the quorum to that of now. On the training thread, which waits."""
-        replay, now, client = self._replay, self._client.view(), self._client
-        if (
-            not replay.is_able
-            or not self._is_alone
-            or not self._registry.knows_all_steps
-            or now.version != formed.version
-        ):
+        replay, client = self._replay, self._client
+        if not self.can_replay or client.view().version != formed.version:
             return
 
         def tell(step: int) -> None:

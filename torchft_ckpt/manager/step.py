@@ -229,7 +229,7 @@ class Steps:
             reach_s = healing.expected_s(healing.distance.lacking_bytes(num_bytes, changing_bytes))
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
-            replays = self._replay.is_able and registry.knows_all_steps and self._rank_config.group_world_size == 1
+            replays = self._recovery.can_replay
             entry_s = healing.entry_s(registry.gradient_bytes()) if replays else 0.0
             is_closer = healing.distance.can_follow(num_bytes, changing_bytes, replays=replays)
             can_follow = is_able and reach_s is not None and is_closer

@@ -58,8 +58,7 @@ class RedoFollower:
         self._options = options
         self._max_manifest_bytes = min(max_manifest_bytes(parameters), options.max_manifest_bytes)
         self._lock = threading.Lock()
-        self._closed = False
-        self._has_closed = threading.Event()
+        self._closed = threading.Event()
         self._clients = [SourceClient(parse_metadata(source), None, options) for source in dict.fromkeys(sources)]
         """Those that may still help, the one whose turn it is first."""
         self._failures: dict[str, CheckpointError] = {}
@@ -106,22 +105,21 @@ class RedoFollower:
                 if time.monotonic() >= until and num_asked >= len(self._clients):
                     return None
                 if num_asked >= len(self._clients):
-                    self._has_closed.wait(_PAUSE_S)
+                    self._closed.wait(_PAUSE_S)
             except CheckpointError as error:
                 self._drop(client, error)
 
     def close(self) -> None:
         """Wake and fail whoever waits here. From any thread; the thread that follows still calls `release`."""
         with self._lock:
-            self._closed = True
-            self._has_closed.set()
+            self._closed.set()
             clients = list(self._clients)
         for client in clients:
             client.close()
 
     def release(self) -> None:
         """Free connections and memory, and say so to the sources. By the thread that follows."""
-        if not self._closed:
+        if not self._closed.is_set():
             for client in self._clients:
                 with contextlib.suppress(CheckpointError):
                     client.tell_redo_done()
@@ -140,7 +138,7 @@ class RedoFollower:
 
     def _turn(self) -> SourceClient:
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise TransferCancelledError("following the redo log was given up by this side", party="receiver")
             if self._clients:
                 return self._clients[0]
@@ -151,7 +149,7 @@ class RedoFollower:
         client.release()
         with self._lock:
             self._clients = [other for other in self._clients if other is not client]
-            if self._closed:
+            if self._closed.is_set():
                 return
         self._failures[client.name] = error
         logger.warning("the redo log of %s is not followed any more: %s", client.name, error)
