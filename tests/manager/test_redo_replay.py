@@ -440,7 +440,9 @@ def test_sources_that_cannot_be_followed_are_a_reason_and_no_error() -> None:
 
     torn: list[bool] = []
     optimizer = O.SGD(_model(11, torch.float32).parameters(), lr=0.1)
-    replay = Replay(refuse, lambda: [optimizer], rank=0, own=OwnState(), mark_torn=lambda: torn.append(True))
+    replay = Replay(
+        refuse, lambda: [optimizer], rank=0, world_size=1, own=OwnState(), mark_torn=lambda: torn.append(True)
+    )
     formed: Any = SimpleNamespace(sources=[], version=version(3))
     try:
         assert "of another protocol" in replay.chase(formed, 1.0, lambda: True, lambda step: None)
@@ -477,7 +479,7 @@ def test_hooks_see_the_step_that_is_replayed_and_an_entry_after_another_state_is
         del entries[1]
     own, seen = OwnState(), []
     follower = Scripted(entries)
-    replay = Replay(lambda *_: follower, lambda: [fresh], rank=0, own=own, mark_torn=lambda: None)
+    replay = Replay(lambda *_: follower, lambda: [fresh], rank=0, world_size=1, own=own, mark_torn=lambda: None)
     fresh.register_step_post_hook(lambda *_: seen.append((replay.step, own.batches_committed)))
     formed: Any = SimpleNamespace(sources=[], version=version(0), step_s=0.0)
     try:

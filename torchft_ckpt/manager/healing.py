@@ -139,8 +139,7 @@ class Healing:
         """Measure how fast a state would come from those who train, where nothing was measured before. On the quorum thread."""
         measure = getattr(self._transport, "measure_rate", None)
         groups = [source.checkpoint_addresses for source in formed.sources]
-        addresses = [addresses[self._rank] for addresses in groups if self._rank < len(addresses)]
-        addresses = [address for address in addresses if address]
+        addresses = same_rank_peers(groups, self._rank, self._world_size)
         if measure is None or not addresses or not self.guesses:
             return
         rate = measure(addresses)

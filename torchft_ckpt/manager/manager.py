@@ -272,6 +272,7 @@ class Manager:
             getattr(transport, "follow_redo_logs", None),
             self._registry.guarded,
             rank=rank_config.group_rank,
+            world_size=rank_config.group_world_size,
             own=self._own,
             mark_torn=lambda: self._client.load_torn(),
         )

@@ -21,6 +21,7 @@ from torchft_ckpt.checkpointing.state.redo_entry import OptimizerStep, RedoEntry
 from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.coordination.learning import chase_limit_s, keeps_up
 from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
+from torchft_ckpt.core.coordination.recovery import same_rank_peers
 from torchft_ckpt.errors import (
     CheckpointError,
     SourceRefusedError,
@@ -63,7 +64,7 @@ class Replay:
         follow: returns what fetches the entries, from sources with these addresses, for optimizers with these parameters.
             None: the transport has no redo logs.
         optimizers: returns those that are guarded, in the order in which all replicas guard them.
-        rank: in the replica group.
+        rank, world_size: in the replica group.
         own: gets the number of committed batches of each entry.
         mark_torn: called before the first entry is applied: from then on the state has no name until the join has compared it.
     """
@@ -74,12 +75,14 @@ class Replay:
         optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
         *,
         rank: int,
+        world_size: int,
         own: OwnState,
         mark_torn: Callable[[], None],
     ) -> None:
         self._follow = follow
         self._optimizers = optimizers
         self._rank = rank
+        self._world_size = world_size
         self._mark_torn = mark_torn
         self._own = own
         self.step: int | None = None
@@ -134,8 +137,8 @@ class Replay:
         """
         if self._follow is None:
             return ""
-        addresses = [source.checkpoint_addresses for source in formed.sources]
-        own = [one[self._rank] for one in addresses if self._rank < len(one) and one[self._rank]]
+        groups = [source.checkpoint_addresses for source in formed.sources]
+        own = same_rank_peers(groups, self._rank, self._world_size)
         self._held = self._fetched_to = formed.version
         self._took_s.clear()
         self._ready.clear()
