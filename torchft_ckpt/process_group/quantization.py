@@ -20,8 +20,8 @@ For a block with largest magnitude `a`, `scale = max(a / 127, 2**-126)` for int8
 - fp8: `q = e4m3(x / scale)`, 3 bits of mantissa. `|decoded - x| <= max(|x| / 16, scale / 1024)`, likewise.
 - A block of zeros decodes to zeros. A block with a value that is infinite or NaN, or beyond fp32, decodes to NaNs.
 
-Decoding is one fp32 multiplication for an element, exactly rounded: equal bytes give equal bits on every machine (of NaNs,
-on machines of one kind). Nothing here waits for a GPU, or knows a backend.
+Each operation is exactly rounded: a GPU makes the bytes and the values that a CPU makes (of NaNs only machines of one kind
+do). Nothing here waits for a GPU, or knows a backend.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Codec:
     def encode(self, blocks: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
         """Encode `blocks` (n, block), fp32, into `scales` (n, 1), fp32, and `values` (n, block) of `dtype`."""
         torch.amax(blocks.abs(), dim=1, keepdim=True, out=scales)
-        scales.div_(self.largest).masked_fill_(scales.isinf(), torch.nan)
+        _divide(scales, self.largest).masked_fill_(scales.isinf(), torch.nan)
         # From above, so that rounding makes no infinity of the largest float.
         scales.clamp_(_SMALLEST_SCALE, _LARGEST_FLOAT / self.largest * (1 - 2.0**-23))
         scaled = blocks / scales
@@ -176,8 +176,13 @@ def reduce_messages(
         for scales, values in others:
             total.add_(_decoded(scales[first:last], values[first:last]))
         if divisor is not None:
-            total.div_(divisor)
+            _divide(total, divisor)
         codec.encode(total, out_scales[first:last], out_values[first:last])
+
+
+def _divide(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Divide in place, exactly rounded: on a GPU torch multiplies by the reciprocal of a number, but not by that of a tensor."""
+    return tensor.div_(tensor.new_full((), divisor))
 
 
 def _decoded(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
