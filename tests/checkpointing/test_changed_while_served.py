@@ -171,7 +171,7 @@ def test_writes_to_a_sharded_parameter_or_to_its_local_tensor_are_found(write: C
     """A state dict has tensors of its own on the same memory: the parameter's counters are those that count."""
     with imagined_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
-        weight = nn.Parameter(distribute_tensor(torch.ones(2048, 4), mesh, [Shard(0)]))
+        weight = nn.Parameter(distribute_tensor(torch.ones(2048, 4), mesh, [Shard(0)], src_data_rank=None))
         sgd = torch.optim.SGD([weight])
         unsteady = Unsteady()
         held = copy_volatile({"weight": weight.detach()}, [sgd], unsteady)

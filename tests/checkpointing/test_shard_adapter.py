@@ -278,12 +278,15 @@ def test_a_dtensor_beside_them_goes_the_way_of_the_defaults(tmp_path):
     try:
         mesh = init_device_mesh("cpu", (1,))
         full = torch.arange(6.0)
-        state = {"d": distribute_tensor(full, mesh, [Shard(0)]), "w": SpmdTensor.of(full, FOUR)}
+        state = {"d": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None), "w": SpmdTensor.of(full, FOUR)}
         planner = ShardSavePlanner()
         planner.set_up_planner(state)
         assert list(planner.state_dict) == ["d"]  # which is what the base class plans for
         save(tmp_path, state)
-        target = {"d": distribute_tensor(torch.zeros(6), mesh, [Shard(0)]), "w": SpmdTensor((6,), torch.float32, TWO)}
+        target = {
+            "d": distribute_tensor(torch.zeros(6), mesh, [Shard(0)], src_data_rank=None),
+            "w": SpmdTensor((6,), torch.float32, TWO),
+        }
         load(tmp_path, target)
         assert isinstance(target["d"], DTensor)
         assert torch.equal(target["d"].to_local(), full)
