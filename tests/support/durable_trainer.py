@@ -29,6 +29,7 @@ from sharded.digest import digest_of
 from sharded.task import batch_of, make_model
 from train_hsdp import shard
 
+from support.device import DEVICE, INNER_BACKEND
 from support.trainer_process import begin, is_over, make_manager, report, state_functions
 from torchft_ckpt import Checkpointer, HTTPTransport, Optimizer, SavedCheckpoint, Tier
 from torchft_ckpt import checkpointer as checkpointer_module
@@ -101,8 +102,8 @@ def main() -> None:
     options = begin()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if num_ranks > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    model = make_model(options["seed"])
+        dist.init_process_group(INNER_BACKEND, timeout=timedelta(seconds=30))
+    model = make_model(options["seed"]).to(DEVICE)
     if options.get("layout", "plain") == "sharded":
         shard(model)
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -154,7 +155,7 @@ def main() -> None:
             before = manager.statistics()
             optimizer.zero_grad()
             time.sleep(options.get("pause_s", 0.0))  # stands for a longer forward pass
-            inputs, targets = batch_of(manager.quorum_step(), 0, rank, BATCH_SIZE)
+            inputs, targets = (tensor.to(DEVICE) for tensor in batch_of(manager.quorum_step(), 0, rank, BATCH_SIZE))
             nn.functional.mse_loss(model(inputs), targets).backward()
             if not is_sharded:
                 for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:

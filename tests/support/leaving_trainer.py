@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from sharded.digest import digest_of
 from sharded.task import batch_of, make_model
 
+from support.device import DEVICE, INNER_BACKEND
 from support.trainer_process import begin, is_over, make_manager, report, state_functions
 from torchft_ckpt import Checkpointer, DiLoCo, HTTPTransport, Manager, Optimizer
 
@@ -43,8 +44,8 @@ def main() -> None:
     options = begin()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if num_ranks > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    model = make_model(options["seed"] - rank)  # the same on all ranks of a group
+        dist.init_process_group(INNER_BACKEND, timeout=timedelta(seconds=30))
+    model = make_model(options["seed"] - rank).to(DEVICE)  # the same on all ranks of a group
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     load_state_dict, state_dict = state_functions(model, adamw)
     transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
@@ -114,7 +115,7 @@ def train(
         time.sleep(options.get("pause_s", 0.0))  # stands for a longer forward pass
         if options.get("has_worker"):
             next(data)
-        inputs, targets = batch_of(manager.quorum_step(), 0, rank, BATCH_SIZE)
+        inputs, targets = (tensor.to(DEVICE) for tensor in batch_of(manager.quorum_step(), 0, rank, BATCH_SIZE))
         nn.functional.mse_loss(model(inputs), targets).backward()
         for param in model.parameters():
             if param.grad is None:
@@ -136,7 +137,7 @@ def train(
                 healed=after.num_healed,
             )
         if options.get("logs_loss") and not outer and not manager.is_leaving:
-            manager.allreduce(torch.ones(1)).wait()
+            manager.allreduce(torch.ones(1, device=DEVICE)).wait()
         if checkpointer is not None and is_committed and save_every and step % save_every == 0:
             checkpointer.save()
         hang = Path(options["control"]) / "hang"

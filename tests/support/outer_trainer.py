@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch import nn
 
+from support.device import DEVICE
 from support.trainer import SteeredTransport
 from support.trainer_process import begin, is_over, make_manager, report
 from torchft_ckpt import DiLoCo, LocalSGD, Manager
@@ -45,7 +46,7 @@ def digest_of_globals(loop: Any) -> str:
 
     def add(value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            state.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            state.update(value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 state.update(str(key).encode())
@@ -116,7 +117,7 @@ def main() -> None:
     options = begin()
     generator = torch.Generator().manual_seed(options["seed"])
     torch.manual_seed(options["seed"])
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(DEVICE)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     fails = os.environ.get("RANK") == str(options.get("first_fetch_fails_at_rank"))
     kind = FailsOnce if fails else SteeredTransport
@@ -157,11 +158,11 @@ def main() -> None:
     try:
         with loop:
             with torch.no_grad():
-                model(torch.zeros(1, 64))  # the first forward pass, in which the loop begins
+                model(torch.zeros(1, 64, device=DEVICE))  # the first forward pass, in which the loop begins
             report("entered", step=manager.current_step(), healed=manager.statistics().num_healed)
             before, restored = manager.statistics(), restores[0]
             while not is_over(options, manager.current_step()):
-                batch = torch.randn(8, 64, generator=generator)
+                batch = torch.randn(8, 64, generator=generator).to(DEVICE)
                 inner.zero_grad()
                 (model(batch) - batch).square().mean().backward()
                 inner.step()

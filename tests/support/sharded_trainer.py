@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from support.device import DEVICE, INNER_BACKEND
 from support.trainer_process import begin, is_over, make_manager, report, state_functions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -43,8 +44,8 @@ def describe(tensor: torch.Tensor, model: nn.Module) -> list[str]:
 
 def main() -> None:
     options = begin()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    model = make_model(options["seed"])
+    dist.init_process_group(INNER_BACKEND, timeout=timedelta(seconds=30))
+    model = make_model(options["seed"]).to(DEVICE)
     place = shard(model, SimpleNamespace(tensor_parallel=options.get("tensor_parallel", 0)))  # type: ignore[arg-type]
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
@@ -71,7 +72,9 @@ def main() -> None:
                 parameter.requires_grad_(manager.current_step() >= options.get("unfreezes_at", 0))
             optimizer.zero_grad()
             time.sleep(options.get("pause_s", 0.0))  # stands for a longer forward pass
-            inputs, targets = batch_of(manager.current_step(), 0, place.data_rank, BATCH_SIZE)
+            inputs, targets = (
+                tensor.to(DEVICE) for tensor in batch_of(manager.current_step(), 0, place.data_rank, BATCH_SIZE)
+            )
             loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()
             optimizer.step()

@@ -21,6 +21,7 @@ import torch
 import xxhash
 from torch import nn
 
+from support.device import DEVICE
 from support.trainer_process import begin, is_over, make_manager, report, state_functions
 from torchft_ckpt import DistributedDataParallel, HTTPTransport, Optimizer, WorldSizeMode
 from torchft_ckpt.checkpointing.progress import TransferProgress
@@ -66,17 +67,17 @@ def digest(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         *(t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)),
     ]
     for tensor in tensors:
-        state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return state.hexdigest()
 
 
 def main() -> None:
     options = begin()
     torch.manual_seed(options["seed"])
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(DEVICE)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if "frozen_mb" in options:
-        model.register_buffer("frozen", torch.randn(options["frozen_mb"] << 18))
+        model.register_buffer("frozen", torch.randn(options["frozen_mb"] << 18, device=DEVICE))
     if "rate" in options:
         joining.FIRST_RATE = options["rate"]
     transport = SteeredTransport(
@@ -116,7 +117,7 @@ def main() -> None:
     try:
         while not is_over(options, manager.current_step()):
             before = manager.statistics()
-            batch = torch.randn(8, 64, generator=generator)
+            batch = torch.randn(8, 64, generator=generator).to(DEVICE)
             optimizer.zero_grad()
             if options.get("pause_s"):
                 time.sleep(options["pause_s"])  # stands for a longer forward pass
@@ -130,7 +131,7 @@ def main() -> None:
             optimizer.step()
             average = float(contributed)
             if options.get("logs_loss"):
-                average_of_all = torch.tensor([average])
+                average_of_all = torch.tensor([average], device=DEVICE)
                 is_good = manager.allreduce(average_of_all).wait()
                 average = average_of_all.item() if is_good else -1.0
             after = manager.statistics()

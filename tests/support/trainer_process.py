@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchft_ckpt import HTTPTransport, Manager, ProcessGroupGloo
+from support.device import USES_NCCL
+from torchft_ckpt import HTTPTransport, Manager, ProcessGroupGloo, ProcessGroupNCCL
 
 TIMEOUT_S = 30
 State = dict[str, Any]
@@ -26,6 +27,9 @@ def begin() -> dict[str, Any]:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     options: dict[str, Any] = json.loads(sys.argv[1])
+    if USES_NCCL:
+        # NCCL refuses two ranks on one GPU of one host, so each rank says that it is a host of its own.
+        os.environ["NCCL_HOSTID"] = f"{options['replica_id']}/{os.environ.get('RANK', '0')}/{os.getpid()}"
     return options
 
 
@@ -62,7 +66,7 @@ def make_manager(
     state_dict: Callable[[], State] | None,
     **more: Any,
 ) -> Manager:
-    """Return the Manager that the options describe, over Gloo; `more` are arguments that a trainer decides itself."""
+    """Return the Manager that the options describe; `more` are arguments that a trainer decides itself."""
     timeout = timedelta(seconds=options.get("timeout_s", TIMEOUT_S))
     arguments: dict[str, Any] = {
         "min_replica_size": options.get("min_replica_size", 1),
@@ -73,4 +77,5 @@ def make_manager(
         "timeout": timeout,
         **more,
     }
-    return Manager(ProcessGroupGloo(timeout=timeout), load_state_dict, state_dict, **arguments)
+    group = ProcessGroupNCCL(timeout=timeout) if USES_NCCL else ProcessGroupGloo(timeout=timeout)
+    return Manager(group, load_state_dict, state_dict, **arguments)
