@@ -26,7 +26,9 @@ def shard(model: Model, options: Options) -> Place:
     """Split the blocks' matrix products along `tensor`, then shard everything along `data`."""
     num_ranks = dist.get_world_size()
     num_tensor = options.tensor_parallel or (2 if num_ranks == 4 else 1)
-    mesh = init_device_mesh("cpu", (num_ranks // num_tensor, num_tensor), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(
+        model.scale.device.type, (num_ranks // num_tensor, num_tensor), mesh_dim_names=("data", "tensor")
+    )
     for block in model.blocks:
         if num_tensor > 1:
             parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -20,7 +20,7 @@ from torchft_ckpt.errors import JobFinishedError
 
 def shard(model: Model) -> Place:
     """Shard over all ranks of this group. The replicate dimension of HSDP is no part of the mesh: it is the manager's."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(model.scale.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

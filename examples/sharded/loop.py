@@ -16,7 +16,7 @@ from torch import nn
 from sharded.digest import digest_of
 from sharded.options import Options
 from sharded.task import Model, batch_of, make_model
-from torchft_ckpt import Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_ckpt.fsdp import set_all_reduce_hook
 
 
@@ -36,12 +36,16 @@ def train(options: Options, shard: Callable[[Model], Place]) -> None:
     """
     group = int(os.environ.get("REPLICA_GROUP_ID", "0"))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [{group}] %(name)s %(levelname)s %(message)s")
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)  # NCCL connects the current device
     torch.set_num_threads(1)
     # Two kinds of process group: PyTorch's own stays inside the replica group and dies with it, the manager's crosses groups.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("nccl" if has_gpu else "gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
 
-    model = make_model(options.seed + group)  # the first quorum makes all groups equal
+    model = make_model(options.seed + group).to(device)  # the first quorum makes all groups equal
     place = shard(model)
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
 
@@ -53,7 +57,7 @@ def train(options: Options, shard: Callable[[Model], Place]) -> None:
         adamw.load_state_dict(state["optimizer"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        pg=(ProcessGroupNCCL if has_gpu else ProcessGroupGloo)(timeout=timedelta(seconds=30)),
         load_state_dict=load_state_dict,
         state_dict=state_dict,
         min_replica_size=options.min_replica_size,
@@ -68,7 +72,8 @@ def train(options: Options, shard: Callable[[Model], Place]) -> None:
         optimizer.zero_grad()  # starts the quorum
         # The step counter says which batch comes next, also after a step that was discarded: its batch is repeated.
         data_group = 0 if options.same_batch else group
-        inputs, targets = batch_of(manager.current_step(), data_group, place.data_rank, options.batch_size)
+        batch = batch_of(manager.current_step(), data_group, place.data_rank, options.batch_size)
+        inputs, targets = (tensor.to(device) for tensor in batch)
         loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
         before = manager.current_step()
