@@ -472,6 +472,17 @@ class Snapshot:
 
     # Ending
 
+    def stage(self) -> None:
+        """Wait until what lies on accelerators is on the host, then detach: it is let go. Not on the trainer's thread."""
+        staging = self._staging
+        try:
+            if staging is not None:
+                staging.wait(_STAGING_TIMEOUT)
+            self.detach()
+        except CheckpointError as error:
+            logger.warning("%r cannot be kept for its receivers and is closed: %s", self, error)
+            self.close()
+
     def detach(self) -> None:
         """Return once the live state may be mutated: copy aside what receivers still need. May be called again.
 
@@ -753,7 +764,7 @@ class Snapshot:
         """View of bytes [low, high) of a staged segment. Of what was not staged nothing is to be had."""
         if not self._staged and self._staging is not None:
             self._staged = [
-                (staged.first, Memory(staged.pinned, staged.pinned.numel(), packed=False))
+                (staged.first, Memory(staged.host, staged.host.numel(), packed=False))
                 for staged in self._staging.wait(_STAGING_TIMEOUT)
             ]
         first, memory = self._staged[index - self._num_on_cpu]

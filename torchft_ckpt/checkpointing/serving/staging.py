@@ -1,20 +1,24 @@
-"""Copies accelerator memory to pinned CPU memory on a side stream, ordered after the training stream.
+"""Copies accelerator memory to the host on a side stream, ordered after the training stream.
 
-Host threads never wait for the device here except in `wait`, which a serving thread calls. The trainer's stream is made to
-wait for the copies before it may overwrite their source; the trainer's thread waits at most until they are enqueued.
+It is done on threads of its own. Nobody waits for the device here but those, and who calls `wait`; the trainer's thread waits
+for the copies before it may overwrite their source.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 
+from torchft_ckpt.checkpointing.state.device_memory import BUFFER_BYTES, contiguous_after, copy_to_host
 from torchft_ckpt.checkpointing.state.space import Memory, as_bytes
 from torchft_ckpt.errors import CheckpointError
-from torchft_ckpt.threads import Thread
+from torchft_ckpt.threads import Thread, parallel_map
+
+_NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 class StagedSegment(NamedTuple):
@@ -22,12 +26,12 @@ class StagedSegment(NamedTuple):
 
     first: int
     """Its first byte, in the segment."""
-    pinned: torch.Tensor
+    host: torch.Tensor
     """uint8."""
 
 
 class Staging:
-    """One state's accelerator memory on its way to the CPU, in a thread of its own.
+    """One state's accelerator memory on its way to the CPU, in threads of its own.
 
     Args:
         memories: segments on accelerators. Constructed in the thread whose current stream wrote them.
@@ -40,14 +44,12 @@ class Staging:
         self._ranges = [range(memory.length) for memory in memories]
         self._is_started = False
         self._is_too_late = False
-        self._devices = sorted({memory.tensor.device for memory in memories}, key=str)
         self._written = {}
-        for device in self._devices:
+        for device in sorted({memory.tensor.device for memory in memories}, key=str):
             event = torch.Event(device)
             event.record(torch.accelerator.current_stream(device))
             self._written[device] = event
-        self._copied: dict[torch.device, torch.Event] = {}
-        self._enqueued = threading.Event()
+        self._is_over = threading.Event()
         self._failure: BaseException | None = None
         self._staged: list[StagedSegment] = []
         if starts_now:
@@ -68,31 +70,30 @@ class Staging:
 
     def _run(self) -> None:
         try:
-            streams = {device: torch.Stream(device) for device in self._devices}
-            for device, stream in streams.items():
-                stream.wait_event(self._written[device])
+            parts: list[tuple[Memory, StagedSegment, range]] = []
             for memory, wanted in zip(self._memories, self._ranges, strict=True):
-                if not wanted:
-                    self._staged.append(StagedSegment(0, torch.empty(0, dtype=torch.uint8, device="cpu")))
-                    continue
-                pinned = torch.empty(len(wanted), dtype=torch.uint8, device="cpu", pin_memory=True)
-                with streams[memory.tensor.device]:
-                    source = as_bytes(memory.tensor.contiguous())[wanted.start : wanted.stop]
-                    pinned.copy_(source, non_blocking=True)
-                    source.record_stream(streams[memory.tensor.device])
-                self._staged.append(StagedSegment(wanted.start, pinned))
-            for device, stream in streams.items():
-                event = torch.Event(device)
-                event.record(stream)
-                self._copied[device] = event
+                staged = StagedSegment(wanted.start, torch.empty(len(wanted), dtype=torch.uint8, device="cpu"))
+                self._staged.append(staged)
+                # What is not contiguous is made so once, and copied as a whole.
+                most = BUFFER_BYTES if memory.tensor.is_contiguous() else max(len(wanted), 1)
+                parts += [(memory, staged, wanted[at : at + most]) for at in range(0, len(wanted), most)]
+            parallel_map(self._copy, parts, _NUM_THREADS, "torchft_ckpt-staging")
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._failure = error
         finally:
-            self._enqueued.set()
+            self._memories = []
+            self._is_over.set()
+
+    def _copy(self, part: tuple[Memory, StagedSegment, range]) -> None:
+        memory, staged, wanted = part
+        written = self._written[memory.tensor.device]
+        tensor = memory.tensor if memory.tensor.is_contiguous() else contiguous_after(memory.tensor, written)
+        source = as_bytes(tensor)[wanted.start : wanted.stop]
+        copy_to_host(source, staged.host.data_ptr() + wanted.start - staged.first, written)
 
     def ready(self) -> bool:
         """Whether the copies are complete (or failed)."""
-        return self._enqueued.is_set() and all(event.query() for event in self._copied.values())
+        return self._is_over.is_set()
 
     def wait(self, timeout: timedelta) -> list[StagedSegment]:
         """Wait until the copies are complete, and start them if need be; return them in the order of `memories`.
@@ -103,27 +104,26 @@ class Staging:
         self.start()
         if self._is_too_late:
             raise CheckpointError("the source was overwritten before anybody wanted it staged", party="staging")
-        if not self._enqueued.wait(timeout.total_seconds()):
-            raise CheckpointError(f"staging to pinned memory was not enqueued within {timeout}", party="staging")
+        self._wait(timeout)
         if self._failure is not None:
-            raise CheckpointError(f"staging to pinned memory failed: {self._failure}", "staging") from self._failure
-        for event in self._copied.values():
-            event.synchronize()
+            raise CheckpointError(
+                f"the state was not copied to the host: {self._failure}", "staging"
+            ) from self._failure
         return self._staged
 
     def order_mutation_after(self, timeout: timedelta) -> None:
-        """Make the calling thread's current streams wait for the copies, so that it may overwrite the source.
+        """Wait for the copies, so that the caller may overwrite their source.
 
         Raises:
-            CheckpointError: the copies were not even enqueued in time.
+            CheckpointError: they were not complete in time.
         """
         with self._start_lock:
             self._is_too_late = not self._is_started
         if self._is_too_late:
             self._memories = []
             return
-        if not self._enqueued.wait(timeout.total_seconds()):
-            raise CheckpointError(f"staging to pinned memory was not enqueued within {timeout}", party="staging")
-        for device, event in self._copied.items():
-            torch.accelerator.current_stream(device).wait_event(event)
-        self._memories = []
+        self._wait(timeout)
+
+    def _wait(self, timeout: timedelta) -> None:
+        if not self._is_over.wait(timeout.total_seconds()):
+            raise CheckpointError(f"the state was not copied to the host within {timeout}", party="staging")

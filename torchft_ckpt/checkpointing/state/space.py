@@ -271,7 +271,7 @@ def _piece(index: int, path: str, tensor: torch.Tensor, offsets: tuple[int, ...]
         raise _refuse(path, f"a tensor of layout {tensor.layout}{' (nested)' if tensor.is_nested else ''}")
     if tensor.dtype not in CARRIED_DTYPES or tensor.is_quantized:
         raise _refuse(path, f"a tensor of dtype {tensor.dtype}")
-    if not tensor.is_cpu and not _stageable(tensor.device):
+    if not tensor.is_cpu and not is_stageable(tensor.device):
         raise _refuse(path, f"a tensor on device {tensor.device}")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -283,7 +283,8 @@ def _span(tensor: torch.Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _stageable(device: torch.device) -> bool:
+def is_stageable(device: torch.device) -> bool:
+    """Whether it is this process's kind of accelerator, whose memory can be copied to the host."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator is not None and accelerator.type == device.type
 
