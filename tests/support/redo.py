@@ -84,10 +84,8 @@ def bits(tensors: Iterable[Any]) -> list[bytes]:
     found = []
     for value in tensors:
         if isinstance(value, torch.Tensor):
-            assert value.device.type == "cpu"
-            found.append(
-                str(value.dtype).encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
+            flat = value.detach().cpu().contiguous().view(-1)
+            found.append(str(value.dtype).encode() + flat.view(torch.uint8).numpy().tobytes())
         else:
             found.append(repr(value).encode())
     return found

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch
 from torchft_ckpt.checkpointing.fetching.memory import TOUCH_FROM_BYTES, ReadInto, Toucher, Update, fresh_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
 from torchft_ckpt.checkpointing.state.description import Description
+from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.fit import check_layout
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
@@ -25,6 +27,8 @@ from torchft_ckpt.checkpointing.state.local_state import LocalMemory, LocalState
 from torchft_ckpt.checkpointing.state.space import segment_ranges
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.errors import TransferError
+
+_Memory = TypeVar("_Memory")
 
 _SCATTER_BELOW_BYTES = 128 * 1024
 """Blocks whose pieces are smaller on average are received as one and then copied to where they belong."""
@@ -107,15 +111,18 @@ class Destination:
         self._in_place = in_place and local is not None
         self._target = StateTarget(local, in_place=in_place)
         known: dict[int, LocalMemory] = {}
+        old: dict[int, memoryview | DeviceMemory] = {}
         self._as_they_are: set[str] = set()
         if local is not None:
             self._as_they_are = check_layout(local, manifest, in_place=in_place)
             known = local_memories(local, manifest)
+            old = dict(_by_segment(manifest, local.device_memories, len))
+            if not in_place:
+                old |= {index: memory.view for index, memory in known.items()}
         self._direct = known if in_place else {}
         self._holds_old_contents = is_kept or bool(self._direct)
-        self._old: list[memoryview | None] = []
-        if known and not in_place:
-            self._old = [known[index].view if index in known else None for index in range(len(self._starts))]
+        self._old = [old.get(index) for index in range(len(self._starts))] if old else []
+        """What is here and is not received into, by segment; empty where there is nothing."""
         self._buffers: dict[int, np.ndarray] = {}
         views: list[memoryview] = []
         try:
@@ -184,7 +191,9 @@ class Destination:
     def samples(self, block: int) -> set[bytes]:
         """Return the digests of a block's samples in the local state and in what was received before, where there are such."""
         start, stop = sample_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-        memories = ([self._old] if self._old else []) + ([self._views] if self._holds_old_contents else [])
+        memories: list[Sequence[memoryview | DeviceMemory | None]] = [self._old] if self._old else []
+        if self._holds_old_contents:
+            memories.append(self._views)
         samples = [b"".join(self._cut(memory, start, stop)) for memory in memories]
         return {digest_of(block, sample) for sample in samples if len(sample) == stop - start}
 
@@ -203,7 +212,7 @@ class Destination:
         if len(old) != len(views):
             return False
         for view, known in zip(views, old, strict=True):
-            view[:] = known
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(known, np.uint8))  # lets other threads run
         return _digest_of_views(block, views) == wanted
 
     def names_of(self, blocks: Sequence[int]) -> list[str]:
@@ -275,7 +284,7 @@ class Destination:
             received.append(shards)
         return received
 
-    def _cut(self, memories: Sequence[memoryview | None], start: int, stop: int) -> list[memoryview]:
+    def _cut(self, memories: Sequence[memoryview | DeviceMemory | None], start: int, stop: int) -> list[memoryview]:
         """Return the memory of bytes [start, stop); incomplete where a segment has none."""
         views: list[memoryview] = []
         at = start
@@ -297,14 +306,21 @@ def local_memories(local: LocalState, manifest: Manifest) -> dict[int, LocalMemo
     Segments without one are left out: no tensor of that name is here, or it is strided or on an accelerator. Where the state is
     not received in place, a tensor of another shape may have as many bytes; these are compared by their digests.
     """
-    found: dict[int, LocalMemory] = {}
+    return dict(_by_segment(manifest, local.memories, lambda memory: len(memory.view)))
+
+
+def _by_segment(
+    manifest: Manifest, memories: Callable[[str], Sequence[_Memory | None]], length_of: Callable[[_Memory], int]
+) -> Iterator[tuple[int, _Memory]]:
+    """Yield the first memory here that has exactly a segment's bytes, with the segment's index."""
+    found: set[int] = set()
     for entry in manifest.tensors:
-        for chunk, memory in zip(entry.chunks, local.memories(entry.fqn), strict=False):
+        for chunk, memory in zip(entry.chunks, memories(entry.fqn), strict=False):
             if memory is None or chunk.strides is not None or chunk.segment in found:
                 continue
-            if len(memory.view) == manifest.segments[chunk.segment][1]:
-                found[chunk.segment] = memory
-    return found
+            if length_of(memory) == manifest.segments[chunk.segment][1]:
+                found.add(chunk.segment)
+                yield chunk.segment, memory
 
 
 def _receive_scattered(

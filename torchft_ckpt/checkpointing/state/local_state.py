@@ -17,11 +17,12 @@ import torch
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import optimizer_states
 from torchft_ckpt.checkpointing.state.description import DescribedTensor
+from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import WireTensor
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
-from torchft_ckpt.checkpointing.state.space import is_plain_memory, memory_at, span_of
+from torchft_ckpt.checkpointing.state.space import is_plain_memory, is_stageable, memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.core.boxes.geometry import Box, HasPlace, whole
 from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
@@ -105,6 +106,11 @@ class LocalState:
     def memories(self, path: str) -> list[LocalMemory | None]:
         """Return the memory of each box of a tensor; None of one that is strided, empty, or not on the CPU."""
         return self._memories.get(path, [])
+
+    def device_memories(self, path: str) -> list[DeviceMemory | None]:
+        """Return the memory of each box of a tensor; None of one that is strided, empty, or not on an accelerator."""
+        held = self._held.get(path)
+        return [] if held is None else [_device_memory_of(data) for data in held.data]
 
     def why_not_made(self, entry: WireTensor) -> str | None:
         """Return why a tensor of which none is here cannot be made, to be said of it; None where it can, or arrives whole."""
@@ -282,3 +288,10 @@ def _memory_of(tensor: torch.Tensor) -> LocalMemory | None:
     end = int(tensor.storage_offset()) * tensor.element_size() + length
     has_memory = length > 0 and tensor.untyped_storage().nbytes() >= end and tensor.data_ptr() != 0
     return LocalMemory(tensor, memory_at(tensor.data_ptr(), length)) if has_memory else None
+
+
+def _device_memory_of(tensor: torch.Tensor) -> DeviceMemory | None:
+    is_plain = not tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    if not is_plain or not tensor.numel() or not is_stageable(tensor.device) or not tensor.is_contiguous():
+        return None
+    return DeviceMemory(tensor) if tensor.data_ptr() else None
