@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchft_ckpt.checkpointing.state.redo_entry import ATTRIBUTES, OptimizerStep, RedoEntry, num_bytes_of, scalars_of
 from torchft_ckpt.checkpointing.state.shards import is_dtensor, memory_of
+from torchft_ckpt.checkpointing.state.space import is_stageable
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
 from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.manager.optimizer_settings import NO_SETTINGS, with_inner
@@ -190,10 +191,8 @@ class RedoRecorder:
                 if gradient is None:
                     gradients.append(None)
                     continue
-                if not gradient.is_cpu:
-                    raise _RefusedError(
-                        f"gradients of {name} are on an accelerator, whose memory the log does not take"
-                    )
+                if not gradient.is_cpu and not is_stageable(gradient.device):
+                    raise _RefusedError(f"gradients of {name} are on {gradient.device}, whose memory cannot be copied")
                 _refuse_unusual(parameter, gradient, f"the gradient of parameter {place} of {name}")
                 is_known = id(parameter) in self._storages
                 storage = self._note_storage(parameter, gradient)

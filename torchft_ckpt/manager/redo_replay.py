@@ -325,7 +325,8 @@ def _check_groups(step: OptimizerStep, optimizer: torch.optim.Optimizer) -> None
 
 def _replay(step: OptimizerStep, optimizer: torch.optim.Optimizer) -> None:
     take_settings(with_inner([optimizer]), step.settings)
-    with _gradients(parameters_of(optimizer), step.gradients), _attributes(optimizer, step):
+    parameters = parameters_of(optimizer)
+    with _gradients(parameters, step.gradients), _attributes(optimizer, step, parameters[0].device):
         optimizer.step()
 
 
@@ -355,10 +356,10 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _attributes(optimizer: torch.optim.Optimizer, step: OptimizerStep) -> Iterator[None]:
-    """What a gradient scaler gives the optimizer, for the time of its step."""
+def _attributes(optimizer: torch.optim.Optimizer, step: OptimizerStep, device: torch.device) -> Iterator[None]:
+    """What a gradient scaler gives the optimizer, on its device, for the time of its step."""
     for name, value in step.attributes.items():
-        setattr(optimizer, name, value)
+        setattr(optimizer, name, value.to(device) if isinstance(value, torch.Tensor) else value)
     try:
         yield
     finally:

@@ -24,16 +24,22 @@ from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.core.transfer.redo_log import Gone, Next, RedoLog, Wait
 from torchft_ckpt.errors import UnsupportedValueError
+from torchft_ckpt.threads import Thread
 
 logger = logging.getLogger(__name__)
 LEASE_S = 60.0
+MAX_STAGED_AT_ONCE = 2
+"""Entries whose gradients are on their way from an accelerator to the host: so many steps of gradients stay there longer."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    entry: RedoEntry
-    versions: StateVersions
-    snapshot: Snapshot | None = None
+    content: tuple[RedoEntry, StateVersions] | Snapshot
+    """What was noted; once somebody asked for it, its snapshot, which refers to what it needs."""
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        return self.content if isinstance(self.content, Snapshot) else None
 
 
 class ServedRedoLog:
@@ -52,6 +58,7 @@ class ServedRedoLog:
         self._unwritten = StateDictLock()
         self._pool = BufferPool(block_bytes)
         self._wake: Callable[[], None] = lambda: None
+        self._num_staging = 0
 
     def __repr__(self) -> str:
         with self._lock:
@@ -77,19 +84,33 @@ class ServedRedoLog:
             entry: its gradients are referred to; nobody changes them any more.
             versions: of the gradients now.
 
-        Of gradients on an accelerator a copy to the host begins at once, ordered after the stream that is current here.
+        Gradients on an accelerator are copied to the host, ordered after the stream that is current here, and let go.
         """
         num_bytes = sum(num_bytes_of(step.gradients) for step in entry.steps)
+        gradients = (gradient for step in entry.steps for gradient in step.gradients if gradient is not None)
+        is_on_device = any(not gradient.is_cpu for gradient in gradients)
+        if is_on_device and self._num_staging >= MAX_STAGED_AT_ONCE:
+            self.end("gradients are made faster than they can be copied to the host")
+            return
 
         def append() -> None:
-            self._kept[entry.version] = _Kept(entry, versions)
+            self._kept[entry.version] = _Kept((entry, versions))
             self._log.append(entry.after, entry.version, num_bytes)
 
         self._change(append)
-        gradients = (gradient for step in entry.steps for gradient in step.gradients if gradient is not None)
-        if any(not gradient.is_cpu for gradient in gradients):
+        if is_on_device:
             with contextlib.suppress(BlockGoneError, UnsupportedValueError):
-                self.snapshot_of(entry.version)
+                snapshot = self.snapshot_of(entry.version)
+                with self._lock:
+                    self._num_staging += 1
+                Thread(self._stage, "torchft_ckpt-redo-staging", (snapshot,)).start()
+
+    def _stage(self, snapshot: Snapshot) -> None:
+        try:
+            snapshot.stage()
+        finally:
+            with self._lock:
+                self._num_staging -= 1
 
     def end(self, reason: str) -> None:
         """End the log; followers hear the reason. Without effect where there is none."""
@@ -127,16 +148,17 @@ class ServedRedoLog:
             kept = self._kept.get(version)
             if kept is None:
                 raise BlockGoneError(f"the redo entry of step {version.step} was freed", party="redo log")
-            if kept.snapshot is not None:
-                return kept.snapshot
+            if isinstance(kept.content, Snapshot):
+                return kept.content
+            entry, versions = kept.content
         try:
             made = Snapshot(
-                state_of(kept.entry),
+                state_of(entry),
                 step=version.step,
                 lock=self._unwritten,
                 pool=self._pool,
                 num_expected=1,  # so that staging begins now
-                versions=kept.versions,
+                versions=versions,
             )
         except UnsupportedValueError as error:
             self.end(str(error))
@@ -145,9 +167,9 @@ class ServedRedoLog:
             if self._kept.get(version) is not kept:
                 made.close()
                 raise BlockGoneError(f"the redo entry of step {version.step} was freed", party="redo log")
-            if kept.snapshot is None:
-                kept.snapshot = made
-            return kept.snapshot
+            if not isinstance(kept.content, Snapshot):
+                kept.content = made
+            return kept.content
 
     def find_by_id(self, snapshot_id: str) -> Snapshot | None:
         """Return the snapshot of an entry."""
