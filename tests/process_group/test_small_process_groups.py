@@ -19,7 +19,7 @@ from torchft_ckpt.process_group import (
     ProcessGroupNCCL,
     ProcessGroupWrapper,
 )
-from torchft_ckpt.process_group.nccl import OperationWatch
+from torchft_ckpt.process_group.nccl import OperationWatch, _has_host_tensor
 
 
 class StubManager:
@@ -144,6 +144,13 @@ def test_operations_that_are_done_in_time_are_not_reported() -> None:
     watch.wait_until_idle()
     watch.close()
     assert reported == []
+
+
+def test_a_tensor_on_the_cpu_is_found_wherever_it_is_in_what_a_collective_gets() -> None:
+    there, here = torch.empty(2, device="meta"), torch.empty(2)
+    assert not _has_host_tensor(([there], [[there]], torch.distributed.AllreduceOptions()))
+    assert _has_host_tensor(([there], [[there, here]]))
+    assert _has_host_tensor((here,))
 
 
 @pytest.mark.gpu

@@ -171,6 +171,12 @@ class ProcessGroupNCCL(SessionProcessGroup):
         self._timeout = timeout
 
     def _start_collective(self, collective: str, *arguments: Any) -> Work:
+        if _has_host_tensor(arguments):
+            raise ConfigError(
+                f"{collective} got a tensor on the CPU, and NCCL takes tensors on the GPU: move it there, or give the Manager a"
+                " ProcessGroupGloo",
+                party="tensor",
+            )
         work = super()._start_collective(collective, *arguments)
         watch, session = self._watch, self._session
         if watch is not None and session is not None and session.phase is SessionPhase.LIVE:
@@ -182,6 +188,13 @@ class ProcessGroupNCCL(SessionProcessGroup):
             timeout_s = timeout.total_seconds() if timeout is not None and timeout > timedelta(0) else 0.0
             watch.add(event, timeout_s or self._timeout.total_seconds())
         return work
+
+
+def _has_host_tensor(value: object) -> bool:
+    """Whether there is a tensor on the CPU in nested lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return value.is_cpu
+    return isinstance(value, (list, tuple)) and any(map(_has_host_tensor, value))
 
 
 def _once(action: Callable[[], object]) -> Callable[[], None]:
