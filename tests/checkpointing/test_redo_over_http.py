@@ -209,6 +209,54 @@ def test_the_log_of_a_lost_source_goes_on_at_another_after_the_last_version_that
     assert (job.here, job.is_equal()) == (version(5), True)
 
 
+def served_by(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return what will count the blocks that each source brings."""
+    found: Counter[str] = Counter()
+    receive_run = RedoFollower._receive_run
+
+    def counted(self: RedoFollower, client: Any, manifest: Any, destination: Any, run: range, scratch: Any) -> None:
+        receive_run(self, client, manifest, destination, run, scratch)
+        found[client.name] += len(run)
+
+    monkeypatch.setattr(RedoFollower, "_receive_run", counted)
+    return found
+
+
+def test_an_entry_comes_from_all_sources_at_once(
+    scene: Callable[..., Scene], learner: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sends at 200 kB/s: none could bring all of it before the next was asked."""
+    blocks = served_by(monkeypatch)
+    job = scene(3, max_serve_bytes_per_s=200_000)
+    job.begin()
+    job.train(1)
+    job.follow(learner)
+    job.step()
+    assert (job.is_equal(), len(blocks)) == (True, 3), blocks
+    num_bytes = sum(parameter.nbytes for parameter in job.model.parameters())
+    assert job.follower.received_bytes < 1.1 * num_bytes  # type: ignore[union-attr]
+
+
+def test_one_whose_entry_differs_brings_nothing_of_it(
+    scene: Callable[..., Scene],
+    learner: HTTPTransport[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One source has stepped with another learning rate."""
+    blocks = served_by(monkeypatch)
+    job, other = scene(1), scene(1)
+    other.source.optimizers[0].param_groups[0]["lr"] = 0.5
+    for one in (job, other):
+        one.begin()
+        one.train(1)
+    job.transports += other.transports
+    job.follow(learner)
+    job.step()
+    assert (job.is_equal(), len(blocks)) == (True, 1), blocks
+    assert "differ in settings" in caplog.text
+
+
 def test_one_that_dies_while_it_sends_an_entry_is_left_and_the_entry_comes_from_another(
     scene: Callable[..., Scene], learner: HTTPTransport[Any]
 ) -> None:
@@ -364,7 +412,7 @@ def test_any_bit_that_flips_on_the_way_changes_nothing_or_is_named(scene: Callab
     job.fresh = torch.optim.AdamW(job.learner.parameters())
     job.begin(2)  # the other one does not come, so that the entry stays
     job.train()
-    (expected,) = [kept.entry for kept in job.transports[0].redo_log._kept.values()]
+    (expected,) = [kept.content[0] for kept in job.transports[0].redo_log._kept.values()]
     wanted = bits(gradient for step in expected.steps for gradient in step.gradients)
     generator = random.Random(0)
     learner = make_transport(stall_timeout=timedelta(seconds=0.3))

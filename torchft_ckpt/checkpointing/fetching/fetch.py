@@ -28,7 +28,7 @@ from torchft_ckpt.checkpointing.fetching.swarm import run_swarm
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS
 from torchft_ckpt.checkpointing.serving.relay import Relay
-from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.format import Manifest, has_same_layout
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.errors import (
@@ -209,7 +209,7 @@ class Fetch(FetchEngine[BlockTransfer]):
             return False
         if destination is None:
             self._begin(client, manifest)
-        elif not _same_layout(manifest, destination.manifest):
+        elif not has_same_layout(manifest, destination.manifest):
             if not is_chosen:
                 state.note_divergence(client.name, "its tensors have other names, shapes or dtypes")
             # The one that began may be the one that lies: then this one begins again.
@@ -238,7 +238,7 @@ class Fetch(FetchEngine[BlockTransfer]):
     def _take_over(self, client: SourceClient, manifest: Manifest) -> None:
         """Another source began it and is lost; go on with this one, if its tensors lie in the same places."""
         destination = self._state.destination
-        if destination is None or not _same_layout(manifest, destination.manifest):
+        if destination is None or not has_same_layout(manifest, destination.manifest):
             raise SourceRefusedError(
                 f"source {client.name} holds other tensors than the one that was lost", client.name
             )
@@ -325,13 +325,3 @@ class Fetch(FetchEngine[BlockTransfer]):
                 if self._state.over:
                     return
                 destination.touch(block)
-
-
-def _same_layout(one: Manifest, other: Manifest) -> bool:
-    """Whether the tensors of two states have the same names, and lie in the same places."""
-    return (one.block_bytes, one.total_bytes, one.segments, one.tensors) == (
-        other.block_bytes,
-        other.total_bytes,
-        other.segments,
-        other.tensors,
-    )

@@ -1,10 +1,12 @@
-"""Follows the redo log of others: fetches one entry after another, each from one of several sources, checked.
+"""Follows the redo log of others: fetches one entry after another, each from several sources at once, checked.
 
-The entries of a version are alike at all healthy sources, so any of them can be asked for the next one. They take turns, and all
-hear how far this follower is, so that they free what it has. One that is lost, stalls or lies is left out from then on; the
-entry that it was sending is asked for anew elsewhere. One that is late is asked again in its turn.
+The entries of a version are alike at all healthy sources. One is asked for the next entry, and they take turns at that. Then the
+others are asked for it, too, and each that has it brings a run of blocks after the other. All hear how far this follower is, so
+that they free what it has. One that is lost, stalls or lies is left out from then on; what it was sending is asked for anew
+elsewhere. One that is late is asked again in its turn. Blocks are as the source that sent them says: whether the state is right
+in the end is found out at the join.
 
-On one thread, but `close`.
+On one thread, but `close`; what comes from the other sources comes on threads of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +26,7 @@ from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_digest
-from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.format import Manifest, has_same_layout
 from torchft_ckpt.checkpointing.state.redo_entry import (
     RedoEntry,
     check_entry,
@@ -33,9 +36,13 @@ from torchft_ckpt.checkpointing.state.redo_entry import (
 )
 from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.errors import CheckpointError, DigestMismatchError, SourceRefusedError, TransferCancelledError
+from torchft_ckpt.threads import parallel_map
 
 logger = logging.getLogger(__name__)
-_BATCH_BYTES = 16 * 1024 * 1024
+_RUN_BYTES = 16 * 1024 * 1024
+"""Asked of a source at a time, at most."""
+_RUNS_EACH = 4
+"""So many for each source, so that a slow one does not hold up the end of an entry."""
 _PAUSE_S = 0.05
 """Between two times that all sources were asked: some answer at once that they have nothing."""
 _POLL_S = 0.25
@@ -63,7 +70,6 @@ class RedoFollower:
         """Those that may still help, the one whose turn it is first."""
         self._failures: dict[str, CheckpointError] = {}
         self._cache = BufferCache()
-        self._scratch = memoryview(bytearray(SLICE_BYTES))
         self.received_bytes = 0
         """Of the bodies of entries, whether they counted or not."""
 
@@ -95,12 +101,14 @@ class RedoFollower:
                 manifest = client.fetch_redo_manifest(format_version(after), wait_s, self._max_manifest_bytes)
                 if manifest is not None:
                     check_entry(manifest, self._parameters, after)
-                    entry = self._receive(client, manifest)
-                    self._clients = [*self._clients[1:], client]
+                    entry = self._receive(client, manifest, after)
+                    if entry is None:
+                        continue
+                    self._move_to_end(client)
                     self._tell_held(entry.version)
                     return entry
                 num_asked += 1
-                self._clients = [*self._clients[1:], client]
+                self._move_to_end(client)
                 # All of them have to say so: one may be behind another.
                 if time.monotonic() >= until and num_asked >= len(self._clients):
                     return None
@@ -145,6 +153,11 @@ class RedoFollower:
         reasons = "; ".join(str(error)[:400] for error in self._failures.values())
         raise SourceRefusedError(f"no source is left whose redo log can be followed: {reasons}", party="redo log")
 
+    def _move_to_end(self, client: SourceClient) -> None:
+        with self._lock:
+            if client in self._clients:
+                self._clients = [*(other for other in self._clients if other is not client), client]
+
     def _drop(self, client: SourceClient, error: CheckpointError) -> None:
         client.release()
         with self._lock:
@@ -154,24 +167,83 @@ class RedoFollower:
         self._failures[client.name] = error
         logger.warning("the redo log of %s is not followed any more: %s", client.name, error)
 
-    def _receive(self, client: SourceClient, manifest: Manifest) -> RedoEntry:
+    def _receive(self, first: SourceClient, manifest: Manifest, after: StateVersion) -> RedoEntry | None:
+        """Receive an entry from all that have it; None where those that have it were lost before all of it was here."""
         destination = Destination(manifest, self._cache)
         self._cache.keep(destination.buffers())
-        at_once = max(_BATCH_BYTES // manifest.block_bytes, 1)
-        digest = memoryview(bytearray(DIGEST_BYTES))
-        for first in range(0, destination.num_blocks, at_once):
-            run = range(first, min(first + at_once, destination.num_blocks))
-            for block, answer in client.open_blocks(manifest, run):
-                hasher = start_digest(block)
-                destination.receive(block, answer.read_into, self._scratch, hasher.update)
-                answer.read_into(digest)
-                if hasher.digest() != digest:
-                    raise DigestMismatchError(
-                        f"block {block} of the redo entry of step {manifest.step} from {client.name} does not have the digest"
-                        " that came with it",
-                        client.name,
-                    )
-            self.received_bytes += (
-                min(run.stop * manifest.block_bytes, manifest.total_bytes) - first * manifest.block_bytes
-            )
+        with self._lock:
+            clients = list(self._clients)
+        num_runs = _RUNS_EACH * len(clients)
+        most = max(_RUN_BYTES // manifest.block_bytes, 1)
+        at_once = min(-(-destination.num_blocks // num_runs), most)
+        blocks = range(destination.num_blocks)
+        runs = deque(blocks[at : at + at_once] for at in range(0, len(blocks), at_once))
+
+        given_by = {first: manifest}
+
+        def bring(client: SourceClient) -> None:
+            try:
+                own = given_by.get(client) or self._ask_too(client, manifest, first.name, after)
+                if own is None:
+                    return
+                given_by[client] = own
+                scratch = memoryview(bytearray(SLICE_BYTES))
+                while (run := _next_of(runs)) is not None:
+                    try:
+                        self._receive_run(client, own, destination, run, scratch)
+                    except BaseException:
+                        runs.append(run)
+                        raise
+            except CheckpointError as error:
+                self._drop(client, error)
+
+        while runs:
+            if not clients:
+                return None
+            parallel_map(bring, clients, len(clients), "torchft_ckpt-redo")
+            self._turn()  # raises where this was closed, or none is left
+            with self._lock:
+                clients = [client for client in self._clients if client in given_by]
         return entry_of(destination.assemble())
+
+    def _ask_too(self, client: SourceClient, manifest: Manifest, name: str, after: StateVersion) -> Manifest | None:
+        """Ask another source for an entry; None where it has none yet, or another one."""
+        own = client.fetch_redo_manifest(format_version(after), _POLL_S, self._max_manifest_bytes)
+        if own is None:
+            return None
+        check_entry(own, self._parameters, after)
+        if not has_same_layout(own, manifest) or own.tree != manifest.tree:
+            logger.warning(
+                "the redo entries of step %d of %s and %s differ in settings or in which gradients there are: it comes from the"
+                " first alone",
+                manifest.step,
+                name,
+                client.name,
+            )
+            return None
+        return own
+
+    def _receive_run(
+        self, client: SourceClient, manifest: Manifest, destination: Destination, run: range, scratch: memoryview
+    ) -> None:
+        digest = memoryview(bytearray(DIGEST_BYTES))
+        for block, answer in client.open_blocks(manifest, run):
+            hasher = start_digest(block)
+            destination.receive(block, answer.read_into, scratch, hasher.update)
+            answer.read_into(digest)
+            if hasher.digest() != digest:
+                raise DigestMismatchError(
+                    f"block {block} of the redo entry of step {manifest.step} from {client.name} does not have the digest"
+                    " that came with it",
+                    client.name,
+                )
+        start, stop = run.start * manifest.block_bytes, min(run.stop * manifest.block_bytes, manifest.total_bytes)
+        with self._lock:
+            self.received_bytes += stop - start
+
+
+def _next_of(runs: deque[range]) -> range | None:
+    try:
+        return runs.popleft()
+    except IndexError:  # another thread took the last one
+        return None
