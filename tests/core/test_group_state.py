@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.thoroughness import by_default
@@ -386,6 +387,15 @@ def test_where_one_rank_does_not_wait_none_loads_before_its_forward_pass_and_all
     ]
     assert group.handle(RankMessage(0, StateLate(request_id=1))) == []
     assert loading(group.handle(RankMessage(1, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
+
+
+@pytest.mark.parametrize("loads", [(False, False), (True, False), (False, True)])
+def test_where_one_rank_came_to_another_state_than_the_source_all_load_that(loads: tuple[bool, bool]) -> None:
+    group = open_step(role=Role.JOINER)
+    group.handle(RankMessage(0, StateArrived(request_id=1, loads=loads[0])))
+    told = group.handle(RankMessage(1, StateArrived(request_id=1, loads=loads[1])))
+    messages = [i.message for i in told if isinstance(i, SendToRank)]
+    assert [message.loads for message in messages if isinstance(message, LoadState)] == [any(loads)] * 2
 
 
 def test_where_one_rank_does_not_get_the_state_none_loads_it() -> None:

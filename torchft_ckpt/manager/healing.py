@@ -24,6 +24,7 @@ from torchft_ckpt.core.coordination.joining import Reception
 from torchft_ckpt.core.coordination.learning import Distance
 from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateLocated
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
+from torchft_ckpt.core.coordination.replica import Comparison
 from torchft_ckpt.errors import (
     CheckpointError,
     LayoutMismatchError,
@@ -92,7 +93,7 @@ class Healing:
             in_place: receive into it; the training thread waits for `wait` before it does anything with it.
             timeout: instead of the one given to the constructor.
             compare: says what differs between what is here and what the registered functions returned there.
-            on_end: called on the thread when the fetch is over, with the reason where it failed.
+            on_end: called on the thread when the fetch is over and compared, with the reason where it failed.
             tell: called on it a few times a second with the seconds that the transfer, or later the load, still takes; 0 at
                 the end of each.
         """
@@ -109,13 +110,13 @@ class Healing:
         def fetch() -> Any:
             try:
                 state = self._run(wanted, local, limit)
+                tell(0.0, Receives.TRANSFER)
+                if compare is not None:
+                    self._differences = compare(state.get("user") if isinstance(state, dict) else None)
             except BaseException as error:
                 on_end(str(error) or type(error).__name__)
                 raise
-            tell(0.0, Receives.TRANSFER)
             on_end("")
-            if compare is not None:
-                self._differences = compare(state.get("user") if isinstance(state, dict) else None)
             return state
 
         self._fetch = self._worker.submit(fetch)
@@ -130,6 +131,11 @@ class Healing:
         if self._differences is None:
             raise RuntimeError("internal error: nothing was to be compared")
         return self._differences
+
+    @property
+    def differs(self) -> bool:
+        """Whether what was fetched is to be loaded: it was compared with nothing, or is not what is here."""
+        return self._differences is None or self._differences.comparison is not Comparison.EQUAL
 
     def expected_s(self, num_bytes: int) -> float | None:
         """Return how long receiving a state takes; None: nobody knows how fast the process group is."""

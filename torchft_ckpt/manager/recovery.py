@@ -156,24 +156,25 @@ class Recovery:
         if may_overwrite is None:
             may_overwrite = prepared.trainer_waits and prepared.is_untouched and plan.load_before_forward
         in_place, tell = self._in_place and may_overwrite, functools.partial(self._tell, formed)
+
+        def on_end(failure: str) -> None:
+            self.say_fetched(formed, failure, loads=self._healing.differs)
+
+        compare = None
         if plan.compare:
             compare = self._registry.comparison_with((prepared.captured or self._registry.capture_to_serve()).state)
-            self.say_fetched(formed)
-            self._healing.start(formed, receiving, in_place, timeout, compare=compare, tell=tell)
-        else:
-            on_end = functools.partial(self.say_fetched, formed)
-            self._healing.start(formed, receiving, in_place, timeout, on_end=on_end, tell=tell)
-            if self._client.is_needed:  # it was told so before the transfer began
-                self._healing.cancel()
+        self._healing.start(formed, receiving, in_place, timeout, compare=compare, on_end=on_end, tell=tell)
+        if not plan.compare and self._client.is_needed:  # it was told so before the transfer began
+            self._healing.cancel()
 
     def refuse(self, formed: QuorumFormed, why: str) -> None:
         self._client.note_error(CheckpointError(f"{why}; it heals in a later one"))
         self.say_fetched(formed, why)
 
-    def say_fetched(self, formed: QuorumFormed, failure: str = "") -> None:
+    def say_fetched(self, formed: QuorumFormed, failure: str = "", *, loads: bool = False) -> None:
         """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
         if not self._is_alone and formed.role is not Role.HEALTHY:
-            self._client.send(StateArrived(request_id=formed.request_id, failure=clip(failure)))
+            self._client.send(StateArrived(request_id=formed.request_id, failure=clip(failure), loads=loads))
 
     def _tell(self, formed: QuorumFormed, reach_s: float, does: Receives) -> None:
         progress = self._healing.progress
@@ -293,7 +294,7 @@ class Recovery:
 
     def _has_arrived(self, plan: StepPlan) -> bool:
         """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
-        if self._is_alone or plan.compare:
+        if self._is_alone:
             return self._healing.has_arrived(plan.transfer_wait_s)
         return self._client.loads_before_forward(plan.formed, plan.transfer_wait_s)
 
@@ -350,7 +351,7 @@ class Recovery:
         name, step = self._client.replica_id, formed.version.step
         sources = ", ".join(source.replica_id for source in formed.sources)
         try:
-            state = self._wait_for_state()
+            state = self._wait_for_state(as_group=not self._is_alone)
             found = self._healing.differences()
         except (StateMismatchError, StateDictLoadError):
             raise
@@ -363,6 +364,8 @@ class Recovery:
             self._load_received(state, before_forward)
             self.note_healed(formed)
             self.num_corrected += 1
+        elif not self._is_alone and self._client.group_loads:
+            self._load_received(state, before_forward)
         with self._client.lock, self._client.replica as replica:
             is_exact = replica.comparison_finished(found.comparison, before_forward=before_forward)
         if found.comparison is not Comparison.EQUAL:

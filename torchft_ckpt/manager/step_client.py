@@ -330,6 +330,11 @@ class StepClient:
         if self._last_heard() is Loading.NEVER:
             raise SourceLostError(f"no rank of this group loads the state: {self._loading[-1].reason}", self.replica_id)
 
+    @property
+    def group_loads(self) -> bool:
+        """Whether a rank of this group loads what all of them have fetched, so that all do; once `await_loading` has returned."""
+        return bool(self._loading) and self._loading[-1].loads
+
     def _last_heard(self) -> Loading:
         return self._loading[-1].loading if self._loading else Loading.LATER
 

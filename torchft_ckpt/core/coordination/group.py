@@ -399,7 +399,7 @@ class GroupState:
         if self._quorum is None or asked is None or asked.request_id != message.request_id:
             return  # of a step that is over
         if isinstance(message, StateArrived):
-            yield from self._tell_loading(self._arrivals.arrived(rank, message.failure))
+            yield from self._tell_loading(self._arrivals.arrived(rank, message.failure, loads=message.loads))
         else:
             yield from self._tell_loading(self._arrivals.late())
 
@@ -407,7 +407,10 @@ class GroupState:
         if told is not None:
             for rank, asked in self._asked_by.items():
                 loading, reason = told
-                yield SendToRank(rank, LoadState(request_id=asked.request_id, loading=loading, reason=clip(reason)))
+                loads = self._arrivals.loads
+                yield SendToRank(
+                    rank, LoadState(request_id=asked.request_id, loading=loading, reason=clip(reason), loads=loads)
+                )
 
     def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
         """A rank began anew. Where the step is not over, it is over for all of them now."""
@@ -672,7 +675,9 @@ class Arrivals:
     none.
 
     One that held the new state where its neighbour holds the old one would know another step, and a loop that goes by the step
-    calls other collectives of the group then (FSDP's) than its neighbour: they wait for each other for ever, or abort.
+    calls other collectives of the group then (FSDP's) than its neighbour: they wait for each other for ever, or abort. So would
+    a `load_state_dict` that calls collectives of the group, as DTensors' do: where one rank came to another state than the
+    source, all of them load.
 
     Each method returns what all ranks are to be told, if anything.
     """
@@ -684,12 +689,15 @@ class Arrivals:
     def begin(self) -> None:
         self._here: set[int] = set()
         self._told: Loading | None = None
+        self.loads = False
+        """Whether a rank that has the state loads it."""
 
-    def arrived(self, rank: int, failure: str) -> tuple[Loading, str] | None:
-        """A rank has all of the state, or, where there is a `failure`, will not have it."""
+    def arrived(self, rank: int, failure: str, *, loads: bool) -> tuple[Loading, str] | None:
+        """A rank has all of the state, and loads it or not; or, where there is a `failure`, will not have it."""
         if failure:
             return self.give_up(f"group rank {rank}: {failure}")
         self._here.add(rank)
+        self.loads = self.loads or loads
         return self._tell(Loading.NOW, "") if len(self._here) == self._world_size else None
 
     def late(self) -> tuple[Loading, str] | None:

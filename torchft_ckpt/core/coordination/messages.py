@@ -638,6 +638,8 @@ class StateArrived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_id: Count
     failure: Text = ""
     """Why it will not have it."""
+    loads: bool = False
+    """It loads that state; of one that compares, because it came to another one."""
 
 
 class StateLate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -652,6 +654,8 @@ class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_id: Count
     loading: Loading
     reason: Text = ""
+    loads: bool = False
+    """A rank of the group loads the state, so all do that have fetched it, also those that hold the same bits already."""
 
 
 class LeaveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
