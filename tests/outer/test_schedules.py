@@ -272,6 +272,33 @@ def test_a_state_of_a_round_that_is_given_up_is_a_round_older_when_the_next_one_
     assert (again.num_ends_left, given_up.num_ends_left) == (3, 13)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        OuterSchedule(1),
+        OuterSchedule(10),
+        OuterSchedule(10, sync_delay=2),
+        OuterSchedule(10, 2, 4),
+        OuterSchedule(10, 5),
+    ],
+)
+def test_only_places_at_which_a_group_hands_out_its_state_are_taken_from_others(schedule: OuterSchedule) -> None:
+    """At PREPARE and SYNC, between two iterations, and rounds later where the others have given their rounds up."""
+    handed_out = set()
+    for place in [
+        RoundPlace(),
+        *(RoundPlace(schedule.num_ends_left(step)) for step in range(1, 11) if schedule.actions(step)),
+    ]:
+        waiting = place
+        for _ in range(1001):
+            assert schedule.complaint_about(waiting) == ""
+            handed_out.add(waiting.num_ends_left)
+            waiting = schedule.after_discard(waiting, round_retries=0)
+    for number in range(max(handed_out) + 10):
+        assert (schedule.complaint_about(RoundPlace(number)) == "") == (number in handed_out), number
+    assert f"fragment_sync_delay={schedule.sync_delay}: {2**62} ends" in schedule.complaint_about(RoundPlace(2**62))
+
+
 class LeftBehindOnce(ScriptedManager):
     """Of a group that is left behind by its first round, and loads the others' state, of a place, in their next one."""
 

@@ -127,6 +127,7 @@ class OuterLoop(Generic[F]):
         _refuse_shared_parameters(self._fragments)
         self._left_out = LeftOut(self._fragments, inner_optimizer)
         self._left_out.warn()
+        manager.outer_schedule = schedule
         manager.guard_optimizer(inner_optimizer)
         guard_steps(inner_optimizer, lambda: None, self._forget_open_steps)
         manager.register_state_dict_fn(
