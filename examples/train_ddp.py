@@ -94,7 +94,9 @@ def main() -> None:
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
-    if device.type == "cpu":
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # the Manager connects NCCL on the current device of this thread
+    else:
         torch.set_num_threads(1)
 
     dataset = NextCharacter(Path(os.__file__).parent)

@@ -22,7 +22,7 @@ import ray
 import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchTrainer, get_device
 from ray.train.v2.torch.torchft_config import TorchftConfig
 from torch import Tensor, nn
 
@@ -65,7 +65,7 @@ def train_group(options: dict[str, Any]) -> None:
     """Train one replica group; Ray runs it in each worker."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s", force=True)
     group = ray.train.get_context().get_world_rank()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = get_device()  # where it is a GPU Ray has made it current: the Manager connects NCCL on the current device
     print(f"group {group} is process {os.getpid()}", flush=True)
 
     text = b"\n".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))

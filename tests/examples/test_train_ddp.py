@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.run
+import train_ddp
 from support.launched import REPO, fork_into
 from support.nursery import ForkedIntoFile
 
@@ -55,6 +57,23 @@ def test_a_group_under_torchrun_and_one_without_end_equal(tmp_path: Path) -> Non
     assert (first["step"], second["step"]) == (NUM_STEPS, NUM_STEPS)
     assert first["digest"] == second["digest"]
     assert first["loss"] < 5.0
+
+
+def test_on_gpus_a_rank_makes_its_own_device_current_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Manager connects NCCL on the current device, which is device 0 in all ranks of a group until it is set."""
+    seen = []
+
+    def set_device(device: torch.device) -> None:
+        seen.append(device)
+        raise InterruptedError("there is no GPU here")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("sys.argv", ["train_ddp.py"])
+    with pytest.raises(InterruptedError, match="there is no GPU here"):
+        train_ddp.main()
+    assert seen == [torch.device("cuda", 1)]
 
 
 def test_only_the_import_line_names_this_library() -> None:

@@ -14,6 +14,7 @@ from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.core.coordination.messages import QuorumFormed, Role, Source, StateVersion
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 from torchft_ckpt.errors import (
     LayoutMismatchError,
     SourceLostError,
@@ -23,7 +24,7 @@ from torchft_ckpt.errors import (
     TransferError,
 )
 from torchft_ckpt.manager.healing import Healing
-from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.testing.fake_transport import FakeNetwork, FakeTransport
 
 TIMEOUT = timedelta(seconds=20)
@@ -95,8 +96,13 @@ def transport() -> RecordingTransport:
 
 
 @pytest.fixture
-def healing(transport: RecordingTransport) -> Iterator[Healing]:
-    healing = Healing(transport, TIMEOUT, rank=0, world_size=1)
+def own() -> OwnState:
+    return OwnState()
+
+
+@pytest.fixture
+def healing(transport: RecordingTransport, own: OwnState) -> Iterator[Healing]:
+    healing = Healing(transport, TIMEOUT, rank=0, world_size=1, own=own)
     yield healing
     healing.shutdown()
 
@@ -200,6 +206,21 @@ def test_a_place_in_a_round_that_is_none_is_refused_before_anything_is_loaded(he
     transport.give["torchft"]["place"] = place
     healing.start(formed(["http://a:1"]), {}, in_place=False)
     with pytest.raises(StateFormatError, match=r"group_0 sent .* with a place in its round that is none"):
+        healing.wait()
+
+
+@pytest.mark.parametrize("num_ends_left", [4, 2**40])
+def test_a_place_that_no_group_with_this_schedule_has_is_refused_before_anything_is_loaded(
+    healing, transport, own, num_ends_left
+):
+    """Else a group would train so many iterations that change nothing."""
+    own.outer_schedule = OuterSchedule(10, sync_delay=2)
+    transport.give = state_of(VERSION)
+    transport.give["torchft"]["place"] = [num_ends_left, 0]
+    healing.start(formed(["http://a:1"]), {}, in_place=False)
+    with pytest.raises(
+        StateFormatError, match=f"group_0 sent .* with a place .* sync_every=10.*: {num_ends_left} ends"
+    ):
         healing.wait()
 
 

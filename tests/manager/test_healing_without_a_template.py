@@ -12,6 +12,7 @@ from torchft_ckpt import HTTPTransport
 from torchft_ckpt.core.coordination.messages import QuorumFormed, Role, Source, StateVersion
 from torchft_ckpt.errors import CheckpointError, StateMismatchError
 from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.state_registry import OwnState
 
 SHORT = timedelta(seconds=20)
 
@@ -41,7 +42,7 @@ def test_a_class_that_only_the_state_here_has_costs_the_step_and_is_there_for_th
         store_address="",
         sources=[Source(replica_id="a", replica_rank=0, checkpoint_addresses=[source.metadata()])],
     )
-    healing = Healing(transport, SHORT, rank=0, world_size=1)
+    healing = Healing(transport, SHORT, rank=0, world_size=1, own=OwnState())
     healing.start(formed, None, in_place=False)
     with pytest.raises(CheckpointError, match=r"heals in the next.*user\.default\.phase") as caught:
         healing.wait()

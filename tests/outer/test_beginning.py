@@ -9,9 +9,11 @@ import torch
 from support.lockstep import Hub, ScriptedManager
 from torch import nn
 
-from torchft_ckpt import DiLoCo, LocalSGD
+from torchft_ckpt import DiLoCo, LighthouseServer, LocalSGD, Manager
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.outer.fragment import InnerStateBackup
+from torchft_ckpt.process_group import ProcessGroupDummy
 
 
 class CountingManager(ScriptedManager):
@@ -184,3 +186,25 @@ def test_an_optimizer_that_remembers_nothing_is_no_complaint() -> None:
     with DiLoCo(manager, [model], inner, outer, 1):
         step(model, inner)
     assert manager.current_step() == 1
+
+
+def test_an_outer_loop_tells_its_manager_the_schedule_by_which_it_knows_the_places_of_others() -> None:
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    manager = Manager(
+        ProcessGroupDummy(0, 1),
+        None,
+        None,
+        min_replica_size=1,
+        lighthouse_addr=lighthouse.address(),
+        replica_id="group_0",
+        hostname="127.0.0.1",
+    )
+    try:
+        assert manager.outer_schedule is None
+        model = nn.Linear(3, 2)
+        inner, outer = torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())
+        DiLoCo(manager, [model], inner, outer, 4, fragment_sync_delay=1)
+        assert manager.outer_schedule == OuterSchedule(4, sync_delay=1)
+    finally:
+        manager.shutdown()
+        lighthouse.shutdown()

@@ -141,13 +141,7 @@ class Script:
         with self.loop:
             self.model(torch.zeros(1, 4))  # the loop begins: the iteration is known
             while num_together < NUM_ROUNDS_TOGETHER:
-                if self._case.uses_closure:
-                    self.inner.step(self._loss)  # type: ignore[arg-type]
-                else:
-                    self._loss()
-                    self.inner.step()
-                self.schedule.step()
-                self.iteration += 1
+                self.iterate()
                 seen[self.iteration] = self._place()
                 if self._case.kind == "by_hand" and self.iteration % SYNC_EVERY == 0:
                     self.loop.sync()
@@ -158,6 +152,15 @@ class Script:
                     if num_rounds >= after:
                         told.set()
         return seen
+
+    def iterate(self) -> None:
+        if self._case.uses_closure:
+            self.inner.step(self._loss)  # type: ignore[arg-type]
+        else:
+            self._loss()
+            self.inner.step()
+        self.schedule.step()
+        self.iteration += 1
 
     def _place(self) -> Place:
         own = [value for state in self.inner.state_dict()["state"].values() for value in state.values()]
@@ -223,6 +226,43 @@ def test_a_group_that_comes_has_the_schedule_of_the_others_where_its_inner_optim
         assert (place.num_scheduled, place.rate) == (there[iteration].num_scheduled, there[iteration].rate)
 
 
+def test_a_script_that_has_gone_on_hands_out_its_state_of_where_the_round_began() -> None:
+    """The round waits for a second group, which comes for the state when the script has ended the iteration of PREPARE.
+
+    Loaded with what the script did since, that group would be one iteration ahead.
+    """
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000)
+    may_come = threading.Event()
+
+    def run(number: int, last_round: int) -> dict[int, int]:
+        """Return for each round the iteration in which it was decided."""
+        script, decided = Script(lighthouse.address(), number, Case("diloco", delay=1)), {}
+        try:
+            with script.loop:
+                script.model(torch.zeros(1, 4))  # the loop begins: the iteration is known
+                while (step := script.manager.current_step()) < last_round:
+                    script.iterate()
+                    if number == 0 and script.iteration == 3 * SYNC_EVERY - 1:
+                        may_come.set()  # the third round has begun, and its iteration is over
+                        script.manager.wait_quorum()
+                    if script.manager.current_step() > step:
+                        decided[script.manager.current_step()] = script.iteration
+            return decided
+        finally:
+            script.manager.shutdown()
+
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            stays, leaves = pool.submit(run, 0, 5), pool.submit(run, 1, 2)
+            assert may_come.wait(LONG_S)
+            comes = pool.submit(run, 2, 5)
+            assert stays.result(LONG_S) == {number: number * SYNC_EVERY for number in range(1, 6)}
+            assert leaves.result(LONG_S) == {1: SYNC_EVERY, 2: 2 * SYNC_EVERY}
+            assert comes.result(LONG_S) == {4: 4 * SYNC_EVERY, 5: 5 * SYNC_EVERY}
+    finally:
+        lighthouse.shutdown()
+
+
 def test_a_state_of_a_round_that_is_given_up_is_a_round_older_when_the_next_one_is_decided() -> None:
     schedule = OuterSchedule(10, sync_delay=2)
     place = RoundPlace(schedule.num_ends_left(8), retries_left=1)
@@ -230,6 +270,33 @@ def test_a_state_of_a_round_that_is_given_up_is_a_round_older_when_the_next_one_
     again = schedule.after_discard(place, round_retries=1)
     given_up = schedule.after_discard(again, round_retries=1)
     assert (again.num_ends_left, given_up.num_ends_left) == (3, 13)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        OuterSchedule(1),
+        OuterSchedule(10),
+        OuterSchedule(10, sync_delay=2),
+        OuterSchedule(10, 2, 4),
+        OuterSchedule(10, 5),
+    ],
+)
+def test_only_places_at_which_a_group_hands_out_its_state_are_taken_from_others(schedule: OuterSchedule) -> None:
+    """At PREPARE and SYNC, between two iterations, and rounds later where the others have given their rounds up."""
+    handed_out = set()
+    for place in [
+        RoundPlace(),
+        *(RoundPlace(schedule.num_ends_left(step)) for step in range(1, 11) if schedule.actions(step)),
+    ]:
+        waiting = place
+        for _ in range(1001):
+            assert schedule.complaint_about(waiting) == ""
+            handed_out.add(waiting.num_ends_left)
+            waiting = schedule.after_discard(waiting, round_retries=0)
+    for number in range(max(handed_out) + 10):
+        assert (schedule.complaint_about(RoundPlace(number)) == "") == (number in handed_out), number
+    assert f"fragment_sync_delay={schedule.sync_delay}: {2**62} ends" in schedule.complaint_about(RoundPlace(2**62))
 
 
 class LeftBehindOnce(ScriptedManager):

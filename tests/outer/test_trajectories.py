@@ -301,3 +301,36 @@ def test_a_script_that_catches_an_error_of_a_round_takes_part_in_the_next(delay:
                 train_step(model, inner, 0, inner_step)
 
     assert (manager.num_asked, manager.current_step()) == (3, 2)
+
+
+class ClipsFirst(torch.optim.SGD):
+    """Does something before the step of its base class, which runs torch's hooks again once a plain SGD was made."""
+
+    raises = False
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], 1.0)
+        loss = super().step(closure)
+        if self.raises:
+            raise RuntimeError("out of memory")
+        return loss
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_one_inner_step_also_after_one_that_raised() -> None:
+    model = build_model()
+    nesterov(model.parameters())  # torch gives SGD.step its hooks
+    inner, manager, num_hooks, rounds = ClipsFirst(model.parameters(), lr=0.1), ScriptedManager(Hub(1), 0), 0, []
+
+    def count(*_: object) -> None:
+        nonlocal num_hooks
+        num_hooks += 1
+
+    inner.register_step_pre_hook(count)
+    with LocalSGD(manager, model, inner, 3):
+        for inner_step in range(7):
+            inner.raises = inner_step == 1
+            with pytest.raises(RuntimeError) if inner.raises else contextlib.nullcontext():
+                train_step(model, inner, 0, inner_step)
+            rounds.append(manager.current_step())
+    assert num_hooks == 14
+    assert rounds == [0, 0, 0, 1, 1, 1, 2]  # what raised is none

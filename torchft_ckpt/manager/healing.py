@@ -36,6 +36,7 @@ from torchft_ckpt.errors import (
     torn_where_it_raises,
 )
 from torchft_ckpt.manager.comparing import Differences
+from torchft_ckpt.manager.state_registry import OwnState
 from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -53,10 +54,14 @@ class Healing:
     Args:
         timeout: overall deadline of a fetch.
         rank, world_size: in the replica group.
+        own: this Manager's part of the state, which knows what a source's can be.
     """
 
-    def __init__(self, transport: CheckpointTransport[Any], timeout: timedelta, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, transport: CheckpointTransport[Any], timeout: timedelta, *, rank: int, world_size: int, own: OwnState
+    ) -> None:
         self._transport = transport
+        self._own = own
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
@@ -243,17 +248,8 @@ class Healing:
             raise SourceRefusedError(
                 f"asked {self._source_name()} for {wanted}, got (step, quorum, epoch) {in_words(found)}"
             )
-        batches = own.get("batches_committed", 0)
-        if type(batches) is not int or not 0 <= batches < 2**63:
-            raise StateFormatError(
-                f"{self._source_name()} sent {wanted} with a number of committed batches that is none",
-                self._source_name(),
-            )
-        place = own.get("place", [0, 0])
-        if not isinstance(place, list) or len(place) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in place):
-            raise StateFormatError(
-                f"{self._source_name()} sent {wanted} with a place in its round that is none", self._source_name()
-            )
+        if complaint := self._own.complaint_about(own):
+            raise StateFormatError(f"{self._source_name()} sent {wanted} with {complaint}", self._source_name())
         return state
 
     def cancel(self) -> None:

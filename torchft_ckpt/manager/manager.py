@@ -38,7 +38,7 @@ from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, State
 from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
 from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
-from torchft_ckpt.core.training.outer_schedule import RoundPlace
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
 from torchft_ckpt.manager.between_steps import BetweenSteps
@@ -277,7 +277,11 @@ class Manager:
             mark_torn=lambda: self._client.load_torn(),
         )
         self._healing = Healing(
-            transport, self._timeouts.transfer, rank=rank_config.group_rank, world_size=rank_config.group_world_size
+            transport,
+            self._timeouts.transfer,
+            rank=rank_config.group_rank,
+            world_size=rank_config.group_world_size,
+            own=self._own,
         )
         self._client = StepClient(
             ReplicaSettings(
@@ -878,6 +882,15 @@ class Manager:
     @place.setter
     def place(self, place: RoundPlace) -> None:
         self._own.place = place
+
+    @property
+    def outer_schedule(self) -> OuterSchedule | None:
+        """When the outer loop exchanges its fragments; it sets this. A state of a place that no such loop has is refused."""
+        return self._own.outer_schedule
+
+    @outer_schedule.setter
+    def outer_schedule(self, schedule: OuterSchedule | None) -> None:
+        self._own.outer_schedule = schedule
 
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.

@@ -20,7 +20,7 @@ from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.coordination.messages import StateVersion
-from torchft_ckpt.core.training.outer_schedule import RoundPlace
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.manager.checking import CheckedLeaf, ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
@@ -333,6 +333,8 @@ class OwnState:
         """Batches that went into committed steps, over all replica groups."""
         self.place = RoundPlace()
         """Of an outer loop: where the script is in its round. It is served, and not saved."""
+        self.outer_schedule: OuterSchedule | None = None
+        """Of an outer loop: says which places there are."""
 
     def served(self, version: StateVersion) -> dict[str, Any]:
         """Return it as it travels with the state of that name."""
@@ -348,8 +350,18 @@ class OwnState:
         """Return it as it is saved with the state of a step."""
         return {"step": step, "batches_committed": self.batches_committed}
 
+    def complaint_about(self, own: dict[str, Any]) -> str:
+        """Say what no source can have returned by `served`, as the end of a sentence; empty where all is well."""
+        batches = own.get("batches_committed", 0)
+        if type(batches) is not int or not 0 <= batches < 2**63:
+            return "a number of committed batches that is none"
+        place = own.get("place", [0, 0])
+        if not isinstance(place, list) or len(place) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in place):
+            return "a place in its round that is none"
+        return "" if self.outer_schedule is None else self.outer_schedule.complaint_about(RoundPlace(*place))
+
     def take_served(self, own: dict[str, Any]) -> None:
-        """Take what `served` returned at the source; `Healing.wait` has checked the counts."""
+        """Take what `served` returned at the source; `Healing.wait` has checked it by `complaint_about`."""
         self.batches_committed = own.get("batches_committed", 0)
         self.place = RoundPlace(*own.get("place", ()))
 

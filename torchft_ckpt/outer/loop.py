@@ -39,6 +39,7 @@ from torchft_ckpt.core.training.outer_schedule import (
     after_vote,
 )
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferError, torn_where_it_raises
+from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.outer.averaging import RoundAverager
 from torchft_ckpt.outer.fragment import Fragment
 from torchft_ckpt.outer.memory import buckets_of
@@ -61,7 +62,7 @@ class OuterLoop(Generic[F]):
 
     Args:
         manager: of this rank.
-        inner_optimizer: each of its steps is an inner step.
+        inner_optimizer: each call of its `step` is an inner step, also where that calls the `step` of its base class.
         fragments: in the order in which they are exchanged.
         schedule: when.
         key: under which the state is registered with the manager.
@@ -95,6 +96,8 @@ class OuterLoop(Generic[F]):
         self._round_retries = round_retries
         self._exchange = RoundAverager(manager, should_quantize)
         self._hooks: list[RemovableHandle] = []
+        self._num_open = 0
+        """Calls of `step` that are open, each within the one before: torch runs the hooks in all of them."""
         self._inner_step = 0
         self._is_in_job = False
         self._has_begun = False
@@ -124,7 +127,9 @@ class OuterLoop(Generic[F]):
         _refuse_shared_parameters(self._fragments)
         self._left_out = LeftOut(self._fragments, inner_optimizer)
         self._left_out.warn()
+        manager.outer_schedule = schedule
         manager.guard_optimizer(inner_optimizer)
+        guard_steps(inner_optimizer, lambda: None, self._forget_open_steps)
         manager.register_state_dict_fn(
             key,
             self._load_state,
@@ -208,6 +213,9 @@ class OuterLoop(Generic[F]):
 
         Where the step has to change nothing, return its arguments with a closure that leaves no gradients.
         """
+        self._num_open += 1
+        if self._num_open > 1:
+            return None
         is_replaced = False
         if self._first_forward is not None:
             with self._guard_let_go():
@@ -300,7 +308,14 @@ class OuterLoop(Generic[F]):
             self._manager.allow_state_dict_read()
         self._enter_job()
 
+    def _forget_open_steps(self) -> None:
+        """The outermost one is over; where it raised, torch ran no hook after it."""
+        self._num_open = 0
+
     def _after_inner_step(self, *_: object) -> None:
+        self._num_open = max(self._num_open - 1, 0)
+        if self._num_open:
+            return
         if self._num_to_follow:
             self._num_to_follow -= 1
             for group, before in zip(self._inner_optimizer.param_groups, self._settings, strict=False):

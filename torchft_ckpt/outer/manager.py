@@ -12,7 +12,7 @@ from torch.distributed import Work
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing import StateDictLock
-    from torchft_ckpt.core.training.outer_schedule import RoundPlace
+    from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
     from torchft_ckpt.process_group.quantization import Quantization
 
 
@@ -58,6 +58,9 @@ class OuterManager(Protocol):
 
     place: RoundPlace
     """Where the script is with the state of now. It goes with the state to those who load it, and not into checkpoints."""
+
+    outer_schedule: OuterSchedule | None
+    """When the fragments are exchanged, so at which places others can be."""
 
     # A round, which is a step of the Manager
 

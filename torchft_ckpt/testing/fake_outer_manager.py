@@ -20,7 +20,7 @@ import torch
 from torch.distributed import Work
 
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.core.training.outer_schedule import RoundPlace
+from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.process_group.dummy import CompletedWork
 from torchft_ckpt.process_group.quantization import Quantization
 
@@ -82,6 +82,7 @@ class FakeOuterManager:
         self._step = 0
         self.num_votes = 0
         self.place = RoundPlace()
+        self.outer_schedule: OuterSchedule | None = None
         self.state_dict_lock = StateDictLock()
         self.num_reduced: list[int] = []
         self.dtypes: set[torch.dtype] = set()

@@ -18,6 +18,9 @@ from enum import Enum
 
 from torchft_ckpt.errors import ConfigError
 
+_MOST_GIVEN_UP = 1000
+"""Rounds in a row: a group that has waited through more of them than this has no state that is worth following."""
+
 
 class Action(Enum):
     """The work after an inner step."""
@@ -102,6 +105,21 @@ class OuterSchedule:
         if place.retries_left:
             return RoundPlace(place.num_ends_left, place.retries_left - 1)
         return RoundPlace(place.num_ends_left + self.period, round_retries)
+
+    def complaint_about(self, place: RoundPlace) -> str:
+        """Say why no group with this schedule hands out its state at a place; empty where one does.
+
+        It does so between two iterations, at PREPARE, and at SYNC where the round is tried again. A group that waits for the
+        others' round adds a period each time that they give it up.
+        """
+        last = 1 + self.sync_delay
+        rests = {ends % self.period for ends in (0, 1, last)}
+        if place.num_ends_left % self.period in rests and place.num_ends_left <= last + _MOST_GIVEN_UP * self.period:
+            return ""
+        return (
+            f"a place in its round that no group has with sync_every={self.sync_every}, {self.num_fragments} fragments and"
+            f" fragment_sync_delay={self.sync_delay}: {place.num_ends_left} ends of iterations before the round is decided"
+        )
 
     def fragment_of(self, num_committed: int) -> int:
         """Return the fragment that is exchanged after so many committed rounds."""
