@@ -60,6 +60,7 @@ class Round:
         wait_s = self._chance.uniform(0.0, LONGEST_WAIT_S)
         time.sleep(wait_s)
         has_joined = [any(s["contributed"] and s["committed"] for s in learner.steps()) for learner in learners]
+        quorum = max(group.steps()[-1]["quorum"] for group in survivors)
         killed_at = time.monotonic()
         if kind == "learner":
             victim = self._chance.choice(learners)
@@ -79,7 +80,9 @@ class Round:
             )
         allowed = KINDS[kind] + any(has_joined)  # a learner that had joined is in the others' collectives
         for group in survivors:
-            num = sum(step["discarded"] for step in group.steps(since=killed_at))
+            discarded = [step for step in group.steps(since=killed_at) if step["discarded"]]
+            # One that was killed in the step that it joined in was in that step's collectives.
+            num = len(discarded) - (kind == "learner" and any(step["quorum"] > quorum for step in discarded))
             if num > allowed:
                 raise Broken(f"{group.name} discarded {num} steps, {allowed} are allowed\n{group.log()}")
         self.groups = survivors + learners
