@@ -53,10 +53,14 @@ class Scene:
             transport.redo_log.begin(version(self.source.step), num_followers, time.monotonic())
 
     def train(self, num_steps: int = 1) -> None:
-        """Train, and have all sources keep what was noted."""
+        """Train, and `keep` it."""
         for _ in range(num_steps):
             self.source.train()
-            self.source.recorder.close()
+        self.keep()
+
+    def keep(self) -> None:
+        """Have all sources keep what was noted."""
+        self.source.recorder.close()
         noted = self.source.noted
         for transport in self.transports:
             for entry, versions in zip(noted.entries, noted.versions, strict=True):
@@ -115,6 +119,21 @@ def test_a_learner_comes_to_the_same_bits(scene: Callable[..., Scene], learner: 
         assert job.step() is not None
     assert (job.here, job.is_equal()) == (version(3), True)
     assert job.step(timeout_s=0.0) is None, "it holds the newest state"
+
+
+def test_a_step_that_counts_and_in_which_no_optimizer_stepped_is_an_entry_without_bytes(
+    scene: Callable[..., Scene], learner: HTTPTransport[Any]
+) -> None:
+    """As where a GradScaler skips a step that overflows."""
+    job = scene(2)
+    job.begin()
+    job.source.commit()
+    job.keep()
+    job.train(1)
+    job.follow(learner)
+    assert [entry.steps for entry in [job.step()] if entry is not None] == [[]]
+    job.step()
+    assert (job.here, job.is_equal()) == (version(2), True)
 
 
 def test_who_waits_for_an_entry_gets_it_when_the_step_is_over(

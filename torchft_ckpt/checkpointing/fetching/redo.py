@@ -173,10 +173,8 @@ class RedoFollower:
         self._cache.keep(destination.buffers())
         with self._lock:
             clients = list(self._clients)
-        num_runs = _RUNS_EACH * len(clients)
-        most = max(_RUN_BYTES // manifest.block_bytes, 1)
-        at_once = min(-(-destination.num_blocks // num_runs), most)
         blocks = range(destination.num_blocks)
+        at_once = max(1, min(-(-len(blocks) // (_RUNS_EACH * len(clients))), _RUN_BYTES // manifest.block_bytes))
         runs = deque(blocks[at : at + at_once] for at in range(0, len(blocks), at_once))
 
         given_by = {first: manifest}
