@@ -1,11 +1,8 @@
-"""The options of the demo, and the order of things: text, lighthouse, training with kills, report, exit code."""
+"""The options of the demo, and the order of things: text, training with kills, report, exit code."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
-import logging
 import os
 import random
 import signal
@@ -20,8 +17,6 @@ from demo.display import Display
 from demo.report import build_report, print_report, write_json
 from demo.supervisor import RunFailedError, RunOptions, Supervisor
 from demo.timeline import Timeline
-from torchft_ckpt import LighthouseServer
-from torchft_ckpt.errors import TorchftCkptError
 
 _INTERRUPTED = 130
 
@@ -46,7 +41,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="slow transfers of the state down, not the collectives: the state takes several steps of 1 s, and nobody may wait "
         "more than 1 s for it; the picture shows how long each step took; 5 kills in 100 steps unless told otherwise",
     )
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where picture and logs go")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where picture and log go")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the figures here too")
     parser.add_argument("--lighthouse-port", type=int, default=0, metavar="PORT", help="0 takes a free one")
     if "--slow-link" in arguments:
@@ -68,28 +63,23 @@ def main(arguments: list[str]) -> int:
     options = parse_arguments(arguments)
     console = Console(width=None if os.isatty(1) else 120)
     out: Path = options.out.resolve()
-    log_folder = out / "logs"
-    log_folder.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(
-        filename=log_folder / "lighthouse.log",
-        filemode="w",
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(message)s",
-    )
+    out.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGINT):  # as Ctrl-C, also where a shell has it ignored
+        signal.signal(number, signal.default_int_handler)
     started_s = time.monotonic()
     num_characters = corpus.write_tokens(out / "tokens.bin")
     console.print(
         f"{options.groups} replica groups, {options.kills} kills, seed {options.seed}; "
-        f"text: Python's standard library, {num_characters / 1e6:.1f} million characters; logs in {log_folder}",
+        f"text: Python's standard library, {num_characters / 1e6:.1f} million characters; log: {out / 'log.txt'}",
         highlight=False,
         soft_wrap=True,
     )
     try:
         timeline = _train(options, console, out)
-    except (asyncio.CancelledError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         console.print("interrupted; every group was ended", style="bold red")
         return _INTERRUPTED
-    except (RunFailedError, TorchftCkptError) as error:
+    except RunFailedError as error:
         console.print(
             f"FAILED: {error} (seed {options.seed})", style="bold red", markup=False, highlight=False, soft_wrap=True
         )
@@ -110,33 +100,18 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(options: argparse.Namespace, console: Console, out: Path) -> Timeline:
-    """Run lighthouse and groups until all have finished."""
-    lighthouse = LighthouseServer(bind=f"127.0.0.1:{options.lighthouse_port}", min_replicas=max(1, options.groups - 1))
-    try:
-        with Display(console, num_steps=options.steps) as display:
-            supervisor = Supervisor(
-                RunOptions(
-                    num_groups=options.groups,
-                    num_steps=options.steps,
-                    seed=options.seed,
-                    plan=options.plan,
-                    lighthouse=lighthouse.address(),
-                    slow_link=options.slow_link,
-                    tokens=out / "tokens.bin",
-                    log_folder=out / "logs",
-                ),
-                display,
-            )
-            return asyncio.run(_run_until_signal(supervisor))
-    finally:
-        lighthouse.shutdown()
-
-
-async def _run_until_signal(supervisor: Supervisor) -> Timeline:
-    """Run; SIGINT and SIGTERM cancel it, so that every process is ended before this returns."""
-    loop = asyncio.get_running_loop()
-    run = loop.create_task(supervisor.run())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, run.cancel)
-    return await run
+    """Run the groups until all have finished."""
+    with Display(console, num_steps=options.steps) as display:
+        return Supervisor(
+            RunOptions(
+                num_groups=options.groups,
+                num_steps=options.steps,
+                seed=options.seed,
+                plan=options.plan,
+                lighthouse_port=options.lighthouse_port,
+                slow_link=options.slow_link,
+                tokens=out / "tokens.bin",
+                folder=out,
+            ),
+            display,
+        ).run()

@@ -1,13 +1,26 @@
-"""What a worker tells the supervisor, one JSON object a line, and the one thing that the supervisor tells a worker.
+"""What a worker tells the supervisor, one JSON object a line, and the one thing that the supervisor tells the workers.
 
-`at_s` is CLOCK_MONOTONIC, which all processes of a machine share.
+Each life of a group has a file in one folder. Every line is one write to its end, so that a SIGKILL tears none. `at_s` is
+CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
+
+from demo.lines import LineReader
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The process runs; it has loaded nothing yet."""
+
+    at_s: float
+    pid: int
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -46,14 +59,6 @@ class StepEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loss: float
 
 
-class StopAccepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker will end after the step `stop_step`; it had committed `step` when it heard of it."""
-
-    at_s: float
-    step: int
-    stop_step: int
-
-
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The worker's last event: where it ended, the digest of its whole training state, and what the model writes."""
 
@@ -63,30 +68,53 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sample: str
 
 
-Event: TypeAlias = Imported | Connected | StateReceived | StepEnded | StopAccepted | Finished
+Event: TypeAlias = Started | Imported | Connected | StateReceived | StepEnded | Finished
 
-
-class StopAt(msgspec.Struct, frozen=True, kw_only=True):
-    """To a worker: end after committing this step."""
-
-    stop_step: int
-
-
+_STOP = "stop"
 _encoder = msgspec.json.Encoder()
-_event_decoder = msgspec.json.Decoder(Event)
-_command_decoder = msgspec.json.Decoder(StopAt)
+_decoder = msgspec.json.Decoder(Event)
 
 
-def encode_line(message: Event | StopAt) -> bytes:
-    """Return the message as one line."""
-    return _encoder.encode(message) + b"\n"
+class Recorder:
+    """Writes the events of this process's life. One process of a group lives at a time.
+
+    Attributes:
+        number: how many lives the group had before.
+    """
+
+    def __init__(self, folder: Path, group: int) -> None:
+        for self.number in itertools.count():
+            try:
+                self._file = _path_of(folder, group, self.number).open("xb", buffering=0)
+                return
+            except FileExistsError:
+                continue
+
+    def tell(self, event: Event) -> None:
+        """Write one event; any thread may."""
+        os.write(self._file.fileno(), _encoder.encode(event) + b"\n")
 
 
-def decode_event(line: bytes) -> Event:
-    """Read a worker's line; raises `msgspec.DecodeError` for anything else."""
-    return _event_decoder.decode(line)
+def read_life(folder: Path, group: int, number: int) -> LineReader[Event] | None:
+    """Return a reader of a life's events; None before that life began."""
+    path = _path_of(folder, group, number)
+    return LineReader(path, _decoder.decode) if path.exists() else None
 
 
-def decode_command(line: bytes) -> StopAt:
-    """Read the supervisor's line; raises `msgspec.DecodeError` for anything else."""
-    return _command_decoder.decode(line)
+def order_stop(folder: Path, step: int) -> None:
+    """Tell all workers to end after committing a step that none of them has come to."""
+    new = folder / f"{_STOP}.new"
+    new.write_text(f"{step}")
+    new.replace(folder / _STOP)
+
+
+def stop_step(folder: Path) -> int | None:
+    """Return the step after which a worker ends; None: there is no order yet."""
+    try:
+        return int((folder / _STOP).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _path_of(folder: Path, group: int, number: int) -> Path:
+    return folder / f"group_{group}_life_{number}.jsonl"

@@ -223,7 +223,7 @@ def _draw_lives(axes: Axes, timeline: Timeline) -> None:
     axes.legend(
         handles=[
             Patch(color=_colour(0), label="training"),
-            Patch(color=_STARTING, label="starting Python and torch"),
+            Patch(color=_STARTING, label="starting torch"),
             Patch(color=_JOINING, label="joining: quorum and recovery"),
         ],
         loc="upper center",

@@ -63,7 +63,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(_table_of_kills(report.kills))
         console.print(
             "discarded: steps that each survivor threw away until the next kill. longest gap: between two commits of\n"
-            "a survivor, before and after the killed group was ready to return. start: Python, torch, model, data.\n"
+            "a survivor, before and after the killed group was ready to return. start: torch, model, data.\n"
             "rejoin: from Manager(...) to the first commit that holds the group's own gradients.",
             style="dim",
             highlight=False,

@@ -1,19 +1,21 @@
-"""The processes of a run: starts the groups, kills them as planned, starts them again, tells them where to end.
+"""A run: the launcher's groups, killed as planned and told where to end. The launcher starts again what is killed.
 
-It ends every process that it started, whatever happens, and touches no other. It trusts nobody to be alive: a group
-that exits by itself, or does nothing for too long, ends the run with an error that names it and shows its last lines.
+It ends the launcher, which ends every process that it started, whatever happens. It trusts nobody to be alive: a group that
+ends by itself, or does nothing for too long, ends the run with an error that names it and shows its last lines.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Coroutine
+from collections import Counter, deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,11 +23,16 @@ import msgspec
 
 from demo import events
 from demo.chaos import PlannedKill, decide_kill, decide_stop_step
+from demo.lines import LineReader
 from demo.timeline import Kill, Life, Phase, Timeline, typical_step_s
+from torchft_ckpt.launcher.orphans import signal_at_parents_death
 
 _NOTICE_STEPS = 20
-_WATCH_INTERVAL_S = 0.2
+_LOOK_EVERY_S = 0.02
+_REFRESH_EVERY_S = 0.2
 _NUM_LAST_LINES = 20
+_END_PATIENCE_S = 5.0
+_end_with_this_process = partial(signal_at_parents_death, signal.SIGTERM)
 
 
 class RunFailedError(Exception):
@@ -50,115 +57,125 @@ class RunOptions:
     num_steps: int
     seed: int
     plan: tuple[PlannedKill, ...]
-    lighthouse: str
+    lighthouse_port: int
     tokens: Path
-    log_folder: Path
+    folder: Path
     slow_link: bool = False
-    restart_delay_s: float = 1.0
     patience_s: float = 60.0
 
     @property
-    def min_replica_size(self) -> int:
-        """How many groups must be there for a commit: one may be missing at any time."""
-        return max(1, self.num_groups - 1)
+    def log(self) -> Path:
+        """The file for what the launcher and its groups say."""
+        return self.folder / "log.txt"
 
-    def log_of(self, group: int) -> Path:
-        """Where a group's standard error goes."""
-        return self.log_folder / f"group_{group}.log"
+    @property
+    def events(self) -> Path:
+        """The folder for the events of the groups."""
+        return self.folder / "events"
+
+    def command(self) -> list[str]:
+        """Return the launcher's command line."""
+        kills = Counter(kill.group for kill in self.plan)
+        return [
+            *(sys.executable, "-m", "torchft_ckpt", "run"),
+            f"--groups={self.num_groups}",
+            f"--min-replicas={max(1, self.num_groups - 1)}",  # one group may be missing at any time
+            f"--restarts={max(kills.values(), default=0)}",
+            f"--bind=127.0.0.1:{self.lighthouse_port}",
+            "--",
+            str(Path(__file__).resolve().parent),
+            "worker",
+            f"--events={self.events}",
+            f"--tokens={self.tokens}",
+            f"--min-replica-size={max(1, self.num_groups - 1)}",
+            f"--seed={self.seed}",
+            *(["--slow-link"] if self.slow_link else []),
+        ]
 
 
 class Supervisor:
-    """One run, from the first process to the last; use it once, on one event loop."""
+    """One run, from the first process to the last; use it once."""
 
     def __init__(self, options: RunOptions, audience: Audience) -> None:
         self.timeline = Timeline(num_groups=options.num_groups, started_s=time.monotonic())
         self._options = options
         self._audience = audience
-        self._job = f"demo-{os.getpid()}"
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._victims: set[int] = set()  # groups whose death is ordered and has not been seen yet
+        self._readers: dict[int, LineReader[events.Event]] = {}
+        self._victim: PlannedKill | None = None
+        """The kill that is ordered, and whose group has not ended yet."""
+        self._strike_at = self._refresh_at = 0.0
         self._num_ordered = 0
         self._stop_step: int | None = None
-        self._side_tasks: set[asyncio.Task[None]] = set()
+        self._newest_step, self._news_s = -1, time.monotonic()
 
-    async def run(self) -> Timeline:
+    def run(self) -> Timeline:
         """Run until every group has finished.
 
         Raises:
-            RunFailedError: a group exited by itself, or nothing happened for `patience_s`.
+            RunFailedError: a group ended by itself, or nothing happened for `patience_s`.
         """
-        groups = [self._start_task(self._keep_alive(group)) for group in range(self._options.num_groups)]
-        watch = self._start_task(self._watch())
+        options = self._options
+        shutil.rmtree(options.events, ignore_errors=True)
+        options.events.mkdir(parents=True)
+        with options.log.open("wb") as log:
+            launcher = subprocess.Popen(
+                options.command(),
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a terminal sends Ctrl-C to the demo alone
+                preexec_fn=_end_with_this_process,
+            )
         try:
-            running: set[asyncio.Task[None]] = set(groups)
-            while running:
-                done, _ = await asyncio.wait(running | self._side_tasks | {watch}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                self._side_tasks -= done
-                running -= done
+            while (status := launcher.poll()) is None:
+                time.sleep(_LOOK_EVERY_S)
+                self._look()
+            self._look()
+            if status != 0:
+                raise RunFailedError(f"the launcher ended with status {status}.{self._last_lines('')}")
         finally:
-            for task in [*groups, *self._side_tasks, watch]:
-                task.cancel()
-            await asyncio.gather(*groups, *self._side_tasks, watch, return_exceptions=True)
-            await self._end_processes()
-        self._audience.refresh(self.timeline)
+            _end(launcher)
         return self.timeline
 
-    def _start_task(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        return asyncio.get_running_loop().create_task(work)
+    def _look(self) -> None:
+        """Take in what happened, and do what follows from it."""
+        for group in range(self._options.num_groups):
+            self._read(group)
+        self._strike()
+        self._consider_kill()
+        self._consider_stop()
+        self._consider_giving_up()
+        if (now := time.monotonic()) >= self._refresh_at:
+            self._refresh_at = now + _REFRESH_EVERY_S
+            self._audience.refresh(self.timeline)
 
-    async def _keep_alive(self, group: int) -> None:
-        """Live the lives of one group, one after the other, until one of them finishes."""
-        self._options.log_of(group).write_bytes(b"")
-        for number in range(len(self._options.plan) + 1):
-            life = await self._live(group, number)
-            if life.finished is not None:
-                return
-            await asyncio.sleep(self._options.restart_delay_s)
+    def _read(self, group: int) -> None:
+        life = self.timeline.life_of(group)
+        if life is not None:
+            self._take(life)
+            if life.ended_s is None and life.pid is not None and not _is_running(life.pid):
+                self._take(life)  # what it said last
+                life.ended_s = time.monotonic()
+                was_killed = self._victim is not None and self._victim.group == group
+                if was_killed:
+                    self._victim = None
+                elif life.finished is None:
+                    raise RunFailedError(f"group_{group} ended by itself.{self._last_lines(f'[g{group}')}")
+        number = 0 if life is None else life.number + 1
+        reader = events.read_life(self._options.events, group, number)
+        if reader is not None and (life is None or life.ended_s is not None):
+            self._readers[group] = reader
+            self.timeline.lives.append(Life(group=group, number=number, spawned_s=time.monotonic()))
 
-    async def _live(self, group: int, number: int) -> Life:
-        """Run one process of a group to its end; raises if that was neither planned nor a finish."""
-        with self._options.log_of(group).open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                str(Path(__file__).resolve().parent),
-                "worker",
-                f"--group={group}",
-                f"--life={number}",
-                f"--lighthouse={self._options.lighthouse}",
-                f"--tokens={self._options.tokens}",
-                f"--min-replica-size={self._options.min_replica_size}",
-                *(["--slow-link"] if self._options.slow_link else []),
-                f"--seed={self._options.seed}",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env=os.environ | {"TORCHFT_CKPT_JOB": self._job},
-            )
-        self._processes[group] = process
-        life = Life(group=group, number=number, spawned_s=time.monotonic())
-        self.timeline.lives.append(life)
-        if process.stdout is None:
-            raise RunFailedError(f"group_{group} was started without a pipe")
-        async for line in process.stdout:
-            try:
-                event = events.decode_event(line)
-            except msgspec.DecodeError as error:
-                raise RunFailedError(f"group_{group} sent {line!r}, which is no event: {error}") from error
-            self._take(life, event)
-        code = await process.wait()
-        life.ended_s = time.monotonic()
-        if life.finished is None and group not in self._victims:
-            raise RunFailedError(f"group_{group} exited by itself with code {code}.{self._last_lines(group)}")
-        self._victims.discard(group)
-        return life
-
-    def _take(self, life: Life, event: events.Event) -> None:
-        """Record an event and do what follows from it."""
+    def _take(self, life: Life) -> None:
+        """Record the new events of a life."""
         contributed_before = life.contributed_s is not None
-        life.record(event)
+        try:
+            for event in self._readers[life.group].read_on():
+                life.record(event)
+        except msgspec.DecodeError as error:
+            raise RunFailedError(f"group_{life.group} wrote a line that is no event: {error}") from error
         if life.contributed_s is not None and not contributed_before and life.imported_s is not None:
             start_s, join_s = life.imported_s - life.spawned_s, life.contributed_s - life.imported_s
             verb = "starts" if life.number == 0 else "is back:"
@@ -166,37 +183,37 @@ class Supervisor:
             self._audience.note(
                 self.timeline, f"group_{life.group} {verb} contributing at step {life.last_step} ({times})"
             )
-        if isinstance(event, events.StopAccepted) and event.step >= event.stop_step:
-            raise RunFailedError(
-                f"group_{life.group} heard of the end at step {event.stop_step} only at step {event.step}"
-            )
-        if isinstance(event, events.StepEnded):
-            self._consider_kill()
-            self._consider_stop()
 
     def _consider_kill(self) -> None:
-        kill = decide_kill(
+        if self._victim is not None:
+            return
+        self._victim = decide_kill(
             self._options.plan,
             num_done=self._num_ordered,
             contributing=self.timeline.contributing(),
             num_groups=self._options.num_groups,
         )
-        if kill is not None and kill.group not in self._victims:
+        if self._victim is not None:
             self._num_ordered += 1
-            self._victims.add(kill.group)
-            self._side_tasks.add(self._start_task(self._strike(kill)))
+            self._strike_at = time.monotonic() + self._victim.delay_steps * (typical_step_s(self.timeline) or 0.0)
 
-    async def _strike(self, kill: PlannedKill) -> None:
-        await asyncio.sleep(kill.delay_steps * (typical_step_s(self.timeline) or 0.0))
-        self._processes[kill.group].kill()
-        life = self.timeline.life_of(kill.group)
-        step = life.last_step if life is not None else 0
-        self.timeline.kills.append(Kill(at_s=time.monotonic(), group=kill.group, step=step))
+    def _strike(self) -> None:
+        """Kill the victim when its moment has come."""
+        if self._victim is None or len(self.timeline.kills) == self._num_ordered or time.monotonic() < self._strike_at:
+            return
+        life = self.timeline.life_of(self._victim.group)
+        if life is None or life.pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(life.pid, signal.SIGKILL)
+        self.timeline.kills.append(Kill(at_s=time.monotonic(), group=life.group, step=life.last_step))
         ordinal = f"{len(self.timeline.kills)} of {len(self._options.plan)}"
-        self._audience.note(self.timeline, f"SIGKILL to group_{kill.group} after step {step} (kill {ordinal})")
+        self._audience.note(
+            self.timeline, f"SIGKILL to group_{life.group} after step {life.last_step} (kill {ordinal})"
+        )
 
     def _consider_stop(self) -> None:
-        if self._stop_step is not None or self._victims or len(self.timeline.kills) < len(self._options.plan):
+        if self._stop_step is not None or self._victim or len(self.timeline.kills) < len(self._options.plan):
             return
         self._stop_step = decide_stop_step(
             num_steps=self._options.num_steps,
@@ -206,55 +223,49 @@ class Supervisor:
         )
         if self._stop_step is not None:
             self._audience.note(self.timeline, f"every group contributes; all end after step {self._stop_step}")
-            for process in self._processes.values():
-                if process.stdin is not None:
-                    process.stdin.write(events.encode_line(events.StopAt(stop_step=self._stop_step)))
+            events.order_stop(self._options.events, self._stop_step)
 
-    async def _watch(self) -> None:
-        """Show progress, and give up when there is none."""
-        newest, since_s = -1, time.monotonic()
-        while True:
-            await asyncio.sleep(_WATCH_INTERVAL_S)
-            self._audience.refresh(self.timeline)
-            now = time.monotonic()
-            lives = [
-                life for group in range(self._options.num_groups) if (life := self.timeline.life_of(group)) is not None
-            ]
-            step = max((life.last_step for life in lives), default=0)
-            if step > newest or any(life.phase is Phase.FINISHED for life in lives):
-                newest, since_s = max(step, newest), max(since_s, *(life.last_event_s for life in lives))
-            if now - since_s > self._options.patience_s:
-                raise RunFailedError(
-                    f"no group committed anything for {now - since_s:.0f} s after step {step}.{self._all_last_lines()}"
-                )
-            for life in lives:
-                if (
-                    life.phase in (Phase.STARTING, Phase.JOINING)
-                    and now - life.spawned_s > 2 * self._options.patience_s
-                ):
-                    state = f"still {life.phase.value} after {now - life.spawned_s:.0f} s"
-                    raise RunFailedError(f"group_{life.group} is {state}.{self._last_lines(life.group)}")
+    def _consider_giving_up(self) -> None:
+        """Give up when there is no progress."""
+        now, patience_s = time.monotonic(), self._options.patience_s
+        lives = [
+            life for group in range(self._options.num_groups) if (life := self.timeline.life_of(group)) is not None
+        ]
+        step = max((life.last_step for life in lives), default=0)
+        if step > self._newest_step or any(life.phase is Phase.FINISHED for life in lives):
+            self._newest_step = max(step, self._newest_step)
+            self._news_s = max([self._news_s, *(life.last_event_s for life in lives)])
+        if now - self._news_s > patience_s:
+            raise RunFailedError(
+                f"no group committed anything for {now - self._news_s:.0f} s after step {step}.{self._last_lines('')}"
+            )
+        for life in lives:
+            if life.phase in (Phase.STARTING, Phase.JOINING) and now - life.spawned_s > 2 * patience_s:
+                state = f"still {life.phase.value} after {now - life.spawned_s:.0f} s"
+                raise RunFailedError(f"group_{life.group} is {state}.{self._last_lines(f'[g{life.group}')}")
 
-    def _last_lines(self, group: int) -> str:
-        path = self._options.log_of(group)
-        with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as log:
-            lines = "".join(deque(log, maxlen=_NUM_LAST_LINES))
-            return f"\nThe last lines of {path}:\n{lines}"
-        return ""
+    def _last_lines(self, beginning: str) -> str:
+        """Return the last lines of the log that begin so."""
+        with self._options.log.open(errors="replace") as log:
+            lines = "".join(deque((line for line in log if line.startswith(beginning)), maxlen=_NUM_LAST_LINES))
+        return f"\nIts last lines in {self._options.log}:\n{lines}"
 
-    def _all_last_lines(self) -> str:
-        return "".join(self._last_lines(group) for group in range(self._options.num_groups))
 
-    async def _end_processes(self) -> None:
-        """End what is alive: by closing its standard input, which a worker takes as the end, then by force."""
-        alive = [process for process in self._processes.values() if process.returncode is None]
-        for process in alive:
-            if process.stdin is not None:
-                process.stdin.close()
-        for process in alive:
-            try:
-                await asyncio.wait_for(process.wait(), timeout=2.0)
-            except asyncio.TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+def _is_running(pid: int) -> bool:
+    """Return whether a process has not been killed or ended; the launcher's torchrun reaps those that have."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """End a launcher that runs: a first SIGTERM lets its groups end, a second one kills them."""
+    for _ in range(2):
+        if launcher.poll() is None:
+            launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(_END_PATIENCE_S)
+    launcher.kill()
+    launcher.wait()

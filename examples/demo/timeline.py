@@ -32,6 +32,7 @@ class Life:
     group: int
     number: int
     spawned_s: float
+    pid: int | None = None
     imported_s: float | None = None
     connected_s: float | None = None
     received_s: list[float] = field(default_factory=list)
@@ -44,6 +45,8 @@ class Life:
         """Take in the next event of this life."""
         self.last_event_s = event.at_s
         match event:
+            case events.Started():
+                self.spawned_s, self.pid = event.at_s, event.pid
             case events.Imported():
                 self.imported_s = event.at_s
             case events.Connected():
@@ -54,8 +57,6 @@ class Life:
                 self.steps.append(event)
             case events.Finished():
                 self.finished = event
-            case events.StopAccepted():
-                pass
 
     @property
     def phase(self) -> Phase:
@@ -94,7 +95,7 @@ class KillFigures:
 
     `discarded` has each survivor's discarded steps until the next kill. `gap_s` is the longest time between two
     commits of a survivor up to the next kill, without those that end after the group's return began; `rejoin_gap_s`
-    is the longest from then on. `start_s` is starting Python, torch, model and data; `rejoin_s` from the line
+    is the longest from then on. `start_s` is starting torch, model and data; `rejoin_s` from the line
     `Manager(...)` to the first commit that holds the group's own gradients.
     """
 

@@ -1,11 +1,13 @@
 """One job from its first process to its last: a lighthouse, and replica groups that are killed and started again.
 
-It decides when to kill, and nothing about training. A group that exits by itself, or a job in which nothing happens for too
-long, ends the run with an error that names the group and shows its last lines.
+Each group's place in the network is a machine of its own, and has a launcher (`torchft-ckpt run`), which starts the group again.
+This file decides when to kill, and nothing about training. A group that ends by itself, or a job in which nothing happens for
+too long, ends the run with an error that names the group and shows its last lines.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -20,18 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from diloco.links import Network
-from diloco.records import BEGIN, Finished, Reader, Record, Step, sent_bytes
+from diloco.records import BEGIN, Finished, Reader, Record, Step, pid_file, sent_bytes
 from torchft_ckpt.launcher.orphans import signal_at_parents_death
 
-_RESTART_DELAY_S = 0.5
 _LOOK_EVERY_S = 0.05
 _PATIENCE_S = 120.0
 _LIGHTHOUSE_PORT = 29510
 _LAST_KILL_AT = 0.9
 _OVERDUE = 0.1
 """After so much more progress a kill is not put off any longer until all groups train; one other has to."""
+_MANY_RESTARTS = 1000
 _NUM_LAST_LINES = 15
-_end_with_this_process = partial(signal_at_parents_death, signal.SIGKILL)
+_END_PATIENCE_S = 5.0
+_end_with_this_process = partial(signal_at_parents_death, signal.SIGTERM)
 
 
 class JobFailedError(Exception):
@@ -124,12 +127,13 @@ class Job:
         self._say = say
         self._lighthouse: subprocess.Popen[str] | None = None
         self._address = ""
-        self._groups: dict[int, subprocess.Popen[bytes]] = {}
-        self._due: dict[int, float] = {}
+        self._launchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._killed: set[int] = set()
+        """Process ids of ranks."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._readers = [Reader(folder / f"{plan.name}_{group}.jsonl") for group in range(plan.num_groups)]
+        self._readers = [Reader(self._records_of(group)) for group in range(plan.num_groups)]
         for group in range(plan.num_groups):
-            self._log_of(group).write_bytes(b"")
+            pid_file(self._records_of(group)).unlink(missing_ok=True)
         self._begin_in = folder / f"{plan.name}_begin"
         shutil.rmtree(self._begin_in, ignore_errors=True)
         self._begin_in.mkdir()
@@ -146,12 +150,18 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        processes: list[subprocess.Popen[Any]] = [*self._groups.values()]
+        processes: list[subprocess.Popen[Any]] = [*self._launchers.values()]
         if self._lighthouse is not None:
             processes.append(self._lighthouse)
+        for _ in range(2):  # at the second SIGTERM a launcher kills its group
+            for process in processes:
+                process.terminate()
+            until = time.monotonic() + _END_PATIENCE_S
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(until - time.monotonic(), 0.0))
         for process in processes:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
             process.wait()
         if self._lighthouse is not None and self._lighthouse.stdout is not None:
             self._lighthouse.stdout.close()
@@ -160,13 +170,13 @@ class Job:
         """Run until every group has ended.
 
         Raises:
-            JobFailedError: a group exited by itself, or nothing happened for a long time.
+            JobFailedError: a group ended by itself, or nothing happened for a long time.
         """
         self._start_lighthouse()
         for group in range(self._plan.num_groups):
             self._start(group)
         heard_s, said = time.monotonic(), 0.0
-        while self._groups or self._due:
+        while self._launchers:
             time.sleep(_LOOK_EVERY_S)
             now = time.monotonic()
             if any([reader.read_on() for reader in self._readers]):
@@ -176,12 +186,8 @@ class Job:
                     f"{self._plan.name}: nobody trained for {_PATIENCE_S:.0f} s.{self._all_last_lines()}"
                 )
             self._let_begin()
-            for group, process in list(self._groups.items()):
-                if process.poll() is not None:
-                    self._ended(group, process)
-            for group in [group for group, at in self._due.items() if at <= now]:
-                del self._due[group]
-                self._start(group)
+            for group in list(self._launchers):
+                self._see_end(group)
             self._consider_kill()
             if min(self._progress(), 1.0) - said >= 0.2:
                 said = self._progress()
@@ -215,40 +221,66 @@ class Job:
         self._address = said.split()[-1]
 
     def _start(self, group: int) -> None:
-        environment = os.environ | {
-            "REPLICA_GROUP_ID": str(group),
-            "TORCHFT_LIGHTHOUSE": self._address,
-            "TORCHFT_CKPT_JOB": self._plan.name,
-            "TORCHFT_CKPT_HOSTNAME": self._network.address(group),
-            "OMP_NUM_THREADS": "1",
-        }
-        options = [
-            f"--records={self._folder / f'{self._plan.name}_{group}.jsonl'}",
-            f"--interface={self._network.interface}",
-            f"--end-with={self._plan.num_groups}",
+        plan, network = self._plan, self._network
+        launcher = [
+            *(sys.executable, "-m", "torchft_ckpt", "run"),
+            "--groups=1",
+            f"--first-group={group}",
+            f"--all-groups={plan.num_groups}",
+            "--min-replicas=1",
+            f"--restarts={_MANY_RESTARTS if plan.kill_every_s is not None else len(plan.kills)}",
+            f"--lighthouse={self._address}",
+            f"--job={plan.name}",
+        ]
+        script = [
+            str(plan.script),
+            *plan.arguments,
+            f"--records={self._records_of(group)}",
+            f"--interface={network.interface}",
+            f"--end-with={plan.num_groups}",
             f"--begin-in={self._begin_in}",
         ]
-        command = [sys.executable, str(self._plan.script), *self._plan.arguments, *options]
-        with self._log_of(group).open("ab") as log:
-            self._groups[group] = subprocess.Popen(
-                [*self._network.inside(group), *command],
-                env=environment,
+        environment = {
+            "TORCHFT_CKPT_HOSTNAME": network.address(group),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        with self._log_of(group).open("wb") as log:
+            self._launchers[group] = subprocess.Popen(
+                [*network.inside(group), *launcher, "--", *script],
+                env=os.environ | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,  # a terminal sends Ctrl-C to this process alone
                 preexec_fn=_end_with_this_process,
             )
 
-    def _ended(self, group: int, process: subprocess.Popen[bytes]) -> None:
-        del self._groups[group]
-        code = process.returncode
-        was_killed = code == -signal.SIGKILL and any(kill.group == group for kill in self._record.kills)
-        if was_killed:
-            self._due[group] = time.monotonic() + _RESTART_DELAY_S
-        elif code != 0:
-            raise JobFailedError(
-                f"{self._plan.name}: group {group} exited by itself with {code}.{self._last_lines(group)}"
-            )
+    def _see_end(self, group: int) -> None:
+        """Notice that a group has ended, or that its rank was killed by somebody else."""
+        status = self._launchers[group].poll()
+        if status == 0:
+            del self._launchers[group]
+        elif status is not None or self._has_ended_by_itself(group):
+            raise JobFailedError(f"{self._plan.name}: group {group} ended by itself.{self._last_lines(group)}")
+
+    def _has_ended_by_itself(self, group: int) -> bool:
+        pid = self._pid_of(group)
+        if pid is None or pid in self._killed:
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            self._readers[group].read_on()
+            return not any(isinstance(record, Finished) for record in self._readers[group].records[-1:])
+        return False
+
+    def _pid_of(self, group: int) -> int | None:
+        """Return the process id of a group's rank; None before it has started."""
+        try:
+            return int(pid_file(self._records_of(group)).read_text())
+        except FileNotFoundError:
+            return None
 
     def _consider_kill(self) -> None:
         wanted, is_overdue = self._next_kill()
@@ -257,7 +289,12 @@ class Job:
         if wanted is None or len(training) < least:
             return
         group = wanted if wanted in training else training[0]
-        self._groups[group].kill()
+        pid = self._pid_of(group)
+        if pid is None:
+            return
+        self._killed.add(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
         self._record.kills.append(Kill(at_s=time.monotonic(), group=group))
         self._say(f"{self._plan.name}: SIGKILL to group {group}")
 
@@ -284,11 +321,14 @@ class Job:
         return [
             group
             for group, record in latest.items()
-            if group in self._groups
+            if group in self._launchers
             and isinstance(record, Step)
             and record.at_s > since.get(group, 0.0)
             and record.participants >= least
         ]
+
+    def _records_of(self, group: int) -> Path:
+        return self._folder / f"{self._plan.name}_{group}.jsonl"
 
     def _log_of(self, group: int) -> Path:
         return self._folder / f"{self._plan.name}_{group}.log"

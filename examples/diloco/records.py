@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TypeAlias
 
 import msgspec
+from demo.lines import LineReader
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -64,7 +65,7 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 class Recorder:
-    """Writes a group's records.
+    """Writes a group's records, and which process it is.
 
     Args:
         path: where to; None: nowhere.
@@ -77,6 +78,10 @@ class Recorder:
         self._interface = interface
         self._begin_in = begin_in
         self._file = path.open("ab", buffering=0) if path is not None else None
+        if path is not None:
+            new = path.with_suffix(".pid.new")
+            new.write_text(f"{os.getpid()}")
+            new.replace(pid_file(path))
         self._last_s = time.monotonic()
 
     def __enter__(self) -> Recorder:
@@ -129,23 +134,23 @@ class Recorder:
 
 
 class Reader:
-    """Reads a group's records while it writes them."""
+    """Reads a group's records while it writes them; begins with an empty file."""
 
     def __init__(self, path: Path) -> None:
         self.records: list[Record] = []
-        self._path = path
-        self._at = 0
         path.write_bytes(b"")
+        self._lines = LineReader(path, _decoder.decode)
 
     def read_on(self) -> list[Record]:
         """Take in what was written since; return it."""
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._at += len(whole) + len(newline)
-        new = [_decoder.decode(line) for line in whole.splitlines()]
+        new = self._lines.read_on()
         self.records += new
         return new
+
+
+def pid_file(records: Path) -> Path:
+    """Return the file with the id of the process that writes these records now."""
+    return records.with_suffix(".pid")
 
 
 def sent_bytes(interface: str | None = None, table: Path = Path("/proc/net/dev")) -> int:
