@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,8 +26,6 @@ from torchft_ckpt.checkpointing.state.local_state import LocalMemory, LocalState
 from torchft_ckpt.checkpointing.state.space import segment_ranges
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.errors import TransferError
-
-_Memory = TypeVar("_Memory")
 
 _SCATTER_BELOW_BYTES = 128 * 1024
 """Blocks whose pieces are smaller on average are received as one and then copied to where they belong."""
@@ -110,19 +107,21 @@ class Destination:
         self._local = local
         self._in_place = in_place and local is not None
         self._target = StateTarget(local, in_place=in_place)
-        known: dict[int, LocalMemory] = {}
-        old: dict[int, memoryview | DeviceMemory] = {}
         self._as_they_are: set[str] = set()
+        self._direct: dict[int, LocalMemory] = {}
+        old: dict[int, memoryview | DeviceMemory] = {}
         if local is not None:
             self._as_they_are = check_layout(local, manifest, in_place=in_place)
-            known = local_memories(local, manifest)
-            old = dict(_by_segment(manifest, local.device_memories, len))
-            if not in_place:
-                old |= {index: memory.view for index, memory in known.items()}
-        self._direct = known if in_place else {}
+            for index, memory in local_memories(local, manifest).items():
+                if isinstance(memory, DeviceMemory):
+                    old[index] = memory
+                elif in_place:
+                    self._direct[index] = memory
+                else:
+                    old[index] = memory.view
         self._holds_old_contents = is_kept or bool(self._direct)
         self._old = [old.get(index) for index in range(len(self._starts))] if old else []
-        """What is here and is not received into, by segment; empty where there is nothing."""
+        """By segment, the memory of the local state that nothing is received into; empty where there is none."""
         self._buffers: dict[int, np.ndarray] = {}
         views: list[memoryview] = []
         try:
@@ -300,27 +299,20 @@ class Destination:
         return views
 
 
-def local_memories(local: LocalState, manifest: Manifest) -> dict[int, LocalMemory]:
+def local_memories(local: LocalState, manifest: Manifest) -> dict[int, LocalMemory | DeviceMemory]:
     """Return, by segment, the memory of a local tensor that has exactly the segment's bytes.
 
-    Segments without one are left out: no tensor of that name is here, or it is strided or on an accelerator. Where the state is
-    not received in place, a tensor of another shape may have as many bytes; these are compared by their digests.
+    Segments without one are left out: no tensor of that name is here, or it is strided. Where the state is not received in place,
+    a tensor of another shape may have as many bytes; these are compared by their digests.
     """
-    return dict(_by_segment(manifest, local.memories, lambda memory: len(memory.view)))
-
-
-def _by_segment(
-    manifest: Manifest, memories: Callable[[str], Sequence[_Memory | None]], length_of: Callable[[_Memory], int]
-) -> Iterator[tuple[int, _Memory]]:
-    """Yield the first memory here that has exactly a segment's bytes, with the segment's index."""
-    found: set[int] = set()
+    known: dict[int, LocalMemory | DeviceMemory] = {}
     for entry in manifest.tensors:
-        for chunk, memory in zip(entry.chunks, memories(entry.fqn), strict=False):
-            if memory is None or chunk.strides is not None or chunk.segment in found:
+        for chunk, memory in zip(entry.chunks, local.memories(entry.fqn), strict=False):
+            if memory is None or chunk.strides is not None or chunk.segment in known:
                 continue
-            if length_of(memory) == manifest.segments[chunk.segment][1]:
-                found.add(chunk.segment)
-                yield chunk.segment, memory
+            if memory.num_bytes == manifest.segments[chunk.segment][1]:
+                known[chunk.segment] = memory
+    return known
 
 
 def _receive_scattered(

@@ -87,13 +87,15 @@ def contiguous_after(tensor: torch.Tensor, after: torch.Event) -> torch.Tensor:
 class DeviceMemory:
     """The bytes of a contiguous tensor on an accelerator. A part is copied to the host when it is asked for. Any thread.
 
-    It does not wait for what is still to be written there. Who needs the bytes of a certain moment checks them by a digest.
+    It does not wait for what is still to be written there. A caller who needs the bytes of a certain moment checks their digest.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._bytes = as_bytes(tensor.detach())
 
-    def __len__(self) -> int:
+    @property
+    def num_bytes(self) -> int:
+        """How long it is."""
         return self._bytes.numel()
 
     def __getitem__(self, part: slice) -> memoryview:

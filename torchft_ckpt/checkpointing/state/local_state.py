@@ -38,6 +38,11 @@ class LocalMemory(NamedTuple):
     tensor: torch.Tensor
     view: memoryview
 
+    @property
+    def num_bytes(self) -> int:
+        """How long it is."""
+        return len(self.view)
+
 
 class HeldTensor(NamedTuple):
     """A tensor of the state that is here, and the boxes of it that this process holds."""
@@ -103,14 +108,9 @@ class LocalState:
         is_lost = held is not None and held.adapter is not None and _has_no_memory(held.given)
         return _ON_META if is_lost else None
 
-    def memories(self, path: str) -> list[LocalMemory | None]:
-        """Return the memory of each box of a tensor; None of one that is strided, empty, or not on the CPU."""
+    def memories(self, path: str) -> list[LocalMemory | DeviceMemory | None]:
+        """Return the memory of each box of a tensor; None of one that is strided or empty."""
         return self._memories.get(path, [])
-
-    def device_memories(self, path: str) -> list[DeviceMemory | None]:
-        """Return the memory of each box of a tensor; None of one that is strided, empty, or not on an accelerator."""
-        held = self._held.get(path)
-        return [] if held is None else [_device_memory_of(data) for data in held.data]
 
     def why_not_made(self, entry: WireTensor) -> str | None:
         """Return why a tensor of which none is here cannot be made, to be said of it; None where it can, or arrives whole."""
@@ -277,21 +277,21 @@ def has_shape_of(held: HeldTensor, entry: DescribedTensor) -> bool:
     return held.given.shape == tuple(entry.shape) and held.given.dtype is DTYPES.get(entry.dtype)
 
 
-def _memory_of(tensor: torch.Tensor) -> LocalMemory | None:
-    """Return the memory of a tensor whose values are its bytes in C order, on the CPU; None of any other.
+def _memory_of(tensor: torch.Tensor) -> LocalMemory | DeviceMemory | None:
+    """Return the memory of a tensor whose values are its bytes in C order; None of any other.
 
     A tensor whose storage was freed has none, nor has one that only says what is wanted (a fake tensor).
     """
-    if not is_plain_memory(tensor) or not tensor.is_contiguous():
+    is_on_device = _is_plain_on_device(tensor)
+    if not (is_on_device or is_plain_memory(tensor)) or not tensor.is_contiguous():
         return None
     length = tensor.nbytes
     end = int(tensor.storage_offset()) * tensor.element_size() + length
-    has_memory = length > 0 and tensor.untyped_storage().nbytes() >= end and tensor.data_ptr() != 0
-    return LocalMemory(tensor, memory_at(tensor.data_ptr(), length)) if has_memory else None
-
-
-def _device_memory_of(tensor: torch.Tensor) -> DeviceMemory | None:
-    is_plain = not tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    if not is_plain or not tensor.numel() or not is_stageable(tensor.device) or not tensor.is_contiguous():
+    if length == 0 or tensor.untyped_storage().nbytes() < end or tensor.data_ptr() == 0:
         return None
-    return DeviceMemory(tensor) if tensor.data_ptr() else None
+    return DeviceMemory(tensor) if is_on_device else LocalMemory(tensor, memory_at(tensor.data_ptr(), length))
+
+
+def _is_plain_on_device(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and not tensor.is_cpu and is_stageable(tensor.device)

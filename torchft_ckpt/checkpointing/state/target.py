@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from torchft_ckpt.checkpointing.state.description import DescribedTensor, Description
+from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.fit import check_tensors
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
@@ -221,7 +222,10 @@ def memory_for(into: Sequence[torch.Tensor], boxes: Sequence[Box], dtype: torch.
 
 
 def wants_of(
-    name: str, boxes: Sequence[Box], parts: Sequence[torch.Tensor], here: Sequence[LocalMemory | None] = ()
+    name: str,
+    boxes: Sequence[Box],
+    parts: Sequence[torch.Tensor],
+    here: Sequence[LocalMemory | DeviceMemory | None] = (),
 ) -> list[Want]:
     """Return the wants of a tensor, each for the box of its part; a box without elements is not wanted.
 
@@ -229,10 +233,10 @@ def wants_of(
         name: of the tensor.
         boxes: of it.
         parts: the memory that each is to be written to.
-        here: the memory of each as it is here; empty where that is not known.
+        here: the memory of each as it is here; empty where that is not known. An accelerator's is not looked at.
     """
     return [
-        Want(name, box, part, local if local is not None and _is_laid_out_as(local.tensor, part) else None)
+        Want(name, box, part, local if isinstance(local, LocalMemory) and _is_laid_out_as(local.tensor, part) else None)
         for box, part, local in zip(boxes, parts, here or [None] * len(boxes), strict=True)
         if box.volume
     ]
