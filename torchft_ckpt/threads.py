@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
+NUM_COPY_THREADS = min(4, os.cpu_count() or 1)
+"""So many threads copy or digest memory at once: more of them are no faster."""
 _EXIT_TIMEOUT_S = 10.0
 
 # Of one thread again and again: what the garbage collector drops in the middle may start a thread to end itself.

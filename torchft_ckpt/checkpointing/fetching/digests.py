@@ -6,18 +6,17 @@ long; only of blocks whose samples are equal here and there the digests are aske
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from itertools import compress
 
 from torchft_ckpt.checkpointing.fetching.receive import Destination
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of_each
-from torchft_ckpt.threads import parallel_map
+from torchft_ckpt.threads import NUM_COPY_THREADS, parallel_map
 
 BATCH_BLOCKS = 64
-_NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 def fetch_digests(client: SourceClient, manifest: Manifest, mask: int) -> Iterator[dict[int, bytes]]:
@@ -42,12 +41,12 @@ def probe_local_blocks(
         batch = range(first, min(first + MAX_DIGESTS, destination.num_blocks))
         samples = client.fetch_samples(manifest, batch)
         likely += [block for block in batch if samples[block] in destination.samples(block)]
+
+    def take(block: int) -> bool:
+        return not is_over() and destination.take_local(block, digests[block])
+
     for found in fetch_digests(client, manifest, mask_of_each(likely)):
         digests.update(found)
-
-        def take(block: int, found: dict[int, bytes] = found) -> bool:
-            return not is_over() and destination.take_local(block, found[block])
-
-        is_held = parallel_map(take, list(found), _NUM_THREADS, "torchft_ckpt-compare")
-        held.update({block: found[block] for block, is_here in zip(found, is_held, strict=True) if is_here})
+        is_held = parallel_map(take, list(found), NUM_COPY_THREADS, "torchft_ckpt-compare")
+        held.update(compress(found.items(), is_held))
     return digests, held

@@ -16,7 +16,6 @@ the write side can call it; it waits at last until no slice of live memory is le
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import uuid
 import zlib
@@ -44,14 +43,13 @@ from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
 from torchft_ckpt.core.transfer.scheduler import blocks_of
 from torchft_ckpt.errors import CheckpointError, StateChangedError
-from torchft_ckpt.threads import parallel_map
+from torchft_ckpt.threads import NUM_COPY_THREADS, parallel_map
 
 logger = logging.getLogger(__name__)
 _STAGING_TIMEOUT = timedelta(seconds=120)
 _RETRY_S = 0.002
 _LENT_TIMEOUT_S = 10.0
 _PADDING = memoryview(bytes(64))
-_MAX_COPY_THREADS = 4
 _SPREAD_FROM_BYTES = 16 * 1024 * 1024
 
 
@@ -655,12 +653,11 @@ class Snapshot:
 
     def _copy_blocks(self, blocks: Sequence[int], phase: SnapshotPhase) -> None:
         """The trainer waits, so large copies are spread over a few threads, as torch does."""
-        num_threads = min(_MAX_COPY_THREADS, os.cpu_count() or 1)
-        if len(blocks) * self.block_bytes < _SPREAD_FROM_BYTES or num_threads < 2:
+        if len(blocks) * self.block_bytes < _SPREAD_FROM_BYTES or NUM_COPY_THREADS < 2:
             for block in blocks:
                 self._copy_block(block, phase)
             return
-        parallel_map(lambda block: self._copy_block(block, phase), blocks, num_threads, "torchft_ckpt-detach")
+        parallel_map(lambda block: self._copy_block(block, phase), blocks, NUM_COPY_THREADS, "torchft_ckpt-detach")
 
     def _copy_block(self, block: int, phase: SnapshotPhase) -> None:
         """Copy a block in this phase, without holding `_changed`: nobody mutates the live memory before the caller returns."""

@@ -6,7 +6,6 @@ for the copies before it may overwrite their source.
 
 from __future__ import annotations
 
-import os
 import threading
 from datetime import timedelta
 from typing import NamedTuple
@@ -16,9 +15,7 @@ import torch
 from torchft_ckpt.checkpointing.state.device_memory import BUFFER_BYTES, contiguous_after, copy_to_host
 from torchft_ckpt.checkpointing.state.space import Memory, as_bytes
 from torchft_ckpt.errors import CheckpointError
-from torchft_ckpt.threads import Thread, parallel_map
-
-_NUM_THREADS = min(4, os.cpu_count() or 1)
+from torchft_ckpt.threads import NUM_COPY_THREADS, Thread, parallel_map
 
 
 class StagedSegment(NamedTuple):
@@ -77,7 +74,7 @@ class Staging:
                 # What is not contiguous is made so once, and copied as a whole.
                 most = BUFFER_BYTES if memory.tensor.is_contiguous() else max(len(wanted), 1)
                 parts += [(memory, staged, wanted[at : at + most]) for at in range(0, len(wanted), most)]
-            parallel_map(self._copy, parts, _NUM_THREADS, "torchft_ckpt-staging")
+            parallel_map(self._copy, parts, NUM_COPY_THREADS, "torchft_ckpt-staging")
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._failure = error
         finally:
