@@ -212,18 +212,24 @@ class RedoLog(Generic[V]):
             self._forget(Gone(f"the log of this source has ended: {reason}"))
 
     def validate(self) -> None:
-        """Raise `AssertionError` where what must always hold does not."""
-        assert self.kept_bytes <= self.budget_bytes, "over budget"
-        assert len(self._followers) == len(self._places) <= MAX_FOLLOWERS
-        assert self.is_kept or not (self._entries or self._followers or self._announced)
-        assert self.is_kept == bool(self.num_followers), "kept for nobody, or not kept for somebody"
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
+        if self.kept_bytes > self.budget_bytes:
+            raise RuntimeError(f"{self.kept_bytes} bytes are kept, and the budget is {self.budget_bytes}")
+        if not len(self._followers) == len(self._places) <= MAX_FOLLOWERS:
+            raise RuntimeError(f"{len(self._followers)} followers have {len(self._places)} places")
+        if self.is_kept != bool(self.num_followers):
+            raise RuntimeError("entries are kept for nobody, or not kept for somebody")
+        if not self.is_kept and (self._entries or self._followers or self._announced):
+            raise RuntimeError("nothing is kept, and there are entries or followers")
+        if self._followers.keys() & self._given_up.keys():
+            raise RuntimeError("a follower was given up, and follows")
         if self.is_kept:
             needs = [follower.needs for follower in (*self._followers.values(), *self._announced)]
-            assert self._base == min(needs), "an entry is missing, or kept for nobody"
-            assert all(self._base <= need <= self._top for need in needs)
+            if not self._base == min(needs) <= max(needs) <= self._top:
+                raise RuntimeError(f"entries {self._base} to {self._top} are kept, and followers need {sorted(needs)}")
             chain = [self._start, *self.versions]
-            assert self._numbers == {version: self._base + place for place, version in enumerate(chain)}
-        assert not self._followers.keys() & self._given_up.keys()
+            if self._numbers != {version: self._base + place for place, version in enumerate(chain)}:
+                raise RuntimeError(f"the numbers of the versions do not follow {chain}")
 
     # Between events
 
