@@ -42,7 +42,6 @@ class Round:
         self._lighthouse = lighthouse
         self._chance = chance
         self._digests: dict[int, dict[str, str]] = {}
-        self._seen: dict[str, int] = {}
         self._num_started = 0
         self.groups = [self._start(follow=False) for _ in range(3)]
         for group in self.groups:

@@ -364,7 +364,7 @@ class Recovery:
             self._load_received(state, before_forward)
             self.note_healed(formed)
             self.num_corrected += 1
-        elif not self._is_alone and self._client.group_loads:
+        elif self._client.group_loads:
             self._load_received(state, before_forward)
         with self._client.lock, self._client.replica as replica:
             is_exact = replica.comparison_finished(found.comparison, before_forward=before_forward)

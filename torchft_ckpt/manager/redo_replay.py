@@ -357,7 +357,7 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _attributes(optimizer: torch.optim.Optimizer, step: OptimizerStep, device: torch.device) -> Iterator[None]:
-    """What a gradient scaler gives the optimizer, on its device, for the time of its step."""
+    """Give the optimizer the attributes that a gradient scaler sets, on its device, for the time of its step."""
     for name, value in step.attributes.items():
         setattr(optimizer, name, value.to(device) if isinstance(value, torch.Tensor) else value)
     try:

@@ -35,7 +35,7 @@ MAX_STAGED_AT_ONCE = 2
 @dataclass(slots=True)
 class _Kept:
     content: tuple[RedoEntry, StateVersions] | Snapshot
-    """What was noted; once somebody asked for it, its snapshot, which refers to what it needs."""
+    """The noted entry, and the versions of its gradients; from the first request on its snapshot, which keeps what it needs."""
 
     @property
     def snapshot(self) -> Snapshot | None:

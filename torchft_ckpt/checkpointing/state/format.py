@@ -360,6 +360,16 @@ def names_of_parts(manifest: Manifest) -> list[str]:
     ]
 
 
+def has_same_layout(one: Manifest, other: Manifest) -> bool:
+    """Whether the tensors of two states have the same names, and lie in the same places."""
+    return (one.block_bytes, one.total_bytes, one.segments, one.tensors) == (
+        other.block_bytes,
+        other.total_bytes,
+        other.segments,
+        other.tensors,
+    )
+
+
 def _element_limit(sizes: list[int]) -> int:
     """Product of the sizes that are not zero: what torch computes strides from."""
     product = 1
@@ -370,13 +380,3 @@ def _element_limit(sizes: list[int]) -> int:
 
 def _name(tensor: WireTensor) -> str:
     return repr(tensor.fqn[:120])
-
-
-def has_same_layout(one: Manifest, other: Manifest) -> bool:
-    """Whether the tensors of two states have the same names, and lie in the same places."""
-    return (one.block_bytes, one.total_bytes, one.segments, one.tensors) == (
-        other.block_bytes,
-        other.total_bytes,
-        other.segments,
-        other.tensors,
-    )

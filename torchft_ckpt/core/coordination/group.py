@@ -404,13 +404,14 @@ class GroupState:
             yield from self._tell_loading(self._arrivals.late())
 
     def _tell_loading(self, told: tuple[Loading, str] | None) -> Iterator[GroupInstruction]:
-        if told is not None:
-            for rank, asked in self._asked_by.items():
-                loading, reason = told
-                loads = self._arrivals.loads
-                yield SendToRank(
-                    rank, LoadState(request_id=asked.request_id, loading=loading, reason=clip(reason), loads=loads)
-                )
+        if told is None:
+            return
+        loading, reason = told
+        loads = self._arrivals.loads
+        for rank, asked in self._asked_by.items():
+            yield SendToRank(
+                rank, LoadState(request_id=asked.request_id, loading=loading, reason=clip(reason), loads=loads)
+            )
 
     def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
         """A rank began anew. Where the step is not over, it is over for all of them now."""
