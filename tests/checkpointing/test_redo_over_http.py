@@ -38,11 +38,11 @@ def model(seed: int = 0, width: int = 300) -> torch.nn.Module:
 class Scene:
     """One job whose steps several transports keep, and a learner that follows."""
 
-    def __init__(self, num_sources: int = 1, **how: Any) -> None:
-        self.model = model()
+    def __init__(self, num_sources: int = 1, *, width: int = 300, **how: Any) -> None:
+        self.model = model(width=width)
         self.source = Source(torch.optim.AdamW(self.model.parameters()))
         self.transports: list[HTTPTransport[Any]] = [make_transport(**how) for _ in range(num_sources)]
-        self.learner = model()
+        self.learner = model(width=width)
         self.fresh = torch.optim.AdamW(self.learner.parameters())
         self.here = version(0)
         self.follower: RedoFollower | None = None
@@ -134,6 +134,26 @@ def test_a_step_that_counts_and_in_which_no_optimizer_stepped_is_an_entry_withou
     assert [entry.steps for entry in [job.step()] if entry is not None] == [[]]
     job.step()
     assert (job.here, job.is_equal()) == (version(2), True)
+
+
+def test_two_sources_share_the_gradients_of_a_small_model_evenly(
+    scene: Callable[..., Scene], learner: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks as large as those of states one source would send all of them."""
+    sent: Counter[str] = Counter()
+    receive_run = RedoFollower._receive_run
+
+    def note_run(follower: RedoFollower, client: Any, manifest: Any, destination: Any, run: range, *more: Any) -> None:
+        receive_run(follower, client, manifest, destination, run, *more)
+        sent[client.name] += len(run) * manifest.block_bytes
+
+    monkeypatch.setattr(RedoFollower, "_receive_run", note_run)
+    job = scene(2, max_serve_bytes_per_s=20e6, block_bytes=4 * 1024 * 1024, width=1000)
+    job.begin()
+    job.train(1)
+    job.follow(learner)
+    job.step()
+    assert len(sent) == 2 and min(sent.values()) > 0.35 * sum(sent.values())
 
 
 def test_who_waits_for_an_entry_gets_it_when_the_step_is_over(

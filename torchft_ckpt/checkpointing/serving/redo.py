@@ -28,6 +28,9 @@ from torchft_ckpt.threads import Thread
 
 logger = logging.getLogger(__name__)
 LEASE_S = 60.0
+_BLOCKS_EACH = 32
+"""An entry has so many blocks at least, so that several sources share it evenly, unless these would be very small."""
+_LEAST_BLOCK_BYTES = 256 * 1024
 MAX_STAGED_AT_ONCE = 2
 """Entries whose gradients are on their way from an accelerator to the host: so many steps of gradients stay there longer."""
 
@@ -46,7 +49,7 @@ class ServedRedoLog:
     """The redo log of one process.
 
     Args:
-        block_bytes: unit of digests.
+        block_bytes: unit of digests, at most; those of a small entry are smaller.
         budget_bytes: at most so much is kept.
         lease_s: a follower of which nothing is heard for so long is given up.
     """
@@ -56,7 +59,7 @@ class ServedRedoLog:
         self._lock = threading.Lock()
         self._kept: dict[StateVersion, _Kept] = {}
         self._unwritten = StateDictLock()
-        self._pool = BufferPool(block_bytes)
+        self._block_bytes = block_bytes
         self._wake: Callable[[], None] = lambda: None
         self._num_staging = 0
 
@@ -86,7 +89,7 @@ class ServedRedoLog:
 
         Gradients on an accelerator are copied to the host, ordered after the stream that is current here, and let go.
         """
-        num_bytes = sum(num_bytes_of(step.gradients) for step in entry.steps)
+        num_bytes = _num_bytes(entry)
         gradients = (gradient for step in entry.steps for gradient in step.gradients if gradient is not None)
         is_on_device = any(not gradient.is_cpu for gradient in gradients)
         if is_on_device and self._num_staging >= MAX_STAGED_AT_ONCE:
@@ -156,7 +159,9 @@ class ServedRedoLog:
                 state_of(entry),
                 step=version.step,
                 lock=self._unwritten,
-                pool=self._pool,
+                pool=BufferPool(
+                    self._block_bytes_of(entry)
+                ),  # nothing is copied aside: nobody writes to noted gradients
                 num_expected=1,  # so that staging begins now
                 versions=versions,
             )
@@ -170,6 +175,11 @@ class ServedRedoLog:
             if not isinstance(kept.content, Snapshot):
                 kept.content = made
             return kept.content
+
+    def _block_bytes_of(self, entry: RedoEntry) -> int:
+        """Return a block's length: a power of two, the same at all sources that have `_block_bytes` alike."""
+        even = 1 << max((_num_bytes(entry) // _BLOCKS_EACH).bit_length() - 1, 0)
+        return min(max(even, _LEAST_BLOCK_BYTES), self._block_bytes)
 
     def find_by_id(self, snapshot_id: str) -> Snapshot | None:
         """Return the snapshot of an entry."""
@@ -187,3 +197,7 @@ class ServedRedoLog:
                 kept.snapshot.close()
         if wakes:
             self._wake()
+
+
+def _num_bytes(entry: RedoEntry) -> int:
+    return sum(num_bytes_of(step.gradients) for step in entry.steps)
