@@ -38,6 +38,14 @@ def test_the_rate_of_all_sources_together_is_measured() -> None:
         assert receiver.measure_rate([]) is None
 
 
+def test_the_burst_of_a_source_that_has_sent_nothing_for_a_while_does_not_count() -> None:
+    """A tenth of a second of its pace is free then: more than all that a probe is sent."""
+    pace = 20.0 * PROBE_BYTES
+    with transports({}, {"max_serve_bytes_per_s": pace}) as (receiver, source):
+        rate = receiver.measure_rate([source.metadata()])
+        assert rate is not None and rate < 1.5 * pace
+
+
 def test_whoever_does_not_know_the_token_is_given_no_zeros() -> None:
     with transports({"token": "a secret"}, {"token": "a secret"}, {"token": "another"}) as (source, friend, stranger):
         assert friend.measure_rate([source.metadata()]) is not None

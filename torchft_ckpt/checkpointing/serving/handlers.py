@@ -304,11 +304,12 @@ class CheckpointHandlers:
         return await self._answer_manifest(request, snapshot)
 
     async def _probe(self, request: web.Request) -> web.StreamResponse:
-        """Answer with zeros, as fast as states are sent."""
+        """Answer with zeros, as fast as states are sent in the long run: without the burst that is free after a pause."""
         response = web.StreamResponse()
         response.content_type = "application/octet-stream"
         response.content_length = PROBE_BYTES
         self._prove_answer(request, response, None)
+        burst = self._pace.hold_burst()
         turns = Turns(self._pace, PROBE_BYTES)
         left = PROBE_BYTES
         try:
@@ -325,6 +326,7 @@ class CheckpointHandlers:
             logger.debug("a probe was given up by the other side: %s", error)
         finally:
             turns.end()
+            self._pace.give_back(burst)
         return response
 
     async def _redo_entry(self, log: ServedRedoLog, request: web.Request) -> web.StreamResponse:
