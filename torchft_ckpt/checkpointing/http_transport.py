@@ -479,6 +479,32 @@ class HTTPTransport(CheckpointTransport[T]):
         logger.info("received step %d from %s in %.3f s%s", step, name, time.monotonic() - started, came)
         return cast(T, state)
 
+    def prefetch(
+        self, sources: Sequence[str], step: int, timeout: timedelta, max_bytes: int, on_progress: ProgressCallback
+    ) -> None:
+        """Receive some of a state into memory of this transport. The next receive takes from there what it finds to be right.
+
+        Args:
+            sources: addresses as `metadata` returns them.
+            max_bytes: receive so much at most.
+            on_progress: called a few times a second.
+
+        Raises:
+            TransferError: no source serves that step, or it was given up; what was received stays.
+        """
+        fetch = Fetch(
+            _readable(sources),
+            step=step,
+            deadline=time.monotonic() + timeout.total_seconds(),
+            options=self._options,
+            cache=self._buffer_cache,
+            on_progress=on_progress,
+            max_bytes=max_bytes,
+        )
+        with self._fetching(fetch):
+            fetch.run()
+        self._buffer_cache.keep(fetch.buffers())
+
     def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:
         relay = Relay(manifest, destination.views, self._lock)
         self._snapshots.add_relay(relay, ends=ends)

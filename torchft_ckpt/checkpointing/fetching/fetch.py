@@ -59,6 +59,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         in_place: receive into the tensors of `local_state`.
         on_progress: called by the thread in `run`, a few times a second and at the end.
         serve_on: called with what serves the received blocks to other receivers, once there may be some.
+        max_bytes: ask for so much at most; who would have to ask for more cancels the fetch. None: all of it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         in_place: bool = False,
         on_progress: ProgressCallback | None = None,
         serve_on: Callable[[Manifest, Destination], Relay] | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         by_name = {str(source): source for source in sources}
         super().__init__(
@@ -90,6 +92,8 @@ class Fetch(FetchEngine[BlockTransfer]):
         self._knows_local = threading.Event()
         self._in_place = in_place and local_state is not None
         self._serve_on = serve_on
+        self._may_ask_bytes = max_bytes
+        """Belongs to `_lock`."""
         self._served_on: Destination | None = None
         self._begun: list[Destination] = []
         """Belongs to `_lock`."""
@@ -194,11 +198,24 @@ class Fetch(FetchEngine[BlockTransfer]):
             return None
 
         def ask(client: SourceClient, manifest: Manifest, blocks: list[int]) -> Iterator[tuple[int, Answer]]:
+            if not self._may_ask(len(blocks) * manifest.block_bytes):
+                return iter(())
             self._to_touch.put((destination, blocks))
             run = range(blocks[0], blocks[-1] + 1)
             return client.open_blocks(manifest, run, self._state.unreported(client.name))
 
         return Stream(self._state, destination, ask)
+
+    def _may_ask(self, num_bytes: int) -> bool:
+        """Whether so much more may be asked for; else this is cancelled."""
+        with self._lock:
+            if self._may_ask_bytes is None:
+                return True
+            self._may_ask_bytes -= num_bytes
+            if self._may_ask_bytes >= 0:
+                return True
+        self.cancel()
+        return False
 
     def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
         """Have blocks come from a source, as what it turns out to be; False where the fetch is over."""

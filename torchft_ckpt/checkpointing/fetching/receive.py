@@ -59,15 +59,18 @@ class BufferCache:
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Return uint8 memory of that length with undefined contents."""
+        kept = self.take_kept(num_bytes)
+        return fresh_memory(num_bytes) if kept is None else kept
+
+    def take_kept(self, num_bytes: int) -> np.ndarray | None:
+        """Return memory of that length that was kept; None where the next one is not there, or in use."""
         with self._lock:
             candidates = self._kept.get(num_bytes)
-            if candidates:
-                is_free = _num_references(candidates, -1) == _UNREFERENCED
-                buffer = candidates.pop()
-                # Fresh memory takes the place of one that is in use, so that the others are found in theirs.
-                if is_free:
-                    return buffer
-        return fresh_memory(num_bytes)
+            if not candidates:
+                return None
+            is_free = _num_references(candidates, -1) == _UNREFERENCED
+            buffer = candidates.pop()  # also one that is in use, so that the others are found in their places
+            return buffer if is_free else None
 
     @property
     def is_empty(self) -> bool:
@@ -120,8 +123,6 @@ class Destination:
                 else:
                     old[index] = memory.view
         self._holds_old_contents = is_kept or bool(self._direct)
-        self._old = [old.get(index) for index in range(len(self._starts))] if old else []
-        """By segment, the memory of the local state that nothing is received into; empty where there is none."""
         self._buffers: dict[int, np.ndarray] = {}
         views: list[memoryview] = []
         try:
@@ -132,11 +133,17 @@ class Destination:
                     views.append(buffer.data)
                 else:
                     views.append(direct.view)
+                    kept = cache.take_kept(length)
+                    if kept is not None:
+                        old[index] = kept.data
         except MemoryError as error:
             raise TransferError(
                 f"no memory for the {manifest.total_bytes} bytes that the source announces", party="memory"
             ) from error
         self._views = views
+        self._old = [old.get(index) for index in range(len(self._starts))] if old else []
+        """By segment, memory that nothing is received into, and that may hold what is wanted: of the local state, or of a receive
+        before into memory of its own. Empty where there is none."""
         self._toucher = Toucher()
         self._touched: set[int] = set()
 
