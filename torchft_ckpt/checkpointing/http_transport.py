@@ -161,6 +161,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self.redo_log = ServedRedoLog(block_bytes=block_bytes, budget_bytes=redo_budget_bytes)
         """The log of committed steps that this transport serves to learners, which the owner fills."""
         self._buffer_cache = BufferCache()
+        self._prefetch: Fetch | None = None
+        """That runs now."""
         self._reuse_buffers = reuse_buffers
         self._on_progress = on_progress
         self._state_dict = state_dict
@@ -502,8 +504,18 @@ class HTTPTransport(CheckpointTransport[T]):
             max_bytes=max_bytes,
         )
         with self._fetching(fetch):
-            fetch.run()
+            self._prefetch = fetch
+            try:
+                fetch.run()
+            finally:
+                self._prefetch = None  # with it goes what refers to the memory
         self._buffer_cache.keep(fetch.buffers())
+
+    def end_prefetch(self) -> None:
+        """Have a `prefetch` in progress ask for nothing more: it ends when what it asked for has come. From any thread."""
+        prefetch = self._prefetch
+        if prefetch is not None:
+            prefetch.ask_no_more()
 
     def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:
         relay = Relay(manifest, destination.views, self._lock)

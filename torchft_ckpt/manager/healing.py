@@ -22,7 +22,7 @@ from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.core.coordination.joining import Reception
 from torchft_ckpt.core.coordination.learning import Distance
-from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateLocated
+from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateKept, StateLocated, StateVersion
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
 from torchft_ckpt.core.coordination.replica import Comparison
 from torchft_ckpt.errors import (
@@ -77,6 +77,8 @@ class Healing:
         """Of the transfer that runs, or of the last one."""
         self._tell: Callable[[float, Receives], None] = _tell_nobody
         self.took_s = 0.0
+        self._early: tuple[StateVersion, float] | None = None
+        """Which state was received a part of before there was a place for it, and since when."""
         self.needs_local = False
         """What arrived without a state that is here could not be made: that has to be captured before the next one."""
 
@@ -102,7 +104,10 @@ class Healing:
             tell: called on it a few times a second with the seconds that the transfer, or later the load, still takes; 0 at
                 the end of each.
         """
-        self.cancel()
+        if self._early is not None and self._early[0] == wanted.version and self._wanted is None:
+            self._transport.end_prefetch()  # type: ignore[attr-defined] # it has one, else nothing was received early
+        else:
+            self.cancel()
         self._wanted = wanted
         self._is_cancelled = False
         self._is_in_place = in_place and local is not None and self._transport.uses_memory_of_state
@@ -125,6 +130,45 @@ class Healing:
             return state
 
         self._fetch = self._worker.submit(fetch)
+
+    def receive_early(
+        self, kept: StateKept, max_bytes: int, tell: Callable[[float, Receives], None] = _tell_nobody
+    ) -> None:
+        """Begin to receive a part of a state beside a step of this group; the next `start` goes on from there. Does not block.
+
+        Args:
+            kept: which, and who holds it.
+            max_bytes: receive so much at most.
+            tell: as in `start`.
+        """
+        receive = getattr(self._transport, "prefetch", None)
+        addresses = same_rank_peers(
+            [source.checkpoint_addresses for source in kept.sources], self._rank, self._world_size
+        )
+        if receive is None or not addresses or not max_bytes:
+            return
+        self.cancel()
+        self._wanted, self._is_cancelled, self._is_in_place = None, False, False
+        self._tell = tell
+        self._early = kept.version, time.monotonic()
+
+        def fetch() -> None:
+            self._reception.begin()
+            try:
+                receive(addresses, kept.version.step, self._timeout, max_bytes, self._note_early)
+            except CheckpointError as error:
+                logger.info("the state of step %d is not received any further yet: %s", kept.version.step, error)
+            tell(0.0, Receives.TRANSFER)
+
+        self._fetch = self._worker.submit(fetch)
+
+    def _note_early(self, progress: TransferProgress) -> None:
+        self._note(progress)
+        self._reception.forget_left()  # the state that will be wanted may be another one
+
+    def early_s(self, version: StateVersion) -> float:
+        """Return how long ago a part of a state began to be received early; 0: it was not."""
+        return time.monotonic() - self._early[1] if self._early is not None and self._early[0] == version else 0.0
 
     def has_arrived(self, within_s: float) -> bool:
         """Wait at most so long for the fetch; return whether it is over and did not fail."""

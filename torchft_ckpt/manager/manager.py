@@ -36,7 +36,7 @@ from torch.profiler import record_function
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
-from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
+from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateKept, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
@@ -143,6 +143,8 @@ class Manager:
             optimizers that are wrapped or guarded; their hooks run in a replay, too, and see the step that is replayed
             (`current_step`). Otherwise it pays only where a part of the state stays as it is (frozen weights). The transport has
             to have redo logs, as `HTTPTransport` has. New, and off by default.
+        follow_budget_bytes: with `follow` and `warm_up`, receive so much of the state beside the first iteration, into memory of
+            its own, 1 GiB by default. The rest is received in place, after it. 0: all of it.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
@@ -197,6 +199,7 @@ class Manager:
         join_stall_limit: timedelta | None = timedelta(seconds=60),
         warm_up: bool = True,
         follow: bool = False,
+        follow_budget_bytes: int = 1 << 30,
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
@@ -211,6 +214,8 @@ class Manager:
             raise ConfigError("load_state_dict and state_dict belong together: pass both or neither", "state_dict")
         if check_equal_every < 0:
             raise ConfigError(f"check_equal_every={check_equal_every}: 0 means never", "check_equal_every")
+        if follow_budget_bytes < 0:
+            raise ConfigError(f"follow_budget_bytes={follow_budget_bytes}: 0 means nothing", "follow_budget_bytes")
         if on_replicas_differ not in (policies := [policy.value for policy in OnReplicasDiffer]):
             raise ConfigError(f"on_replicas_differ={on_replicas_differ!r} is none of {policies}", "on_replicas_differ")
         seconds = config.parse_seconds
@@ -302,6 +307,7 @@ class Manager:
             events=self.events,
             answer_leaves=self._check.answer,
             on_leaving=self._told_to_leave,
+            on_kept=self._told_of_state,
         )
         self._leaving = Leaving(self._client, lambda: self._steps.num_collectives)
         try:
@@ -340,6 +346,7 @@ class Manager:
             is_alone=rank_config.group_world_size == 1,
             limit=self._timeouts.transfer,
             in_place=heal_in_place,
+            early_bytes=follow_budget_bytes,
         )
         self._outcomes = StepOutcomes(party, min_replica_size=min_replica_size, max_retries=max_retries)
         self._steps = Steps(
@@ -389,6 +396,10 @@ class Manager:
     def _told_to_leave(self, message: GroupToRank) -> None:
         """For the connection, as `_cancel_fetch`."""
         self._leaving.heard(message)
+
+    def _told_of_state(self, kept: StateKept) -> None:
+        """For the connection, as `_cancel_fetch`."""
+        self._recovery.receive_early(kept)
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 

@@ -23,6 +23,7 @@ from torchft_ckpt.core.coordination.messages import (
     Receives,
     Role,
     StateArrived,
+    StateKept,
     StateLocated,
     clip,
     name_some,
@@ -68,6 +69,7 @@ class Recovery:
         is_alone: this group has one rank.
         limit: within which all ranks of the group have to have fetched the state.
         in_place: receive into the tensors that are here, where the training thread waits.
+        early_bytes: so much may be received, into other memory, while this group warms up.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Recovery:
         is_alone: bool,
         limit: timedelta,
         in_place: bool,
+        early_bytes: int,
     ) -> None:
         self._healing = healing
         self._registry = registry
@@ -94,6 +97,7 @@ class Recovery:
         self._is_alone = is_alone
         self._limit = limit
         self._in_place = in_place
+        self._early_bytes = early_bytes
         self._failure: StateMismatchError | StateDictLoadError | None = None
         """Of a load before the forward pass, to be raised at the vote."""
         self.is_pending = False
@@ -166,6 +170,12 @@ class Recovery:
         self._healing.start(formed, receiving, in_place, timeout, compare=compare, on_end=on_end, tell=tell)
         if not plan.compare and self._client.is_needed:  # it was told so before the transfer began
             self._healing.cancel()
+
+    def receive_early(self, kept: StateKept) -> None:
+        """Begin to receive a state that sources keep for this group while it warms up. For the connection; does not block."""
+        formed = self._client.view().quorum
+        if formed is not None:
+            self._healing.receive_early(kept, self._early_bytes, functools.partial(self._tell, formed))
 
     def refuse(self, formed: QuorumFormed, why: str) -> None:
         self._client.note_error(CheckpointError(f"{why}; it heals in a later one"))
@@ -286,9 +296,10 @@ class Recovery:
             return not client.is_needed and not client.view().is_leaving
 
         before = replay.num_replayed
-        why = replay.chase(formed, self._healing.took_s, may_go_on, tell)
-        if why:
-            self._give_replay_up(why, for_good=replay.num_replayed == before)
+        early_s = self._healing.early_s(formed.version)
+        why = replay.chase(formed, max(self._healing.took_s, early_s), may_go_on, tell)
+        if why:  # where it warmed up for long, the sources may have given its entries up
+            self._give_replay_up(why, for_good=replay.num_replayed == before and not early_s)
         else:
             self._healing.distance.replayed(replay.entry_bytes)
 

@@ -214,8 +214,12 @@ class Replay:
             follower.close()
 
     def has_arrived(self, within_s: float) -> bool:
-        """Wait so long at most for what `fetch_to` fetches; whether it is over, and did not fail."""
-        return self._wait(within_s) and self._fetch is not None and self._fetch.exception() is None
+        """Wait so long at most for what `fetch_to` fetches, if an entry has ever come so soon; whether it is over, and did not
+        fail."""
+        is_likely = min(self._took_s, default=0.0) <= within_s
+        return (
+            self._wait(within_s if is_likely else 0.0) and self._fetch is not None and self._fetch.exception() is None
+        )
 
     def apply(self, check: Callable[[], None]) -> None:
         """Wait for what `fetch_to` fetches, and apply it. On the training thread.

@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp, Work
 from torch.profiler import record_function
 
 from torchft_ckpt.checkpointing import CheckpointTransport
-from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, QuorumFormed, Role
+from torchft_ckpt.core.coordination.messages import CommitVote, FollowWish, Outcome, QuorumFormed, Role
 from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
 from torchft_ckpt.errors import ConfigError, GroupLeftError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
@@ -58,6 +58,13 @@ class _Late:
     count: int = 0
     has_failed: bool | None = None
     """Whether one of them has failed, as it was when the next step began; None: it has not begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Early:
+    lacking_bytes: int
+    entry_bytes: int
+    """Of the gradients of a step; 0: it does not replay."""
 
 
 class Steps:
@@ -126,6 +133,8 @@ class Steps:
         self._last_wishes = StepWishes()
         self._asked_with = "", ""
         """Layout and frozen parameters, as the open step was asked for with."""
+        self._early: _Early | None = None
+        """What this group would have to receive that asked for the open step; None: it cannot follow."""
         self._has_computed = False
         """A forward pass was computed in the open step: what it left is not of a state that is loaded from now on."""
         self._started_at = 0.0
@@ -217,6 +226,7 @@ class Steps:
     def _ask(self, wishes: StepWishes, layout: ParameterLayout, prepared: Prepared, *, can_serve: bool) -> None:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
+        self._early = None
         reach_s: float | None = None
         can_follow = replays = False
         entry_s = 0.0
@@ -226,13 +236,16 @@ class Steps:
             if self._replay.is_stale:
                 self._replay.end()
                 healing.distance.failed(for_good=False)
-            reach_s = healing.expected_s(healing.distance.lacking_bytes(num_bytes, changing_bytes))
+            lacking_bytes = healing.distance.lacking_bytes(num_bytes, changing_bytes)
+            reach_s = healing.expected_s(lacking_bytes)
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
             replays = self._recovery.can_replay
             entry_s = healing.entry_s(registry.gradient_bytes()) if replays else 0.0
             is_closer = healing.distance.can_follow(num_bytes, changing_bytes, replays=replays)
             can_follow = is_able and reach_s is not None and is_closer
+            if can_follow:
+                self._early = _Early(lacking_bytes, registry.gradient_bytes() if replays else 0)
         facts = StepFacts(
             can_serve=can_serve,
             store_address=self._rank_config.store_address,
@@ -365,8 +378,24 @@ class Steps:
         self._recovery.begin(plan, prepared)
         if formed.warms_up and self._follows:
             self._healing.probe(formed)
+            self._wish_to_follow(formed)
         if plan.configure:
             self._configure(formed)
+
+    def _wish_to_follow(self, formed: QuorumFormed) -> None:
+        """Ask for a state to be received while this group warms up, now that the way to the sources is known."""
+        wish, healing = self._early, self._healing
+        if wish is None or healing.guesses:
+            return
+        self._client.send(
+            FollowWish(
+                quorum_id=formed.quorum_id,
+                step=formed.version.step,
+                reach_s=healing.expected_s(wish.lacking_bytes) or 0.0,
+                entry_s=healing.entry_s(wish.entry_bytes),
+                replays=wish.entry_bytes > 0,
+            )
+        )
 
     def _note_quorum(self, formed: QuorumFormed) -> None:
         now = self._client.view()

@@ -48,6 +48,7 @@ from torchft_ckpt.core.coordination.messages import (
     Refused,
     ReplicasDiffer,
     StallReport,
+    StateKept,
     StateLate,
     StateLocated,
     StateVersion,
@@ -118,6 +119,7 @@ class StepClient:
         events: gets the loss of groups that train with this one.
         answer_leaves: says which leaves of the state have which digests, when the lighthouse asks.
         on_leaving: called with what says that this group is to leave, or has left; it must not block.
+        on_kept: called while this group warms up, with the state that others keep for it; it must neither block nor call this.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class StepClient:
         events: EventQueue,
         answer_leaves: Callable[[LeavesWanted], LeafDigests],
         on_leaving: Callable[[GroupToRank], None],
+        on_kept: Callable[[StateKept], None],
     ) -> None:
         self.replica_id = replica_id
         self._job = job
@@ -139,6 +142,7 @@ class StepClient:
         self._events = events
         self._answer_leaves = answer_leaves
         self._on_leaving = on_leaving
+        self._on_kept = on_kept
         self.lock = threading.Lock()
         self.replica = SharedReplica(settings)
         self._changed = threading.Condition(self.lock)
@@ -621,6 +625,9 @@ class StepClient:
                 self.is_needed = True
                 logger.info("%s stops following, the others need it: %s", self.replica_id, message.reason)
                 return "", True
+        elif isinstance(message, StateKept):
+            if replica.warms_up and replica.phase is StepPhase.TRAINING:
+                self._on_kept(message)  # under the lock: the step cannot end before
         elif isinstance(message, JoinerWaiting):
             replica.joiner_waits()
         elif isinstance(message, Refused):

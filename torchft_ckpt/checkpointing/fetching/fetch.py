@@ -40,6 +40,7 @@ from torchft_ckpt.errors import (
 )
 
 logger = logging.getLogger(__name__)
+_LOOK_S = 0.1
 _SWARM_AFTER_S = 0.25
 _ASK_AGAIN_S = 1.0
 _BLAKE3_AT_ONCE_BYTES = 64 * 1024 * 1024
@@ -93,7 +94,10 @@ class Fetch(FetchEngine[BlockTransfer]):
         self._in_place = in_place and local_state is not None
         self._serve_on = serve_on
         self._may_ask_bytes = max_bytes
-        """Belongs to `_lock`."""
+        """So much more; None: all. Belongs to `_lock`, as the next one does."""
+        self._num_asked = 0
+        """Streams that bring what they asked for."""
+        self._asked_changed = threading.Condition(self._lock)
         self._served_on: Destination | None = None
         self._begun: list[Destination] = []
         """Belongs to `_lock`."""
@@ -202,20 +206,39 @@ class Fetch(FetchEngine[BlockTransfer]):
                 return iter(())
             self._to_touch.put((destination, blocks))
             run = range(blocks[0], blocks[-1] + 1)
-            return client.open_blocks(manifest, run, self._state.unreported(client.name))
+            return self._while_asked(client.open_blocks(manifest, run, self._state.unreported(client.name)))
 
         return Stream(self._state, destination, ask)
 
-    def _may_ask(self, num_bytes: int) -> bool:
-        """Whether so much more may be asked for; else this is cancelled."""
+    def ask_no_more(self) -> None:
+        """Receive what was asked for, then make the fetch raise `TransferCancelledError`. Any thread; it does not block."""
         with self._lock:
-            if self._may_ask_bytes is None:
+            self._may_ask_bytes = 0
+            is_asked = self._num_asked > 0
+        if not is_asked:
+            self.cancel()
+
+    def _may_ask(self, num_bytes: int) -> bool:
+        """Note that so much more is asked for; False: that may not be, and what was asked for has come: this is cancelled."""
+        with self._asked_changed:
+            if self._may_ask_bytes is None or num_bytes <= self._may_ask_bytes:
+                if self._may_ask_bytes is not None:
+                    self._may_ask_bytes -= num_bytes
+                self._num_asked += 1
                 return True
-            self._may_ask_bytes -= num_bytes
-            if self._may_ask_bytes >= 0:
-                return True
+            self._may_ask_bytes = 0
+            while self._num_asked and not self._state.over:
+                self._asked_changed.wait(_LOOK_S)
         self.cancel()
         return False
+
+    def _while_asked(self, answers: Iterator[tuple[int, Answer]]) -> Iterator[tuple[int, Answer]]:
+        try:
+            yield from answers
+        finally:
+            with self._asked_changed:
+                self._num_asked -= 1
+                self._asked_changed.notify_all()
 
     def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
         """Have blocks come from a source, as what it turns out to be; False where the fetch is over."""

@@ -43,6 +43,7 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitUnknown,
     CommitVote,
+    FollowWish,
     FromLighthouse,
     GiveUpWaiting,
     GroupBroken,
@@ -76,6 +77,7 @@ from torchft_ckpt.core.coordination.messages import (
     Role,
     StallReport,
     StateArrived,
+    StateKept,
     StateLate,
     StateLocated,
     StateVersion,
@@ -179,6 +181,8 @@ class GroupState:
         self._repeated_by: dict[int, set[int]] = {}
         """Of what each rank said last: the other ranks with whose reports it was sent once more."""
         self._loads = Receives.TRANSFER
+        self._wishes: dict[int, FollowWish] = {}
+        """Of ranks that want to receive a state while they warm up, in the open step."""
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
 
@@ -235,6 +239,9 @@ class GroupState:
         elif isinstance(message, JoinProgress):
             if self._is_of_open_step(message):
                 yield from self._receives(rank, message)
+        elif isinstance(message, FollowWish):
+            if self._is_of_open_step(message):
+                yield from self._wishes_to_follow(rank, message)
         elif isinstance(message, StateArrived | StateLate):
             yield from self._fetches(rank, message)
         elif isinstance(message, LeaveReady):
@@ -391,6 +398,20 @@ class GroupState:
                     does=progress.does if replays else self._loads,
                     done_bytes=sum(said.done_bytes for said in self._reach.values()),
                     total_bytes=sum(said.total_bytes for said in self._reach.values()),
+                )
+            )
+
+    def _wishes_to_follow(self, rank: int, wish: FollowWish) -> Iterator[GroupInstruction]:
+        """The group follows if all of its ranks do, and needs as long as the slowest."""
+        self._wishes[rank] = wish
+        if len(self._wishes) == self.world_size:
+            wishes = self._wishes.values()
+            yield SendToLighthouse(
+                msgspec.structs.replace(
+                    wish,
+                    reach_s=max(one.reach_s for one in wishes),
+                    entry_s=max(one.entry_s for one in wishes),
+                    replays=all(one.replays for one in wishes),
                 )
             )
 
@@ -565,7 +586,7 @@ class GroupState:
         digests = [self._votes[rank].state_digests[:1] for rank in range(self.world_size) if rank in self._votes]
         return [digest for of_rank in digests for digest in of_rank] if all(map(len, digests)) else []
 
-    def _is_of_open_step(self, report: StallReport | CollectiveWait | JoinProgress) -> bool:
+    def _is_of_open_step(self, report: StallReport | CollectiveWait | JoinProgress | FollowWish | StateKept) -> bool:
         formed = self._quorum
         return formed is not None and (formed.quorum_id, formed.version.step) == (report.quorum_id, report.step)
 
@@ -609,6 +630,10 @@ class GroupState:
             if self._quorum is not None and self._quorum.follows:
                 for rank in range(self.world_size):
                     yield SendToRank(rank, message)
+        elif isinstance(message, StateKept):
+            if self._is_of_open_step(message):
+                for rank in range(self.world_size):
+                    yield SendToRank(rank, message)
         elif isinstance(message, LeaveWish):
             self._wish = self._wish or LeaveWish(reason=clip(message.reason))
         elif isinstance(message, LetGo):
@@ -633,6 +658,7 @@ class GroupState:
             self._reach.clear()
             self._repeated_by.clear()
             self._loads = Receives.TRANSFER
+            self._wishes.clear()
             self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):

@@ -10,6 +10,8 @@ called (`Needed`).
     ---------  ----------------------------------------  ---------  ---------------------------------------------------------
     asks       quorum formed, `should_follow`            follows    QuorumFormed(LEARNER, follows, sources); its sources serve it
     asks       quorum formed, and another one follows    asks       it waits: the sources keep one state at a time for learners
+    warms up   it wishes to follow; quorum formed        warms up   StateKept: its sources keep that state; it receives some of it
+    warms up   it has computed its step                  follows    QuorumFormed(LEARNER, follows), at once, if it is still kept
     asks       quorum formed, within reach               joins      as ever: JOINER or INLINE
     follows    it has the state, or cannot have it       asks       QuorumRequest, with a shorter `reach_s`; it has the name of
                                                                     that state, or none
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 from torchft_ckpt.core.coordination.joining import FIRST_RATE, FOLLOW_FROM_S
 from torchft_ckpt.core.coordination.lighthouse_records import Member
-from torchft_ckpt.core.coordination.messages import JoinProgress, QuorumRequest, Receives
+from torchft_ckpt.core.coordination.messages import FollowWish, JoinProgress, QuorumRequest, Receives
 
 GUESSED = FIRST_RATE / 125e6
 """Before a transfer was measured the link may be one of 1 Gbit/s. Who follows for nothing is in a step later; who does not
@@ -45,12 +47,20 @@ def should_follow(request: QuorumRequest, usual_s: float) -> bool:
         request: what it asks for.
         usual_s: a step takes so long; 0: not known yet.
     """
-    if usual_s and request.entry_s > _HOPELESS * usual_s:
-        return False
     is_able = request.can_follow and request.allow_heal and request.can_load and not request.shrink_only
     if not is_able or request.reach_s is None:
         return False
-    reach_s = request.reach_s * (GUESSED if request.guesses else 1.0)
+    return _is_worth_it(request.reach_s * (GUESSED if request.guesses else 1.0), request.entry_s, usual_s)
+
+
+def should_receive_early(wish: FollowWish, usual_s: float) -> bool:
+    """Whether a learner receives a state while it warms up. Arguments as in `should_follow`."""
+    return _is_worth_it(wish.reach_s, wish.entry_s, usual_s)
+
+
+def _is_worth_it(reach_s: float, entry_s: float, usual_s: float) -> bool:
+    if usual_s and entry_s > _HOPELESS * usual_s:
+        return False
     return reach_s > max(usual_s, FOLLOW_FROM_S)
 
 

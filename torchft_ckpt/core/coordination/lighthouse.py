@@ -38,7 +38,12 @@ from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory, state_after
 from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.layouts import groups_apart, is_part_of, pause_before_learning_again_s
-from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, learner_in_words, should_follow
+from torchft_ckpt.core.coordination.learning import (
+    SAY_EVERY_S,
+    learner_in_words,
+    should_follow,
+    should_receive_early,
+)
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
@@ -61,6 +66,7 @@ from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     Drain,
     Dropped,
+    FollowWish,
     Heartbeat,
     Hello,
     JoinerWaiting,
@@ -82,6 +88,7 @@ from torchft_ckpt.core.coordination.messages import (
     Role,
     Source,
     StallReport,
+    StateKept,
     StateVersion,
     ToLighthouse,
     Welcome,
@@ -267,6 +274,8 @@ class LighthouseState:
         if self._leaving.keys() != {replica_id for replica_id, m in self.members.items() if m.wishes_to_leave}:
             raise RuntimeError(f"{list(self._leaving)} are to leave, and others wish to")
         for member in self.members.values():
+            if (member.wish or member.kept) and not (member.is_beside and member.warms_up):
+                raise RuntimeError(f"{member.replica_id} does not warm up, and a state is to be kept for it")
             if member.is_beside and not (member.is_excused and member.has_left_step):
                 raise RuntimeError(f"{member.replica_id} is beside the quorum, and is waited for")
             if member.is_beside and member.replica_id in self._quorum_members:
@@ -329,6 +338,8 @@ class LighthouseState:
             yield from self._on_stall_report(member, message, now)
         elif isinstance(message, JoinProgress):
             yield from self._on_join_progress(member, message, now)
+        elif isinstance(message, FollowWish):
+            yield from self._on_follow_wish(member, message)
         elif isinstance(message, CollectiveWait):
             yield from self._on_collective_wait(member, message, now)
         elif isinstance(message, LeafDigests):
@@ -538,7 +549,8 @@ class LighthouseState:
             member.store_address = request.store_address
         if member.request is None:
             member.asked_at = now
-        was_beside, member.is_beside, member.is_called, member.progress = member.is_beside, False, False, None
+        was_beside, kept = member.is_beside, member.kept
+        member.is_beside, member.is_called, member.progress, member.wish, member.kept = False, False, None, None, None
         member.request, member.is_excused, member.has_finished = request, False, False
         member.notified_reason = ""
         if request.needs_new_quorum:
@@ -551,6 +563,7 @@ class LighthouseState:
             yield from self._reconsider(now)
             return
         if self.round is not None and self._should_warm_up(member):
+            member.kept = kept  # it computes once more
             why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
             at_work = [
                 self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id
@@ -558,15 +571,32 @@ class LighthouseState:
             sources = [_source(other, rank) for rank, other in enumerate(at_work[:MAX_SOURCES])]
             yield self._answer_outside_quorum(member, self.round, 0, why, now, sources=sources, warms_up=True)
             return
+        if kept is not None and request.can_follow and self._may_learn_alone(member):
+            yield self._send_beside(member, kept, now)
+            return
         if was_beside:
-            for other in self._quorum_members:
-                yield Send(self.members[other].connection, JoinerWaiting())
+            yield from self._have_state_captured()
         yield from self._reconsider(now)
+
+    def _have_state_captured(self) -> Iterator[Instruction]:
+        """Have those at work capture their state when they begin their next step."""
+        for replica_id in self._quorum_members:
+            yield Send(self.members[replica_id].connection, JoinerWaiting())
+
+    def _on_follow_wish(self, member: Member, wish: FollowWish) -> Iterator[Instruction]:
+        """A learner wants to receive a state while it warms up; it gets one when the others begin a step."""
+        if member.is_beside and member.warms_up and should_receive_early(wish, self._joining.usual_s):
+            member.wish = wish
+            yield from self._have_state_captured()
 
     def _should_warm_up(self, member: Member) -> bool:
         """Whether a group that has computed nothing yet does so alone first: others are at work who can do without it."""
+        return member.asked.warms_up and self._may_learn_alone(member)
+
+    def _may_learn_alone(self, member: Member) -> bool:
+        """Whether a group that asks can be a learner: it is behind, and others are at work who can do without it."""
         request = member.asked
-        if not request.warms_up or not request.allow_heal or not request.can_load:
+        if not request.allow_heal or not request.can_load:
             return False
         if self.finished_step is not None or self._holds_newest(member.version):
             return False
@@ -691,7 +721,7 @@ class LighthouseState:
             yield from self._on_step_abandoned(current, replica_id, now)
         self._stop_waiting(member)
         member.has_left_step, member.has_finished = True, message.has_finished
-        member.is_beside, member.progress = False, None
+        member.is_beside, member.progress, member.wish, member.kept = False, None, None, None
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, message.version, now)
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
@@ -820,7 +850,8 @@ class LighthouseState:
         if helpless:
             yield from self._refuse_to_heal(helpless, assignment, now)
             return
-        following = [m for m in following if now >= m.learns_from and not self._is_teaching(now)]
+        warming = [m for m in self.members.values() if m.wish is not None]
+        following = [m for m in (*following, *warming) if now >= m.learns_from and not self._is_teaching(now)]
         learners = [*self._learners(others, now), *following]
         yield from self._form_quorum(assignment, learners, verdict.reason, now, others)
 
@@ -1097,7 +1128,7 @@ class LighthouseState:
         ][:MAX_SOURCES]
         taught = learners if teachers else []
         places = range(len(members), len(members) + len(taught))
-        num_replaying = sum(member.asked.replays for member in taught if member.replica_id not in others)
+        num_replaying = sum(_replays(member) for member in taught if member.replica_id not in others)
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
@@ -1137,12 +1168,18 @@ class LighthouseState:
             )
             yield Send(member.connection, formed)
         sources = [_source(members[rank], rank) for rank in teachers]
+        for member in self.members.values() if taught else ():
+            member.kept = None  # the sources keep one state at a time
         for place, member in enumerate(taught):
             follows = member.replica_id not in others
-            why = "it does not train the same parameters yet, and first has to learn at which step the others are"
-            why = self._why_follows(member) if follows else why
             member.num_learned += 1
             member.learns_from = now + pause_before_learning_again_s(member.num_learned)
+            if member.wish is not None:
+                yield Log(f"{member.replica_id} may receive step {current.step} while it warms up")
+                yield self._keep_state_for(member, member.wish, current, place, sources, now)
+                continue
+            why = "it does not train the same parameters yet, and first has to learn at which step the others are"
+            why = self._why_follows(member) if follows else why
             yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
             yield self._answer_outside_quorum(member, current, place, why, now, sources=sources, follows=follows)
         if self._waiting:
@@ -1209,10 +1246,36 @@ class LighthouseState:
         `warms_up`: it receives nothing, and may measure the way to the sources. `follows`: it computes no step, but receives the
         state and asks again.
         """
+        formed = self._beside(member, current, place, reason, sources=sources, warms_up=warms_up, follows=follows)
+        return self._send_beside(member, formed, now)
+
+    def _keep_state_for(
+        self, member: Member, wish: FollowWish, current: Round, place: int, sources: list[Source], now: float
+    ) -> Send:
+        """Tell a learner that warms up which state is kept for it."""
+        why = "it has computed its first step, and receives the state that was kept for it meanwhile"
+        member.kept = self._beside(member, current, place, why, sources=sources, follows=True)
+        member.wish, member.follows_until = None, now + SAY_EVERY_S
+        kept = StateKept(
+            quorum_id=wish.quorum_id, step=wish.step, version=member.kept.version, sources=member.kept.sources
+        )
+        return Send(member.connection, kept)
+
+    def _beside(
+        self,
+        member: Member,
+        current: Round,
+        place: int,
+        reason: str,
+        *,
+        sources: list[Source],
+        warms_up: bool = False,
+        follows: bool = False,
+    ) -> QuorumFormed:
+        """Return the answer to a learner's request, but for whose number it has. Arguments as in `_answer_outside_quorum`."""
         assignment = current.assignment
-        request = self._take_request(member)
-        formed = QuorumFormed(
-            request_id=request.request_id,
+        return QuorumFormed(
+            request_id=0,
             quorum_id=self.quorum_id,
             epoch=self.epoch,
             version=assignment.version,
@@ -1232,11 +1295,15 @@ class LighthouseState:
             rolled_back_to=self._history.rolled_back_to,
             reason=reason,
         )
+
+    def _send_beside(self, member: Member, formed: QuorumFormed, now: float) -> Send:
+        """Answer the open request of a member, which is a learner from now on."""
+        request = self._take_request(member)
         self._quorum_members.pop(member.replica_id, None)  # it may have been in the quorum, and have given its step up
         member.is_excused = member.has_left_step = True
-        member.is_beside, member.warms_up = follows or formed.warms_up, formed.warms_up
-        member.follows_until = now + SAY_EVERY_S if follows else now
-        return Send(member.connection, formed)
+        member.is_beside, member.warms_up = formed.follows or formed.warms_up, formed.warms_up
+        member.follows_until = now + SAY_EVERY_S if formed.follows else now
+        return Send(member.connection, msgspec.structs.replace(formed, request_id=request.request_id))
 
     def _take_request(self, member: Member) -> QuorumRequest:
         """Return the open request of a member that is answered now."""
@@ -1661,6 +1728,11 @@ class LighthouseState:
 
 def _refuse_superseded(name: str) -> Refused:
     return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now. {OWN_ID}")
+
+
+def _replays(learner: Member) -> bool:
+    """Whether a learner that is taught now wants redo entries."""
+    return learner.asked.replays if learner.wish is None else learner.wish.replays
 
 
 def _source(member: Member, rank: int) -> Source:

@@ -270,6 +270,21 @@ class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     total_bytes: Count = 0
 
 
+class FollowWish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A learner that warms up has measured the way to the sources: it will follow, and wants to receive the state meanwhile.
+
+    Answered by `StateKept`, once the others begin a step.
+    """
+
+    quorum_id: Count
+    """With `step`: beside which step it warms up."""
+    step: Count
+    reach_s: Seconds
+    """As in `QuorumRequest`."""
+    entry_s: Seconds = 0.0
+    replays: bool = False
+
+
 class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Asks where the newest state is, between steps and outside of quorums; a step that is open is abandoned."""
 
@@ -523,6 +538,16 @@ class LostTold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     version: StateVersion
     contributors: Annotated[list[ReplicaRank], msgspec.Meta(max_length=MAX_GROUPS)] = []
     """The numbers that those who are gone had among the contributors."""
+
+
+class StateKept(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """To a learner that warms up: these groups keep the state `version` for it. Its next request is answered by that state."""
+
+    quorum_id: Number
+    """As in its `FollowWish`."""
+    step: Number
+    version: StateVersion
+    sources: Annotated[list[Source], msgspec.Meta(max_length=64)]
 
 
 class JoinerWaiting(msgspec.Struct, frozen=True, tag=True):
@@ -867,6 +892,7 @@ ToLighthouse: TypeAlias = (
     | CommitVote
     | StallReport
     | JoinProgress
+    | FollowWish
     | CollectiveWait
     | LeafDigests
     | LostAsked
@@ -888,6 +914,7 @@ FromLighthouse: TypeAlias = (
     | QuorumFormed
     | StateLocated
     | LostTold
+    | StateKept
     | JoinerWaiting
     | Needed
     | CommitDecided
@@ -910,6 +937,7 @@ RankToGroup: TypeAlias = (
     | GiveUpWaiting
     | StallReport
     | JoinProgress
+    | FollowWish
     | CollectiveWait
     | LeafDigests
     | LostAsked
@@ -925,6 +953,7 @@ GroupToRank: TypeAlias = (
     | QuorumFormed
     | StateLocated
     | LostTold
+    | StateKept
     | JoinerWaiting
     | Needed
     | CommitDecided
