@@ -22,6 +22,7 @@ from torchft_ckpt.core.coordination.learning import (
     learner_in_words,
 )
 from torchft_ckpt.core.coordination.messages import (
+    FollowWish,
     JoinProgress,
     Needed,
     Outcome,
@@ -30,10 +31,12 @@ from torchft_ckpt.core.coordination.messages import (
     Receives,
     Role,
     Source,
+    StateKept,
     StateVersion,
     decode_from_lighthouse,
     encode,
 )
+from torchft_ckpt.core.coordination.replica import StepPhase
 from torchft_ckpt.errors import ProtocolError
 
 
@@ -303,6 +306,102 @@ def test_attempts_that_fail_are_further_and_further_apart() -> None:
         for member in (a, b):
             member.asks(can_serve=True)
     assert 4 <= count <= 7
+
+
+def warming(job: Job, *, reach_s: float = 60.0, **wish: float) -> Member:
+    """A group comes, and says while it warms up that it will follow."""
+    j = job.join("j", warm_up=True)
+    j.asks(reach_s=0.2, can_follow=True)
+    assert j.formed.warms_up, j.hears()
+    j.hears()
+    j.says(FollowWish(quorum_id=j.formed.quorum_id, step=j.formed.version.step, reach_s=reach_s, replays=True, **wish))
+    return j
+
+
+def test_a_state_is_kept_for_a_group_that_warms_up_and_its_next_request_is_answered_by_it_at_once() -> None:
+    job, a, b = trained()
+    trains(job, a, b)
+    a.hears()
+    j = warming(job)
+    assert a.heard_joiner(), "so that somebody has captured the state at the next step"
+    for member in (a, b):
+        member.asks(can_serve=True)
+    kept = a.formed.version
+    assert j.hears() == ["statekept"] and a.formed.destinations == b.formed.destinations == [2]
+    assert a.formed.num_replaying == 1, "the sources note their steps from there on"
+    job.passes(1.0)
+    a.votes()
+    b.votes()
+    for _ in range(5):  # its first iteration takes long
+        trains(job, a, b)
+        assert not a.formed.destinations
+    j.votes()
+    j.replica.learned()
+    j.asks(reach_s=0.0, can_follow=True)
+    assert (j.formed.follows, j.formed.version, j.plan.load) == (True, kept, True), "it waits for no step of the others"
+    assert [source.replica_id for source in j.formed.sources] == ["a:1", "b:1"]
+    trains(job, a, b)
+    j.follows()
+    assert j.replica.version == kept and set(a.outcomes) == {Outcome.COMMIT}
+
+
+@pytest.mark.parametrize(
+    "case", ["within a step", "cannot keep up", "cannot follow", "another is taught", "needed", "asks where", "is gone"]
+)
+def test_nothing_is_kept_for_a_group_that_warms_up_where_that_helps_nobody(case: str) -> None:
+    job, a, b = trained(least=2 if case == "needed" else 1)
+    j = warming(
+        job,
+        reach_s=0.5 if case == "within a step" else 60.0,
+        entry_s=5.0 if case == "cannot keep up" else 0.0,
+    )
+    for member in (a, b):
+        member.asks(can_serve=True)
+    is_kept = case not in ("within a step", "cannot keep up")
+    assert (j.hears() == ["statekept"], a.formed.destinations == [2]) == (is_kept, is_kept)
+    kept = a.formed.version
+    job.passes(1.0)
+    a.votes()
+    b.votes()
+    if case == "another is taught":
+        job.passes(20.0)  # nothing was heard of it for long
+        follower(job, a, b, "k")
+        job.passes(1.0)
+        a.votes()
+        b.votes()
+    if case == "asks where":
+        j.says(j.replica.locate())
+    if case == "is gone":
+        j.dies()
+        job.lighthouse.validate()
+        return
+    if case == "needed":
+        b.dies()
+    j.replica.learned()
+    j.asks(reach_s=60.0, can_follow=case != "cannot follow")
+    assert j.replica.phase is StepPhase.ASKING or j.formed.version != kept, j.hears()
+
+
+def test_all_ranks_of_a_group_wish_to_follow_before_the_group_does() -> None:
+    group = GroupState(2)
+    for rank in (0, 1):
+        group.handle(RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion())))
+    version = StateVersion(step=3, quorum_id=1, epoch="e")
+    formed = QuorumFormed(
+        request_id=1, quorum_id=1, epoch="e", version=version, role=Role.LEARNER, replica_rank=2, replica_world_size=2,
+        contributor_rank=None, num_contributors=2, num_voters=2, store_address="", warms_up=True,
+    )  # fmt: skip
+    group.handle(LighthouseMessage(formed))
+    wish = FollowWish(quorum_id=1, step=3, reach_s=5.0, entry_s=0.2, replays=True)
+    assert group.handle(RankMessage(0, wish)) == []
+    told = group.handle(RankMessage(1, msgspec.structs.replace(wish, reach_s=7.0, entry_s=0.1)))
+    assert told == [SendToLighthouse(msgspec.structs.replace(wish, reach_s=7.0))]
+    kept = StateKept(quorum_id=1, step=3, version=version, sources=[])
+    assert group.handle(LighthouseMessage(kept)) == [SendToRank(rank, kept) for rank in (0, 1)]
+    for rank in (0, 1):
+        group.handle(RankMessage(rank, QuorumRequest(request_id=2, version=StateVersion())))
+    assert group.handle(LighthouseMessage(kept)) == [], "they have asked already"
+    assert group.handle(RankMessage(0, wish)) == []
 
 
 def test_all_ranks_of_a_group_follow_by_one_decision() -> None:

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.groups import running_job
-from test_joining_a_running_job import Run
+from test_joining_a_running_job import Run, step
 from test_manager_in_process import Replica
 from torch import nn
 
@@ -125,6 +125,9 @@ class Gated(HTTPTransport[Any]):
         self.fetched.append(seen[-1])
         return state
 
+    def measure_rate(self, sources: Sequence[str]) -> float | None:
+        return SLOW_RATE
+
     def cancel_recv(self) -> None:
         self._is_cancelled.set()
         super().cancel_recv()
@@ -135,6 +138,7 @@ def _far_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state seems to take long to receive, and gradients are never taken for too slow, however busy this machine is."""
     monkeypatch.setattr(joining, "FIRST_RATE", SLOW_RATE)
     monkeypatch.setattr(learning, "_KEEPS_UP", math.inf)
+    monkeypatch.setattr(learning, "_HOPELESS", math.inf)
 
 
 class Paced(Run):
@@ -155,7 +159,9 @@ class Paced(Run):
         self.may_train.clear()
         go_on()
         give_up_at = time.monotonic() + 60
-        while (now := learner.manager.view()).quorum is None or now.phase is not StepPhase.ASKING:
+        while (now := learner.manager.view()).quorum is None or not (
+            now.phase is StepPhase.ASKING and now.quorum.follows
+        ):
             assert time.monotonic() < give_up_at
             time.sleep(0.01)
         self.may_train.set()
@@ -242,6 +248,35 @@ def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothin
     followed, *later = transport.fetched
     assert followed.received_bytes >= 2**19
     assert [progress.received_bytes for progress in later] == [0] * len(later) and later
+    close(run, joined)
+
+
+@pytest.mark.parametrize("budget_share", [1.0, 0.5, 0.0])
+def test_while_it_warms_up_it_receives_what_it_may_into_memory_of_its_own(budget_share: float) -> None:
+    """The others make 20 steps in its first iteration. After it the rest of that state comes, and these steps are replayed."""
+    run = Paced(Wide)
+    discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
+    budget = int(budget_share * 2 * FROZEN_BYTES) + FROZEN_BYTES // 4 if budget_share else 0
+    transport = Gated()
+    transport.may_go_on.set()
+    joined = Wide(run.server, "c", seed=7, follow=True, follow_budget_bytes=budget, checkpoint_transport=transport)
+    weights = joined.all_bits()
+    with beside(run, joined) as pool:
+        assert not step(joined, meanwhile=lambda: run.wait_for_steps(20))
+        assert joined.all_bits() == weights, "nothing is written to a model that computes"
+        early = joined.manager._healing.progress
+        firsts: list[Future[object]] = []
+        run.pause_until_it_asks(joined, lambda: firsts.append(pool.submit(joined.step)))
+        firsts[0].result(60)
+    run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
+    assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    followed, *later = transport.fetched
+    received = 0 if early is None else early.received_bytes
+    assert received <= budget and (received > 0.4 * budget_share * 2 * FROZEN_BYTES or not budget_share)
+    assert followed.received_bytes <= 2 * FROZEN_BYTES + 8192 - received
+    assert [progress.received_bytes for progress in later] == [0] * len(later) and later
+    assert joined.manager._replay.num_replayed >= 18
     close(run, joined)
 
 

@@ -193,8 +193,12 @@ class Oracle:
         """A learner receives what came of the state that it received before, but for what a restart or a rollback lost."""
         before = self._followed.get((trainer.replica_id, trainer.rank))
         self._followed[trainer.replica_id, trainer.rank] = version
-        is_same_life = before is not None and before.epoch == version.epoch and not self._is_void(before)
-        if is_same_life and before not in self._history(version):
+        # A lighthouse that hears of an earlier life goes on from that at the next thousand.
+        is_same_life = before is not None and (before.epoch, before.quorum_id // 1000) == (
+            version.epoch,
+            version.quorum_id // 1000,
+        )
+        if before is not None and is_same_life and not self._is_void(before) and before not in self._history(version):
             self.fail(f"{trainer.address} follows {version}, which did not come of {before}")
 
     def leaves(self, trainer: Trainer, last: QuorumFormed) -> None:

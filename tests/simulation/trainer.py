@@ -24,6 +24,7 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitUnknown,
     CommitVote,
+    FollowWish,
     GiveUpWaiting,
     GroupBroken,
     GroupToRank,
@@ -237,6 +238,8 @@ class Trainer:
             self._transfers.fetch(
                 source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v), tell, part
             )
+        if formed.warms_up and not formed.leaving and self._settings.changing is not None:
+            self._later(self._rng.uniform(0.0, 0.1), lambda: self._wish_to_follow(turn, formed))
         if formed.follows:
             self._oracle.follows(self)
             self._after_load = lambda: self._load(before_forward=True, then=lambda: self._end_following(turn))
@@ -258,6 +261,11 @@ class Trainer:
             )
         else:
             self._configured(turn)
+
+    def _wish_to_follow(self, turn: int, formed: QuorumFormed) -> None:
+        """It has measured the way to the sources, while it computes its first step."""
+        if turn == self._turn and self.replica.warms_up and self.replica.phase is StepPhase.TRAINING:
+            self._send(FollowWish(quorum_id=formed.quorum_id, step=formed.version.step, reach_s=self._reach_s() * 1.5))
 
     def _end_following(self, turn: int) -> None:
         """It has received a state outside of the quorum, or not: it asks again."""

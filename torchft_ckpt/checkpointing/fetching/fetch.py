@@ -60,7 +60,8 @@ class Fetch(FetchEngine[BlockTransfer]):
         in_place: receive into the tensors of `local_state`.
         on_progress: called by the thread in `run`, a few times a second and at the end.
         serve_on: called with what serves the received blocks to other receivers, once there may be some.
-        max_bytes: ask for so much at most; who would have to ask for more cancels the fetch. None: all of it.
+        max_bytes: another fetch goes on later, so the sources keep all. Of this one ask for so much at most; who would have to
+            ask for more cancels it. None: this is the whole fetch.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         self._knows_local = threading.Event()
         self._in_place = in_place and local_state is not None
         self._serve_on = serve_on
+        self._goes_on_later = max_bytes is not None
         self._may_ask_bytes = max_bytes
         """So much more; None: all. Belongs to `_lock`, as the next one does."""
         self._num_asked = 0
@@ -206,7 +208,8 @@ class Fetch(FetchEngine[BlockTransfer]):
                 return iter(())
             self._to_touch.put((destination, blocks))
             run = range(blocks[0], blocks[-1] + 1)
-            return self._while_asked(client.open_blocks(manifest, run, self._state.unreported(client.name)))
+            held = "" if self._goes_on_later else self._state.unreported(client.name)
+            return self._while_asked(client.open_blocks(manifest, run, held))
 
         return Stream(self._state, destination, ask)
 
@@ -239,6 +242,10 @@ class Fetch(FetchEngine[BlockTransfer]):
             with self._asked_changed:
                 self._num_asked -= 1
                 self._asked_changed.notify_all()
+
+    def _tell_done(self, client: SourceClient, manifest: Manifest) -> None:
+        if not self._goes_on_later:
+            super()._tell_done(client, manifest)
 
     def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
         """Have blocks come from a source, as what it turns out to be; False where the fetch is over."""
