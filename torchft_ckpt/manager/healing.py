@@ -153,11 +153,13 @@ class Healing:
         self._early = kept.version, time.monotonic()
 
         def fetch() -> None:
+            if self._wanted is not None:  # it is wanted in its place by now
+                return
             self._reception.begin()
             try:
                 receive(addresses, kept.version.step, self._timeout, max_bytes, self._note_early)
             except CheckpointError as error:
-                logger.info("the state of step %d is not received any further yet: %s", kept.version.step, error)
+                logger.info("no more of the state of step %d is received in advance: %s", kept.version.step, error)
             tell(0.0, Receives.TRANSFER)
 
         self._fetch = self._worker.submit(fetch)

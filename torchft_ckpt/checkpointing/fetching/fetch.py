@@ -209,7 +209,7 @@ class Fetch(FetchEngine[BlockTransfer]):
             self._to_touch.put((destination, blocks))
             run = range(blocks[0], blocks[-1] + 1)
             held = "" if self._goes_on_later else self._state.unreported(client.name)
-            return self._while_asked(client.open_blocks(manifest, run, held))
+            return self._bring_asked(client, manifest, run, held)
 
         return Stream(self._state, destination, ask)
 
@@ -235,9 +235,11 @@ class Fetch(FetchEngine[BlockTransfer]):
         self.cancel()
         return False
 
-    def _while_asked(self, answers: Iterator[tuple[int, Answer]]) -> Iterator[tuple[int, Answer]]:
+    def _bring_asked(
+        self, client: SourceClient, manifest: Manifest, run: range, held: str
+    ) -> Iterator[tuple[int, Answer]]:
         try:
-            yield from answers
+            yield from client.open_blocks(manifest, run, held)
         finally:
             with self._asked_changed:
                 self._num_asked -= 1
