@@ -424,6 +424,8 @@ def test_all_ranks_of_a_group_follow_by_one_decision() -> None:
         said = JoinProgress(quorum_id=1, step=3, reach_s=mega, done_bytes=mega, total_bytes=10)
         sent = group.handle(RankMessage(rank, said))
     assert sent == [SendToLighthouse(msgspec.structs.replace(said, reach_s=2.0, done_bytes=3, total_bytes=20))]
+    replays = JoinProgress(quorum_id=1, step=9, reach_s=0.0, does=Receives.REPLAY)
+    assert group.handle(RankMessage(0, replays))[0].message.step == 9, "it replays beyond the state that it received"  # type: ignore[union-attr]
     for rank in (0, 1):
         group.handle(RankMessage(rank, QuorumRequest(request_id=2, version=version)))
     assert group.handle(LighthouseMessage(Needed(reason="b is gone"))) == [], "it has asked already"

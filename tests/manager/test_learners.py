@@ -251,20 +251,24 @@ def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothin
     close(run, joined)
 
 
-@pytest.mark.parametrize("budget_share", [1.0, 0.5, 0.0])
-def test_while_it_warms_up_it_receives_what_it_may_into_memory_of_its_own(budget_share: float) -> None:
+@pytest.mark.parametrize("budget", ["the state and entries", "half of the state", "nothing"])
+def test_while_it_warms_up_it_receives_what_it_may_into_memory_of_its_own(budget: str) -> None:
     """The others make 20 steps in its first iteration. After it the rest of that state comes, and these steps are replayed."""
     run = Paced(Wide)
     discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
-    budget = int(budget_share * 2 * FROZEN_BYTES) + FROZEN_BYTES // 4 if budget_share else 0
+    least, most = {
+        "the state and entries": (2 * FROZEN_BYTES, 100 * FROZEN_BYTES),
+        "half of the state": (FROZEN_BYTES * 3 // 4, FROZEN_BYTES),
+        "nothing": (0, 0),
+    }[budget]
     transport = Gated()
     transport.may_go_on.set()
-    joined = Wide(run.server, "c", seed=7, follow=True, follow_budget_bytes=budget, checkpoint_transport=transport)
+    joined = Wide(run.server, "c", seed=7, follow=True, follow_budget_bytes=most, checkpoint_transport=transport)
     weights = joined.all_bits()
     with beside(run, joined) as pool:
         assert not step(joined, meanwhile=lambda: run.wait_for_steps(20))
         assert joined.all_bits() == weights, "nothing is written to a model that computes"
-        early = joined.manager._healing.progress
+        early = joined.manager._replay._early
         firsts: list[Future[object]] = []
         run.pause_until_it_asks(joined, lambda: firsts.append(pool.submit(joined.step)))
         firsts[0].result(60)
@@ -272,9 +276,8 @@ def test_while_it_warms_up_it_receives_what_it_may_into_memory_of_its_own(budget
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
     assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
     followed, *later = transport.fetched
-    received = 0 if early is None else early.received_bytes
-    assert received <= budget and (received > 0.4 * budget_share * 2 * FROZEN_BYTES or not budget_share)
-    assert followed.received_bytes <= 2 * FROZEN_BYTES + 8192 - received
+    assert least <= followed.total_bytes - followed.received_bytes + 8192 and followed.skipped_bytes <= most
+    assert (early is not None and early.fetched_to.step > early.version.step + 2) == (most > 2 * FROZEN_BYTES)
     assert [progress.received_bytes for progress in later] == [0] * len(later) and later
     assert joined.manager._replay.num_replayed >= 18
     close(run, joined)

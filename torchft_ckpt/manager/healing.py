@@ -132,7 +132,7 @@ class Healing:
         self._fetch = self._worker.submit(fetch)
 
     def receive_early(
-        self, kept: StateKept, max_bytes: int, tell: Callable[[float, Receives], None] = _tell_nobody
+        self, kept: StateKept, max_bytes: int, tell: Callable[[float, Receives], None], then: Callable[[int], None]
     ) -> None:
         """Begin to receive a part of a state beside a step of this group; the next `start` goes on from there. Does not block.
 
@@ -140,6 +140,7 @@ class Healing:
             kept: which, and who holds it.
             max_bytes: receive so much at most.
             tell: as in `start`.
+            then: called when all of it is here, with how much less than `max_bytes` that is.
         """
         receive = getattr(self._transport, "prefetch", None)
         addresses = same_rank_peers(
@@ -160,6 +161,9 @@ class Healing:
                 receive(addresses, kept.version.step, self._timeout, max_bytes, self._note_early)
             except CheckpointError as error:
                 logger.info("no more of the state of step %d is received in advance: %s", kept.version.step, error)
+            else:
+                progress = self.progress
+                then(max_bytes if progress is None else max_bytes - progress.received_bytes)
             tell(0.0, Receives.TRANSFER)
 
         self._fetch = self._worker.submit(fetch)

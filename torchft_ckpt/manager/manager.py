@@ -143,8 +143,8 @@ class Manager:
             optimizers that are wrapped or guarded; their hooks run in a replay, too, and see the step that is replayed
             (`current_step`). Otherwise it pays only where a part of the state stays as it is (frozen weights). The transport has
             to have redo logs, as `HTTPTransport` has. New, and off by default.
-        follow_budget_bytes: with `follow` and `warm_up`, receive so much of the state beside the first iteration, into memory of
-            its own, 1 GiB by default. The rest is received in place, after it. 0: all of it.
+        follow_budget_bytes: with `follow` and `warm_up`, receive so much of the state, and of the steps after it, beside the
+            first iteration, into memory of its own; 1 GiB. The rest comes after it, the state in place. 0: all of it.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.

@@ -174,8 +174,17 @@ class Recovery:
     def receive_early(self, kept: StateKept) -> None:
         """Begin to receive a state that sources keep for this group while it warms up. For the connection; does not block."""
         formed = self._client.view().quorum
-        if formed is not None:
-            self._healing.receive_early(kept, self._early_bytes, functools.partial(self._tell, formed))
+        if formed is None:
+            return
+
+        def then(left_bytes: int) -> None:
+            if self.can_replay:
+                self._replay.receive_early(kept, left_bytes, functools.partial(self._tell_replayed, formed))
+
+        self._healing.receive_early(kept, self._early_bytes, functools.partial(self._tell, formed), then)
+
+    def _tell_replayed(self, formed: QuorumFormed, step: int) -> None:
+        self._client.send(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.REPLAY))
 
     def refuse(self, formed: QuorumFormed, why: str) -> None:
         self._client.note_error(CheckpointError(f"{why}; it heals in a later one"))
@@ -288,15 +297,13 @@ class Recovery:
         if not self.can_replay or client.view().version != formed.version:
             return
 
-        def tell(step: int) -> None:
-            self._client.send(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.REPLAY))
-
         def may_go_on() -> bool:
             client.pause(0.0)  # raises where this group has to end
             return not client.is_needed and not client.view().is_leaving
 
         before = replay.num_replayed
         early_s = self._healing.early_s(formed.version)
+        tell = functools.partial(self._tell_replayed, formed)
         why = replay.chase(formed, max(self._healing.took_s, early_s), may_go_on, tell)
         if why:  # where it warmed up for long, the sources may have given its entries up
             self._give_replay_up(why, for_good=replay.num_replayed == before and not early_s)
@@ -350,7 +357,7 @@ class Recovery:
             self._healing.followed()
         else:
             self._healing.joined(has_replayed=self._replay.is_on)
-        self._replay.end()
+            self._replay.end()
         self.note_healed(plan.formed)
         logger.info("%s healed to step %d", self._client.replica_id, step)
 

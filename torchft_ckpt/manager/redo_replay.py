@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from torchft_ckpt.checkpointing.state.local_state import copy_to
 from torchft_ckpt.checkpointing.state.redo_entry import OptimizerStep, RedoEntry, num_bytes_of
 from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.coordination.learning import chase_limit_s, keeps_up
-from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
+from torchft_ckpt.core.coordination.messages import QuorumFormed, Source, StateKept, StateVersion
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -53,6 +54,41 @@ class Follower(Protocol):
 
     def release(self) -> None:
         """Free all, and say so to the sources."""
+
+
+class _Early:
+    """Entries that are fetched while the group warms up, before the state that they lead on from is in its place.
+
+    Args:
+        max_bytes: so much of them.
+    """
+
+    def __init__(self, version: StateVersion, max_bytes: int) -> None:
+        self.version = self.fetched_to = version
+        self.left_bytes = max_bytes
+        self.entries: deque[RedoEntry] = deque()
+        self.follower: Follower | None = None
+        self.is_wanted = threading.Event()
+        """The state is in its place: what is on its way comes, and no more is asked for."""
+        self.is_over: Future[None] = Future()
+
+    def run(self, follow: Callable[[], Follower], tell: Callable[[int], None]) -> None:
+        try:
+            self.follower = follow()
+            size = 0
+            while not self.is_wanted.is_set() and size <= self.left_bytes:
+                entry = self.follower.next_entry(self.fetched_to, _SAY_S)
+                if entry is not None:
+                    size = _num_bytes(entry)
+                    self.left_bytes -= size
+                    self.entries.append(entry)
+                    self.fetched_to = entry.version
+                tell(self.fetched_to.step)
+        except TorchftCkptError as error:
+            logger.info("no redo entry after step %d is received in advance: %s", self.fetched_to.step, error)
+            if self.follower is not None:
+                self.follower.release()
+                self.follower = None
 
 
 class Replay:
@@ -99,6 +135,7 @@ class Replay:
         self._fetch: Future[bool] | None = None
         self._took_s: deque[float] = deque(maxlen=_ENOUGH)
         """How long it took to fetch each of the last entries."""
+        self._early: _Early | None = None
         self._is_joining = False
         self._began = 0.0
         self._tell: Callable[[float], None] = lambda reach_s: None
@@ -121,6 +158,44 @@ class Replay:
         """A state is here that is, or can be, brought forward."""
         return self._follower is not None
 
+    def receive_early(self, kept: StateKept, max_bytes: int, tell: Callable[[int], None]) -> None:
+        """Begin to fetch the entries that lead on from a state, while this group warms up; `chase` goes on from there.
+
+        On any thread; it does not block.
+
+        Args:
+            kept: the state, and who holds it.
+            max_bytes: fetch so much at most.
+            tell: called a few times a second with the step up to which there are entries.
+        """
+        self._drop_early()
+        early = self._early = _Early(kept.version, max_bytes)
+        early.is_over = self._worker.submit(early.run, lambda: self._follow_those(kept.sources), tell)
+
+    def _follow_those(self, sources: Sequence[Source]) -> Follower:
+        if self._follow is None:
+            raise SourceRefusedError("this transport has no redo logs", party="redo log")
+        own = same_rank_peers([source.checkpoint_addresses for source in sources], self._rank, self._world_size)
+        return self._follow(own, [parameters_of(optimizer) for optimizer in self._optimizers()])
+
+    def _drop_early(self) -> None:
+        early, self._early = self._early, None
+        if early is None:
+            return
+        early.is_wanted.set()
+        self._worker.submit(lambda: None if early.follower is None else early.follower.release())
+
+    def _take_early(self, version: StateVersion) -> _Early | None:
+        """Return what was fetched early, where it leads on from this version. Waits for the entry that is on its way."""
+        early = self._early
+        if early is None or early.version != version:
+            self._drop_early()
+            return None
+        self._early = None
+        early.is_wanted.set()
+        early.is_over.exception()
+        return early
+
     def chase(
         self, formed: QuorumFormed, took_s: float, may_go_on: Callable[[], bool], tell: Callable[[int], None]
     ) -> str:
@@ -137,17 +212,25 @@ class Replay:
         """
         if self._follow is None:
             return ""
-        groups = [source.checkpoint_addresses for source in formed.sources]
-        own = same_rank_peers(groups, self._rank, self._world_size)
+        early = self._take_early(formed.version)
         self._held = self._fetched_to = formed.version
         self._took_s.clear()
         self._ready.clear()
         began, before = time.monotonic(), self.num_replayed
         limit_s = chase_limit_s(took_s)
         try:
-            self._follower = self._follow(own, [parameters_of(optimizer) for optimizer in self._optimizers()])
+            if early is not None:
+                self._ready, self._fetched_to = early.entries, early.fetched_to
+                self._follower = early.follower
+            self._follower = self._follower or self._follow_those(formed.sources)
+            self._heard_at = time.monotonic()
             while may_go_on():
                 tell(self._held.step)
+                if self._ready:
+                    if len(self._ready) == 1:  # the next one comes meanwhile
+                        self._fetch = self._fetch or self._worker.submit(self._fetch_next, 0.0)
+                    self._apply(self._ready.popleft())
+                    continue
                 if len(self._took_s) == _ENOUGH and not keeps_up(min(self._took_s), formed.step_s):
                     raise SourceRefusedError(
                         f"the gradients of a step take {min(self._took_s):.1f} s to arrive, and a step takes the others"
@@ -166,8 +249,6 @@ class Replay:
                 self._fetch = None
                 if not fetch.result():
                     break
-                self._fetch = self._worker.submit(self._fetch_next, 0.0)
-                self._apply(self._ready.popleft())
         except TorchftCkptError as error:
             self.end()
             if not isinstance(error, CheckpointError):
@@ -241,6 +322,7 @@ class Replay:
 
     def end(self) -> None:
         """Follow no longer; the sources hear so. On the training thread, or while it waits."""
+        self._drop_early()
         follower, self._follower = self._follower, None
         self._is_joining = False
         fetch, self._fetch = self._fetch, None
@@ -278,7 +360,7 @@ class Replay:
         if entry is None:
             return False
         self._took_s.append(time.monotonic() - began)
-        self.entry_bytes = max(self.entry_bytes, sum(num_bytes_of(step.gradients) for step in entry.steps))
+        self.entry_bytes = max(self.entry_bytes, _num_bytes(entry))
         self._ready.append(entry)
         self._fetched_to = entry.version
         return True
@@ -295,6 +377,10 @@ class Replay:
             self.step = None
         self._held = entry.version
         self.num_replayed += 1
+
+
+def _num_bytes(entry: RedoEntry) -> int:
+    return sum(num_bytes_of(step.gradients) for step in entry.steps)
 
 
 def apply_entry(entry: RedoEntry, optimizers: Sequence[torch.optim.Optimizer]) -> None:

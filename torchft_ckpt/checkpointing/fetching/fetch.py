@@ -204,7 +204,8 @@ class Fetch(FetchEngine[BlockTransfer]):
             return None
 
         def ask(client: SourceClient, manifest: Manifest, blocks: list[int]) -> Iterator[tuple[int, Answer]]:
-            if not self._may_ask(len(blocks) * manifest.block_bytes):
+            blocks = blocks[: self._may_ask(len(blocks), manifest.block_bytes)]
+            if not blocks:
                 return iter(())
             self._to_touch.put((destination, blocks))
             run = range(blocks[0], blocks[-1] + 1)
@@ -221,19 +222,19 @@ class Fetch(FetchEngine[BlockTransfer]):
         if not is_asked:
             self.cancel()
 
-    def _may_ask(self, num_bytes: int) -> bool:
-        """Note that so much more is asked for; False: that may not be, and what was asked for has come: this is cancelled."""
+    def _may_ask(self, num_blocks: int, block_bytes: int) -> int:
+        """Note that blocks are asked for; return how many. 0: no more may be, all that was asked for has come: this ends."""
         with self._asked_changed:
-            if self._may_ask_bytes is None or num_bytes <= self._may_ask_bytes:
-                if self._may_ask_bytes is not None:
-                    self._may_ask_bytes -= num_bytes
+            if self._may_ask_bytes is not None:
+                num_blocks = min(num_blocks, self._may_ask_bytes // block_bytes)
+                self._may_ask_bytes -= num_blocks * block_bytes
+            if num_blocks:
                 self._num_asked += 1
-                return True
-            self._may_ask_bytes = 0
+                return num_blocks
             while self._num_asked and not self._state.over:
                 self._asked_changed.wait(_LOOK_S)
         self.cancel()
-        return False
+        return 0
 
     def _bring_asked(
         self, client: SourceClient, manifest: Manifest, run: range, held: str

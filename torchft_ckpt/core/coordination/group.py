@@ -237,7 +237,7 @@ class GroupState:
                 self._stall_reported = True
                 yield SendToLighthouse(message)
         elif isinstance(message, JoinProgress):
-            if self._is_of_open_step(message):
+            if self._is_of_open_step(message) or self._is_replayed(message):
                 yield from self._receives(rank, message)
         elif isinstance(message, FollowWish):
             if self._is_of_open_step(message):
@@ -589,6 +589,12 @@ class GroupState:
     def _is_of_open_step(self, report: StallReport | CollectiveWait | JoinProgress | FollowWish | StateKept) -> bool:
         formed = self._quorum
         return formed is not None and (formed.quorum_id, formed.version.step) == (report.quorum_id, report.step)
+
+    def _is_replayed(self, progress: JoinProgress) -> bool:
+        """Whether a rank says to which step it has come that replays the others': not that of the state that it received."""
+        formed, does = self._quorum, progress.does
+        is_learner = formed is not None and formed.role is Role.LEARNER and formed.quorum_id == progress.quorum_id
+        return is_learner and does is Receives.REPLAY
 
     def _break(self, reason: str) -> Iterator[GroupInstruction]:
         if self.broken is not None:
