@@ -126,8 +126,8 @@ def main() -> None:
                 num_abandoned += 1
                 report("abandoned", step=manager.current_step())
                 continue
-            contributed = manager.is_participating()
             loss.backward()
+            contributed = manager.is_participating()  # before the quorum is there nobody is
             optimizer.step()
             average = float(contributed)
             if options.get("logs_loss"):
