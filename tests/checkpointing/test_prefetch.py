@@ -9,8 +9,9 @@ import torch
 from support.sources import STEP, make_transport
 from test_in_place import LONG
 
+from torchft_ckpt.checkpointing.fetching.receive import Destination
 from torchft_ckpt.checkpointing.progress import TransferProgress
-from torchft_ckpt.errors import TransferCancelledError
+from torchft_ckpt.errors import SourceLostError, TransferCancelledError, TransferError
 
 BLOCK = 64 * 1024
 NUM_BLOCKS = 40
@@ -50,6 +51,27 @@ def test_what_was_received_before_is_not_received_again(share: float, in_place: 
         assert got["b"].equal(theirs["b"]) and got["step"] == 1
         assert (got["w"][0] is ours["w"][0]) == in_place
         assert said[-1].received_bytes <= said[-1].total_bytes - early
+    finally:
+        source.shutdown()
+        learner.shutdown()
+
+
+def test_a_state_that_was_taken_from_before_in_part_is_torn_where_the_rest_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lose(*_: object) -> None:
+        raise SourceLostError("it was killed", party="source")
+
+    theirs, ours = state_of(1), state_of(2)
+    source, learner = make_transport(block_bytes=BLOCK), make_transport(block_bytes=BLOCK)
+    try:
+        source.send_checkpoint([1], STEP, theirs, LONG)
+        with pytest.raises(TransferCancelledError):
+            learner.prefetch([source.metadata()], STEP, LONG, 20 * BLOCK, lambda progress: None)
+        monkeypatch.setattr(Destination, "receive", lose)
+        with pytest.raises(TransferError) as caught:
+            learner.fetch_checkpoint([source.metadata()], STEP, LONG, local_state=ours, in_place=True)
+        assert caught.value.state_overwritten and not ours["w"][0].equal(state_of(2)["w"][0])
     finally:
         source.shutdown()
         learner.shutdown()

@@ -217,6 +217,7 @@ class Destination:
         old = self._cut(self._old, start, stop)
         if len(old) != len(views):
             return False
+        self.is_overwritten = self.is_overwritten or bool(self._direct)
         for view, known in zip(views, old, strict=True):
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(known, np.uint8))  # lets other threads run
         return _digest_of_views(block, views) == wanted
