@@ -104,11 +104,12 @@ class Healing:
             tell: called on it a few times a second with the seconds that the transfer, or later the load, still takes; 0 at
                 the end of each.
         """
-        if self._early is not None and self._early[0] == wanted.version and self._wanted is None:
+        is_early = self._early is not None and self._early[0] == wanted.version and self._wanted is None
+        self._wanted = wanted
+        if is_early:
             self._transport.end_prefetch()  # type: ignore[attr-defined] # it has one, else nothing was received early
         else:
             self.cancel()
-        self._wanted = wanted
         self._is_cancelled = False
         self._is_in_place = in_place and local is not None and self._transport.uses_memory_of_state
         limit = self._timeout if timeout is None else timeout
@@ -140,7 +141,7 @@ class Healing:
             kept: which, and who holds it.
             max_bytes: receive so much at most.
             tell: as in `start`.
-            then: called when all of it is here, with how much less than `max_bytes` that is.
+            then: called when no more is received, with how much less than `max_bytes` came, where all of the state did; else 0.
         """
         receive = getattr(self._transport, "prefetch", None)
         addresses = same_rank_peers(
@@ -161,12 +162,18 @@ class Healing:
                 receive(addresses, kept.version.step, self._timeout, max_bytes, self._note_early)
             except CheckpointError as error:
                 logger.info("no more of the state of step %d is received in advance: %s", kept.version.step, error)
+                if self._wanted is None and not self._is_cancelled:
+                    then(0)
             else:
                 progress = self.progress
                 then(max_bytes if progress is None else max_bytes - progress.received_bytes)
             tell(0.0, Receives.TRANSFER)
 
         self._fetch = self._worker.submit(fetch)
+
+    @property
+    def can_receive_early(self) -> bool:
+        return hasattr(self._transport, "prefetch")
 
     def _note_early(self, progress: TransferProgress) -> None:
         self._note(progress)

@@ -114,13 +114,18 @@ class Recovery:
         """Whether this rank can bring a state forward by the steps that others have made since."""
         return self._replay.is_able and self._is_alone and self._registry.knows_all_steps
 
+    @property
+    def can_receive_early(self) -> bool:
+        """Whether a part of a state can be received while this group warms up."""
+        return self._early_bytes > 0 and self._healing.can_receive_early
+
     # ------------------------------------------------------------------------------------------- on the quorum thread
 
     def begin(self, plan: StepPlan, prepared: Prepared, timeout: timedelta | None = None) -> None:
         """Begin to fetch what a quorum wants this rank to load or to compare, if it does; `timeout`: not `transfer_timeout`."""
         formed = plan.formed
         if not plan.load:
-            self._replay.end()
+            self._replay.end(also_early=formed.leaving or not formed.warms_up)
             if formed.role in (Role.JOINER, Role.INLINE) and not self._is_alone:
                 self._tell(formed, 0.0, Receives.TRANSFER)
             self.say_fetched(formed)

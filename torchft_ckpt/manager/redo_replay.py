@@ -37,6 +37,7 @@ from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
 _SAY_S = 0.25
+_ALIVE_S = 3.0
 _STALE_S = 30.0
 """Half a lease of a source's log."""
 _ENOUGH = 4
@@ -48,6 +49,9 @@ class Follower(Protocol):
 
     def next_entry(self, after: StateVersion, timeout_s: float) -> RedoEntry | None:
         """Return the entry that leads on from a version; None: there was none within the time."""
+
+    def tell_held(self, version: StateVersion) -> None:
+        """Tell the sources which version is here."""
 
     def close(self) -> None:
         """Wake and fail whoever waits. Any thread."""
@@ -67,6 +71,8 @@ class _Early:
         self.version = self.fetched_to = version
         self.left_bytes = max_bytes
         self.entries: deque[RedoEntry] = deque()
+        self.took_s: deque[float] = deque(maxlen=_ENOUGH)
+        """How long the last entries took to come, or a little less than that and `_SAY_S`."""
         self.follower: Follower | None = None
         self.is_wanted = threading.Event()
         """The state is in its place: what is on its way comes, and no more is asked for."""
@@ -76,14 +82,20 @@ class _Early:
         try:
             self.follower = follow()
             size = 0
-            while not self.is_wanted.is_set() and size <= self.left_bytes:
+            while not self.is_wanted.is_set():
+                tell(self.fetched_to.step)
+                if size >= self.left_bytes:
+                    self.follower.tell_held(self.fetched_to)  # else they free what is kept for this group
+                    self.is_wanted.wait(_ALIVE_S)
+                    continue
+                began = time.monotonic()
                 entry = self.follower.next_entry(self.fetched_to, _SAY_S)
                 if entry is not None:
+                    self.took_s.append(time.monotonic() - began)
                     size = _num_bytes(entry)
                     self.left_bytes -= size
                     self.entries.append(entry)
                     self.fetched_to = entry.version
-                tell(self.fetched_to.step)
         except TorchftCkptError as error:
             logger.info("no redo entry after step %d is received in advance: %s", self.fetched_to.step, error)
             if self.follower is not None:
@@ -169,8 +181,13 @@ class Replay:
             tell: called a few times a second with the step up to which there are entries.
         """
         self._drop_early()
-        early = self._early = _Early(kept.version, max_bytes)
-        early.is_over = self._worker.submit(early.run, lambda: self._follow_those(kept.sources), tell)
+        early = _Early(kept.version, max_bytes)
+        try:
+            early.is_over = self._worker.submit(early.run, lambda: self._follow_those(kept.sources), tell)
+        except RuntimeError as error:
+            logger.info("no redo entry is received in advance: %s", error)
+        else:
+            self._early = early
 
     def _follow_those(self, sources: Sequence[Source]) -> Follower:
         if self._follow is None:
@@ -185,16 +202,20 @@ class Replay:
         early.is_wanted.set()
         self._worker.submit(lambda: None if early.follower is None else early.follower.release())
 
-    def _take_early(self, version: StateVersion) -> _Early | None:
+    def _take_early(
+        self, version: StateVersion, may_go_on: Callable[[], bool], tell: Callable[[int], None]
+    ) -> _Early | None:
         """Return what was fetched early, where it leads on from this version. Waits for the entry that is on its way."""
         early = self._early
-        if early is None or early.version != version:
-            self._drop_early()
-            return None
-        self._early = None
-        early.is_wanted.set()
-        early.is_over.exception()
-        return early
+        if early is not None and early.version == version:
+            early.is_wanted.set()
+            while may_go_on():
+                tell(version.step)
+                if wait([early.is_over], _SAY_S).done:
+                    self._early = None
+                    return early
+        self._drop_early()
+        return None
 
     def chase(
         self, formed: QuorumFormed, took_s: float, may_go_on: Callable[[], bool], tell: Callable[[int], None]
@@ -212,16 +233,18 @@ class Replay:
         """
         if self._follow is None:
             return ""
-        early = self._take_early(formed.version)
         self._held = self._fetched_to = formed.version
         self._took_s.clear()
         self._ready.clear()
         began, before = time.monotonic(), self.num_replayed
         limit_s = chase_limit_s(took_s)
         try:
+            early = self._take_early(formed.version, may_go_on, tell)
             if early is not None:
                 self._ready, self._fetched_to = early.entries, early.fetched_to
                 self._follower = early.follower
+                self._took_s.extend(early.took_s)
+                self.entry_bytes = max([self.entry_bytes, *map(_num_bytes, early.entries)])
             self._follower = self._follower or self._follow_those(formed.sources)
             self._heard_at = time.monotonic()
             while may_go_on():
@@ -320,9 +343,13 @@ class Replay:
         while self._ready:
             self._apply(self._ready.popleft())
 
-    def end(self) -> None:
-        """Follow no longer; the sources hear so. On the training thread, or while it waits."""
-        self._drop_early()
+    def end(self, *, also_early: bool = True) -> None:
+        """Follow no longer; the sources hear so. On the training thread, or while it waits.
+
+        `also_early`: of what is fetched while this group warms up, too.
+        """
+        if also_early:
+            self._drop_early()
         follower, self._follower = self._follower, None
         self._is_joining = False
         fetch, self._fetch = self._fetch, None

@@ -385,7 +385,7 @@ class Steps:
     def _wish_to_follow(self, formed: QuorumFormed) -> None:
         """Ask for a state to be received while this group warms up, now that the way to the sources is known."""
         wish, healing = self._early, self._healing
-        if wish is None or healing.guesses:
+        if wish is None or healing.guesses or not self._recovery.can_receive_early:
             return
         self._client.send(
             FollowWish(

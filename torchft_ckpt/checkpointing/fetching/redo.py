@@ -105,7 +105,7 @@ class RedoFollower:
                     if entry is None:
                         continue
                     self._move_to_end(client)
-                    self._tell_held(entry.version)
+                    self.tell_held(entry.version)
                     return entry
                 num_asked += 1
                 self._move_to_end(client)
@@ -136,8 +136,8 @@ class RedoFollower:
             client.release()
         self._cache.clear()
 
-    def _tell_held(self, version: StateVersion) -> None:
-        """Have all sources free the entry that led to a version."""
+    def tell_held(self, version: StateVersion) -> None:
+        """Have all sources free the entry that led to a version, and know that this follower is alive."""
         for client in list(self._clients):
             try:
                 client.tell_redo_held(format_version(version))

@@ -363,6 +363,8 @@ class CheckpointHandlers:
             after = parse_version(request.query.get("after", ""))
         except ValueError as error:
             raise self._refuse("bad_range", str(error), status=416) from error
+        for snapshot in self._snapshots.open_snapshots():  # it may still have to receive the state that it follows from
+            snapshot.contact(receiver, time.monotonic())
         answer = log.ask(receiver, _client(request), after, time.monotonic())
         if isinstance(answer, Gone):
             raise self._refuse("revoked" if answer.is_revoked else "not_logged", answer.reason)

@@ -571,7 +571,8 @@ class LighthouseState:
             sources = [_source(other, rank) for rank, other in enumerate(at_work[:MAX_SOURCES])]
             yield self._answer_outside_quorum(member, self.round, 0, why, now, sources=sources, warms_up=True)
             return
-        if kept is not None and request.can_follow and self._may_learn_alone(member):
+        is_kept = kept is not None and member.follows_until > now  # sources free what nobody speaks of
+        if kept is not None and is_kept and request.can_follow and self._may_learn_alone(member):
             yield self._send_beside(member, kept, now)
             return
         if was_beside:
@@ -585,7 +586,8 @@ class LighthouseState:
 
     def _on_follow_wish(self, member: Member, wish: FollowWish) -> Iterator[Instruction]:
         """A learner wants to receive a state while it warms up; it gets one when the others begin a step."""
-        if member.is_beside and member.warms_up and should_receive_early(wish, self._joining.usual_s):
+        is_warming = member.is_beside and member.warms_up and member.kept is None
+        if is_warming and should_receive_early(wish, self._joining.usual_s):
             member.wish = wish
             yield from self._have_state_captured()
 
