@@ -62,7 +62,10 @@ def test_a_state_that_was_taken_from_before_in_part_is_torn_where_the_rest_canno
     def lose(*_: object) -> None:
         raise SourceLostError("it was killed", party="source")
 
-    theirs, ours = state_of(3), state_of(4)  # seen in no test before: memory that is used again may still hold that state
+    theirs, ours = (
+        state_of(3),
+        state_of(4),
+    )  # seen in no test before: memory that is used again may still hold that state
     source, learner = make_transport(block_bytes=BLOCK), make_transport(block_bytes=BLOCK)
     try:
         source.send_checkpoint([1], STEP, theirs, LONG)

@@ -435,6 +435,19 @@ def test_a_replay_that_raises_says_that_the_state_is_torn() -> None:
     assert all(parameter.grad is None for parameter in parameters_of(fresh)), "its own gradients are back"
 
 
+class Alone:
+    """A group of one rank, which may go on."""
+
+    def may_go_on(self) -> bool:
+        return True
+
+    def tell(self, step: int) -> None:
+        """Nobody listens."""
+
+    def agree(self, step: int, is_newest: bool, wait_s: float) -> tuple[int, bool]:
+        return step, is_newest
+
+
 def test_sources_that_cannot_be_followed_are_a_reason_and_no_error() -> None:
     def refuse(*_: object) -> Any:
         raise SourceRefusedError("of another protocol", party="test")
@@ -446,7 +459,7 @@ def test_sources_that_cannot_be_followed_are_a_reason_and_no_error() -> None:
     )
     formed: Any = SimpleNamespace(sources=[], version=version(3))
     try:
-        assert "of another protocol" in replay.chase(formed, 1.0, lambda: True, lambda step: None)
+        assert "of another protocol" in replay.chase(formed, 1.0, Alone())
         assert not replay.is_on and not torn
     finally:
         replay.shutdown()
@@ -484,7 +497,7 @@ def test_hooks_see_the_step_that_is_replayed_and_an_entry_after_another_state_is
     fresh.register_step_post_hook(lambda *_: seen.append((replay.step, own.batches_committed)))
     formed: Any = SimpleNamespace(sources=[], version=version(0), step_s=0.0)
     try:
-        why = replay.chase(formed, 1.0, lambda: True, lambda step: None)
+        why = replay.chase(formed, 1.0, Alone())
         assert replay.step is None
         if skips_one:
             assert "is here" in why and not replay.is_on and seen == [(1, 0)]

@@ -29,6 +29,7 @@ from sharded.task import batch_of, make_model
 from train_fsdp import shard
 
 from torchft_ckpt import HTTPTransport, Optimizer
+from torchft_ckpt.core.coordination import joining
 from torchft_ckpt.fsdp import set_all_reduce_hook
 
 BATCH_SIZE = 4
@@ -61,7 +62,11 @@ def main() -> None:
         load(state)
 
     transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-    manager = make_manager(options, transport, load_state_dict, state_dict, join_budget=timedelta(seconds=10))
+    follow = options.get("follow", False)
+    if "rate" in options:
+        joining.FIRST_RATE = options["rate"]
+    settings = {"join_budget": timedelta(seconds=10), "follow": follow, "warm_up": not follow}
+    manager = make_manager(options, transport, load_state_dict, state_dict, **settings)
     report("ready", pid=os.getpid())
     set_all_reduce_hook(manager, model)
     optimizer = Optimizer(manager, adamw)
@@ -87,6 +92,7 @@ def main() -> None:
                 discarded=after.num_discarded > before.num_discarded,
                 participants=manager.num_participants(),
                 healed=after.num_healed,
+                replayed=manager._replay.num_replayed,
                 # Of a step that was not, one rank may hold the others' state and one may not: there is nothing to gather.
                 digest=digest_of(**state_dict()) if is_committed else "",
             )

@@ -329,7 +329,7 @@ class Manager:
             lease=self._timeouts.collective if transport.needs_process_group else self._timeouts.transfer,
             party=party,
         )
-        log = getattr(transport, "redo_log", None) if rank_config.group_world_size == 1 else None
+        log = getattr(transport, "redo_log", None)
         self._recorder = (
             None
             if log is None

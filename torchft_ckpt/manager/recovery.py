@@ -21,6 +21,7 @@ from torchft_ckpt.core.coordination.messages import (
     JoinProgress,
     QuorumFormed,
     Receives,
+    RedoFetched,
     Role,
     StateArrived,
     StateKept,
@@ -62,6 +63,27 @@ class Prepared:
     """Somebody who looks at this job from outside asks for the state."""
 
 
+class _Beside:
+    """What this rank hears and says while it replays: `redo_replay.Beside`."""
+
+    def __init__(self, recovery: Recovery, formed: QuorumFormed) -> None:
+        self._recovery = recovery
+        self._formed = formed
+
+    def may_go_on(self) -> bool:
+        client = self._recovery.client
+        client.pause(0.0)  # raises where this group has to end
+        return not client.is_needed and not client.view().is_leaving
+
+    def tell(self, step: int) -> None:
+        self._recovery.tell_replayed(self._formed, step)
+
+    def agree(self, step: int, is_newest: bool, wait_s: float) -> tuple[int, bool]:
+        if self._recovery.is_alone:
+            return step, is_newest
+        return self._recovery.client.agree_on_redo(self._formed, step, is_newest=is_newest, wait_s=wait_s)
+
+
 class Recovery:
     """Gets the state of a quorum, if it is another one than that which is here.
 
@@ -91,10 +113,10 @@ class Recovery:
         self._registry = registry
         self._serving = serving
         self._own = own
-        self._client = client
+        self.client = client
         self._replay = replay
         self._events = events
-        self._is_alone = is_alone
+        self.is_alone = is_alone
         self._limit = limit
         self._in_place = in_place
         self._early_bytes = early_bytes
@@ -112,7 +134,7 @@ class Recovery:
     @property
     def can_replay(self) -> bool:
         """Whether this rank can bring a state forward by the steps that others have made since."""
-        return self._replay.is_able and self._is_alone and self._registry.knows_all_steps
+        return self._replay.is_able and self._registry.knows_all_steps
 
     @property
     def can_receive_early(self) -> bool:
@@ -126,17 +148,21 @@ class Recovery:
         formed = plan.formed
         if not plan.load:
             self._replay.end(also_early=formed.leaving or not formed.warms_up)
-            if formed.role in (Role.JOINER, Role.INLINE) and not self._is_alone:
+            if formed.role in (Role.JOINER, Role.INLINE) and not self.is_alone:
                 self._tell(formed, 0.0, Receives.TRANSFER)
             self.say_fetched(formed)
             return
+        joins = formed.role in (Role.JOINER, Role.INLINE) and not plan.compare
         if self._replay.is_on:
-            if formed.role in (Role.JOINER, Role.INLINE) and not plan.compare:
+            if joins:
                 self.is_pending, self._prepared = True, prepared
                 tell = functools.partial(self._tell, formed, does=Receives.TRANSFER)
-                self._replay.fetch_to(formed.version, self._limit.total_seconds(), tell)
+                on_end = functools.partial(self._say_arrived, formed, of_entries=True)
+                self._replay.fetch_to(formed.version, self._limit.total_seconds(), tell, on_end)
                 return
             self._replay.end()
+        elif joins:
+            self._say_arrived(formed, "it does not replay", of_entries=True)
         self._fetch(plan, prepared, timeout)
 
     def _fetch(
@@ -156,7 +182,7 @@ class Recovery:
             receiving = self._registry.capture_to_receive(beside_steps=True)
         if receiving is None and self._registry.is_sharded:
             # It learnt only now that it is behind; the training thread may be in its forward pass.
-            self._client.note_error(
+            self.client.note_error(
                 CheckpointError("its shards were not captured before this step; it heals in the next")
             )
             self.say_fetched(formed, "its shards were not captured before this step")
@@ -173,32 +199,40 @@ class Recovery:
         if plan.compare:
             compare = self._registry.comparison_with((prepared.captured or self._registry.capture_to_serve()).state)
         self._healing.start(formed, receiving, in_place, timeout, compare=compare, on_end=on_end, tell=tell)
-        if not plan.compare and self._client.is_needed:  # it was told so before the transfer began
+        if not plan.compare and self.client.is_needed:  # it was told so before the transfer began
             self._healing.cancel()
 
     def receive_early(self, kept: StateKept) -> None:
         """Begin to receive a state that sources keep for this group while it warms up. For the connection; does not block."""
-        formed = self._client.view().quorum
+        formed = self.client.view().quorum
         if formed is None:
             return
 
         def then(left_bytes: int) -> None:
             if self.can_replay:
-                self._replay.receive_early(kept, left_bytes, functools.partial(self._tell_replayed, formed))
+                self._replay.receive_early(kept, left_bytes, functools.partial(self.tell_replayed, formed))
 
         self._healing.receive_early(kept, self._early_bytes, functools.partial(self._tell, formed), then)
 
-    def _tell_replayed(self, formed: QuorumFormed, step: int) -> None:
-        self._client.send(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.REPLAY))
+    def tell_replayed(self, formed: QuorumFormed, step: int) -> None:
+        self.client.send(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.REPLAY))
 
     def refuse(self, formed: QuorumFormed, why: str) -> None:
-        self._client.note_error(CheckpointError(f"{why}; it heals in a later one"))
+        self.client.note_error(CheckpointError(f"{why}; it heals in a later one"))
         self.say_fetched(formed, why)
 
     def say_fetched(self, formed: QuorumFormed, failure: str = "", *, loads: bool = False) -> None:
         """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
-        if not self._is_alone and formed.role is not Role.HEALTHY:
-            self._client.send(StateArrived(request_id=formed.request_id, failure=clip(failure), loads=loads))
+        if formed.role is not Role.HEALTHY:
+            self._say_arrived(formed, failure, loads=loads)
+
+    def _say_arrived(
+        self, formed: QuorumFormed, failure: str, *, loads: bool = False, of_entries: bool = False
+    ) -> None:
+        if not self.is_alone:
+            self.client.send(
+                StateArrived(request_id=formed.request_id, failure=clip(failure), loads=loads, of_entries=of_entries)
+            )
 
     def _tell(self, formed: QuorumFormed, reach_s: float, does: Receives) -> None:
         progress = self._healing.progress
@@ -210,13 +244,13 @@ class Recovery:
             done_bytes=progress.received_bytes + progress.skipped_bytes if progress is not None else 0,
             total_bytes=progress.total_bytes if progress is not None else 0,
         )
-        self._client.send(said)
+        self.client.send(said)
         if formed.follows and does is Receives.TRANSFER and reach_s:
             self._give_up_where_it_cannot_keep_up(formed)
         now = time.monotonic()
         if formed.follows and now >= self._say_at:
             self._say_at = now + SAY_EVERY_S
-            logger.info("%s follows the others outside of the quorum: it %s", self._client.replica_id, in_words(said))
+            logger.info("%s follows the others outside of the quorum: it %s", self.client.replica_id, in_words(said))
 
     def _give_up_where_it_cannot_keep_up(self, formed: QuorumFormed) -> None:
         """End a transfer outside of the quorum whose state could not be brought forward: it would be of no use."""
@@ -229,7 +263,7 @@ class Recovery:
         logger.warning(
             "%s does not follow the others: the gradients of a step (%.1f MB) take %.1f s to arrive, and a step takes the others"
             " %.1f s. It receives the state while they wait, as far as join_stall_limit allows that",
-            self._client.replica_id,
+            self.client.replica_id,
             entry_bytes / 1e6,
             entry_s,
             formed.step_s,
@@ -240,11 +274,11 @@ class Recovery:
 
     def load_in_time(self) -> None:
         """Load before the forward pass what has to be loaded there, and what is there in time. Raises as `load`."""
-        plan = self._client.plan()
+        plan = self.client.plan()
         if not self.is_pending or plan is None:
             return
         if self._prepared is not None and not plan.load_before_forward:
-            if not self._replay.has_arrived(plan.transfer_wait_s):
+            if not self._has_entries(plan):
                 return
             self._catch_up(plan)
             if not self.is_pending:
@@ -260,7 +294,7 @@ class Recovery:
                 if isinstance(error, StateMismatchError | StateDictLoadError):
                     self._failure = error
                 logger.info(
-                    "%s does not load its state before this step is computed: %s", self._client.replica_id, error
+                    "%s does not load its state before this step is computed: %s", self.client.replica_id, error
                 )
 
     def _catch_up(self, plan: StepPlan, *, waits: bool = False) -> bool:
@@ -278,11 +312,12 @@ class Recovery:
         say = functools.partial(self._tell, plan.formed, _SAID_WHILE_APPLYING_S, Receives.TRANSFER)
         try:
             with self._healing.saying(say):
-                self._replay.apply(lambda: self._client.pause(0.0))
+                self._replay.apply(lambda: self.client.pause(0.0), self._await_entries)
         except Exception as error:  # noqa: BLE001 - of whatever kind: the state is received then
             self._give_replay_up(str(error))
-        if self._client.view().error is not None:
+        if self.client.view().error is not None:
             self.is_pending = False
+            self.say_fetched(plan.formed, "the others went on without this group")
             return False
         self._fetch(plan, dataclasses.replace(prepared, receiving=None, trainer_waits=True), may_overwrite=waits)
         return True
@@ -292,34 +327,46 @@ class Recovery:
         self._healing.distance.failed(for_good=for_good)
         logger.warning(
             "%s cannot replay the steps that the others have made, and receives the state again: %s",
-            self._client.replica_id,
+            self.client.replica_id,
             why,
         )
 
     def replay(self, formed: QuorumFormed) -> None:
         """Bring a state that was received outside of the quorum to that of now. On the training thread, which waits."""
-        replay, client = self._replay, self._client
+        replay, client = self._replay, self.client
         if not self.can_replay or client.view().version != formed.version:
+            self._say_no_replay(formed, "it cannot replay, or has not loaded the state that the others have")
             return
-
-        def may_go_on() -> bool:
-            client.pause(0.0)  # raises where this group has to end
-            return not client.is_needed and not client.view().is_leaving
-
         before = replay.num_replayed
         early_s = self._healing.early_s(formed.version)
-        tell = functools.partial(self._tell_replayed, formed)
-        why = replay.chase(formed, max(self._healing.took_s, early_s), may_go_on, tell)
+        why = replay.chase(formed, max(self._healing.took_s, early_s), _Beside(self, formed))
         if why:  # where it warmed up for long, the sources may have given its entries up
+            self._say_no_replay(formed, why)
             self._give_replay_up(why, for_good=replay.num_replayed == before and not early_s)
         else:
             self._healing.distance.replayed(replay.entry_bytes)
 
+    def _say_no_replay(self, formed: QuorumFormed, why: str) -> None:
+        if not self.is_alone:
+            step = formed.version.step
+            self.client.send(RedoFetched(request_id=formed.request_id, step=step, failure=clip(why)))
+
+    def _has_entries(self, plan: StepPlan) -> bool:
+        """Wait a moment for the entries that lead to the quorum's state; return whether all ranks apply them now."""
+        within_s = self._replay.likely_s(plan.transfer_wait_s)
+        if self.is_alone:
+            return self._replay.has_arrived(within_s)
+        return self.client.loads_before_forward(plan.formed, within_s, of_entries=True)
+
+    def _await_entries(self) -> None:
+        if not self.is_alone:
+            self.client.await_loading(self._limit, of_entries=True)
+
     def _has_arrived(self, plan: StepPlan) -> bool:
         """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
-        if self._is_alone:
+        if self.is_alone:
             return self._healing.has_arrived(plan.transfer_wait_s)
-        return self._client.loads_before_forward(plan.formed, plan.transfer_wait_s)
+        return self.client.loads_before_forward(plan.formed, plan.transfer_wait_s)
 
     def load(self, *, before_forward: bool) -> None:
         """Wait for the state and load it; a transfer that fails costs this replica the step and no more.
@@ -327,7 +374,7 @@ class Recovery:
         Raises:
             StateDictLoadError, StateMismatchError: it cannot be loaded here.
         """
-        plan = self._client.plan()
+        plan = self.client.plan()
         if plan is not None:
             self._load(plan, before_forward, is_required=True)
 
@@ -344,19 +391,19 @@ class Recovery:
             return
         step = plan.formed.version.step
         try:
-            self.take_state(as_group=not self._is_alone, before_forward=before_forward)
+            self.take_state(as_group=not self.is_alone, before_forward=before_forward)
         except (StateMismatchError, StateDictLoadError):
             raise
         except Exception as error:
             if not is_required:
                 raise
             # Whatever a transport raises: not healed yet, and no more.
-            logger.warning("%s: healing to step %d failed: %s", self._client.replica_id, step, error)
-            self._client.note_error(error)
-            if plan.formed.follows and not self._client.is_needed:
+            logger.warning("%s: healing to step %d failed: %s", self.client.replica_id, step, error)
+            self.client.note_error(error)
+            if plan.formed.follows and not self.client.is_needed:
                 self._healing.distance.failed(for_good=False)
             return
-        with self._client.lock, self._client.replica as replica:
+        with self.client.lock, self.client.replica as replica:
             replica.load_finished(plan.formed.version, before_forward=before_forward)
         if plan.formed.follows:
             self._healing.followed()
@@ -364,17 +411,17 @@ class Recovery:
             self._healing.joined(has_replayed=self._replay.is_on)
             self._replay.end()
         self.note_healed(plan.formed)
-        logger.info("%s healed to step %d", self._client.replica_id, step)
+        logger.info("%s healed to step %d", self.client.replica_id, step)
 
     def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
         """Wait for what came out of the step before, compared with the sources' state, and load theirs where it differs.
 
         Where it cannot be compared this replica goes along, and tries again at the next quorum.
         """
-        name, step = self._client.replica_id, formed.version.step
+        name, step = self.client.replica_id, formed.version.step
         sources = ", ".join(source.replica_id for source in formed.sources)
         try:
-            state = self._wait_for_state(as_group=not self._is_alone)
+            state = self._wait_for_state(as_group=not self.is_alone)
             found = self._healing.differences()
         except (StateMismatchError, StateDictLoadError):
             raise
@@ -387,9 +434,9 @@ class Recovery:
             self._load_received(state, before_forward)
             self.note_healed(formed)
             self.num_corrected += 1
-        elif self._client.group_loads:
+        elif self.client.group_loads:
             self._load_received(state, before_forward)
-        with self._client.lock, self._client.replica as replica:
+        with self.client.lock, self.client.replica as replica:
             is_exact = replica.comparison_finished(found.comparison, before_forward=before_forward)
         if found.comparison is not Comparison.EQUAL:
             logger.warning(
@@ -430,7 +477,7 @@ class Recovery:
             Healed(
                 step=located.version.step,
                 quorum_id=located.version.quorum_id,
-                replica_id=self._client.replica_id,
+                replica_id=self.client.replica_id,
                 sources=tuple(source.replica_id for source in located.sources),
                 took_s=self._healing.took_s,
             )
@@ -441,7 +488,7 @@ class Recovery:
             state = self._healing.wait()
             self._registry.check(state.get("user"))
             if as_group:
-                self._client.await_loading(self._limit)
+                self.client.await_loading(self._limit)
         except BaseException:
             self._give_up()
             raise
@@ -450,7 +497,7 @@ class Recovery:
     def _give_up(self) -> None:
         self._healing.cancel()
         if self._healing.has_overwritten():
-            self._client.load_torn()
+            self.client.load_torn()
 
     def _load_received(self, state: dict[str, Any], before_forward: bool) -> None:
         self._serving.end_offer()
@@ -460,14 +507,14 @@ class Recovery:
             self._take_own(state["torchft"])
             found = self._registry.not_returned(state["user"])
         except BaseException:  # weights without the counters and settings that belong to them are no state either
-            self._client.load_torn()
+            self.client.load_torn()
             raise
         if found.paths:
             logger.warning(
                 "%s: after load_state_dict, state_dict does not return what was loaded (%s): what it returns is stale, or was not"
                 " loaded. A step that depends on that comes to another state than the other replica groups; set it in"
                 " load_state_dict, as a scheduler's learning rate in optimizer.param_groups",
-                self._client.replica_id,
+                self.client.replica_id,
                 found,
             )
 
@@ -478,7 +525,7 @@ class Recovery:
             logger.warning(
                 "%s: load_state_dict did not set what the source's optimizers are set to (%s); it is set now. state_dict returns"
                 " stale settings, or none: a step with them comes to another state than that of the other replica groups",
-                self._client.replica_id,
+                self.client.replica_id,
                 name_some(settings),
             )
 

@@ -40,6 +40,8 @@ _SAY_S = 0.25
 _ALIVE_S = 3.0
 _STALE_S = 30.0
 """Half a lease of a source's log."""
+_WITH_OTHERS_S = 0.05
+"""So long an entry that is here waits at most, once all ranks have it."""
 _ENOUGH = 4
 """Entries that say how long one takes."""
 
@@ -58,6 +60,23 @@ class Follower(Protocol):
 
     def release(self) -> None:
         """Free all, and say so to the sources."""
+
+
+class Beside(Protocol):
+    """Those who train, and the other ranks of this group, while this rank replays: `recovery.py`."""
+
+    def may_go_on(self) -> bool:
+        """Whether to fetch more entries. Asked a few times a second."""
+
+    def tell(self, step: int) -> None:
+        """Say to which step the state was brought. Called as often."""
+
+    def agree(self, step: int, is_newest: bool, wait_s: float) -> tuple[int, bool]:
+        """Say up to which step entries are here, and whether there are no later ones, or none are to be fetched; return up to
+        which step all ranks apply them, and whether that is the last one. Waits so long for news of that.
+
+        Raises: SourceRefusedError: another rank cannot replay, so none does.
+        """
 
 
 class _Early:
@@ -202,34 +221,29 @@ class Replay:
         early.is_wanted.set()
         self._worker.submit(lambda: None if early.follower is None else early.follower.release())
 
-    def _take_early(
-        self, version: StateVersion, may_go_on: Callable[[], bool], tell: Callable[[int], None]
-    ) -> _Early | None:
+    def _take_early(self, version: StateVersion, beside: Beside) -> _Early | None:
         """Return what was fetched early, where it leads on from this version. Waits for the entry that is on its way."""
         early = self._early
         if early is not None and early.version == version:
             early.is_wanted.set()
-            while may_go_on():
-                tell(version.step)
+            while beside.may_go_on():
+                beside.tell(version.step)
                 if wait([early.is_over], _SAY_S).done:
                     self._early = None
                     return early
         self._drop_early()
         return None
 
-    def chase(
-        self, formed: QuorumFormed, took_s: float, may_go_on: Callable[[], bool], tell: Callable[[int], None]
-    ) -> str:
+    def chase(self, formed: QuorumFormed, took_s: float, beside: Beside) -> str:
         """Apply entries until the state is that of now, a step at most behind. On the training thread.
 
         Args:
             formed: named the state that was received, and loaded just now.
             took_s: the transfer took so long.
-            may_go_on: asked a few times a second.
-            tell: called as often, with the step to which the state was brought.
+            beside: the other ranks of this group, and those who train.
 
         Returns:
-            Why the state cannot be brought forward; empty: it was, or `may_go_on` said no.
+            Why the state cannot be brought forward; empty: it was, or it was not to go on.
         """
         if self._follow is None:
             return ""
@@ -237,9 +251,8 @@ class Replay:
         self._took_s.clear()
         self._ready.clear()
         began, before = time.monotonic(), self.num_replayed
-        limit_s = chase_limit_s(took_s)
         try:
-            early = self._take_early(formed.version, may_go_on, tell)
+            early = self._take_early(formed.version, beside)
             if early is not None:
                 self._ready, self._fetched_to = early.entries, early.fetched_to
                 self._follower = early.follower
@@ -247,31 +260,7 @@ class Replay:
                 self.entry_bytes = max([self.entry_bytes, *map(_num_bytes, early.entries)])
             self._follower = self._follower or self._follow_those(formed.sources)
             self._heard_at = time.monotonic()
-            while may_go_on():
-                tell(self._held.step)
-                if self._ready:
-                    if len(self._ready) == 1:  # the next one comes meanwhile
-                        self._fetch = self._fetch or self._worker.submit(self._fetch_next, 0.0)
-                    self._apply(self._ready.popleft())
-                    continue
-                if len(self._took_s) == _ENOUGH and not keeps_up(min(self._took_s), formed.step_s):
-                    raise SourceRefusedError(
-                        f"the gradients of a step take {min(self._took_s):.1f} s to arrive, and a step takes the others"
-                        f" {formed.step_s:.1f} s",
-                        party="redo log",
-                    )
-                if time.monotonic() - began > limit_s:
-                    raise SourceRefusedError(
-                        f"{self.num_replayed - before} steps were replayed in {limit_s:.0f} s, and the others are still ahead:"
-                        " they train as fast as their gradients arrive",
-                        party="redo log",
-                    )
-                fetch = self._fetch = self._fetch or self._worker.submit(self._fetch_next, 0.0)
-                if not wait([fetch], _SAY_S).done:
-                    continue
-                self._fetch = None
-                if not fetch.result():
-                    break
+            self._chase(formed, began + chase_limit_s(took_s), beside)
         except TorchftCkptError as error:
             self.end()
             if not isinstance(error, CheckpointError):
@@ -288,23 +277,66 @@ class Replay:
         )
         return ""
 
-    def fetch_to(self, version: StateVersion, limit_s: float, tell: Callable[[float], None]) -> None:
+    def _chase(self, formed: QuorumFormed, until: float, beside: Beside) -> None:
+        """Apply entries as `chase` does, until a moment on the monotonic clock at most."""
+        began, before, is_newest, wait_s = time.monotonic(), self.num_replayed, False, 0.0
+        while True:
+            is_newest = is_newest or not beside.may_go_on()
+            beside.tell(self._held.step)
+            step, is_last = beside.agree(self._fetched_to.step, is_newest, wait_s)
+            wait_s = 0.0
+            if self._ready and self._ready[0].version.step <= step:
+                if len(self._ready) == 1 and not is_last:  # the next one comes meanwhile
+                    self._fetch = self._fetch or self._worker.submit(self._fetch_next, 0.0)
+                self._apply(self._ready.popleft())
+                continue
+            if is_last and self._held.step >= step:
+                return
+            if len(self._took_s) == _ENOUGH and not keeps_up(min(self._took_s), formed.step_s):
+                raise SourceRefusedError(
+                    f"the gradients of a step take {min(self._took_s):.1f} s to arrive, and a step takes the others"
+                    f" {formed.step_s:.1f} s",
+                    party="redo log",
+                )
+            if time.monotonic() > until:
+                raise SourceRefusedError(
+                    f"{self.num_replayed - before} steps were replayed in {time.monotonic() - began:.0f} s, and the others are"
+                    " still ahead: they train as fast as their gradients arrive",
+                    party="redo log",
+                )
+            if len(self._ready) > 1:  # another rank of this group does not have the first of them yet
+                wait_s = _SAY_S
+                continue
+            fetch = self._fetch = self._fetch or self._worker.submit(self._fetch_next, _SAY_S if is_newest else 0.0)
+            if wait([fetch], _WITH_OTHERS_S if self._ready else _SAY_S).done:
+                self._fetch = None
+                is_newest = not fetch.result() or is_newest
+
+    def fetch_to(
+        self, version: StateVersion, limit_s: float, tell: Callable[[float], None], on_end: Callable[[str], None]
+    ) -> None:
         """Begin to fetch the entries up to a version, beside a forward pass. They are not applied. Any thread but its own.
 
         Args:
             limit_s: for each entry to be offered.
             tell: called a few times a second with the seconds that are still expected.
+            on_end: called on the thread that fetches when they are here, or with the reason why they will not be.
         """
         before = self._fetch
 
         def fetch() -> bool:
-            if before is not None:
-                before.result()
-            while self._fetched_to != version:
-                if self._fetched_to.step >= version.step or not self._fetch_next(limit_s):
-                    raise SourceRefusedError(
-                        f"the redo log led to {self._fetched_to}, and not to {version}", party="redo log"
-                    )
+            try:
+                if before is not None:
+                    before.result()
+                while self._fetched_to != version:
+                    if self._fetched_to.step >= version.step or not self._fetch_next(limit_s):
+                        raise SourceRefusedError(
+                            f"the redo log led to {self._fetched_to}, and not to {version}", party="redo log"
+                        )
+            except BaseException as error:
+                on_end(str(error) or type(error).__name__)
+                raise
+            on_end("")
             return True
 
         self._is_joining = True
@@ -317,19 +349,20 @@ class Replay:
         if self._is_joining and follower is not None:
             follower.close()
 
-    def has_arrived(self, within_s: float) -> bool:
-        """Wait so long at most for what `fetch_to` fetches, if an entry has ever come so soon; whether it is over, and did not
-        fail."""
-        is_likely = min(self._took_s, default=0.0) <= within_s
-        return (
-            self._wait(within_s if is_likely else 0.0) and self._fetch is not None and self._fetch.exception() is None
-        )
+    def likely_s(self, within_s: float) -> float:
+        """Return how long to wait before a forward pass for what `fetch_to` fetches: 0 where no entry ever came so soon."""
+        return within_s if min(self._took_s, default=0.0) <= within_s else 0.0
 
-    def apply(self, check: Callable[[], None]) -> None:
+    def has_arrived(self, within_s: float) -> bool:
+        """Wait so long at most for what `fetch_to` fetches; whether it is over, and did not fail."""
+        return self._wait(within_s) and self._fetch is not None and self._fetch.exception() is None
+
+    def apply(self, check: Callable[[], None], await_others: Callable[[], None]) -> None:
         """Wait for what `fetch_to` fetches, and apply it. On the training thread.
 
         Args:
             check: called a few times a second; it raises where this group has to end.
+            await_others: waits until the other ranks of this group have what they fetch, too; raises where one will not.
 
         Raises:
             CheckpointError: it could not be fetched, or not be applied.
@@ -340,6 +373,7 @@ class Replay:
         self._is_joining = False
         if fetch is not None:
             fetch.result()
+        await_others()
         while self._ready:
             self._apply(self._ready.popleft())
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 
 from torchft_ckpt.core.coordination.meeting import Claim
 from torchft_ckpt.core.coordination.messages import (
+    ApplyRedo,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -45,6 +46,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumPending,
     QuorumRequest,
     RankToGroup,
+    RedoFetched,
     Refused,
     ReplicasDiffer,
     StallReport,
@@ -74,6 +76,7 @@ from torchft_ckpt.errors import (
     RefusedError,
     ReplicasDifferError,
     SourceLostError,
+    SourceRefusedError,
     TransferTimeoutError,
 )
 from torchft_ckpt.events import PeerLost
@@ -166,6 +169,11 @@ class StepClient:
         """The others cannot train without this group, which follows them in the open step."""
         self._loading: list[LoadState] = []
         """The messages that say when the group's ranks load what they fetch: at most two in a step."""
+        self._applying: list[LoadState] = []
+        """Those that say when they apply the redo entries that lead to that."""
+        self._redo_said: RedoFetched | None = None
+        self._redo_told: ApplyRedo | None = None
+        """While this group follows: how far this rank is, and how far all ranks apply redo entries, as was said last."""
 
     def connect(
         self,
@@ -231,7 +239,8 @@ class StepClient:
         self._is_stall_reported = False
         self._cleared = None
         self.is_needed = False
-        self._loading = []
+        self._loading, self._applying = [], []
+        self._redo_said = self._redo_told = None
 
     def locate(self, until: float, *, has_finished: bool = False) -> StateLocated | None:
         """Ask where the newest state is, and wait for the answer; None: there was none in time.
@@ -308,39 +317,63 @@ class StepClient:
             if self._plan is not None and self._plan.formed is formed and replica.error is None:
                 replica.configure_finished()
 
-    def loads_before_forward(self, formed: QuorumFormed, within_s: float) -> bool:
+    def loads_before_forward(self, formed: QuorumFormed, within_s: float, *, of_entries: bool = False) -> bool:
         """Wait at most so long for the state to be at all ranks of this group; return whether they load it now.
 
-        All ranks return the same.
+        All ranks return the same. `of_entries`: so with the redo entries that lead to that state.
         """
+        heard = self._applying if of_entries else self._loading
         give_up_at = time.monotonic() + within_s
-        if not self._wait_for(lambda: bool(self._loading), give_up_at):
-            self.send(StateLate(request_id=formed.request_id))
-            self._wait_for(lambda: bool(self._loading), give_up_at + GIVE_UP_GRACE_S)
-        return bool(self._loading) and self._loading[0].loading is Loading.NOW
+        if not self._wait_for(lambda: bool(heard), give_up_at):
+            self.send(StateLate(request_id=formed.request_id, of_entries=of_entries))
+            self._wait_for(lambda: bool(heard), give_up_at + GIVE_UP_GRACE_S)
+        return bool(heard) and heard[0].loading is Loading.NOW
 
-    def await_loading(self, limit: timedelta) -> None:
-        """Wait until all ranks of this group have fetched the state.
+    def await_loading(self, limit: timedelta, *, of_entries: bool = False) -> None:
+        """Wait until all ranks of this group have fetched the state, or (`of_entries`) the redo entries that lead to it.
 
         Raises:
             SourceLostError: one of them will not have it, so none of them loads it.
             TransferTimeoutError: not all of them said so in time.
         """
+        heard, what = (self._applying, "redo entries") if of_entries else (self._loading, "state")
         give_up_at = time.monotonic() + limit.total_seconds()
-        if not self._wait_for(lambda: self._last_heard() is not Loading.LATER, give_up_at):
+        if not self._wait_for(lambda: bool(heard) and heard[-1].loading is not Loading.LATER, give_up_at):
             raise TransferTimeoutError(
-                f"not all ranks of this group had fetched the state within {limit.total_seconds():g} s", self.replica_id
+                f"not all ranks of this group had fetched the {what} within {limit.total_seconds():g} s",
+                self.replica_id,
             )
-        if self._last_heard() is Loading.NEVER:
-            raise SourceLostError(f"no rank of this group loads the state: {self._loading[-1].reason}", self.replica_id)
+        if heard[-1].loading is Loading.NEVER:
+            raise SourceLostError(f"no rank of this group loads the {what}: {heard[-1].reason}", self.replica_id)
+
+    def agree_on_redo(self, formed: QuorumFormed, step: int, *, is_newest: bool, wait_s: float) -> tuple[int, bool]:
+        """Say up to which step this rank has redo entries; return up to which all ranks apply them, and whether that is all.
+
+        Args:
+            formed: let this group follow.
+            is_newest: as in `RedoFetched`.
+            wait_s: wait so long for news.
+
+        Raises:
+            SourceRefusedError: a rank cannot bring its state forward, so none does.
+        """
+        said = RedoFetched(request_id=formed.request_id, step=step, is_newest=is_newest)
+        if said != self._redo_said:
+            self._redo_said = said
+            self.send(said)
+        before = self._redo_told
+        self._wait_for(lambda: self._redo_told is not before, time.monotonic() + wait_s)
+        told = self._redo_told
+        if told is None:
+            return 0, False
+        if told.failure:
+            raise SourceRefusedError(told.failure, party="redo log")
+        return told.step, told.is_last
 
     @property
     def group_loads(self) -> bool:
         """Whether a rank of this group loads what all of them have fetched, so that all do; once `await_loading` has returned."""
         return bool(self._loading) and self._loading[-1].loads
-
-    def _last_heard(self) -> Loading:
-        return self._loading[-1].loading if self._loading else Loading.LATER
 
     def load_torn(self) -> None:
         """Loading failed half-way."""
@@ -617,7 +650,10 @@ class StepClient:
                 self._cleared = message.index
         elif isinstance(message, LoadState):
             if self._plan is not None and self._plan.formed.request_id == message.request_id:
-                self._loading.append(message)
+                (self._applying if message.of_entries else self._loading).append(message)
+        elif isinstance(message, ApplyRedo):
+            if self._plan is not None and self._plan.formed.request_id == message.request_id:
+                self._redo_told = message
         elif isinstance(message, QuorumPending):
             self._pending = message
         elif isinstance(message, Needed):

@@ -13,7 +13,8 @@ lighthouse says to each of them. It runs at group rank 0. It knows no sockets an
 - It asks where the newest state is when all of its ranks want to know; where some of them ask for a quorum instead, the
   others are told that nothing is known, and ask for one too.
 - Ranks that hold different states (one of them failed to load, say) hold none as a group: it is torn, and all heal.
-- Ranks that fetch a state load it at one place of their programs, or none of them does (`Arrivals`).
+- Ranks that fetch a state load it at one place of their programs, or none of them does; and so with the redo entries that bring a
+  state forward (`ranks_together`).
 - A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
 - The wish of one rank to leave is the group's. What the lighthouse answers goes to all ranks with the end of one step, so all of
   them leave after the same one. From then on a rank that goes takes nobody with it, and the group has left when all have.
@@ -38,6 +39,7 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
+    ApplyRedo,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -72,6 +74,7 @@ from torchft_ckpt.core.coordination.messages import (
     RankHello,
     RankToGroup,
     Receives,
+    RedoFetched,
     Refused,
     ReplicasDiffer,
     Role,
@@ -86,6 +89,7 @@ from torchft_ckpt.core.coordination.messages import (
     refuse_version,
     size_of,
 )
+from torchft_ckpt.core.coordination.ranks_together import Arrivals, Replaying
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,10 @@ class GroupState:
         self._requests: dict[int, QuorumRequest] = {}
         """Of ranks that asked for the next step, while not all of them have."""
         self._arrivals = Arrivals(world_size)
+        """Of the state that the open step is to begin with."""
+        self._entries = Arrivals(world_size)
+        """Of the redo entries that lead to that state from the one that is here."""
+        self._replaying = Replaying(world_size)
         self._request_id = 0
         self._asked: QuorumRequest | None = None
         """What the group asked and has no answer to."""
@@ -242,7 +250,7 @@ class GroupState:
         elif isinstance(message, FollowWish):
             if self._is_of_open_step(message):
                 yield from self._wishes_to_follow(rank, message)
-        elif isinstance(message, StateArrived | StateLate):
+        elif isinstance(message, StateArrived | StateLate | RedoFetched):
             yield from self._fetches(rank, message)
         elif isinstance(message, LeaveReady):
             self._calls[rank] = message.call
@@ -415,29 +423,47 @@ class GroupState:
                 )
             )
 
-    def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
+    def _fetches(self, rank: int, message: StateArrived | StateLate | RedoFetched) -> Iterator[GroupInstruction]:
         asked = self._asked_by.get(rank)
         if self._quorum is None or asked is None or asked.request_id != message.request_id:
             return  # of a step that is over
+        if isinstance(message, RedoFetched):
+            yield from self._tell_how_far(self._replaying.fetched(rank, message))
+            return
+        arrivals = self._entries if message.of_entries else self._arrivals
         if isinstance(message, StateArrived):
-            yield from self._tell_loading(self._arrivals.arrived(rank, message.failure, loads=message.loads))
+            yield from self._tell_loading(arrivals, arrivals.arrived(rank, message.failure, loads=message.loads))
         else:
-            yield from self._tell_loading(self._arrivals.late())
+            yield from self._tell_loading(arrivals, arrivals.late())
 
-    def _tell_loading(self, told: tuple[Loading, str] | None) -> Iterator[GroupInstruction]:
+    def _tell_loading(self, arrivals: Arrivals, told: tuple[Loading, str] | None) -> Iterator[GroupInstruction]:
         if told is None:
             return
         loading, reason = told
-        loads = self._arrivals.loads
+        state = LoadState(
+            request_id=0,
+            loading=loading,
+            reason=clip(reason),
+            loads=arrivals.loads,
+            of_entries=arrivals is self._entries,
+        )
         for rank, asked in self._asked_by.items():
-            yield SendToRank(
-                rank, LoadState(request_id=asked.request_id, loading=loading, reason=clip(reason), loads=loads)
-            )
+            yield SendToRank(rank, msgspec.structs.replace(state, request_id=asked.request_id))
+
+    def _tell_how_far(self, told: ApplyRedo | None) -> Iterator[GroupInstruction]:
+        if told is None:
+            return
+        told = msgspec.structs.replace(told, failure=clip(told.failure))
+        for rank, asked in self._asked_by.items():
+            yield SendToRank(rank, msgspec.structs.replace(told, request_id=asked.request_id))
 
     def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
         """A rank began anew. Where the step is not over, it is over for all of them now."""
         if self._quorum is not None and self._quorum.role is not Role.HEALTHY:
-            yield from self._tell_loading(self._arrivals.give_up(f"group rank {rank} gave the step up"))
+            reason = f"group rank {rank} gave the step up"
+            yield from self._tell_loading(self._arrivals, self._arrivals.give_up(reason))
+            yield from self._tell_loading(self._entries, self._entries.give_up(reason))
+            yield from self._tell_how_far(self._replaying.give_up(reason))
         if self._quorum is not None and self._quorum.role is Role.LEARNER:
             return  # it is in no collective and has no vote
         if self._voted is None:
@@ -666,6 +692,8 @@ class GroupState:
             self._loads = Receives.TRANSFER
             self._wishes.clear()
             self._arrivals.begin()
+            self._entries.begin()
+            self._replaying.begin()
             self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
             yield SendToRank(rank, msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id))
@@ -701,51 +729,6 @@ class GroupState:
                 yield SendToLighthouse(located_for)
             if self._voted is not None and _key(self._voted) not in self._decided:
                 yield SendToLighthouse(self._voted)
-
-
-class Arrivals:
-    """Knows which ranks of a group have fetched the state of the open step: all load it at one place of their programs, or
-    none.
-
-    One that held the new state where its neighbour holds the old one would know another step, and a loop that goes by the step
-    calls other collectives of the group then (FSDP's) than its neighbour: they wait for each other for ever, or abort. So would
-    a `load_state_dict` that calls collectives of the group, as DTensors' do: where one rank came to another state than the
-    source, all of them load.
-
-    Each method returns what all ranks are to be told, if anything.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self.begin()
-
-    def begin(self) -> None:
-        self._here: set[int] = set()
-        self._told: Loading | None = None
-        self.loads = False
-        """Whether a rank that has the state loads it."""
-
-    def arrived(self, rank: int, failure: str, *, loads: bool) -> tuple[Loading, str] | None:
-        """A rank has all of the state, and loads it or not; or, where there is a `failure`, will not have it."""
-        if failure:
-            return self.give_up(f"group rank {rank}: {failure}")
-        self._here.add(rank)
-        self.loads = self.loads or loads
-        return self._tell(Loading.NOW, "") if len(self._here) == self._world_size else None
-
-    def late(self) -> tuple[Loading, str] | None:
-        """A rank does not wait for the others any longer before its forward pass."""
-        return self._tell(Loading.LATER, "") if self._told is None else None
-
-    def give_up(self, reason: str) -> tuple[Loading, str] | None:
-        """The state will not be loaded in this step."""
-        return self._tell(Loading.NEVER, reason)
-
-    def _tell(self, loading: Loading, reason: str) -> tuple[Loading, str] | None:
-        if self._told in (Loading.NOW, Loading.NEVER):
-            return None
-        self._told = loading
-        return loading, reason
 
 
 def _longest(seconds: list[float | None]) -> float | None:

@@ -665,12 +665,16 @@ class StateArrived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Why it will not have it."""
     loads: bool = False
     """It loads that state; of one that compares, because it came to another one."""
+    of_entries: bool = False
+    """Said of the redo entries that lead to that state, and not of the state."""
 
 
 class StateLate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A rank does not wait any longer before its forward pass. It is answered by `LoadState`, if it was not told before."""
 
     request_id: Count
+    of_entries: bool = False
+    """As in `StateArrived`."""
 
 
 class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -681,6 +685,30 @@ class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: Text = ""
     loads: bool = False
     """A rank of the group loads the state, so all do that have fetched it, also those that hold the same bits already."""
+    of_entries: bool = False
+    """As in `StateArrived`: the entries are applied."""
+
+
+class RedoFetched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank that follows the others has fetched the redo entries up to a step. It is answered by `ApplyRedo`, now and then."""
+
+    request_id: Count
+    step: Count
+    is_newest: bool = False
+    """There is no later one yet, or it fetches no later one than the other ranks."""
+    failure: Text = ""
+    """Why it cannot bring its state forward."""
+
+
+class ApplyRedo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Tells all ranks of the group up to which step they apply redo entries: all of them apply an entry, or none does."""
+
+    request_id: Count
+    step: Count
+    is_last: bool = False
+    """That is the state with which the group asks to join. A rank that has not fetched so much yet does so."""
+    failure: Text = ""
+    """Why no rank replays any more."""
 
 
 class LeaveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -943,6 +971,7 @@ RankToGroup: TypeAlias = (
     | LostAsked
     | StateArrived
     | StateLate
+    | RedoFetched
     | LeaveWish
     | LeaveReady
     | Leave
@@ -965,6 +994,7 @@ GroupToRank: TypeAlias = (
     | LeavesWanted
     | ReplicasDiffer
     | LoadState
+    | ApplyRedo
     | GroupBroken
 )
 ToManagerServer: TypeAlias = RankQuorumCall | RankVote | MetadataCall
