@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
-from support.groups import running_job
+from support.groups import LighthouseProcess, running_job
 
 
 @pytest.mark.processes
@@ -33,3 +35,39 @@ def test_processes_that_follow_come_to_the_same_bits_and_receive_the_frozen_weig
         for learner in learners:
             fetched = [e["received_bytes"] for e in learner.events if e["event"] == "fetched"]
             assert max(fetched) >= frozen_bytes and sum(fetched) < 1.5 * frozen_bytes, fetched
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_killed_process_within_three_steps_and_costs_nothing_before(
+    tmp_path: Path,
+) -> None:
+    """Of the three the first is that in which the group was killed."""
+    lighthouse = LighthouseProcess(min_replicas=1)
+    with running_job(
+        tmp_path, lighthouse=lighthouse, pause_s=0.3, min_replica_size=1, digest_each_step=True, join_budget_s=20.0
+    ) as job:
+        stays, leaves = (job.start(f"group_{i}")[0] for i in range(2))
+        for group in (stays, leaves):
+            group.wait_for_step(2)
+        began = time.monotonic()
+        spare = job.start("spare", spare=True, follow=True)[0]
+        give_up_at = time.monotonic() + 60
+        while "this spare is ready" not in spare.log():
+            assert time.monotonic() < give_up_at, spare.log()
+            time.sleep(0.05)
+        stays.wait_for_step(stays.steps()[-1]["step"] + 10)
+        before = stays.steps(since=began)
+        assert len({step["quorum"] for step in before}) == 1 and not any(step["discarded"] for step in before)
+        assert spare.steps() == []
+        leaves.signal(signal.SIGKILL)
+        leaves.process.wait()
+        killed_at = time.monotonic()
+        first = spare.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        alone = [s for s in stays.steps(since=killed_at) if s["committed"] and s["participants"] == 1]
+        assert len(alone) <= 2, "that which was repeated, and the one that the spare was a joiner in"
+        back = job.start("group_1")[0]
+        back.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 3)
+        reports = job.finish()
+        assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
+        assert first["participants"] == 2 and sum(step["discarded"] for step in stays.steps()) <= 1

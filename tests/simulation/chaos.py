@@ -77,6 +77,8 @@ class Scenario:
     """Ranks say how long their transfers and loads still take."""
     changing: float | None = field(default=None, repr=False)  # seeds of before keep their plans
     """Training changes this part of the state, and who is further behind than a step can follow; None: nobody can."""
+    num_spares: int = field(default=0, repr=False)
+    """So many of the groups, the last ones, are spares."""
     load_s: tuple[float, float] = (0.0, 0.0)
     num_allreduces: int = 1
     max_delay_s: float = 0.005
@@ -112,7 +114,13 @@ def draw_scenario(rng: Random) -> Scenario:
         warm_up=rng.random() < 0.5,
         tells_reach=rng.random() < 0.7,
     )
-    return replace(plan, faults=_with_drains(plan), changing=_drawn_changing(plan))
+    return replace(plan, faults=_with_drains(plan), changing=_drawn_changing(plan), num_spares=_drawn_spares(plan))
+
+
+def _drawn_spares(plan: Scenario) -> int:
+    """Return how many of the groups are spares, in a third of the plans: drawn from the plan, as drains are."""
+    rng = Random(f"spares of {plan!r}")
+    return rng.randint(1, plan.num_groups - 2) if plan.num_groups > 2 and rng.random() < 0.3 else 0
 
 
 def _drawn_changing(plan: Scenario) -> float | None:
@@ -170,7 +178,7 @@ def _draw_scenario(rng: Random) -> Scenario:
 
 def draw_learning_scenario(rng: Random) -> Scenario:
     """Draw a run in which those who come back need longer than a step, and follow. The lighthouse dies as often as they."""
-    return Scenario(
+    plan = Scenario(
         num_groups=rng.choice((3, 4, 5)),
         group_world_size=rng.choice((1, 1, 2)),
         min_replicas=rng.choice((1, 1, 2)),
@@ -196,6 +204,7 @@ def draw_learning_scenario(rng: Random) -> Scenario:
         chaos_s=rng.uniform(4.0, 10.0),
         check_equal_every=rng.choice((0, 2)),
     )
+    return replace(plan, num_spares=_drawn_spares(plan))
 
 
 def draw_outer_scenario(rng: Random) -> Scenario:

@@ -37,7 +37,7 @@ from simulation.trainer import Trainer, TrainerSettings
 from simulation.transfers import Transfers
 from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings, Received
 from torchft_ckpt.core.coordination.messages import AllowStepLoss, Drain, OnReplicasDiffer
-from torchft_ckpt.core.coordination.replica import ReplicaSettings
+from torchft_ckpt.core.coordination.replica import ReplicaSettings, StepPhase
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +177,7 @@ class Simulation:
                 join_budget_s=plan.join_budget_s,
                 join_stall_limit_s=plan.join_stall_limit_s,
                 warm_up=plan.warm_up,
+                spare=self._is_spare(index),
                 check_equal_every=plan.check_equal_every,
                 on_replicas_differ=OnReplicasDiffer.HEAL,
             ),
@@ -212,6 +213,9 @@ class Simulation:
             group.trainers.append(trainer)
             process.on_death.append(lambda: self._notice_death(index, group))
         return group
+
+    def _is_spare(self, index: int) -> bool:
+        return index >= self.scenario.num_groups - self.scenario.num_spares
 
     def _notice_death(self, index: int, group: ReplicaGroup) -> None:
         """The launcher ends what is left of the group, and starts it again as a whole."""
@@ -382,10 +386,11 @@ class Simulation:
                     trainer.pace = self._paces[index]
 
     def _all_is_well(self) -> bool:
-        """All live, hold equal versions after the same commits, and have trained together several times."""
-        trainers = [trainer for group in self.groups for trainer in group.trainers]
-        if not all(trainer.process.is_alive for trainer in trainers):
+        """All live, hold equal versions after the same commits, and have trained together several times. A spare need not."""
+        if not all(trainer.process.is_alive for group in self.groups for trainer in group.trainers):
             return False
+        working = [g for index, g in enumerate(self.groups) if not (self._is_spare(index) and _is_idle(g))]
+        trainers = [trainer for group in working for trainer in group.trainers]
         latest = [trainer.last_commits for trainer in trainers]
         if any(len(commits) < QUIET_COMMITS for commits in latest):
             return False
@@ -394,14 +399,18 @@ class Simulation:
         behind = [commits for commits in latest if commits[-1].step != newest]
         if len(shared) != 1 or any(commits[-1] not in next(iter(shared)) for commits in behind):
             return False
-        held = Counter(tuple(trainer.held for trainer in group.trainers) for group in self.groups)
-        if self.scenario.check_equal_every and len(held) > 1 and 2 * max(held.values()) > len(self.groups):
+        held = Counter(tuple(trainer.held for trainer in group.trainers) for group in working)
+        if self.scenario.check_equal_every and len(held) > 1 and 2 * max(held.values()) > len(working):
             return False  # the others have to heal yet
         return all(
-            trainer.replica.quorum.num_contributors == len(self.groups)
-            for trainer in trainers
-            if trainer.replica.quorum
+            trainer.replica.quorum.num_contributors == len(working) for trainer in trainers if trainer.replica.quorum
         )
+
+
+def _is_idle(spare: ReplicaGroup) -> bool:
+    """Whether a spare waits to be called, or follows."""
+    replica = spare.trainers[0].replica
+    return replica.is_learner or replica.phase is StepPhase.ASKING
 
 
 def _pace(plan: OuterPlan, rng: Random) -> OuterPace:

@@ -95,6 +95,7 @@ def main() -> None:
             min_replica_size=options.get("min_replica_size", 2),
             world_size_mode=WorldSizeMode[options.get("world_size_mode", "DYNAMIC")],
             follow=options.get("follow", False),
+            spare=options.get("spare", False),
             warm_up=not options.get("follow", False),
             join_budget=timedelta(seconds=options.get("join_budget_s", 5.0)),
         )

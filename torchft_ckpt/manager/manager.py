@@ -139,10 +139,13 @@ class Manager:
             leaves what is averaged as it is and `should_commit` is False, so that nobody waits while kernels are compiled.
         follow: where this group is behind and needs longer than a step to receive the state, let it receive the state outside of
             the quorum while the others train on, replay the steps that they make meanwhile, and join when it is close:
-            `start_quorum` returns then. Nobody waits for it meanwhile. Steps are replayed in groups of one rank on the CPU, with
-            optimizers that are wrapped or guarded; their hooks run in a replay, too, and see the step that is replayed
-            (`current_step`). Otherwise it pays only where a part of the state stays as it is (frozen weights). The transport has
-            to have redo logs, as `HTTPTransport` has. New, and off by default.
+            `start_quorum` returns then. Nobody waits for it meanwhile. Steps are replayed with optimizers that are wrapped or
+            guarded; their hooks run in a replay, too, and see the step that is replayed (`current_step`). Otherwise it pays only
+            where a part of the state stays as it is (frozen weights). The transport has to have redo logs, as `HTTPTransport`
+            has. New, and off by default.
+        spare: this group does not train. It follows the others, as `follow` says, and goes on with that when it is close: it is
+            in no collective, and nobody waits for it. `start_quorum` returns when one of the groups that train is lost, and
+            this one takes its place. It stays when that one comes back. Needs a transport with redo logs.
         follow_budget_bytes: with `follow` and `warm_up`, receive so much of the state, and of the steps after it, beside the
             first iteration, into memory of its own; 1 GiB. The rest comes after it, the state in place. 0: all of it.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
@@ -199,6 +202,7 @@ class Manager:
         join_stall_limit: timedelta | None = timedelta(seconds=60),
         warm_up: bool = True,
         follow: bool = False,
+        spare: bool = False,
         follow_budget_bytes: int = 1 << 30,
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
@@ -262,6 +266,9 @@ class Manager:
             token=rank_config.token or None,
             lock=lock,
         )
+        has_redo_logs = hasattr(transport, "follow_redo_logs")
+        if spare and not has_redo_logs:
+            raise ConfigError(f"a spare follows by redo logs, and {type(transport).__name__} has none", "spare")
         logger.info("%s of job %s serves its state at %s", party, rank_config.job, transport.metadata())
         self._transport: CheckpointTransport[Any] = checkpoint_transport or transport
         self._state_dict_lock = lock
@@ -297,6 +304,7 @@ class Manager:
                 join_budget_s=budget.total_seconds(),
                 join_stall_limit_s=stall_limit_s,
                 warm_up=warm_up,
+                spare=spare,
                 check_equal_every=check_equal_every,
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
             ),
@@ -368,7 +376,7 @@ class Manager:
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
-            follows=follow and hasattr(transport, "follow_redo_logs"),
+            follows=(follow or spare) and has_redo_logs,
         )
         self._between_steps = BetweenSteps(
             self._client,

@@ -75,6 +75,9 @@ class _Beside:
         client.pause(0.0)  # raises where this group has to end
         return not client.is_needed and not client.view().is_leaving
 
+    def stays(self) -> bool:
+        return self._formed.stays and not self._recovery.client.is_called
+
     def tell(self, step: int) -> None:
         self._recovery.tell_replayed(self._formed, step)
 
@@ -340,11 +343,12 @@ class Recovery:
         before = replay.num_replayed
         early_s = self._healing.early_s(formed.version)
         why = replay.chase(formed, max(self._healing.took_s, early_s), _Beside(self, formed))
+        if not why or replay.was_current:
+            self._healing.distance.replayed(replay.entry_bytes)
         if why:  # where it warmed up for long, the sources may have given its entries up
             self._say_no_replay(formed, why)
-            self._give_replay_up(why, for_good=replay.num_replayed == before and not early_s)
-        else:
-            self._healing.distance.replayed(replay.entry_bytes)
+            is_hopeless = replay.num_replayed == before and not early_s and not replay.was_current
+            self._give_replay_up(why, for_good=is_hopeless)
 
     def _say_no_replay(self, formed: QuorumFormed, why: str) -> None:
         if not self.is_alone:

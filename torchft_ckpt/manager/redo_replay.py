@@ -68,6 +68,9 @@ class Beside(Protocol):
     def may_go_on(self) -> bool:
         """Whether to fetch more entries. Asked a few times a second."""
 
+    def stays(self) -> bool:
+        """Whether this group is a spare that was not called: it goes on following when it is close. Asked as often."""
+
     def tell(self, step: int) -> None:
         """Say to which step the state was brought. Called as often."""
 
@@ -170,6 +173,8 @@ class Replay:
         self._is_joining = False
         self._began = 0.0
         self._tell: Callable[[float], None] = lambda reach_s: None
+        self.was_current = False
+        """The state was brought to that of now since the last transfer."""
         self.entry_bytes = 0
         """The size of the largest entry so far."""
         self.num_replayed = 0
@@ -250,6 +255,7 @@ class Replay:
         self._held = self._fetched_to = formed.version
         self._took_s.clear()
         self._ready.clear()
+        self.was_current = False
         began, before = time.monotonic(), self.num_replayed
         try:
             early = self._take_early(formed.version, beside)
@@ -260,7 +266,7 @@ class Replay:
                 self.entry_bytes = max([self.entry_bytes, *map(_num_bytes, early.entries)])
             self._follower = self._follower or self._follow_those(formed.sources)
             self._heard_at = time.monotonic()
-            self._chase(formed, began + chase_limit_s(took_s), beside)
+            self._chase(formed, chase_limit_s(took_s), beside)
         except TorchftCkptError as error:
             self.end()
             if not isinstance(error, CheckpointError):
@@ -277,12 +283,13 @@ class Replay:
         )
         return ""
 
-    def _chase(self, formed: QuorumFormed, until: float, beside: Beside) -> None:
-        """Apply entries as `chase` does, until a moment on the monotonic clock at most."""
-        began, before, is_newest, wait_s = time.monotonic(), self.num_replayed, False, 0.0
+    def _chase(self, formed: QuorumFormed, limit_s: float, beside: Beside) -> None:
+        """Apply entries as `chase` does, so long at most, and of a spare so long at most until it is current again."""
+        began, before, stops, wait_s = time.monotonic(), self.num_replayed, False, 0.0
         while True:
-            is_newest = is_newest or not beside.may_go_on()
+            stops = stops or not beside.may_go_on()
             beside.tell(self._held.step)
+            is_newest = stops or (self.was_current and not beside.stays())
             step, is_last = beside.agree(self._fetched_to.step, is_newest, wait_s)
             wait_s = 0.0
             if self._ready and self._ready[0].version.step <= step:
@@ -298,7 +305,7 @@ class Replay:
                     f" {formed.step_s:.1f} s",
                     party="redo log",
                 )
-            if time.monotonic() > until:
+            if time.monotonic() > began + limit_s:
                 raise SourceRefusedError(
                     f"{self.num_replayed - before} steps were replayed in {time.monotonic() - began:.0f} s, and the others are"
                     " still ahead: they train as fast as their gradients arrive",
@@ -307,10 +314,14 @@ class Replay:
             if len(self._ready) > 1:  # another rank of this group does not have the first of them yet
                 wait_s = _SAY_S
                 continue
-            fetch = self._fetch = self._fetch or self._worker.submit(self._fetch_next, _SAY_S if is_newest else 0.0)
+            offer_s = _SAY_S if self.was_current else 0.0
+            fetch = self._fetch = self._fetch or self._worker.submit(self._fetch_next, offer_s)
             if wait([fetch], _WITH_OTHERS_S if self._ready else _SAY_S).done:
                 self._fetch = None
-                is_newest = not fetch.result() or is_newest
+                if not fetch.result():
+                    if not self.was_current and beside.stays():
+                        logger.info("this spare is ready: its state is that of step %d", self._held.step)
+                    self.was_current, began, before = True, time.monotonic(), self.num_replayed
 
     def fetch_to(
         self, version: StateVersion, limit_s: float, tell: Callable[[float], None], on_end: Callable[[str], None]
@@ -420,7 +431,8 @@ class Replay:
         self._heard_at = time.monotonic()
         if entry is None:
             return False
-        self._took_s.append(time.monotonic() - began)
+        if not timeout_s or self._is_joining:  # else it may have waited for the others' step
+            self._took_s.append(time.monotonic() - began)
         self.entry_bytes = max(self.entry_bytes, _num_bytes(entry))
         self._ready.append(entry)
         self._fetched_to = entry.version

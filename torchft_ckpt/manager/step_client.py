@@ -167,6 +167,8 @@ class StepClient:
         self._cleared: int | None = None
         self.is_needed = False
         """The others cannot train without this group, which follows them in the open step."""
+        self.is_called = False
+        """One of the others was lost, and this group, a spare that follows them, is to join when it is close."""
         self._loading: list[LoadState] = []
         """The messages that say when the group's ranks load what they fetch: at most two in a step."""
         self._applying: list[LoadState] = []
@@ -238,7 +240,7 @@ class StepClient:
         self._error = None
         self._is_stall_reported = False
         self._cleared = None
-        self.is_needed = False
+        self.is_needed = self.is_called = False
         self._loading, self._applying = [], []
         self._redo_said = self._redo_told = None
 
@@ -657,7 +659,10 @@ class StepClient:
         elif isinstance(message, QuorumPending):
             self._pending = message
         elif isinstance(message, Needed):
-            if replica.follows and replica.phase is StepPhase.TRAINING:
+            if replica.follows and message.when_close:
+                self.is_called = True
+                logger.info("%s is called: %s", self.replica_id, message.reason)
+            elif replica.follows:
                 self.is_needed = True
                 logger.info("%s stops following, the others need it: %s", self.replica_id, message.reason)
                 return "", True

@@ -18,6 +18,7 @@ restart             what a restarted lighthouse learns from the members of the l
 layouts             which groups can be in one quorum, by the layout of their tensors
 cold_start          which groups look for a state together when none of them has one
 joining             how long those who train wait for one that joins
+spares              when a spare joins the others, which it has followed so far
 learning            who follows the others outside of the quorum before it joins them
 patience            how long to wait before trying again
 equality            which groups hold another state than the others of the same name

@@ -40,16 +40,19 @@ CLOSER = 0.75
 """Following pays where not more than this part of what is lacking now will be lacking then."""
 
 
-def should_follow(request: QuorumRequest, usual_s: float) -> bool:
+def should_follow(request: QuorumRequest, usual_s: float, *, stays: bool = False) -> bool:
     """Whether a group that is behind receives a state outside of the quorum first.
 
     Args:
         request: what it asks for.
         usual_s: a step takes so long; 0: not known yet.
+        stays: it is a spare, so the others do without it however soon it would be there.
     """
     is_able = request.can_follow and request.allow_heal and request.can_load and not request.shrink_only
     if not is_able or request.reach_s is None:
         return False
+    if stays:
+        return True
     return _is_worth_it(request.reach_s * (GUESSED if request.guesses else 1.0), request.entry_s, usual_s)
 
 
@@ -177,4 +180,5 @@ def learner_in_words(member: Member, newest_step: int) -> str:
     if member.progress is None:
         return "follows: it is outside of the quorum, and has not said yet how far it is"
     behind = max(newest_step - member.progress.step, 0)
-    return f"follows: it {in_words(member.progress)}, {behind} steps behind"
+    what = "is a spare, and follows" if member.hello.spare else "follows"
+    return f"{what}: it {in_words(member.progress)}, {behind} steps behind"

@@ -102,6 +102,7 @@ from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds, decide_quoru
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.coordination.restart import RestartRecovery, StepKey
 from torchft_ckpt.core.coordination.roster import Roster
+from torchft_ckpt.core.coordination.spares import Spares
 
 PENDING_NOTICE_S = 1.0
 LEAVES_BETWEEN_STEPS_AFTER_S = 2.0
@@ -152,6 +153,7 @@ class LighthouseState:
         """Members that the next quorum waits for, because they hold the state: those of the last quorum that were not lost or
         left behind, and those that caught up with them. Always connected."""
         self._joining = Joining()
+        self._spares = Spares()
         self._history = StateHistory(epoch, finished_step)
         self._finished_at_step = finished_step
         """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
@@ -732,6 +734,7 @@ class LighthouseState:
         if message.has_finished and self.newest_step > 0 and self._holds_newest(message.version):
             self._finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
+            yield from self._call_spares()
         member.is_excused = message.has_finished or not located.is_held or member.is_let_go
         if member.is_excused:
             self._quorum_members.pop(replica_id, None)
@@ -767,7 +770,9 @@ class LighthouseState:
         if not self._waiting:
             return
         survivors_back = bool(self._quorum_members) and self._quorum_members.keys() <= self._waiting.keys()
-        everyone = survivors_back or all(m.is_beside or m.replica_id in self._waiting for m in self.members.values())
+        everyone = survivors_back or all(
+            m.is_beside or m.replica_id in self._waiting or self._is_idle_spare(m) for m in self.members.values()
+        )
         if everyone or self.finished_step is not None:
             yield from self._evaluate(now)
         elif self._evaluate_at is None:
@@ -794,6 +799,7 @@ class LighthouseState:
         admitted, outside, following = self._set_joiners_aside(candidates, now)
         yield from self._notify_left_out(outside | others, others, now)
         yield from self._call_learners()
+        yield from self._call_spares()
         if not admitted:
             return
         out = outside.keys() | others.keys() | gathering
@@ -806,6 +812,8 @@ class LighthouseState:
             )
             for m in admitted
         }
+        absent_spares = {m.replica_id for m in self.members.values() if m.request is None and self._is_idle_spare(m)}
+        out |= absent_spares
         alive = [m.replica_id for m in self.members.values() if m.replica_id not in out and not m.is_excused]
         verdict = decide_quorum(
             alive=alive,
@@ -1005,8 +1013,8 @@ class LighthouseState:
         ]
 
     def _is_teaching(self, now: float) -> bool:
-        """Whether somebody follows, and says so: the sources keep one state at a time for those who do."""
-        return any(m.is_beside and m.follows_until > now for m in self.members.values())
+        """Whether somebody receives a state, and says so: the sources keep one state at a time for those who do."""
+        return any(m.is_beside and m.follows_until > now and not m.only_replays for m in self.members.values())
 
     def _call_learners(self) -> Iterator[Instruction]:
         """Tell those that follow to ask, if the others have become too few to train."""
@@ -1021,6 +1029,35 @@ class LighthouseState:
                 reason = f"{len(staying)} of at least {least} replica groups are here ({here})"
                 yield Log(f"{member.replica_id} is needed: {reason}")
                 yield Send(member.connection, Needed(reason=clip(reason)))
+
+    def _at_work(self) -> set[str]:
+        """Return the members that hold the state and go on, and those that join them in the open step."""
+        current = self.round
+        joining = set() if current is None or current.tally.decided else {*current.living()} & self.members.keys()
+        return {*self._quorum_members, *joining}
+
+    def _is_idle_spare(self, member: Member) -> bool:
+        """Whether a member is a spare that does not step in now, and is not the last one that holds a state."""
+        replica_id = member.replica_id
+        if not member.hello.spare or replica_id in self._at_work() or self._spares.is_called(replica_id):
+            return False
+        return bool(self._quorum_members) or not member.version.proven
+
+    def _call_spares(self) -> Iterator[Instruction]:
+        """Have spares step in for groups that are gone; where the job is over, have them ask, to hear that."""
+        at_work = self._at_work()
+        is_over = self.finished_step is not None
+        self._spares.release(at_work)
+        idle = [m for m in self._staying() if not m.wishes_to_leave and self._is_idle_spare(m)]
+        called = idle if is_over else self._spares.call(idle, at_work)
+        for member in called:
+            here = f"{len(at_work)} of {self._spares.num_wanted} replica groups train ({name_some(sorted(at_work))})"
+            reason = "the job is over" if is_over else f"{here}, and it is a spare"
+            if member.is_beside and not member.warms_up and not member.is_called:
+                member.is_called = is_over
+                yield Send(member.connection, Needed(reason=clip(reason), when_close=True))
+            if not is_over:
+                yield Log(f"{member.replica_id} is called: {reason}")
 
     def _set_joiners_aside(
         self, candidates: list[Member], now: float
@@ -1037,10 +1074,17 @@ class LighthouseState:
             if member.replica_id not in self._quorum_members
             and (member.version != best or (member.asked.unverified and is_known_here))
         }
+        idle = {m.replica_id for m in candidates if self._is_idle_spare(m)}
+        joining |= idle
         budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
         usual_s = self._joining.usual_s
-        following = [m for m in candidates if m.replica_id in joining and should_follow(m.asked, usual_s)]
+        following = [
+            m
+            for m in candidates
+            if m.replica_id in joining and should_follow(m.asked, usual_s, stays=m.replica_id in idle)
+        ]
         reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
+        reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
         reasons |= {m.replica_id: self._why_follows(m) for m in following}
         out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
         admitted = [member for member in candidates if member.replica_id not in out]
@@ -1049,10 +1093,19 @@ class LighthouseState:
         if is_at_work and not admitted:
             return admitted, out, following
         if len(admitted) < self.settings.min_replicas or len(holding) < self._min_trainers(holding):
+            others = [member for member in candidates if member.replica_id not in idle]
+            if idle and best is None and len(others) >= self._min_trainers(others):
+                return (
+                    others,
+                    {replica_id: out[replica_id] for replica_id in idle},
+                    [m for m in following if m not in others],
+                )
             return candidates, {}, []
         return admitted, out, following
 
     def _why_follows(self, member: Member) -> str:
+        if self._is_idle_spare(member):
+            return "it is a spare: it follows the others until one of them is lost"
         return (
             f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, longer than a step"
             f" ({self._joining.usual_s:.1f} s), so it receives it outside of the quorum first, while the others train on"
@@ -1117,6 +1170,7 @@ class LighthouseState:
         )
         self.reason = reason
         self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
+        self._spares.note_at_work(self.members[replica_id] for replica_id in self._quorum_members)
         self._evaluate_at = None
         self._choose_store_hosts(roles)
         if is_new:
@@ -1292,6 +1346,7 @@ class LighthouseState:
             warms_up=warms_up,
             follows=follows,
             step_s=self._joining.usual_s if follows else 0.0,
+            stays=follows and self._is_idle_spare(member),
             unverified=assignment.unverified,
             newest_step=self.newest_step,
             rolled_back_to=self._history.rolled_back_to,
@@ -1305,7 +1360,8 @@ class LighthouseState:
         member.is_excused = member.has_left_step = True
         member.is_beside, member.warms_up = formed.follows or formed.warms_up, formed.warms_up
         member.follows_until = now + SAY_EVERY_S if formed.follows else now
-        return Send(member.connection, msgspec.structs.replace(formed, request_id=request.request_id))
+        stays = formed.stays and self._is_idle_spare(member)  # it may have been called since
+        return Send(member.connection, msgspec.structs.replace(formed, request_id=request.request_id, stays=stays))
 
     def _take_request(self, member: Member) -> QuorumRequest:
         """Return the open request of a member that is answered now."""
@@ -1641,6 +1697,7 @@ class LighthouseState:
             self._drained.pop(replica_id, None)
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
         yield from self._equality.lost(replica_id)
+        self._spares.lost(replica_id)
         current = self.round
         if current is not None and replica_id in current.tally.roles and replica_id not in current.tally.lost:
             tally = current.tally
@@ -1658,6 +1715,7 @@ class LighthouseState:
         yield from self._break_forgotten_collectives(self._restart.left(replica_id))
         yield from self._settle_forgotten_steps(now)
         if not is_back:
+            yield from self._call_spares()
             yield from self._reconsider(now)
 
     def _break_collectives(

@@ -97,6 +97,11 @@ class Member:
         return self.hello.replica_id
 
     @property
+    def only_replays(self) -> bool:
+        """Whether it needs no state any more that sources keep: it brings the one that is here forward."""
+        return self.progress is not None and self.progress.does is Receives.REPLAY and not self.warms_up
+
+    @property
     def is_in_step(self) -> bool:
         """Whether it waits for the decision on its step, because it has not gone on from it."""
         return self.request is None and not self.has_left_step

@@ -164,6 +164,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """As in `QuorumRequest`, as far as they are known: whoever looks for the state may need them before the next one."""
     is_beside: bool = False
     """It is beside the quorum, a learner: nobody is to wait for it."""
+    spare: bool = False
+    """It follows the others, and joins them when one of them is lost."""
     check_equal_every: Count = 0
     """The group votes with digests of its state after each committed step that this divides; 0: never."""
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
@@ -470,6 +472,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Set where members join: how long a collective may wait for them before `StallReport` is due."""
     step_s: Seconds = 0.0
     """To a learner that follows: a step of the others takes so long; 0: not known yet."""
+    stays: bool = False
+    """To a learner that follows: it is a spare, and goes on following until it hears `Needed`."""
     join_wait_s: Seconds = 0.0
     """The longest that the decision may wait for members that join."""
     joiner_waiting: bool = False
@@ -558,6 +562,8 @@ class Needed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The others cannot train without the receiver, which follows them: it stops that, and asks for a quorum."""
 
     reason: Text = ""
+    when_close: bool = False
+    """They can, but one of them was lost: the receiver, a spare, asks when it has made all of their steps."""
 
 
 class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -706,7 +712,7 @@ class ApplyRedo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_id: Count
     step: Count
     is_last: bool = False
-    """That is the state with which the group asks to join. A rank that has not fetched so much yet does so."""
+    """That is the state with which the group asks to join."""
     failure: Text = ""
     """Why no rank replays any more."""
 

@@ -6,7 +6,7 @@ joins      `StateArrived`, from each                 `LoadState(NOW)`: all have 
 joins      `StateLate`, from one                     `LoadState(LATER)`: not before the forward pass, but at the vote
 joins      `StateArrived(failure)`, from one         `LoadState(NEVER)`
 follows    `RedoFetched`, from each                  `ApplyRedo(step)`: all have the entries so far
-follows    `RedoFetched(is_newest)`, from each       `ApplyRedo(step, is_last)`: up to the newest that one of them has
+follows    `RedoFetched(is_newest)`, from each       `ApplyRedo(step, is_last)`: up to the newest that all have
 follows    `RedoFetched(failure)`, from one          `ApplyRedo(failure)`: none replays any more
 """
 
@@ -63,8 +63,8 @@ class Arrivals:
 class Replaying:
     """Knows up to which step the ranks of a group apply the redo entries that they fetch, each from its counterparts.
 
-    The step of an optimizer whose tensors are sharded may call collectives of the group, so all ranks apply the same entries in
-    the same order. All bring the state to the same step, too: else the group would hold none.
+    The step of an optimizer whose tensors are sharded may call collectives of the group, so a rank applies an entry when all ranks
+    have it, and all bring the state to the same step: else one would wait for a rank that does something else.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -89,11 +89,9 @@ class Replaying:
             return self._tell(ApplyRedo(request_id=0, step=told.step, failure=why))
         if len(self._said) < self._world_size:
             return None
-        if all(one.is_newest for one in self._said.values()):
-            step = max(one.step for one in self._said.values())
-            return self._tell(ApplyRedo(request_id=0, step=step, is_last=True))
         step = min(one.step for one in self._said.values())
-        return self._tell(ApplyRedo(request_id=0, step=step)) if step > told.step else None
+        is_last = all(one.is_newest for one in self._said.values())
+        return self._tell(ApplyRedo(request_id=0, step=step, is_last=is_last)) if step > told.step or is_last else None
 
     def give_up(self, reason: str) -> ApplyRedo | None:
         """A rank does not replay any more: none does."""

@@ -96,6 +96,7 @@ class ReplicaSettings:
     join_budget_s: float = 5.0
     join_stall_limit_s: float | None = 60.0
     warm_up: bool = False
+    spare: bool = False
     check_equal_every: int = 0
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
 
@@ -702,6 +703,7 @@ class ReplicaState:
             rolled_back_to=self.rolled_back_to,
             last_outcome=self._last_outcome,
             is_beside=self.is_learner and self.phase in (StepPhase.TRAINING, StepPhase.VOTED),
+            spare=self.settings.spare,
             check_equal_every=self.settings.check_equal_every,
             on_replicas_differ=self.settings.on_replicas_differ,
         )

@@ -1,0 +1,175 @@
+"""A spare follows those that train, and takes the place of one that is lost. Nobody waits for it before."""
+
+from __future__ import annotations
+
+import pytest
+from lighthouse_script import Job, Member
+from test_learning import trains
+
+from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, Role
+
+
+def with_spares(
+    num_spares: int = 1, *, num_training: int = 2, least: int = 1
+) -> tuple[Job, list[Member], list[Member]]:
+    """A job whose groups have trained three steps, and whose spares make all of these steps."""
+    job = Job(least=least)
+    at_work = [job.join(name) for name in "abc"[:num_training]]
+    spares = [job.join(f"s{number}", spare=True) for number in range(num_spares)]
+    for spare in spares:
+        spare.asks(reach_s=0.1, can_follow=True, replays=True)
+    for _ in range(3):
+        trains(job, *at_work)
+    for spare in spares:
+        if spare.formed is None:  # it waits for the first one to have the state
+            trains(job, *at_work)
+        replays(spare)
+    for member in (*at_work, *spares):
+        member.hears()
+    return job, at_work, spares
+
+
+def replays(spare: Member, step: int = 3) -> None:
+    """It has received the state, and follows by redo entries."""
+    formed = spare.formed
+    assert formed is not None and formed.follows and formed.stays
+    spare.says(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.REPLAY))
+
+
+def steps_in(spare: Member) -> None:
+    spare.follows()
+    spare.asks(reach_s=0.1)
+
+
+def joins(job: Job, joiner: Member, *at_work: Member) -> None:
+    """One that has asked comes in, and contributes after that."""
+    for member in at_work:
+        member.asks(can_serve=True)
+    job.passes(1.0)
+    for member in (*at_work, joiner):
+        member.votes()
+    for _ in range(2):  # first it compares what came of the step that it healed in
+        trains(job, *at_work, joiner)
+
+
+def needed(member: Member) -> list[str]:
+    return [words for words in member.hears() if words.startswith("needed")]
+
+
+@pytest.mark.parametrize("has_asked", [False, True])
+def test_the_first_quorum_forms_without_a_spare_and_a_spare_follows_from_there(has_asked: bool) -> None:
+    job = Job()
+    a, b, spare = job.join("a"), job.join("b"), job.join("s", spare=True)
+    if has_asked:
+        spare.asks(reach_s=0.1, can_follow=True)
+    a.asks()
+    b.asks()
+    assert a.formed is not None and a.formed.replica_world_size == 2
+    a.votes()
+    b.votes()
+    if not has_asked:
+        spare.asks(reach_s=0.1, can_follow=True)
+    trains(job, a, b)
+    assert spare.formed is not None and (spare.formed.role, spare.formed.stays) == (Role.LEARNER, True)
+    assert (a.formed.quorum_id, len(a.outcomes)) == (1, 2), "nothing happens to the others"
+
+
+def test_it_is_called_at_once_when_a_group_is_lost_and_contributes_in_the_second_step_after_that() -> None:
+    job, (a, b), (spare,) = with_spares()
+    a.asks()
+    b.asks()
+    b.dies()
+    assert needed(spare) == ["needed: 1 of 2 replica groups train (a:1), and it is a spare"]
+    steps_in(spare)
+    a.votes()
+    a.asks(can_serve=True)
+    assert spare.formed is not None and spare.formed.role is Role.JOINER
+    spare.replica.load_finished(spare.formed.version, before_forward=True)
+    a.votes()
+    spare.votes(load=False)
+    trains(job, a, spare)
+    assert spare.formed.role is Role.HEALTHY and spare.formed.num_contributors == 2
+
+
+def test_it_stays_when_the_lost_group_comes_back_and_no_other_is_called_for_the_next_one() -> None:
+    job, (a, b), (spare, other) = with_spares(2)
+    b.dies()
+    assert len(needed(spare)) == 1 and needed(other) == []
+    steps_in(spare)
+    joins(job, spare, a)
+    b = job.join("b", life=2)
+    b.asks(reach_s=0.1)
+    joins(job, b, a, spare)
+    assert a.formed is not None and a.formed.num_contributors == 3
+    b.dies()
+    assert needed(other) == [], "two train, as at first"
+    trains(job, a, spare)
+    a.dies()
+    assert len(needed(other)) == 1
+
+
+def test_as_many_are_called_as_are_missing_and_another_one_for_one_that_dies_on_its_way() -> None:
+    job, (_, b, c), (first, second, third) = with_spares(3, num_training=3)
+    first.says(JoinProgress(quorum_id=1, step=1, reach_s=0.0, does=Receives.REPLAY))
+    b.dies()
+    assert (needed(first), len(needed(second)), needed(third)) == ([], 1, []), "the closest"
+    second.dies()
+    assert (needed(first), len(needed(third))) == ([], 1)
+    c.dies()
+    assert len(needed(first)) == 1
+    assert any("s0:1 is called: 1 of 3 replica groups train" in line for line in job.log)
+
+
+def test_a_call_is_taken_back_where_the_lost_group_is_in_before_the_spare_is_close() -> None:
+    job, (a, b), (spare,) = with_spares()
+    b.dies()
+    assert len(needed(spare)) == 1
+    b = job.join("b", life=2)
+    b.asks(reach_s=0.1)
+    joins(job, b, a)
+    steps_in(spare)
+    for _ in range(2):
+        trains(job, a, b)
+    assert any("it is a spare" in words for words in spare.hears())
+    assert a.formed is not None and a.formed.replica_world_size == 2
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_where_the_others_are_too_few_to_train_a_spare_trains(when: str) -> None:
+    if when == "at the start":
+        job = Job(least=2)
+        a, spare = job.join("a"), job.join("s", spare=True)
+        a.asks()
+        spare.asks()
+    else:
+        job, (a, b), (spare,) = with_spares(least=2)
+        b.dies()
+        a.asks(can_serve=True)
+        assert needed(spare)
+        steps_in(spare)
+    assert spare.formed is not None and a.formed is not None
+    assert (a.formed.replica_world_size, spare.formed.role) == (2, Role.INLINE)
+
+
+def test_it_learns_that_the_job_is_over() -> None:
+    _, (a, b), (spare,) = with_spares()
+    for member in (a, b):
+        member.says(member.replica.locate(has_finished=True))
+    assert needed(spare) == ["needed: the job is over"]
+    steps_in(spare)
+    assert spare.hears()[-1] == "refused: finished"
+
+
+def test_beside_a_spare_that_replays_another_group_receives_a_state() -> None:
+    job, (a, b), _ = with_spares()
+    late = job.join("j")
+    late.asks(reach_s=60.0, can_follow=True)
+    trains(job, a, b)
+    assert late.formed is not None and late.formed.follows and not late.formed.stays
+
+
+def test_the_operator_sees_what_a_spare_does() -> None:
+    job, _, (spare,) = with_spares()
+    job.passes(11.0)
+    spare.says(JoinProgress(quorum_id=1, step=3, reach_s=0.0, does=Receives.REPLAY))
+    assert any(line.startswith("s0:1 is a spare, and follows: it replays") for line in job.log)

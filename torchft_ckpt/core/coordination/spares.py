@@ -1,0 +1,73 @@
+"""This file decides when a spare steps in: a group that follows the others and does not train, to replace one that is lost.
+
+A spare (`Manager(spare=True)`) is a learner that stays one when it is close. It is in no quorum and in no collective. When fewer
+groups are at work than before, as many spares are *called*. A called spare is a group like any other: it comes close, and joins.
+It stays when the lost group comes back, and is one of those that train from then on.
+
+    wanted     the most groups that were no spares and were at work at once, in this life of the lighthouse
+    vacancies  wanted, less those at work, less the spares that were called and are not at work yet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torchft_ckpt.core.coordination.lighthouse_records import Member
+from torchft_ckpt.core.coordination.messages import Receives
+
+
+class Spares:
+    """Which spares were called. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.num_wanted = 0
+        self._called: dict[str, None] = {}
+
+    def note_at_work(self, members: Iterable[Member]) -> None:
+        """A quorum has formed, in which these hold the state."""
+        at_work = list(members)
+        self.num_wanted = max(self.num_wanted, sum(not member.hello.spare for member in at_work))
+        for member in at_work:
+            self._called.pop(member.replica_id, None)
+
+    def is_called(self, replica_id: str) -> bool:
+        return replica_id in self._called
+
+    def num_vacancies(self, at_work: Collection[str]) -> int:
+        """Return how many groups are missing that no called spare replaces."""
+        return self.num_wanted - len({*at_work, *self._called})
+
+    def call(self, idle: Iterable[Member], at_work: Collection[str]) -> list[Member]:
+        """Call as many spares as groups are missing; return those called now, the closest first.
+
+        Args:
+            idle: spares that are here, were not called, and do not leave.
+            at_work: those that hold the state and train, and those that join now.
+        """
+        chosen = sorted(idle, key=_distance)[: max(self.num_vacancies(at_work), 0)]
+        self._called |= dict.fromkeys(member.replica_id for member in chosen)
+        return chosen
+
+    def release(self, at_work: Collection[str]) -> list[str]:
+        """Take calls back, the latest first, where others came sooner; return whose."""
+        released = []
+        while self._called and self.num_vacancies(at_work) < 0:
+            last = next((name for name in reversed(self._called) if name not in at_work), None)
+            if last is None:
+                break
+            del self._called[last]
+            released.append(last)
+        return released
+
+    def lost(self, replica_id: str) -> None:
+        """A member is gone."""
+        self._called.pop(replica_id, None)
+
+
+def _distance(member: Member) -> tuple[int, int, str]:
+    """Return how far a spare is from joining, to be compared: one that replays is closer than one that receives a state."""
+    progress = member.progress
+    if progress is None or not member.is_beside:
+        return 2, 0, member.replica_id
+    replays = progress.does is Receives.REPLAY and not member.warms_up
+    return (0 if replays else 1), -progress.step, member.replica_id
