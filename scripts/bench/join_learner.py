@@ -449,3 +449,83 @@ def run_idle(*, quick: bool, seed: int, log_dir: Path, say: Say) -> Section:
     notes = ["the rest of this bar, rejoin no slower than before: `--only rejoin` of two revisions"]
     title = "A job that no group joins"
     return Section(name="join_idle", title=title, rows=[row], notes=notes, raw={str(k): v for k, v in medians.items()})
+
+
+def run_spare(*, quick: bool, seed: int, log_dir: Path, say: Say) -> Section:
+    """A spare costs the collectives nothing, and contributes within two steps of a death."""
+    pause_s = 1.0 if quick else 2.0
+    plan = Plan(side=sides.OURS, num_groups=3, task="stack:4:4", seed=seed, pause_s=pause_s, log_level="INFO")
+    num_kills = 2 if quick else 5
+    log_dir.mkdir(parents=True, exist_ok=True)
+    waits_s: list[float] = []
+    discarded: list[int] = []
+    with Children(log_dir) as children:
+        job = Job(children, plan)
+        job.start()
+        before_s, during_s = [_paced(job, 10 * pause_s)], []
+        for kill in range(num_kills):
+            spare = job.prepare(plan.num_groups + kill, settings={"spare": True, "warm_up": False})
+            spare.wait_for("ready", 120)
+            spare.tell(go=True)
+            wait_until(
+                lambda s=spare: "this spare is ready" in s.log.read_text(errors="replace"), 60, "a spare is ready"
+            )
+            during_s.append(_paced(job, 10 * pause_s))
+            number, victim = next(iter(job.groups.items()))
+            del job.groups[number]
+            time.sleep(pause_s * (0.3 + 0.4 * kill / num_kills))  # at another moment of a step each time
+            killed_at = time.monotonic()
+            victim.kill()
+
+            def contributes(spare: Child = spare) -> dict[str, Any] | None:
+                spare.require_alive("it is to contribute")
+                return next((e for e in spare.events("step") if e["committed"] and e["participating"]), None)
+
+            first = wait_until(contributes, 60, "the spare contributes")
+            waits_s.append(first["began"] - killed_at)
+            ended = time.monotonic()
+            discarded.append(
+                max(
+                    sum(not s.committed and killed_at <= s.ended <= ended for s in steps_of(c))
+                    for c in job.groups.values()
+                )
+            )
+            job.groups[plan.num_groups + kill] = spare
+            job.wait_for_all_in()
+    step_s = median(before_s) or pause_s
+    longest_s = max(waits_s)
+    say(f"steps {before_s} without a spare, {during_s} with one; until it contributes {waits_s}; discarded {discarded}")
+    beside = _over(median(during_s), step_s)
+    rows = [
+        Row(
+            figure="  the others' median step beside a spare, to that without",
+            ours=ratio(beside),
+            bar="<= 1.02x (1.00x)",
+            verdict=judge_at_most(beside, 1.02),
+        ),
+        Row(
+            figure=f"  from the death of one to the step in which a spare adds, tau {seconds(step_s)}, longest of {num_kills}",
+            ours=seconds(longest_s),
+            bar=f"<= {seconds(2 * step_s)}",
+            verdict=judge_at_most(longest_s, 2 * step_s),
+        ),
+        Row(
+            figure="    steps that the others discard for it, at most",
+            ours=str(max(discarded)),
+            bar="<= 1",
+            verdict=judge_at_most(float(max(discarded)), 1.0),
+        ),
+    ]
+    notes = [
+        "3 groups train and a spare follows, AdamW; a group is killed, and the next spare comes when the first trains"
+    ]
+    raw = {"before_s": before_s, "during_s": during_s, "until_it_contributes_s": waits_s, "discarded": discarded}
+    return Section(name="join_spare", title="A spare takes the place of a group", rows=rows, notes=notes, raw=raw)
+
+
+def _paced(job: Job, seconds_s: float) -> float:
+    """Return the median step of a group that trains, over so many seconds."""
+    started = time.monotonic()
+    time.sleep(seconds_s)
+    group = next(iter(job.groups.values()))
+    return median(_differences(_commits(group, started, time.monotonic()), "t")) or 0.0

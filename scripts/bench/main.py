@@ -27,6 +27,7 @@ BENCHMARKS = {
     "join_cold": join_learner.run_cold,
     "join_check": join_learner.run_check,
     "join_idle": join_learner.run_idle,
+    "join_spare": join_learner.run_spare,
     "overhead": overhead.run,
     "check_equal": check_equal.run,
     "lighthouse": lighthouse_scale.run,

@@ -173,3 +173,18 @@ def test_the_operator_sees_what_a_spare_does() -> None:
     job.passes(11.0)
     spare.says(JoinProgress(quorum_id=1, step=3, reach_s=0.0, does=Receives.REPLAY))
     assert any(line.startswith("s0:1 is a spare, and follows: it replays") for line in job.log)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_quorum_waits_a_tenth_of_a_second_for_a_called_spare_that_is_close(asks: bool) -> None:
+    job, (a, b), (spare,) = with_spares()
+    a.asks(can_serve=True)
+    b.dies()
+    assert a.hears() == []
+    if asks:
+        job.passes(0.02)
+        steps_in(spare)
+    else:
+        job.passes(0.1)
+    assert [words.startswith("quorum 2 step 3") for words in a.hears()] == [True]
+    assert (spare.formed is not None and spare.formed.role is Role.JOINER) == asks

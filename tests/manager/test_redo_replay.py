@@ -441,6 +441,12 @@ class Alone:
     def may_go_on(self) -> bool:
         return True
 
+    def stays(self) -> bool:
+        return False
+
+    def rest(self, seconds: float) -> None:
+        """It hears nothing."""
+
     def tell(self, step: int) -> None:
         """Nobody listens."""
 

@@ -59,6 +59,7 @@ class Beside:
         waiting = [m.connection for m in state.members.values() if m.request is not None]
         members = state.members.values()  # one that leaves is none any more
         apart = [m for m in members if m.connection in self.connections and not m.wishes_to_leave]
+        apart = [m for m in apart if not state._spares.is_called(m.replica_id)]
         if any(m.version.proven and m.version.step >= state.newest_step for m in apart):
             return ""  # what it received is the newest state that is left: the others need it
         learners = [m.connection for m in apart]

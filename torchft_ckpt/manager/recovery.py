@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _SAID_WHILE_APPLYING_S = 0.5
 """What is said to be left while entries are applied: how long that takes nobody knows, and whoever is silent is left behind."""
 
+_TELL_S = 0.25
+"""So often a rank that replays says where it is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -69,6 +72,7 @@ class _Beside:
     def __init__(self, recovery: Recovery, formed: QuorumFormed) -> None:
         self._recovery = recovery
         self._formed = formed
+        self._told, self._tell_at = -1, 0.0
 
     def may_go_on(self) -> bool:
         client = self._recovery.client
@@ -78,8 +82,14 @@ class _Beside:
     def stays(self) -> bool:
         return self._formed.stays and not self._recovery.client.is_called
 
+    def rest(self, seconds: float) -> None:
+        self._recovery.client.pause(seconds)
+
     def tell(self, step: int) -> None:
-        self._recovery.tell_replayed(self._formed, step)
+        now = time.monotonic()
+        if step != self._told or now >= self._tell_at:
+            self._told, self._tell_at = step, now + _TELL_S
+            self._recovery.tell_replayed(self._formed, step)
 
     def agree(self, step: int, is_newest: bool, wait_s: float) -> tuple[int, bool]:
         if self._recovery.is_alone:

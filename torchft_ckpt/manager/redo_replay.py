@@ -41,7 +41,7 @@ _ALIVE_S = 3.0
 _STALE_S = 30.0
 """Half a lease of a source's log."""
 _WITH_OTHERS_S = 0.05
-"""So long an entry that is here waits at most, once all ranks have it."""
+"""So long at most an entry waits that is here, once all ranks have it, and for a spare."""
 _ENOUGH = 4
 """Entries that say how long one takes."""
 
@@ -71,8 +71,11 @@ class Beside(Protocol):
     def stays(self) -> bool:
         """Whether this group is a spare that was not called: it goes on following when it is close. Asked as often."""
 
+    def rest(self, seconds: float) -> None:
+        """Wait so long at most, or until this group hears something."""
+
     def tell(self, step: int) -> None:
-        """Say to which step the state was brought. Called as often."""
+        """Say to which step the state was brought. Called as often, or more."""
 
     def agree(self, step: int, is_newest: bool, wait_s: float) -> tuple[int, bool]:
         """Say up to which step entries are here, and whether there are no later ones, or none are to be fetched; return up to
@@ -316,7 +319,9 @@ class Replay:
                 continue
             offer_s = _SAY_S if self.was_current else 0.0
             fetch = self._fetch = self._fetch or self._worker.submit(self._fetch_next, offer_s)
-            if wait([fetch], _WITH_OTHERS_S if self._ready else _SAY_S).done:
+            if self.was_current and not fetch.done():
+                beside.rest(_WITH_OTHERS_S)
+            if wait([fetch], 0.0 if self.was_current else _WITH_OTHERS_S if self._ready else _SAY_S).done:
                 self._fetch = None
                 if not fetch.result():
                     if not self.was_current and beside.stays():

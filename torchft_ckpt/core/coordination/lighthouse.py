@@ -800,6 +800,9 @@ class LighthouseState:
         yield from self._notify_left_out(outside | others, others, now)
         yield from self._call_learners()
         yield from self._call_spares()
+        if self._spares.awaits(self.members, now):
+            self._evaluate_at = min(self._evaluate_at, self._spares.await_until)
+            return
         if not admitted:
             return
         out = outside.keys() | others.keys() | gathering
@@ -1049,7 +1052,7 @@ class LighthouseState:
         is_over = self.finished_step is not None
         self._spares.release(at_work)
         idle = [m for m in self._staying() if not m.wishes_to_leave and self._is_idle_spare(m)]
-        called = idle if is_over else self._spares.call(idle, at_work)
+        called = idle if is_over else self._spares.call(idle, at_work, self._now)
         for member in called:
             here = f"{len(at_work)} of {self._spares.num_wanted} replica groups train ({name_some(sorted(at_work))})"
             reason = "the job is over" if is_over else f"{here}, and it is a spare"

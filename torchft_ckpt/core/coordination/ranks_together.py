@@ -63,8 +63,8 @@ class Arrivals:
 class Replaying:
     """Knows up to which step the ranks of a group apply the redo entries that they fetch, each from its counterparts.
 
-    The step of an optimizer whose tensors are sharded may call collectives of the group, so a rank applies an entry when all ranks
-    have it, and all bring the state to the same step: else one would wait for a rank that does something else.
+    The step of an optimizer whose tensors are sharded may call collectives of the group, so a rank applies an entry when all of
+    them have it, and all bring the state to the same step: else one would wait for a rank that does something else.
     """
 
     def __init__(self, world_size: int) -> None:

@@ -10,10 +10,13 @@ It stays when the lost group comes back, and is one of those that train from the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import Receives
+
+ASKS_WITHIN_S = 0.1
+"""So long at most a quorum waits for a spare that was called and is close: else it adds to a step only one step later."""
 
 
 class Spares:
@@ -21,7 +24,10 @@ class Spares:
 
     def __init__(self) -> None:
         self.num_wanted = 0
-        self._called: dict[str, None] = {}
+        self._called: dict[str, bool] = {}
+        """With each, whether it only replayed when it was called."""
+        self.await_until = float("-inf")
+        """So long the next quorum waits for spares that were called last."""
 
     def note_at_work(self, members: Iterable[Member]) -> None:
         """A quorum has formed, in which these hold the state."""
@@ -37,7 +43,7 @@ class Spares:
         """Return how many groups are missing that no called spare replaces."""
         return self.num_wanted - len({*at_work, *self._called})
 
-    def call(self, idle: Iterable[Member], at_work: Collection[str]) -> list[Member]:
+    def call(self, idle: Iterable[Member], at_work: Collection[str], now: float) -> list[Member]:
         """Call as many spares as groups are missing; return those called now, the closest first.
 
         Args:
@@ -45,8 +51,16 @@ class Spares:
             at_work: those that hold the state and train, and those that join now.
         """
         chosen = sorted(idle, key=_distance)[: max(self.num_vacancies(at_work), 0)]
-        self._called |= dict.fromkeys(member.replica_id for member in chosen)
+        self._called |= {member.replica_id: member.is_beside and member.only_replays for member in chosen}
+        if chosen:
+            self.await_until = now + ASKS_WITHIN_S
         return chosen
+
+    def awaits(self, members: Mapping[str, Member], now: float) -> bool:
+        """Whether the next quorum waits for a spare that was called a moment ago, and has not asked yet."""
+        if now >= self.await_until:
+            return False
+        return any(is_close and members[replica_id].is_beside for replica_id, is_close in self._called.items())
 
     def release(self, at_work: Collection[str]) -> list[str]:
         """Take calls back, the latest first, where others came sooner; return whose."""
