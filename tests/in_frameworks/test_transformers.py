@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,17 @@ FOUND_THE_JOB = r"samples further in the data, at step (\d+)$"
 
 def read(group: Group) -> list[list[int]]:
     """Return the numbers of what a group trained on, batch by batch; of its first rank where it has several."""
-    return [json.loads(line) for line in re.findall(r"READ (\[.*?\])", group.log())]
+    return batches_in(group.log())
+
+
+def batches_in(log: str) -> list[list[int]]:
+    return [json.loads(line) for line in re.findall(r"READ (\[.*?\])", log)]
+
+
+def read_until(update: int) -> int:
+    """Return how many samples a group has read after so many updates, if nothing happened to it."""
+    epochs, updates = divmod(update, PER_EPOCH)
+    return epochs * SAMPLES + min(updates * ACCUMULATED * BATCH, SAMPLES)
 
 
 def evaluated(group: Group) -> list[int]:
@@ -138,6 +150,40 @@ def test_a_job_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
         assert [step for step, _ in after.steps()] == list(range(10, 20))
 
 
+def test_a_group_reads_on_where_the_job_is_when_it_joins(tmp_path: Path) -> None:
+    """The job makes 20 steps while it computes its first iteration, and some more later, while its process is stopped."""
+    is_there, is_warm, is_stopped, is_back = (tmp_path / name for name in ("there", "warm", "stopped", "back"))
+    slow = {"TORCHFT_CKPT_JOIN_BUDGET_SEC": "60"}
+    pauses = [(4, is_there), (24, is_warm), (28, is_stopped), (34, is_back)]
+    waits = [text for step, file in pauses for text in ("--wait", str(step), str(file))]
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", f"--steps={STEPS}", environment=slow) as job:
+        first = job.start(0, *waits)
+        first.wait_for_step(4)
+        joiner = job.start(1, f"--warm-up={is_warm}")
+        joiner.wait_for(FOUND_THE_JOB)
+        is_there.touch()
+        first.wait_for_step(24, participants=1)
+        is_warm.touch()
+        joiner.wait_for_step(28, participants=2)
+        joiner.process.send_signal(signal.SIGSTOP)
+        is_stopped.touch()
+        first.wait_for_step(34, participants=1)
+        joiner.process.send_signal(signal.SIGCONT)
+        is_back.touch()
+        assert_equal_states(first.end(), joiner.end())
+
+    order = order_of(1, 2 * STEPS * SAMPLES)
+    _, *moves = re.split(FOUND_THE_JOB, joiner.log(), flags=re.MULTILINE)
+    at, logs = [int(step) for step in moves[::2]], moves[1::2]
+    assert at[0] == 4 and 24 <= at[1] < 34 <= at[-1]
+    for step, log in zip(at, logs, strict=True):
+        stale, *batches = batches_in(log)  # one that was fetched before
+        if step == 4 or [*stale] == order[read_until(step) :][: len(stale)]:
+            batches, stale = [stale, *batches], []
+        found = [number for batch in batches for number in batch]
+        assert found == order[read_until(step) + len(stale) :][: len(found)]
+
+
 def test_a_group_with_a_data_set_of_another_size_is_told_so(tmp_path: Path) -> None:
     """Its epochs would end at other steps, or its training."""
     with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--min-replicas=2") as job:
@@ -179,6 +225,22 @@ def test_a_continued_sampler_reads_on_over_the_ends_of_epochs(num_passed: int, s
     continued = ContinuedSampler(make(), num_passed)
     assert len(continued) == SAMPLES
     assert epochs(continued, 3) == epochs(make(), 7)[num_passed : num_passed + 3 * SAMPLES]
+
+
+@pytest.mark.parametrize("moved_by", [-8, -1, 1, 40, 100])
+@pytest.mark.parametrize("num_read", [0, 8, 33, 34])
+def test_a_sampler_goes_on_elsewhere_in_the_middle_of_an_epoch(num_read: int, moved_by: int) -> None:
+    order = order_of(0, 8 * SAMPLES)
+    continued = ContinuedSampler(SeedableRandomSampler(range(SAMPLES), data_seed=7), SAMPLES + 3)
+    samples = iter(continued)
+    found = list(itertools.islice(samples, num_read))
+    continued.num_passed += moved_by
+    found += samples
+    continued.set_epoch(1)
+    found += continued
+    begin = SAMPLES + 3
+    assert found[:num_read] == order[begin : begin + num_read]
+    assert found[num_read:] == order[begin + num_read + moved_by : begin + 2 * SAMPLES + moved_by]
 
 
 @pytest.mark.parametrize(

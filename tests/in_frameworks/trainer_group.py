@@ -2,7 +2,7 @@
 
 It prints what happens, a line each: `READ [ids]` for each batch that the model trains on, `EVALUATED step`; its logger appends
 to one file of all groups. `--wait STEP FILE`, more than once: it stands still after that step until the file exists, and is slow
-from then on.
+from then on. `--warm-up FILE`: its first iteration takes until the file exists.
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ class Numbered(Dataset):
 class Recorder(TrainerCallback):
     """Says what the Trainer does, and waits where it was told to."""
 
-    def __init__(self, waits: list[tuple[str, str]]) -> None:
+    def __init__(self, waits: list[tuple[str, str]], warm_up: Path | None) -> None:
         self._waits = waits
+        self._warm_up = warm_up
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        while self._warm_up is not None and not self._warm_up.exists():
+            time.sleep(0.05)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         say(f"EVALUATED {state.global_step}")
@@ -94,6 +99,7 @@ def main() -> None:
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--schedule", default="cosine")
     parser.add_argument("--resume", help="a checkpoint")
+    parser.add_argument("--warm-up", type=Path)
     parser.add_argument("--wait", nargs=2, action="append", default=[])
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -137,7 +143,7 @@ def main() -> None:
         train_dataset=Numbered(100 * group, options.samples),
         eval_dataset=Numbered(200, 8),
         callbacks=[
-            Recorder(options.wait),
+            Recorder(options.wait, options.warm_up),
             fault_tolerance,
         ],
     )

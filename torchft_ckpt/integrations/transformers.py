@@ -17,7 +17,9 @@ then follow from the Trainer's own loop.
 come back and computes its first iteration, or the others went on without it. It then has more iterations than it needs, as the
 job's steps before it came were not among them. Where it has not, it does without the first one.
 
-**A group that comes back** begins its data where the job is (`ContinuedSampler`), as the Trainer's loop begins at zero.
+**A group that comes back** begins its data where the job is (`ContinuedSampler`), as the Trainer's loop begins at zero. The job
+makes steps while it warms up and receives the state. So it compares the two places after each iteration, and what the loader
+has not fetched yet is of the job's place.
 """
 
 from __future__ import annotations
@@ -92,6 +94,10 @@ class FaultToleranceCallback(TrainerCallback):
         self._updates_per_epoch: int | None = None
         self._resumed_at = 0
         self._num_iterations = 0
+        self._sampler: ContinuedSampler | None = None
+        self._read_until: Callable[[int], int] = lambda update: 0
+        self._num_moved = 0
+        """Updates that the order of the data was moved by, so that it is where the job is."""
         self._num_loaded = 0
         """States that were loaded before the gradients were computed."""
         self._logged_at = 0
@@ -144,9 +150,8 @@ class FaultToleranceCallback(TrainerCallback):
         resumed_at = self._resumed_at = self._logged_at = state.global_step
         if resumed_at and not self._manager.current_step():
             self._manager.load_state_dict({"step": resumed_at, "batches_committed": 0})
-        newest = max(self._manager.newest_step_of_peers() or 0, self._manager.current_step())
-        if newest > resumed_at:
-            self._continue_data(loader, resumed_at, newest, accumulation)
+        self._take_over_data(loader, accumulation)
+        self._follow_job(max(self._manager.newest_step_of_peers() or 0, self._manager.current_step()))
 
     def _take_over(self, args: TrainingArguments, model: torch.nn.Module, optimizer: Any) -> None:
         _refuse(args)  # who adds a callback later is not called at the end of __init__
@@ -199,17 +204,12 @@ class FaultToleranceCallback(TrainerCallback):
 
         inner.step = step
 
-    def _continue_data(self, loader: Any, resumed_at: int, newest: int, accumulation: int) -> None:
-        """Let the loader go on where the job is, `newest - resumed_at` updates from where it would begin."""
+    def _take_over_data(self, loader: Any, accumulation: int) -> None:
+        """Make `_follow_job` able to move the order of the data, where that has a sampler with a length."""
         batch_sampler = getattr(loader, "batch_sampler", None)
         batch_sampler = getattr(batch_sampler, "batch_sampler", batch_sampler)
         sampler: Any = getattr(batch_sampler, "sampler", None)
         if type(batch_sampler) is not BatchSampler or not has_length(sampler) or self._updates_per_epoch is None:
-            logger.warning(
-                "%s: the job is at step %d, and the order of the data begins anew: the data set has no sampler that could go on",
-                self._manager.replica_id(),
-                newest,
-            )
             return
         num_samples, per_epoch = len(sampler), self._updates_per_epoch
 
@@ -217,9 +217,28 @@ class FaultToleranceCallback(TrainerCallback):
             epochs, updates = divmod(update, per_epoch)
             return epochs * num_samples + min(updates * accumulation * loader.total_batch_size, num_samples)
 
-        passed = read_until(newest) - read_until(resumed_at)
-        loader.set_sampler(ContinuedSampler(sampler, passed))
-        logger.info("%s goes on %d samples further in the data, at step %d", self._manager.replica_id(), passed, newest)
+        self._read_until, self._sampler = read_until, ContinuedSampler(sampler)
+        loader.set_sampler(self._sampler)
+
+    def _place_in_data(self) -> int:
+        """Return which update of the job the next iteration has the data of."""
+        return self._resumed_at + self._num_iterations + self._num_moved
+
+    def _follow_job(self, step: int) -> None:
+        """Let what the loader fetches from now on be what the job reads at `step`."""
+        if step == self._place_in_data():
+            return
+        name, begun = self._manager.replica_id(), self._resumed_at + self._num_iterations
+        self._num_moved = step - begun
+        if self._sampler is None:
+            logger.warning(
+                "%s: the job is at step %d, and the order of the data begins anew: the data set has no sampler that could go on",
+                name,
+                step,
+            )
+            return
+        self._sampler.num_passed = passed = self._read_until(step) - self._read_until(begun)
+        logger.info("%s goes on %d samples further in the data, at step %d", name, passed, step)
 
     # ------------------------------------------------------------------------------------------------------- one step
 
@@ -310,6 +329,9 @@ class FaultToleranceCallback(TrainerCallback):
         if not self._is_committed:
             control.should_log = control.should_evaluate = False
         self._num_iterations += 1
+        # Before the state was loaded, `global_step` is not the job's.
+        if self._is_committed or state.global_step > self._place_in_data():
+            self._follow_job(state.global_step)
         self._num_unlogged += 1
         self._tell("on_step_end", args, state, control, **kwargs)
         return control
@@ -406,15 +428,16 @@ class ContinuedSampler(Sampler[int]):
     """A sampler whose order begins so many samples later, and goes over from each epoch to the next as before.
 
     What reads it for an epoch gets as many samples as before: the rest of one epoch, and the beginning of the next.
+    `num_passed` may be changed while it is read: it counts from the next sample on.
 
     Args:
         sampler: with a length, and `set_epoch` where its epochs have different orders.
         num_passed: samples, over all epochs.
     """
 
-    def __init__(self, sampler: Any, num_passed: int) -> None:
+    def __init__(self, sampler: Any, num_passed: int = 0) -> None:
         self._sampler = sampler
-        self._num_passed = num_passed
+        self.num_passed = num_passed
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -425,12 +448,19 @@ class ContinuedSampler(Sampler[int]):
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[int]:
-        epochs, first = divmod(self._num_passed, len(self))
-        yield from itertools.islice(self._order(self.epoch + epochs), first, None)
-        if first:
-            yield from itertools.islice(self._order(self.epoch + epochs + 1), first)
-
-    def _order(self, epoch: int) -> Iterator[int]:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        return iter(self._sampler)
+        length = len(self)
+        begin, num_read = self.epoch * length, 0
+        while num_read < length:
+            num_before, num_passed = num_read, self.num_passed
+            epoch, first = divmod(begin + num_read + num_passed, length)
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(epoch)
+            # To its end where it can be: some samplers do something there.
+            end = None if num_read <= first else first + length - num_read
+            for sample in itertools.islice(self._sampler, first, end):
+                yield sample
+                num_read += 1
+                if self.num_passed != num_passed:
+                    break
+            if num_read == num_before:  # it has less than its length
+                return
