@@ -48,6 +48,11 @@ def read_until(update: int) -> int:
     return epochs * SAMPLES + min(updates * ACCUMULATED * BATCH, SAMPLES)
 
 
+def kept(folder: Path) -> set[str]:
+    """Return the checkpoints that are there."""
+    return {path.name for path in (folder / "checkpoints").iterdir()}
+
+
 def evaluated(group: Group) -> list[int]:
     return [int(step) for step in re.findall(r"EVALUATED (\d+)", group.log())]
 
@@ -182,6 +187,25 @@ def test_a_group_reads_on_where_the_job_is_when_it_joins(tmp_path: Path) -> None
             batches, stale = [stale, *batches], []
         found = [number for batch in batches for number in batch]
         assert found == order[read_until(step) + len(stale) :][: len(found)]
+
+
+def test_the_best_checkpoint_is_kept_although_the_group_that_speaks_was_killed(tmp_path: Path) -> None:
+    """The first evaluation is the best. The group that saved then has come back, and saves again, with a limit of one."""
+    options = ["--steps=20", "--min-replicas=2", "--save-steps=5", "--limit=1", "--greater-is-better"]
+    goes_on = tmp_path / "goes on"
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", *options, min_replicas=2) as job:
+        speaker, other = job.start(0), job.start(1, "--wait", "7", str(goes_on))
+        other.wait_for_step(7)
+        speaker.kill()
+        assert kept(tmp_path) == {"checkpoint-5"}
+        again = job.start(0)
+        goes_on.touch()
+        ends = [other.end(), again.end()]
+
+    assert_equal_states(*ends)
+    assert ends[0]["values"]["/trainer/best_global_step"] == "5"
+    assert [line["step"] for line in logged(tmp_path, "save")] == [5, 10, 15, 20]
+    assert kept(tmp_path) == {"checkpoint-5"}
 
 
 def test_a_group_with_a_data_set_of_another_size_is_told_so(tmp_path: Path) -> None:

@@ -99,6 +99,9 @@ def main() -> None:
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--schedule", default="cosine")
     parser.add_argument("--resume", help="a checkpoint")
+    parser.add_argument("--save-steps", type=int, default=10)
+    parser.add_argument("--limit", type=int, help="keep so many checkpoints")
+    parser.add_argument("--greater-is-better", action="store_true", help="take the largest loss for the best")
     parser.add_argument("--warm-up", type=Path)
     parser.add_argument("--wait", nargs=2, action="append", default=[])
     options = parser.parse_args()
@@ -133,8 +136,10 @@ def main() -> None:
             lr_scheduler_type=options.schedule,
             eval_strategy="epoch",
             metric_for_best_model="eval_loss",
+            greater_is_better=options.greater_is_better,
             logging_steps=4,
-            save_steps=10,
+            save_steps=options.save_steps,
+            save_total_limit=options.limit,
             disable_tqdm=False,
             report_to="none",
             use_cpu=True,
@@ -155,7 +160,9 @@ def main() -> None:
         model=trainer.model.state_dict(),
         optimizer=trainer.optimizer.state_dict(),
         lr_scheduler=trainer.lr_scheduler.state_dict(),
-        trainer={"global_step": trainer.state.global_step, "epoch": trainer.state.epoch},
+        trainer={
+            name: getattr(trainer.state, name) for name in ("global_step", "epoch", "best_metric", "best_global_step")
+        },
     )
     manager.shutdown()
 

@@ -20,6 +20,10 @@ job's steps before it came were not among them. Where it has not, it does withou
 **A group that comes back** begins its data where the job is (`ContinuedSampler`), as the Trainer's loop begins at zero. The job
 makes steps while it warms up and receives the state. So it compares the two places after each iteration, and what the loader
 has not fetched yet is of the job's place.
+
+**The best checkpoint** is the job's, as far as `metric_for_best_model` says which one that is: it travels with the state. Only
+the group that speaks has it in `TrainerState.best_model_checkpoint`. The Trainer deletes other checkpoints than this one at its
+end, in each group that has one there.
 """
 
 from __future__ import annotations
@@ -27,8 +31,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,6 +105,10 @@ class FaultToleranceCallback(TrainerCallback):
         self._read_until: Callable[[int], int] = lambda update: 0
         self._num_moved = 0
         """Updates that the order of the data was moved by, so that it is where the job is."""
+        self._is_save_due = False
+        self._resumed_best: str | None = None
+        self._best_saved: int | None = None
+        """The step of the best checkpoint: the last one that was saved when it was the best."""
         self._num_loaded = 0
         """States that were loaded before the gradients were computed."""
         self._logged_at = 0
@@ -133,6 +144,7 @@ class FaultToleranceCallback(TrainerCallback):
                 "optimizer": optimizer.optimizer.state_dict(),
                 "lr_scheduler": scheduler.state_dict(),
                 "trainer": dict(fixed),
+                "best": self._best_to_carry(state),
             }
 
         def load_state_dict(loaded: dict[str, Any]) -> None:
@@ -145,7 +157,10 @@ class FaultToleranceCallback(TrainerCallback):
             model.load_state_dict(loaded["model"])
             optimizer.optimizer.load_state_dict(loaded["optimizer"])
             scheduler.load_state_dict(loaded["lr_scheduler"])
+            self._take_best(loaded["best"], state)
 
+        self._resumed_best, state.best_model_checkpoint = state.best_model_checkpoint, None
+        self._best_saved = _step_of(self._resumed_best)
         self._manager.register_state_dict_fn(KEY, load_state_dict, state_dict)
         resumed_at = self._resumed_at = self._logged_at = state.global_step
         if resumed_at and not self._manager.current_step():
@@ -240,6 +255,26 @@ class FaultToleranceCallback(TrainerCallback):
         self._sampler.num_passed = passed = self._read_until(step) - self._read_until(begun)
         logger.info("%s goes on %d samples further in the data, at step %d", name, passed, step)
 
+    # ----------------------------------------------------------------------------------------------- checkpoints
+
+    def _best_to_carry(self, state: TrainerState) -> torch.Tensor:
+        """Return metric, step and saved step of the best. As a tensor, which no optimizer owns, it may differ between groups."""
+        best = (state.best_metric, state.best_global_step, self._best_saved)
+        return torch.tensor([math.nan if value is None else value for value in best], dtype=torch.float64)
+
+    def _take_best(self, carried: torch.Tensor, state: TrainerState) -> None:
+        metric, *steps = carried.tolist()
+        state.best_metric = None if math.isnan(metric) else metric
+        state.best_global_step, self._best_saved = (None if math.isnan(step) else int(step) for step in steps)
+
+    def _best_checkpoint(self, args: TrainingArguments) -> str | None:
+        """Return where the best checkpoint is; None: there is none, or it is not there any more."""
+        if self._best_saved is None:
+            return None
+        paths = [self._resumed_best, os.path.join(str(args.output_dir), f"checkpoint-{self._best_saved}")]
+        there = (path for path in paths if path and _step_of(path) == self._best_saved and os.path.isdir(path))
+        return next(there, None)
+
     # ------------------------------------------------------------------------------------------------------- one step
 
     def on_step_begin(
@@ -248,6 +283,9 @@ class FaultToleranceCallback(TrainerCallback):
         """Begin a step of the job in which an iteration of the Trainer's is worth its while."""
         manager, average = self._manager, self._average
         assert average is not None
+        if self._is_save_due and state.best_global_step == state.global_step:
+            self._best_saved = state.global_step
+        self._is_save_due = False
         may_load = manager.is_behind
         manager.start_quorum()
         while may_load and self._is_in_vain() and not self._has_iterations_to_spare():
@@ -325,7 +363,9 @@ class FaultToleranceCallback(TrainerCallback):
         self._speaks = speaks = self._is_committed and self._manager.participating_rank() == 0
         state.is_world_process_zero = args.process_index == 0 and speaks
         state.is_local_process_zero = args.local_process_index == 0 and speaks
+        self._is_save_due = control.should_save
         control.should_save = control.should_save and speaks
+        state.best_model_checkpoint = self._best_checkpoint(args) if speaks else None
         if not self._is_committed:
             control.should_log = control.should_evaluate = False
         self._num_iterations += 1
@@ -344,6 +384,7 @@ class FaultToleranceCallback(TrainerCallback):
             control.should_log = control.should_log and args.logging_strategy != IntervalStrategy.EPOCH
             control.should_evaluate = control.should_evaluate and args.eval_strategy != IntervalStrategy.EPOCH
             control.should_save = control.should_save and args.save_strategy != SaveStrategy.EPOCH
+        self._is_save_due = self._is_save_due or control.should_save
         control.should_save = control.should_save and self.speaks
         return control
 
@@ -422,6 +463,13 @@ def _refuse(args: TrainingArguments) -> None:
             f"the Trainer would divide batches over {args.n_gpu} GPUs by DataParallel; start a process for each by torchrun",
             party="n_gpu",
         )
+
+
+def _step_of(checkpoint: str | os.PathLike[str] | None) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None: it has none."""
+    name = "" if checkpoint is None else Path(checkpoint).name
+    found = re.fullmatch(r"checkpoint-(\d+)", name)
+    return int(found[1]) if found else None
 
 
 class ContinuedSampler(Sampler[int]):
