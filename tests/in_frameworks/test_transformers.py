@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,46 @@ def test_the_best_checkpoint_is_kept_although_the_group_that_speaks_was_killed(t
     assert kept(tmp_path) == {"checkpoint-5"}
 
 
+@pytest.mark.parametrize("nproc", [None, 2], ids=["a process each", "two ranks each, by torchrun"])
+def test_one_command_line_starts_a_job_a_job_again_and_a_group_of_it(tmp_path: Path, nproc: int | None) -> None:
+    """All groups are killed, in a save. Later the one that speaks is, while the other one stands still.
+
+    That one resumed with a best checkpoint that is not kept.
+    """
+    never, goes_on = tmp_path / "never", tmp_path / "goes on"
+    options = [f"--folder={tmp_path}", "--steps=20", "--min-replicas=2", "--limit=1", "--resumes"]
+    with FrameworkJob(tmp_path, SCRIPT, *options, "--wait", "13", str(never), min_replicas=2, nproc=nproc) as job:
+        groups = [job.start(group) for group in range(2)]
+        for group in groups:
+            group.wait_for_step(13)
+            group.wait_for("RESUMES None")
+    checkpoints = tmp_path / "checkpoints"
+    assert kept(tmp_path) == {"checkpoint-10"}
+    for name, end in [
+        ("checkpoint-12", 100),
+        ("checkpoint-13", 0),
+    ]:  # the Trainer was killed there, as it wrote its own state
+        shutil.copytree(checkpoints / "checkpoint-10", checkpoints / name)
+        state = checkpoints / name / "trainer_state.json"
+        state.write_bytes(state.read_bytes()[:end])
+    (checkpoints / "checkpoint-14").mkdir()
+    again_folder = tmp_path / "again"
+    again_folder.mkdir()
+    with FrameworkJob(again_folder, SCRIPT, *options, min_replicas=2, nproc=nproc) as job:
+        speaker, other = job.start(0), job.start(1, "--wait", "16", str(goes_on))
+        other.wait_for_step(16)
+        speaker.kill()
+        again = job.start(0)
+        again.wait_for("RESUMES None")
+        goes_on.touch()
+        assert_equal_states(other.end(), again.end())
+
+    for group in (speaker, other):
+        assert group.log().count(f"RESUMES {checkpoints / 'checkpoint-10'}\n") == (nproc or 1)
+    assert sorted(step for step, _ in other.steps()) == [step for step in range(10, 20) for _ in range(nproc or 1)]
+    assert kept(tmp_path) == {"checkpoint-20"}
+
+
 def test_a_group_with_a_data_set_of_another_size_is_told_so(tmp_path: Path) -> None:
     """Its epochs would end at other steps, or its training."""
     with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--min-replicas=2") as job:
@@ -219,7 +260,7 @@ def test_a_group_with_a_data_set_of_another_size_is_told_so(tmp_path: Path) -> N
 
 
 def test_the_example_ends_equal_although_a_group_is_killed(tmp_path: Path) -> None:
-    arguments = ["--steps=30", "--min-replica-size=2", f"--output={tmp_path / 'out'}"]
+    arguments = ["--steps=30", "--min-replica-size=2", "--resume", f"--output={tmp_path / 'out'}"]
     with FrameworkJob(tmp_path, REPO / "examples" / "train_transformers.py", *arguments) as job:
         survivor, killed = job.start(0), job.start(1)
         killed.wait_for_step(5)

@@ -2,7 +2,8 @@
 
 It prints what happens, a line each: `READ [ids]` for each batch that the model trains on, `EVALUATED step`; its logger appends
 to one file of all groups. `--wait STEP FILE`, more than once: it stands still after that step until the file exists, and is slow
-from then on. `--warm-up FILE`: its first iteration takes until the file exists.
+from then on. `--warm-up FILE`: its first iteration takes until the file exists. `--resumes`: it asks what to resume from, and
+prints `RESUMES path`.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--schedule", default="cosine")
     parser.add_argument("--resume", help="a checkpoint")
+    parser.add_argument("--resumes", action="store_true")
     parser.add_argument("--save-steps", type=int, default=10)
     parser.add_argument("--limit", type=int, help="keep so many checkpoints")
     parser.add_argument("--greater-is-better", action="store_true", help="take the largest loss for the best")
@@ -152,7 +154,11 @@ def main() -> None:
             fault_tolerance,
         ],
     )
-    trainer.train(resume_from_checkpoint=options.resume)
+    resume = options.resume
+    if options.resumes:
+        resume = fault_tolerance.resume_from(options.folder / "checkpoints")
+        say(f"RESUMES {resume}")
+    trainer.train(resume_from_checkpoint=resume)
     if fault_tolerance.speaks:
         trainer.save_model(str(options.folder / f"saved by {group}"))
     print_state(

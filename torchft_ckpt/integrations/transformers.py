@@ -29,6 +29,7 @@ end, in each group that has one there.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import os
@@ -40,8 +41,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, broadcast
 from torch.utils.data import BatchSampler, Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
@@ -257,6 +258,27 @@ class FaultToleranceCallback(TrainerCallback):
 
     # ----------------------------------------------------------------------------------------------- checkpoints
 
+    def resume_from(self, output_dir: str | os.PathLike[str]) -> str | None:
+        """Return the checkpoint to give `train(resume_from_checkpoint=...)`, the same in all ranks of the group.
+
+        None where another group holds a state of the job: the state comes from there. Otherwise the newest checkpoint in
+        `output_dir` that is complete, or None. One in whose save the Trainer was killed is not complete. Where the lighthouse
+        does not answer within the manager's `connect_timeout` it is as if there were no other group: the state of those that
+        there are wins later.
+
+        All ranks of the group call it, on the training thread, after the Trainer was made and before `train()`.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        is_joining = self._manager.newest_step_of_peers() is not None
+        found = {} if is_joining else {_step_of(path): str(path) for path in Path(output_dir).glob("checkpoint-*")}
+        complete = [step for step, path in found.items() if step is not None and _is_complete(path)]
+        # The ranks may have looked at different moments.
+        chosen = torch.tensor([max(complete, default=-1)], device=PartialState().device)
+        step = int(broadcast(chosen).item())
+        return None if step < 0 else os.path.join(output_dir, f"checkpoint-{step}")
+
     def _best_to_carry(self, state: TrainerState) -> torch.Tensor:
         """Return metric, step and saved step of the best. As a tensor, which no optimizer owns, it may differ between groups."""
         best = (state.best_metric, state.best_global_step, self._best_saved)
@@ -470,6 +492,15 @@ def _step_of(checkpoint: str | os.PathLike[str] | None) -> int | None:
     name = "" if checkpoint is None else Path(checkpoint).name
     found = re.fullmatch(r"checkpoint-(\d+)", name)
     return int(found[1]) if found else None
+
+
+def _is_complete(checkpoint: str) -> bool:
+    """Whether the Trainer has written all of a checkpoint: its own state comes last."""
+    try:
+        json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 class ContinuedSampler(Sampler[int]):
