@@ -88,6 +88,11 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, to have time to watch")
     parser.add_argument("--min-replica-size", type=int, default=1, help="train only with this many groups")
     parser.add_argument("--output", default="train-transformers-out", help="for checkpoints, the same of all groups")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="where no other group has a state of the job, go on from the newest complete checkpoint in --output",
+    )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     group, num_groups = int(os.environ.get("REPLICA_GROUP_ID", "0")), int(os.environ.get("NUM_REPLICA_GROUPS", "2"))
@@ -122,7 +127,7 @@ def main() -> None:
         train_dataset=Windows(Path(os.__file__).parent, group, num_groups),
         callbacks=[Pause(options.pause), fault_tolerance],
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=fault_tolerance.resume_from(options.output) if options.resume else None)
     print(f"[{group}] finished at step {manager.current_step()} with state {digest_of(trainer)}", flush=True)
     manager.shutdown()
 

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,22 @@ FOUND_THE_JOB = r"samples further in the data, at step (\d+)$"
 
 def read(group: Group) -> list[list[int]]:
     """Return the numbers of what a group trained on, batch by batch; of its first rank where it has several."""
-    return [json.loads(line) for line in re.findall(r"READ (\[.*?\])", group.log())]
+    return batches_in(group.log())
+
+
+def batches_in(log: str) -> list[list[int]]:
+    return [json.loads(line) for line in re.findall(r"READ (\[.*?\])", log)]
+
+
+def read_until(update: int) -> int:
+    """Return how many samples a group has read after so many updates, if nothing happened to it."""
+    epochs, updates = divmod(update, PER_EPOCH)
+    return epochs * SAMPLES + min(updates * ACCUMULATED * BATCH, SAMPLES)
+
+
+def kept(folder: Path) -> set[str]:
+    """Return the checkpoints that are there."""
+    return {path.name for path in (folder / "checkpoints").iterdir()}
 
 
 def evaluated(group: Group) -> list[int]:
@@ -138,6 +156,99 @@ def test_a_job_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
         assert [step for step, _ in after.steps()] == list(range(10, 20))
 
 
+def test_a_group_reads_on_where_the_job_is_when_it_joins(tmp_path: Path) -> None:
+    """The job makes 20 steps while it computes its first iteration, and some more later, while its process is stopped."""
+    is_there, is_warm, is_stopped, is_back = (tmp_path / name for name in ("there", "warm", "stopped", "back"))
+    slow = {"TORCHFT_CKPT_JOIN_BUDGET_SEC": "60"}
+    pauses = [(4, is_there), (24, is_warm), (28, is_stopped), (34, is_back)]
+    waits = [text for step, file in pauses for text in ("--wait", str(step), str(file))]
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", f"--steps={STEPS}", environment=slow) as job:
+        first = job.start(0, *waits)
+        first.wait_for_step(4)
+        joiner = job.start(1, f"--warm-up={is_warm}")
+        joiner.wait_for(FOUND_THE_JOB)
+        is_there.touch()
+        first.wait_for_step(24, participants=1)
+        is_warm.touch()
+        joiner.wait_for_step(28, participants=2)
+        joiner.process.send_signal(signal.SIGSTOP)
+        is_stopped.touch()
+        first.wait_for_step(34, participants=1)
+        joiner.process.send_signal(signal.SIGCONT)
+        is_back.touch()
+        assert_equal_states(first.end(), joiner.end())
+
+    order = order_of(1, 2 * STEPS * SAMPLES)
+    _, *moves = re.split(FOUND_THE_JOB, joiner.log(), flags=re.MULTILINE)
+    at, logs = [int(step) for step in moves[::2]], moves[1::2]
+    assert at[0] == 4 and 24 <= at[1] < 34 <= at[-1]
+    for step, log in zip(at, logs, strict=True):
+        stale, *batches = batches_in(log)  # one that was fetched before
+        if step == 4 or [*stale] == order[read_until(step) :][: len(stale)]:
+            batches, stale = [stale, *batches], []
+        found = [number for batch in batches for number in batch]
+        assert found == order[read_until(step) + len(stale) :][: len(found)]
+
+
+def test_the_best_checkpoint_is_kept_although_the_group_that_speaks_was_killed(tmp_path: Path) -> None:
+    """The first evaluation is the best. The group that saved then has come back, and saves again, with a limit of one."""
+    options = ["--steps=20", "--min-replicas=2", "--save-steps=5", "--limit=1", "--greater-is-better"]
+    goes_on = tmp_path / "goes on"
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", *options, min_replicas=2) as job:
+        speaker, other = job.start(0), job.start(1, "--wait", "7", str(goes_on))
+        other.wait_for_step(7)
+        speaker.kill()
+        assert kept(tmp_path) == {"checkpoint-5"}
+        again = job.start(0)
+        goes_on.touch()
+        ends = [other.end(), again.end()]
+
+    assert_equal_states(*ends)
+    assert ends[0]["values"]["/trainer/best_global_step"] == "5"
+    assert [line["step"] for line in logged(tmp_path, "save")] == [5, 10, 15, 20]
+    assert kept(tmp_path) == {"checkpoint-5"}
+
+
+@pytest.mark.parametrize("nproc", [None, 2], ids=["a process each", "two ranks each, by torchrun"])
+def test_one_command_line_starts_a_job_a_job_again_and_a_group_of_it(tmp_path: Path, nproc: int | None) -> None:
+    """All groups are killed, in a save. Later the one that speaks is, while the other one stands still.
+
+    That one resumed with a best checkpoint that is not kept.
+    """
+    never, goes_on = tmp_path / "never", tmp_path / "goes on"
+    options = [f"--folder={tmp_path}", "--steps=20", "--min-replicas=2", "--limit=1", "--resumes"]
+    with FrameworkJob(tmp_path, SCRIPT, *options, "--wait", "13", str(never), min_replicas=2, nproc=nproc) as job:
+        groups = [job.start(group) for group in range(2)]
+        for group in groups:
+            group.wait_for_step(13)
+            group.wait_for("RESUMES None")
+    checkpoints = tmp_path / "checkpoints"
+    assert kept(tmp_path) == {"checkpoint-10"}
+    for name, end in [
+        ("checkpoint-12", 100),
+        ("checkpoint-13", 0),
+    ]:  # the Trainer was killed there, as it wrote its own state
+        shutil.copytree(checkpoints / "checkpoint-10", checkpoints / name)
+        state = checkpoints / name / "trainer_state.json"
+        state.write_bytes(state.read_bytes()[:end])
+    (checkpoints / "checkpoint-14").mkdir()
+    again_folder = tmp_path / "again"
+    again_folder.mkdir()
+    with FrameworkJob(again_folder, SCRIPT, *options, min_replicas=2, nproc=nproc) as job:
+        speaker, other = job.start(0), job.start(1, "--wait", "16", str(goes_on))
+        other.wait_for_step(16)
+        speaker.kill()
+        again = job.start(0)
+        again.wait_for("RESUMES None")
+        goes_on.touch()
+        assert_equal_states(other.end(), again.end())
+
+    for group in (speaker, other):
+        assert group.log().count(f"RESUMES {checkpoints / 'checkpoint-10'}\n") == (nproc or 1)
+    assert sorted(step for step, _ in other.steps()) == [step for step in range(10, 20) for _ in range(nproc or 1)]
+    assert kept(tmp_path) == {"checkpoint-20"}
+
+
 def test_a_group_with_a_data_set_of_another_size_is_told_so(tmp_path: Path) -> None:
     """Its epochs would end at other steps, or its training."""
     with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--min-replicas=2") as job:
@@ -149,7 +260,7 @@ def test_a_group_with_a_data_set_of_another_size_is_told_so(tmp_path: Path) -> N
 
 
 def test_the_example_ends_equal_although_a_group_is_killed(tmp_path: Path) -> None:
-    arguments = ["--steps=30", "--min-replica-size=2", f"--output={tmp_path / 'out'}"]
+    arguments = ["--steps=30", "--min-replica-size=2", "--resume", f"--output={tmp_path / 'out'}"]
     with FrameworkJob(tmp_path, REPO / "examples" / "train_transformers.py", *arguments) as job:
         survivor, killed = job.start(0), job.start(1)
         killed.wait_for_step(5)
@@ -179,6 +290,22 @@ def test_a_continued_sampler_reads_on_over_the_ends_of_epochs(num_passed: int, s
     continued = ContinuedSampler(make(), num_passed)
     assert len(continued) == SAMPLES
     assert epochs(continued, 3) == epochs(make(), 7)[num_passed : num_passed + 3 * SAMPLES]
+
+
+@pytest.mark.parametrize("moved_by", [-8, -1, 1, 40, 100])
+@pytest.mark.parametrize("num_read", [0, 8, 33, 34])
+def test_a_sampler_goes_on_elsewhere_in_the_middle_of_an_epoch(num_read: int, moved_by: int) -> None:
+    order = order_of(0, 8 * SAMPLES)
+    continued = ContinuedSampler(SeedableRandomSampler(range(SAMPLES), data_seed=7), SAMPLES + 3)
+    samples = iter(continued)
+    found = list(itertools.islice(samples, num_read))
+    continued.num_passed += moved_by
+    found += samples
+    continued.set_epoch(1)
+    found += continued
+    begin = SAMPLES + 3
+    assert found[:num_read] == order[begin : begin + num_read]
+    assert found[num_read:] == order[begin + num_read + moved_by : begin + 2 * SAMPLES + moved_by]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 It prints what happens, a line each: `READ [ids]` for each batch that the model trains on, `EVALUATED step`; its logger appends
 to one file of all groups. `--wait STEP FILE`, more than once: it stands still after that step until the file exists, and is slow
-from then on.
+from then on. `--warm-up FILE`: its first iteration takes until the file exists. `--resumes`: it asks what to resume from, and
+prints `RESUMES path`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,13 @@ class Numbered(Dataset):
 class Recorder(TrainerCallback):
     """Says what the Trainer does, and waits where it was told to."""
 
-    def __init__(self, waits: list[tuple[str, str]]) -> None:
+    def __init__(self, waits: list[tuple[str, str]], warm_up: Path | None) -> None:
         self._waits = waits
+        self._warm_up = warm_up
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        while self._warm_up is not None and not self._warm_up.exists():
+            time.sleep(0.05)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         say(f"EVALUATED {state.global_step}")
@@ -94,6 +100,11 @@ def main() -> None:
     parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--schedule", default="cosine")
     parser.add_argument("--resume", help="a checkpoint")
+    parser.add_argument("--resumes", action="store_true")
+    parser.add_argument("--save-steps", type=int, default=10)
+    parser.add_argument("--limit", type=int, help="keep so many checkpoints")
+    parser.add_argument("--greater-is-better", action="store_true", help="take the largest loss for the best")
+    parser.add_argument("--warm-up", type=Path)
     parser.add_argument("--wait", nargs=2, action="append", default=[])
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
@@ -127,8 +138,10 @@ def main() -> None:
             lr_scheduler_type=options.schedule,
             eval_strategy="epoch",
             metric_for_best_model="eval_loss",
+            greater_is_better=options.greater_is_better,
             logging_steps=4,
-            save_steps=10,
+            save_steps=options.save_steps,
+            save_total_limit=options.limit,
             disable_tqdm=False,
             report_to="none",
             use_cpu=True,
@@ -137,11 +150,15 @@ def main() -> None:
         train_dataset=Numbered(100 * group, options.samples),
         eval_dataset=Numbered(200, 8),
         callbacks=[
-            Recorder(options.wait),
+            Recorder(options.wait, options.warm_up),
             fault_tolerance,
         ],
     )
-    trainer.train(resume_from_checkpoint=options.resume)
+    resume = options.resume
+    if options.resumes:
+        resume = fault_tolerance.resume_from(options.folder / "checkpoints")
+        say(f"RESUMES {resume}")
+    trainer.train(resume_from_checkpoint=resume)
     if fault_tolerance.speaks:
         trainer.save_model(str(options.folder / f"saved by {group}"))
     print_state(
@@ -149,7 +166,9 @@ def main() -> None:
         model=trainer.model.state_dict(),
         optimizer=trainer.optimizer.state_dict(),
         lr_scheduler=trainer.lr_scheduler.state_dict(),
-        trainer={"global_step": trainer.state.global_step, "epoch": trainer.state.epoch},
+        trainer={
+            name: getattr(trainer.state, name) for name in ("global_step", "epoch", "best_metric", "best_global_step")
+        },
     )
     manager.shutdown()
 

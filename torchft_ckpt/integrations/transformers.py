@@ -17,22 +17,32 @@ then follow from the Trainer's own loop.
 come back and computes its first iteration, or the others went on without it. It then has more iterations than it needs, as the
 job's steps before it came were not among them. Where it has not, it does without the first one.
 
-**A group that comes back** begins its data where the job is (`ContinuedSampler`), as the Trainer's loop begins at zero.
+**A group that comes back** begins its data where the job is (`ContinuedSampler`), as the Trainer's loop begins at zero. The job
+makes steps while it warms up and receives the state. So it compares the two places after each iteration, and what the loader
+has not fetched yet is of the job's place.
+
+**The best checkpoint** is the job's, as far as `metric_for_best_model` says which one that is: it travels with the state. Only
+the group that speaks has it in `TrainerState.best_model_checkpoint`. The Trainer deletes other checkpoints than this one at its
+end, in each group that has one there.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, broadcast
 from torch.utils.data import BatchSampler, Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
@@ -92,6 +102,14 @@ class FaultToleranceCallback(TrainerCallback):
         self._updates_per_epoch: int | None = None
         self._resumed_at = 0
         self._num_iterations = 0
+        self._sampler: ContinuedSampler | None = None
+        self._read_until: Callable[[int], int] = lambda update: 0
+        self._num_moved = 0
+        """Updates that the order of the data was moved by, so that it is where the job is."""
+        self._is_save_due = False
+        self._resumed_best: str | None = None
+        self._best_saved: int | None = None
+        """The step of the best checkpoint: the last one that was saved when it was the best."""
         self._num_loaded = 0
         """States that were loaded before the gradients were computed."""
         self._logged_at = 0
@@ -127,6 +145,7 @@ class FaultToleranceCallback(TrainerCallback):
                 "optimizer": optimizer.optimizer.state_dict(),
                 "lr_scheduler": scheduler.state_dict(),
                 "trainer": dict(fixed),
+                "best": self._best_to_carry(state),
             }
 
         def load_state_dict(loaded: dict[str, Any]) -> None:
@@ -139,14 +158,16 @@ class FaultToleranceCallback(TrainerCallback):
             model.load_state_dict(loaded["model"])
             optimizer.optimizer.load_state_dict(loaded["optimizer"])
             scheduler.load_state_dict(loaded["lr_scheduler"])
+            self._take_best(loaded["best"], state)
 
+        self._resumed_best, state.best_model_checkpoint = state.best_model_checkpoint, None
+        self._best_saved = _step_of(self._resumed_best)
         self._manager.register_state_dict_fn(KEY, load_state_dict, state_dict)
         resumed_at = self._resumed_at = self._logged_at = state.global_step
         if resumed_at and not self._manager.current_step():
             self._manager.load_state_dict({"step": resumed_at, "batches_committed": 0})
-        newest = max(self._manager.newest_step_of_peers() or 0, self._manager.current_step())
-        if newest > resumed_at:
-            self._continue_data(loader, resumed_at, newest, accumulation)
+        self._take_over_data(loader, accumulation)
+        self._follow_job(max(self._manager.newest_step_of_peers() or 0, self._manager.current_step()))
 
     def _take_over(self, args: TrainingArguments, model: torch.nn.Module, optimizer: Any) -> None:
         _refuse(args)  # who adds a callback later is not called at the end of __init__
@@ -199,17 +220,12 @@ class FaultToleranceCallback(TrainerCallback):
 
         inner.step = step
 
-    def _continue_data(self, loader: Any, resumed_at: int, newest: int, accumulation: int) -> None:
-        """Let the loader go on where the job is, `newest - resumed_at` updates from where it would begin."""
+    def _take_over_data(self, loader: Any, accumulation: int) -> None:
+        """Make `_follow_job` able to move the order of the data, where that has a sampler with a length."""
         batch_sampler = getattr(loader, "batch_sampler", None)
         batch_sampler = getattr(batch_sampler, "batch_sampler", batch_sampler)
         sampler: Any = getattr(batch_sampler, "sampler", None)
         if type(batch_sampler) is not BatchSampler or not has_length(sampler) or self._updates_per_epoch is None:
-            logger.warning(
-                "%s: the job is at step %d, and the order of the data begins anew: the data set has no sampler that could go on",
-                self._manager.replica_id(),
-                newest,
-            )
             return
         num_samples, per_epoch = len(sampler), self._updates_per_epoch
 
@@ -217,9 +233,69 @@ class FaultToleranceCallback(TrainerCallback):
             epochs, updates = divmod(update, per_epoch)
             return epochs * num_samples + min(updates * accumulation * loader.total_batch_size, num_samples)
 
-        passed = read_until(newest) - read_until(resumed_at)
-        loader.set_sampler(ContinuedSampler(sampler, passed))
-        logger.info("%s goes on %d samples further in the data, at step %d", self._manager.replica_id(), passed, newest)
+        self._read_until, self._sampler = read_until, ContinuedSampler(sampler)
+        loader.set_sampler(self._sampler)
+
+    def _place_in_data(self) -> int:
+        """Return which update of the job the next iteration has the data of."""
+        return self._resumed_at + self._num_iterations + self._num_moved
+
+    def _follow_job(self, step: int) -> None:
+        """Let what the loader fetches from now on be what the job reads at `step`."""
+        if step == self._place_in_data():
+            return
+        name, begun = self._manager.replica_id(), self._resumed_at + self._num_iterations
+        self._num_moved = step - begun
+        if self._sampler is None:
+            logger.warning(
+                "%s: the job is at step %d, and the order of the data begins anew: the data set has no sampler that could go on",
+                name,
+                step,
+            )
+            return
+        self._sampler.num_passed = passed = self._read_until(step) - self._read_until(begun)
+        logger.info("%s goes on %d samples further in the data, at step %d", name, passed, step)
+
+    # ----------------------------------------------------------------------------------------------- checkpoints
+
+    def resume_from(self, output_dir: str | os.PathLike[str]) -> str | None:
+        """Return the checkpoint to give `train(resume_from_checkpoint=...)`, the same in all ranks of the group.
+
+        None where another group holds a state of the job: the state comes from there. Otherwise the newest checkpoint in
+        `output_dir` that is complete, or None. One in whose save the Trainer was killed is not complete. Where the lighthouse
+        does not answer within the manager's `connect_timeout` it is as if there were no other group: the state of those that
+        there are wins later.
+
+        All ranks of the group call it, on the training thread, after the Trainer was made and before `train()`.
+
+        Raises:
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        is_joining = self._manager.newest_step_of_peers() is not None
+        found = {} if is_joining else {_step_of(path): str(path) for path in Path(output_dir).glob("checkpoint-*")}
+        complete = [step for step, path in found.items() if step is not None and _is_complete(path)]
+        # The ranks may have looked at different moments.
+        chosen = torch.tensor([max(complete, default=-1)], device=PartialState().device)
+        step = int(broadcast(chosen).item())
+        return None if step < 0 else os.path.join(output_dir, f"checkpoint-{step}")
+
+    def _best_to_carry(self, state: TrainerState) -> torch.Tensor:
+        """Return metric, step and saved step of the best. As a tensor, which no optimizer owns, it may differ between groups."""
+        best = (state.best_metric, state.best_global_step, self._best_saved)
+        return torch.tensor([math.nan if value is None else value for value in best], dtype=torch.float64)
+
+    def _take_best(self, carried: torch.Tensor, state: TrainerState) -> None:
+        metric, *steps = carried.tolist()
+        state.best_metric = None if math.isnan(metric) else metric
+        state.best_global_step, self._best_saved = (None if math.isnan(step) else int(step) for step in steps)
+
+    def _best_checkpoint(self, args: TrainingArguments) -> str | None:
+        """Return where the best checkpoint is; None: there is none, or it is not there any more."""
+        if self._best_saved is None:
+            return None
+        paths = [self._resumed_best, os.path.join(str(args.output_dir), f"checkpoint-{self._best_saved}")]
+        there = (path for path in paths if path and _step_of(path) == self._best_saved and os.path.isdir(path))
+        return next(there, None)
 
     # ------------------------------------------------------------------------------------------------------- one step
 
@@ -229,6 +305,9 @@ class FaultToleranceCallback(TrainerCallback):
         """Begin a step of the job in which an iteration of the Trainer's is worth its while."""
         manager, average = self._manager, self._average
         assert average is not None
+        if self._is_save_due and state.best_global_step == state.global_step:
+            self._best_saved = state.global_step
+        self._is_save_due = False
         may_load = manager.is_behind
         manager.start_quorum()
         while may_load and self._is_in_vain() and not self._has_iterations_to_spare():
@@ -306,10 +385,15 @@ class FaultToleranceCallback(TrainerCallback):
         self._speaks = speaks = self._is_committed and self._manager.participating_rank() == 0
         state.is_world_process_zero = args.process_index == 0 and speaks
         state.is_local_process_zero = args.local_process_index == 0 and speaks
+        self._is_save_due = control.should_save
         control.should_save = control.should_save and speaks
+        state.best_model_checkpoint = self._best_checkpoint(args) if speaks else None
         if not self._is_committed:
             control.should_log = control.should_evaluate = False
         self._num_iterations += 1
+        # Before the state was loaded, `global_step` is not the job's.
+        if self._is_committed or state.global_step > self._place_in_data():
+            self._follow_job(state.global_step)
         self._num_unlogged += 1
         self._tell("on_step_end", args, state, control, **kwargs)
         return control
@@ -322,6 +406,7 @@ class FaultToleranceCallback(TrainerCallback):
             control.should_log = control.should_log and args.logging_strategy != IntervalStrategy.EPOCH
             control.should_evaluate = control.should_evaluate and args.eval_strategy != IntervalStrategy.EPOCH
             control.should_save = control.should_save and args.save_strategy != SaveStrategy.EPOCH
+        self._is_save_due = self._is_save_due or control.should_save
         control.should_save = control.should_save and self.speaks
         return control
 
@@ -402,19 +487,36 @@ def _refuse(args: TrainingArguments) -> None:
         )
 
 
+def _step_of(checkpoint: str | os.PathLike[str] | None) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None: it has none."""
+    name = "" if checkpoint is None else Path(checkpoint).name
+    found = re.fullmatch(r"checkpoint-(\d+)", name)
+    return int(found[1]) if found else None
+
+
+def _is_complete(checkpoint: str) -> bool:
+    """Whether the Trainer has written all of a checkpoint: its own state comes last."""
+    try:
+        json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 class ContinuedSampler(Sampler[int]):
     """A sampler whose order begins so many samples later, and goes over from each epoch to the next as before.
 
     What reads it for an epoch gets as many samples as before: the rest of one epoch, and the beginning of the next.
+    `num_passed` may be changed while it is read: it counts from the next sample on.
 
     Args:
         sampler: with a length, and `set_epoch` where its epochs have different orders.
         num_passed: samples, over all epochs.
     """
 
-    def __init__(self, sampler: Any, num_passed: int) -> None:
+    def __init__(self, sampler: Any, num_passed: int = 0) -> None:
         self._sampler = sampler
-        self._num_passed = num_passed
+        self.num_passed = num_passed
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -425,12 +527,19 @@ class ContinuedSampler(Sampler[int]):
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[int]:
-        epochs, first = divmod(self._num_passed, len(self))
-        yield from itertools.islice(self._order(self.epoch + epochs), first, None)
-        if first:
-            yield from itertools.islice(self._order(self.epoch + epochs + 1), first)
-
-    def _order(self, epoch: int) -> Iterator[int]:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        return iter(self._sampler)
+        length = len(self)
+        begin, num_read = self.epoch * length, 0
+        while num_read < length:
+            num_before, num_passed = num_read, self.num_passed
+            epoch, first = divmod(begin + num_read + num_passed, length)
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(epoch)
+            # To its end where it can be: some samplers do something there.
+            end = None if num_read <= first else first + length - num_read
+            for sample in itertools.islice(self._sampler, first, end):
+                yield sample
+                num_read += 1
+                if self.num_passed != num_passed:
+                    break
+            if num_read == num_before:  # it has less than its length
+                return
