@@ -112,6 +112,8 @@ class Run:
     """What group 0, which never dies, voted on, and the outcome."""
     returns: bool = False
     """A group dies and has a second life."""
+    follows: bool = False
+    """In that it receives the state outside of the quorum, and replays the steps of the others."""
     second: Life | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
     """A life has ended, whichever."""
@@ -119,11 +121,12 @@ class Run:
     """The others have come to the step at which it returns."""
 
     def __post_init__(self) -> None:
-        self.stops_at = MAX_STEPS if self.returns else self.num_steps
+        self.max_steps = 5 * MAX_STEPS if self.follows else MAX_STEPS
+        self.stops_at = self.max_steps if self.returns else self.num_steps
 
     def decide_when_to_stop(self, step: int) -> None:
         """Stop two steps on, once the group that came back contributes; the others cannot be further than this step."""
-        is_open = self.returns and self.stops_at == MAX_STEPS and step >= self.num_steps - 2
+        is_open = self.returns and self.stops_at == self.max_steps and step >= self.num_steps - 2
         if is_open and self.second is not None and (self.second.contributed or self.second.error is not None):
             self.stops_at = step + 2
 
@@ -339,7 +342,7 @@ class Life(Job):
         if self.comes_back:
             self.run.is_awaited.wait(self.run.limit_s)
         limit = timedelta(seconds=self.run.limit_s)
-        options = {"min_replica_size": 1, "timeout": limit, **options}
+        options = {"min_replica_size": 1, "timeout": limit, "follow": self.run.follows, **options}
         self.current = MortalManager(
             ProcessGroupGloo(timeout=limit) if self.run.gloo else FakeProcessGroup(self.run.fabric, limit),
             load_state_dict,
@@ -393,6 +396,8 @@ class Life(Job):
             is_alone = self.run.has_ended.is_set() or not self.run.returns  # the other may not have come in yet
             if self.step >= IS_BACK_BEFORE_STEP and is_alone and not self.run.is_awaited.is_set():
                 self.run.wait_for_return()
+            if self.run.follows and self.step >= IS_BACK_BEFORE_STEP:
+                time.sleep(0.02)  # a learner is close for a part of a step
             self.run.decide_when_to_stop(self.step)
         return self.step < self.run.stops_at
 
@@ -618,6 +623,7 @@ def run_groups(
     directory: str = "",
     seed: int = 100,
     limit_s: float = LIMIT_S,
+    follows: bool = False,
 ) -> Outcome:
     """Run a loop as replica groups; nothing of it is left running.
 
@@ -625,7 +631,7 @@ def run_groups(
         AssertionError: a group did not come to its end.
     """
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    run = Run(num_groups, num_steps, lighthouse, limit_s, gloo=gloo, directory=directory, returns=dies)
+    run = Run(num_groups, num_steps, lighthouse, limit_s, gloo=gloo, directory=directory, returns=dies, follows=follows)
     lives = [
         Life(run, group, seed=seed + group, dies_at=DIES_AT_STEP if dies and group == 1 else None)
         for group in range(num_groups)
@@ -710,8 +716,8 @@ def _show(snapshot: Snapshot, path: str) -> str:
     return f"{value[0]}{list(value[1])} {value[2][:8].hex()}" if isinstance(value, tuple) else repr(value)
 
 
-def check(entry: Idiom, *, dies: bool) -> Outcome:
-    """Run an idiom as groups, and compare what `Idiom.compare` says.
+def check(entry: Idiom, *, dies: bool, follows: bool = False) -> Outcome:
+    """Run an idiom as groups, and compare what `Idiom.compare` says. `follows`: as `Run.follows`.
 
     Raises:
         AssertionError: a bit differs, or the run was not what it should be.
@@ -727,6 +733,7 @@ def check(entry: Idiom, *, dies: bool) -> Outcome:
         gloo=entry.gloo,
         waits=entry.waits,
         limit_s=limit_s,
+        follows=follows,
     )
     _raise_errors(outcome)
     if dies:

@@ -11,8 +11,13 @@ import pytest
 import torch
 from idioms import harness, page
 from idioms.table import Idiom, table
+from support.thoroughness import by_default
+
+from torchft_ckpt.core.coordination import learning
 
 TABLE = table()
+FOLLOW_ALWAYS = ("forward_before_zero_grad",)
+"""Loops of which one was wrong once, where a group follows."""
 torch.set_num_threads(1)
 
 
@@ -48,6 +53,25 @@ def test_a_group_dies_and_returns_and_all_compute_what_the_plain_loop_computes(
     with caplog.at_level(logging.WARNING, "torchft_ckpt"):
         harness.check(entry, dies=entry.dies and entry.compare != "nothing")
     assert not entry.says or re.search(entry.says, caplog.text), caplog.text
+
+
+def loops_that_follow() -> list[object]:
+    """Return those in which a group comes back: a few by default, all in a thorough run."""
+    back = [
+        e for e in TABLE if e.dies and e.compare != "nothing" and not (e.restarts or e.refused or e.waits or e.pending)
+    ]
+    few = [entry for place, entry in enumerate(back) if place % 16 == 0 or entry.key in FOLLOW_ALWAYS]
+    return [pytest.param(entry, id=entry.key) for entry in by_default(few, thorough=back)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", loops_that_follow())
+def test_a_group_follows_before_it_joins_and_all_compute_what_the_plain_loop_computes(
+    entry: Idiom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "_is_worth_it", lambda *_: True)
+    monkeypatch.setattr(learning, "_KEEPS_UP", float("inf"))
+    harness.check(entry, dies=True, follows=True)
 
 
 @pytest.mark.slow

@@ -388,4 +388,4 @@ def weight_decay_schedule(job: Job) -> None:
         optimizer.step()
         for group in adamw.param_groups:
             group["weight_decay"] = 0.01 * manager.current_step()
-            group["betas"] = (0.9, 0.99 + 0.001 * manager.current_step())
+            group["betas"] = (0.9, 0.9 + 0.0001 * manager.current_step())

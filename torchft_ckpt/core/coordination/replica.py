@@ -220,7 +220,9 @@ class ReplicaState:
         self._is_cold = True
         """No step was computed yet, so the first one may take long: kernels are compiled, memory is taken."""
         self._wishes: StepWishes | None = None
-        """What the open step was asked for with; None where the state has changed since."""
+        """What the open step was asked for with."""
+        self._is_changed = False
+        """The state has changed since, otherwise than by a load before the forward pass."""
         self._compares = True
         self._on_probation = False
         """Unverified, or another rank of this group may still be: no quorum has taken the group for a holder again."""
@@ -342,7 +344,7 @@ class ReplicaState:
 
     def state_changed(self) -> None:
         """The state is not the one any more with which the open step was asked for."""
-        self._wishes = None
+        self._is_changed = True
 
     def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
         """Whether a step that is asked for can be the one that is open, because nothing has happened in it yet.
@@ -355,7 +357,7 @@ class ReplicaState:
             has_reduced: a collective was issued in the open step.
             is_loading: what it has to load is on the way, or not known yet.
         """
-        if not self.is_in_step or wishes != self._wishes:
+        if not self.is_in_step or wishes != self._wishes or self._is_changed:
             return False
         if not wishes.contributes or wishes.waits is not None:
             return False
@@ -433,7 +435,7 @@ class ReplicaState:
         self.error = None
         self._is_broken = False
         self._vote = None
-        self._wishes = None
+        self._wishes, self._is_changed = None, False
 
     def formed(self, formed: QuorumFormed) -> StepPlan | None:
         """The quorum of the open request was formed; None: it answers a request that is not open any more."""
@@ -509,6 +511,7 @@ class ReplicaState:
     def load_finished(self, version: StateVersion, *, before_forward: bool = True) -> None:
         """All of the state that `version` names is in place."""
         self._adopt(version)
+        self._is_changed = self._is_changed and not before_forward
         self._is_exact = before_forward or not self._compares
         self.unverified = not self._is_exact or self._stands_in
         self._on_probation = self._on_probation or self.unverified
@@ -519,8 +522,7 @@ class ReplicaState:
     def comparison_finished(self, comparison: Comparison, *, before_forward: bool) -> bool:
         """The state was compared with that of the sources; what differed is loaded. Returns whether this step is exact.
 
-        Before the forward pass a load comes in time, whatever differed. Beside it the loop has used what was there. Buffers
-        that
+        Before the forward pass a load comes in time, whatever differed. Beside it the loop has used what was there. Buffers that
         differ do no harm then if they did none in the step before: all else came out of it equal.
         """
         is_known_harmless = comparison is Comparison.BUFFERS_DIFFER and self._last_comparison is comparison
