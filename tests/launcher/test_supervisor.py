@@ -69,10 +69,12 @@ def launch(tmp_path: Path) -> Iterator[Any]:
         num_groups: int = 2,
         least: int = 1,
         restarts: int = 0,
+        left_status: int = 0,
         stdout: Any = subprocess.PIPE,
         **settings: Any,
     ) -> Launcher:
         plan = {"num_groups": num_groups, "num_all_groups": num_groups, "min_replicas": least, "max_restarts": restarts}
+        plan["left_status"] = left_status
         launchers.append(Launcher(tmp_path, program, {"plan": plan, **settings}, stdout))
         return launchers[-1]
 
@@ -174,9 +176,20 @@ time.sleep(60)
     launcher.process.send_signal(signal.SIGINT)
     status, _, errors = launcher.end()
     assert status == 130
-    assert "group 0 has finished" in errors
+    assert "group 0 has left, or has finished" in errors
     assert "group 1 was ended (status 137)" in errors
     assert not lives(launcher.pid_in("life_1_0"))
+
+
+def test_a_launcher_whose_groups_leave_says_so_by_its_status(launch: Any) -> None:
+    """As where a node is drained: the cluster has to see that the work is not done."""
+    launcher = launch(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n(folder / f'ready_{group}').touch()\ntime.sleep(60)",
+        left_status=75,
+    )
+    launcher.wait_for("ready_0", "ready_1")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end()[0] == 75
 
 
 def test_a_second_signal_kills_at_once(launch: Any) -> None:

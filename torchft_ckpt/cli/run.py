@@ -27,7 +27,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="run a lighthouse and the replica groups of a job on this machine",
         usage="%(prog)s --groups N [--nproc R] [options] -- SCRIPT [arguments]",
         description="Runs SCRIPT in R ranks of each of N replica groups, and a lighthouse. A group that fails starts again. Exit"
-        " status: 0 if all groups ended with 0, else that of the first group that has no restart left.",
+        " status: 0 if all groups ended with 0, else that of the first group that has no restart left. --left-status is for a"
+        " launcher that was told to stop.",
     )
     run.add_argument("--groups", type=int, required=True, metavar="N", help="replica groups to start here")
     run.add_argument("--nproc", type=int, default=1, metavar="R", help="ranks of each group (default: %(default)s)")
@@ -43,6 +44,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         metavar="N",
         help="the fewest groups that may train; once fewer are left, all end (default: all but one)",
+    )
+    run.add_argument(
+        "--left-status",
+        type=int,
+        default=0,
+        metavar="N",
+        help="exit status if this command got a signal and its groups then ended with 0: one other than 0 tells a cluster that"
+        " they have left and are to come back (default: %(default)s)",
     )
     run.add_argument(
         "--bind",
@@ -102,6 +111,7 @@ def _plan(options: argparse.Namespace) -> LaunchPlan:
         ranks_per_group=options.nproc,
         min_replicas=max(num_all_groups - 1, 1) if options.min_replicas is None else options.min_replicas,
         max_restarts=options.restarts,
+        left_status=options.left_status,
     )
 
 

@@ -195,7 +195,7 @@ class Supervisor:
     def _say_end(self, group: int, status: int, delay_s: float | None, was_stopping: bool) -> None:
         how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
         if status == 0:
-            _log.info("group %d has finished", group)
+            _log.info("group %d has left, or has finished" if was_stopping else "group %d has finished", group)
         elif delay_s is not None:
             left = self._job.restarts_left(group)
             _log.warning(
