@@ -72,6 +72,14 @@ def test_blocks_are_code_and_import_what_there_is(page: Path) -> None:
 
 
 @each_page
+def test_a_wait_up_to_the_join_timeout_has_its_condition_beside_it(page: Path) -> None:
+    """Half of the living groups wait for the others without end, whatever the timeout is."""
+    for paragraph in re.split(r"\n\s*\n|\n(?=[-|])", page.read_text()):
+        if re.search(r"--join-timeout-ms|join timeout", paragraph) and "wait" in paragraph:
+            assert re.search(r"more\s+than\s+half", paragraph), paragraph
+
+
+@each_page
 def test_commands_of_the_library_are_taken(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = re.compile(r"python -m torchft_ckpt (?!\.)([^`\n]+)")
     lines = [

@@ -94,6 +94,47 @@ def test_a_job_that_was_stopped_ends_well_only_if_all_its_groups_did(statuses: t
     assert job.exit_status == expected
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ((), (0, 0), 75),
+        ((0,), (0,), 75),
+        ((0, 0), (), 0),
+        ((), (0, -9), 143),
+        ((), (1, 0), 143),
+    ],
+)
+def test_groups_that_leave_as_the_launcher_is_told_to_stop_have_a_status_of_their_own(
+    before: tuple[int, ...], after: tuple[int, ...], expected: int
+) -> None:
+    """Nobody starts finished work again, so a group that left must not look finished."""
+    job = LaunchedJob(LaunchPlan(num_groups=2, num_all_groups=2, min_replicas=1, left_status=75))
+    job.to_start(0.0)
+    for group, status in enumerate(before):
+        job.ended(group, status, 1.0)
+    job.stop(143)
+    for group, status in enumerate(after, start=len(before)):
+        job.ended(group, status, 2.0)
+    assert job.is_over
+    assert job.exit_status == expected
+
+
+def test_a_failed_group_counts_for_more_than_those_that_leave() -> None:
+    job = LaunchedJob(LaunchPlan(num_groups=2, num_all_groups=2, min_replicas=1, max_restarts=0, left_status=75))
+    job.to_start(0.0)
+    job.ended(0, 5, 1.0)
+    job.stop(143)
+    job.ended(1, 0, 2.0)
+    assert job.exit_status == 5
+
+
+def test_a_group_that_is_drained_alone_has_finished_for_its_launcher() -> None:
+    job = LaunchedJob(LaunchPlan(num_groups=1, num_all_groups=4, min_replicas=3, left_status=75))
+    job.to_start(0.0)
+    job.ended(0, 0, 1.0)
+    assert job.exit_status == 0
+
+
 def test_groups_of_other_machines_count_as_left() -> None:
     job = LaunchedJob(plan(1, all_groups=4, least=3, restarts=0))
     job.to_start(0.0)
@@ -150,6 +191,8 @@ def test_each_group_has_gpus_of_its_own_in_the_machines_order() -> None:
         ({"max_restarts": -1}, "--restarts is -1; it has to be at least 0"),
         ({"first_group": -1}, "--first-group is -1"),
         ({"min_replicas": 0}, "--min-replicas is 0"),
+        ({"left_status": -1}, "--left-status is -1; it has to be at least 0"),
+        ({"left_status": 256}, "--left-status is 256; a status is at most 255"),
         ({"min_replicas": 5}, "--min-replicas is 5, but the job has 3 groups"),
         ({"first_group": 2}, "--all-groups is 3, but this launcher starts the groups up to 4"),
     ],

@@ -62,6 +62,13 @@ def test_half_of_the_living_are_not_enough_even_after_the_timeout() -> None:
     assert decide("abc", alive="abcd", now=1e6).members == ("a", "b", "c")
 
 
+def test_one_of_two_waits_for_one_that_hangs_until_it_is_dead() -> None:
+    verdict = decide("a", alive="ab", last="ab", now=1e6)
+    assert (verdict.formed, verdict.deadline) == (False, None), "time alone changes nothing"
+    assert verdict.reason == "1 of 2 living replica groups have asked, more than half are needed; waiting for b"
+    assert decide("a", alive="a", last="ab", now=1e6).members == ("a",)
+
+
 def test_shrink_only_lets_nobody_join() -> None:
     assert decide("abd", last="abc", shrink="a").members == ("a", "b")
 

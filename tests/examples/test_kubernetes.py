@@ -118,6 +118,7 @@ def test_a_group_is_started_as_its_jobset_numbers_it() -> None:
     assert plan.ranks_per_group == container["resources"]["limits"]["nvidia.com/gpu"]
     assert f"--min-replicas={plan.min_replicas}" in container_of("Deployment")["args"]
     assert f"--min-replica-size={plan.min_replicas}" in container["args"]
+    assert plan.left_status != 0, "a Job whose pod ends with 0 is complete, and makes no other pod"
 
 
 @pytest.mark.processes

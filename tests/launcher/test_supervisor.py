@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -34,14 +35,14 @@ pytestmark = pytest.mark.processes
 class Launcher:
     """A launcher that runs, and what it and its groups wrote."""
 
-    def __init__(self, folder: Path, program: str, settings: dict[str, Any], stdout: Any) -> None:
+    def __init__(self, folder: Path, program: str, settings: dict[str, Any], stdout: Any, stderr: Any) -> None:
         self.folder = folder
         (folder / "program.py").write_text(HEAD + program)
         given = {"folder": str(folder / "logs"), "program": str(folder / "program.py"), **settings}
         self.process = start(
             [sys.executable, str(LAUNCHER), json.dumps(given)],
             stdout=stdout,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | ENVIRONMENT,
         )
@@ -49,7 +50,7 @@ class Launcher:
     def end(self) -> tuple[int, list[str], list[str]]:
         """Wait for its end; return its status and the lines of its output and errors."""
         out, errors = self.process.communicate(timeout=60)
-        return self.process.returncode, (out or "").splitlines(), errors.splitlines()
+        return self.process.returncode, (out or "").splitlines(), (errors or "").splitlines()
 
     def wait_for(self, *files: str) -> None:
         wait_until(lambda: all((self.folder / name).exists() for name in files), f"files {files}")
@@ -69,11 +70,14 @@ def launch(tmp_path: Path) -> Iterator[Any]:
         num_groups: int = 2,
         least: int = 1,
         restarts: int = 0,
+        left_status: int = 0,
         stdout: Any = subprocess.PIPE,
+        stderr: Any = subprocess.PIPE,
         **settings: Any,
     ) -> Launcher:
         plan = {"num_groups": num_groups, "num_all_groups": num_groups, "min_replicas": least, "max_restarts": restarts}
-        launchers.append(Launcher(tmp_path, program, {"plan": plan, **settings}, stdout))
+        plan["left_status"] = left_status
+        launchers.append(Launcher(tmp_path, program, {"plan": plan, **settings}, stdout, stderr))
         return launchers[-1]
 
     yield begin
@@ -174,9 +178,20 @@ time.sleep(60)
     launcher.process.send_signal(signal.SIGINT)
     status, _, errors = launcher.end()
     assert status == 130
-    assert "group 0 has finished" in errors
+    assert "group 0 has left, or has finished" in errors
     assert "group 1 was ended (status 137)" in errors
     assert not lives(launcher.pid_in("life_1_0"))
+
+
+def test_a_launcher_whose_groups_leave_says_so_by_its_status(launch: Any) -> None:
+    """As where a node is drained: the cluster has to see that the work is not done."""
+    launcher = launch(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n(folder / f'ready_{group}').touch()\ntime.sleep(60)",
+        left_status=75,
+    )
+    launcher.wait_for("ready_0", "ready_1")
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.end()[0] == 75
 
 
 def test_a_second_signal_kills_at_once(launch: Any) -> None:
@@ -230,12 +245,57 @@ def test_a_job_whose_output_nobody_reads_ends(launch: Any) -> None:
     assert "SIGPIPE: ending the groups that run" in errors
 
 
+FLOOD = """
+(folder / f"ready_{group}").touch()
+def say_much():
+    for _ in range(40):
+        os.write(1, (b"x" * 99 + b"\\n") * 100)
+"""
+"""A group that has said it is held up by a full pipe, but for a launcher that reads it."""
+
+LITTLE_ROOM = {"capacity": 100_000, "patience_s": 0.05}
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["standard output", "both streams"])
+def test_a_signal_ends_a_job_whose_reader_reads_nothing(launch: Any, shares: bool) -> None:
+    """As after Ctrl-S in a terminal, or in `run | less`; with `2>&1` the launcher's own lines go there too."""
+    readable, writable = os.pipe()
+    try:
+        launcher = launch(
+            FLOOD + "while True: say_much() or time.sleep(0.05)",
+            output=LITTLE_ROOM,
+            stdout=writable,
+            **({"stderr": writable} if shares else {}),
+        )
+        wait_until(lambda: not select.select([], [writable], [], 0)[1], "the pipe is full")
+        launcher.wait_for("ready_0", "ready_1")
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.end()[0] == 130
+    finally:
+        os.close(readable)
+        os.close(writable)
+
+
+def test_the_end_of_a_group_is_seen_while_the_reader_reads_nothing(launch: Any) -> None:
+    """torchrun ends when its ranks' lines are written, and no sooner."""
+    readable, writable = os.pipe()
+    try:
+        launcher = launch(FLOOD + "say_much()\nsys.exit(3)", output=LITTLE_ROOM, stdout=writable)
+        status, _, errors = launcher.end()
+    finally:
+        os.close(readable)
+        os.close(writable)
+    assert status == 3
+    assert "nobody reads standard output: what the groups say is left out from now on; the job goes on" in errors
+    assert any("group 1 ended with status 3" in line for line in errors)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_a_job_whose_log_cannot_be_written_goes_on(launch: Any) -> None:
     with Path("/dev/full").open("w") as full:
         status, _, errors = launch("print(1, flush=True)", stdout=full).end()
     assert status == 0
-    assert any("what the groups say cannot be written any more" in line for line in errors)
+    assert any("standard output cannot be written any more" in line for line in errors)
 
 
 def test_a_job_that_ignores_the_end_of_its_terminal_goes_on(launch: Any) -> None:

@@ -44,7 +44,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--join_timeout_ms",
         type=int,
         default=60_000,
-        help="how long those who ask for a quorum wait for living groups that have not asked (default: %(default)s)",
+        help="how long those who ask for a quorum wait for living groups that have not asked, once they are more than half of the"
+        " living (default: %(default)s)",
     )
     lighthouse.add_argument(
         "--heartbeat-timeout-ms",

@@ -27,7 +27,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="run a lighthouse and the replica groups of a job on this machine",
         usage="%(prog)s --groups N [--nproc R] [options] -- SCRIPT [arguments]",
         description="Runs SCRIPT in R ranks of each of N replica groups, and a lighthouse. A group that fails starts again. Exit"
-        " status: 0 if all groups ended with 0, else that of the first group that has no restart left.",
+        " status: 0 if all groups ended with 0, else that of the first group that has no restart left. --left-status is for a"
+        " launcher that was told to stop.",
     )
     run.add_argument("--groups", type=int, required=True, metavar="N", help="replica groups to start here")
     run.add_argument("--nproc", type=int, default=1, metavar="R", help="ranks of each group (default: %(default)s)")
@@ -43,6 +44,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         metavar="N",
         help="the fewest groups that may train; once fewer are left, all end (default: all but one)",
+    )
+    run.add_argument(
+        "--left-status",
+        type=int,
+        default=0,
+        metavar="N",
+        help="exit status if this command got a signal and its groups then ended with 0: one other than 0 tells a cluster that"
+        " they have left and are to come back (default: %(default)s)",
     )
     run.add_argument(
         "--bind",
@@ -66,6 +75,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(options: argparse.Namespace) -> int:
+    from torchft_ckpt.launcher.output import Output
     from torchft_ckpt.launcher.supervisor import Launch, Supervisor
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -79,7 +89,8 @@ def _run(options: argparse.Namespace) -> int:
     job = _job(options)
     if options.token:
         os.environ[config.TOKEN[0]] = options.token
-    with _lighthouse(options, plan) as address, _log_folder(options.log_dir) as log_folder:
+    # The output outlives the lighthouse, whose log lines go that way too: a reader that does not read must not hold it up.
+    with Output() as output, _lighthouse(options, plan) as address, _log_folder(options.log_dir) as log_folder:
         _log.info(
             "lighthouse at %s, job %s: groups %d to %d of %d, ranks of each: %d",
             address,
@@ -90,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
             plan.ranks_per_group,
         )
         launch = Launch(plan=plan, command=command, lighthouse=address, job=job, log_folder=log_folder, devices=devices)
-        return asyncio.run(Supervisor(launch).run())
+        return asyncio.run(Supervisor(launch, output).run())
 
 
 def _plan(options: argparse.Namespace) -> LaunchPlan:
@@ -102,6 +113,7 @@ def _plan(options: argparse.Namespace) -> LaunchPlan:
         ranks_per_group=options.nproc,
         min_replicas=max(num_all_groups - 1, 1) if options.min_replicas is None else options.min_replicas,
         max_restarts=options.restarts,
+        left_status=options.left_status,
     )
 
 

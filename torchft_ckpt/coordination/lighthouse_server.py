@@ -63,7 +63,8 @@ class LighthouseServer:
         bind: `host:port` to listen on; port 0 takes any free one. `[::]:0` listens everywhere, by IPv6 and by IPv4 (by IPv4
             alone where there is no IPv6), `0.0.0.0:0` by IPv4.
         min_replicas: the fewest replica groups that may train.
-        join_timeout_ms: how long those who ask for a quorum wait for living groups that have not asked; 60000.
+        join_timeout_ms: how long those who ask for a quorum wait for living groups that have not asked, once they are more than
+            half of the living; until then without end. 60000.
         quorum_tick_ms: accepted for torchft's sake, not used: the lighthouse acts on events, not on ticks.
         heartbeat_timeout_ms: a group that is silent for so long is dead; 5000. One whose connection closes is dead at once.
         token: shared secret of the job; default `TORCHFT_CKPT_TOKEN`, else none.

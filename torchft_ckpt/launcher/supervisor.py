@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from torchft_ckpt import config
 from torchft_ckpt.core.services.launching import LaunchedJob, LaunchPlan, shell_status
 from torchft_ckpt.launcher.agent import LAUNCHER
 from torchft_ckpt.launcher.orphans import adopt_orphans, kill_orphans
+from torchft_ckpt.launcher.output import Output, OutputStream
 
 END_PATIENCE_S = 30.0
 """The time that a group may take to end after SIGTERM."""
@@ -56,10 +56,18 @@ class Launch:
 
 
 class Supervisor:
-    """One job, from its first process to its last. Use it once, from the main thread: it takes SIGINT, SIGTERM and SIGHUP."""
+    """One job, from its first process to its last. Use it once, from the main thread: it takes SIGINT, SIGTERM and SIGHUP.
 
-    def __init__(self, launch: Launch) -> None:
+    Args:
+        launch: its settings.
+        output: where the groups' output goes; it is open until `run` has returned.
+    """
+
+    def __init__(self, launch: Launch, output: Output) -> None:
         self._launch = launch
+        self._streams = (output.out, output.errors)
+        self._stuck: set[OutputStream] = set()
+        """Those that lines are left out of."""
         self._job = LaunchedJob(launch.plan)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         """Of the groups that run: their torchruns."""
@@ -76,6 +84,8 @@ class Supervisor:
             numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._interrupt, number)
+        for stream in self._streams:
+            stream.attach(self._see_readers_end)
         try:
             while True:
                 for group in self._job.to_start(time.monotonic()):
@@ -93,6 +103,8 @@ class Supervisor:
             await asyncio.gather(*self._waiting.values(), return_exceptions=True)
             for number in numbers:
                 loop.remove_signal_handler(number)
+            for stream in self._streams:
+                stream.detach()
 
     def _interrupt(self, number: signal.Signals) -> None:
         """End all groups; at once, where they are asked to end already."""
@@ -154,11 +166,12 @@ class Supervisor:
             os.close(out_end)
             os.close(errors_end)
         self._processes[group] = process
+        has_ended = asyncio.Event()
         copying = [
-            asyncio.create_task(self._copy_lines(source, target, f"[g{group}"))
-            for source, target in ((out, sys.stdout.buffer), (errors, sys.stderr.buffer))
+            asyncio.create_task(self._copy_lines(source, target, f"[g{group}", has_ended))
+            for source, target in zip((out, errors), self._streams, strict=True)
         ]
-        self._waiting[group] = asyncio.create_task(self._see_end(group, process, copying))
+        self._waiting[group] = asyncio.create_task(self._see_end(group, process, copying, has_ended))
 
     def _marks(self, group: int) -> dict[str, str]:
         """Return the variables that tell a group's processes from all others."""
@@ -177,13 +190,20 @@ class Supervisor:
         } | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
 
     async def _see_end(
-        self, group: int, process: asyncio.subprocess.Process, copying: Sequence[asyncio.Task[None]]
+        self,
+        group: int,
+        process: asyncio.subprocess.Process,
+        copying: Sequence[asyncio.Task[None]],
+        has_ended: asyncio.Event,
     ) -> None:
         """Wait for a group's end, and note what follows."""
         try:
             status = await process.wait()
             if status != 0:
                 await self._kill_orphans(group)  # they may keep the pipes open
+            has_ended.set()
+            for stream in self._streams:
+                stream.hurry()
             await asyncio.gather(*copying)
             del self._processes[group]
             was_stopping = self._job.is_stopping
@@ -195,7 +215,7 @@ class Supervisor:
     def _say_end(self, group: int, status: int, delay_s: float | None, was_stopping: bool) -> None:
         how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
         if status == 0:
-            _log.info("group %d has finished", group)
+            _log.info("group %d has left, or has finished" if was_stopping else "group %d has finished", group)
         elif delay_s is not None:
             left = self._job.restarts_left(group)
             _log.warning(
@@ -229,13 +249,14 @@ class Supervisor:
         if num_stuck:
             _log.error("processes of group %d (%d) do not end: they hang in the kernel", group, num_stuck)
 
-    async def _copy_lines(self, source: int, target: BinaryIO, mark: str) -> None:
+    async def _copy_lines(self, source: int, target: OutputStream, mark: str, has_ended: asyncio.Event) -> None:
         """Copy a group's output, whole lines at a time; a line that torchrun itself says gets `mark` and a bracket.
 
         Args:
-            source: descriptor of a pipe, which is closed at its end.
+            source: descriptor of a pipe, which is closed at its end. It is not read while `target` has no room.
             target: where to.
             mark: of the group, `[g1`.
+            has_ended: the group has. What is left in its pipe is little, and waits for no room: the end has to be seen.
         """
         reader = asyncio.StreamReader()
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -247,24 +268,21 @@ class Supervisor:
             if len(pending) > _READ_BYTES:  # a line without end is not kept
                 lines.append(pending)
                 pending = b""
-            self._write_lines(lines, target, mark.encode())
-        self._write_lines([pending] if pending else [], target, mark.encode())
+            await self._write_lines(lines, target, mark.encode(), has_ended)
+        await self._write_lines([pending] if pending else [], target, mark.encode(), has_ended)
         pipe.close()
 
-    def _write_lines(self, lines: Sequence[bytes], target: BinaryIO, mark: bytes) -> None:
+    async def _write_lines(
+        self, lines: Sequence[bytes], target: OutputStream, mark: bytes, has_ended: asyncio.Event
+    ) -> None:
         marked = (line if line.startswith(mark + b"/") else mark + b"] " + line for line in lines)
-        try:
-            target.write(b"".join(line + b"\n" for line in marked))
-            target.flush()
-        except OSError as error:
-            self._go_on_without(target, error)
+        if await target.write([line + b"\n" for line in marked], has_ended.is_set):
+            self._stuck.discard(target)
+        elif target not in self._stuck:
+            self._stuck.add(target)
+            _log.warning("nobody reads %s: what the groups say is left out from now on; the job goes on", target.name)
 
-    def _go_on_without(self, target: BinaryIO, error: OSError) -> None:
-        """Write the groups' output nowhere from now on, as `target` fails; the groups are still read."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, target.fileno())
-        os.close(nowhere)
-        if not isinstance(error, BrokenPipeError):
-            _log.error("what the groups say cannot be written any more: %s; the job goes on", error)
-        elif not self._job.is_stopping:  # nobody reads it: the job ends, as a command in a pipe does
+    def _see_readers_end(self) -> None:
+        """Nobody reads what the groups say: the job ends, as a command in a pipe does."""
+        if not self._job.is_stopping:
             self._interrupt(signal.SIGPIPE)

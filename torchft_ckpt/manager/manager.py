@@ -164,8 +164,8 @@ class Manager:
             majority of the compared groups is equal. "stop" discards the step and raises `ReplicasDifferError` in all groups.
         on_event: gets what happened (`torchft_ckpt.events`), in order, on the training thread: when the next step begins, before
             this group asks for it, in `finish`, and at last in `shutdown`. It may ask this Manager, or save. The other groups
-            wait meanwhile, up to the lighthouse's join timeout (60 s). An `Exception` that it raises is logged once, and ends no
-            step.
+            wait meanwhile, up to the lighthouse's join timeout (60 s) if they are more than half of the living groups. An
+            `Exception` that it raises is logged once, and ends no step.
 
     Raises:
         ConfigError: an argument or variable cannot be used.

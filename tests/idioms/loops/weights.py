@@ -236,7 +236,8 @@ def evaluate_within_step(job: Job) -> None:
 @idiom(
     "Evaluate in one group alone",
     WEIGHTS,
-    "The others wait for it in their next step, up to the lighthouse's `--join-timeout-ms`. Then they go on without it.",
+    "The others wait for it in their next step, up to the lighthouse's `--join-timeout-ms`. Then they go on without it, if they"
+    " are more than half of the living groups. With two groups, the other one waits until it comes.",
 )
 def evaluate_in_one_group(job: Job) -> None:
     model = mlp()

@@ -26,6 +26,7 @@ class LaunchPlan:
         ranks_per_group: how many processes a group has.
         min_replicas: the fewest groups that may train.
         max_restarts: how often a group that failed is started again.
+        left_status: the launcher's status where it was told to stop and its groups then ended with 0, 0 to 255.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -37,6 +38,7 @@ class LaunchPlan:
     ranks_per_group: int = 1
     min_replicas: int
     max_restarts: int = 3
+    left_status: int = 0
 
     def __post_init__(self) -> None:
         for number, least, option in (
@@ -45,9 +47,12 @@ class LaunchPlan:
             (self.max_restarts, 0, "--restarts"),
             (self.first_group, 0, "--first-group"),
             (self.min_replicas, 1, "--min-replicas"),
+            (self.left_status, 0, "--left-status"),
         ):
             if number < least:
                 raise ConfigError(f"{option} is {number}; it has to be at least {least}", party=option)
+        if self.left_status > 255:
+            raise ConfigError(f"--left-status is {self.left_status}; a status is at most 255", party="--left-status")
         last = self.first_group + self.num_groups
         if self.num_all_groups < last:
             raise ConfigError(
@@ -109,6 +114,7 @@ class LaunchedJob:
         self._num_restarts = dict.fromkeys(plan.groups, 0)
         self._first_failure: int | None = None
         self._stop_status: int | None = None
+        self._has_one_left = False
 
     @property
     def is_stopping(self) -> bool:
@@ -128,9 +134,13 @@ class LaunchedJob:
 
     @property
     def exit_status(self) -> int:
-        """Status of the launcher: 0 if all its groups ended with 0; else that of the first that failed, or of `stop`."""
+        """Status of the launcher: 0 if all its groups ended with 0; else that of the first that failed, or of `stop`.
+
+        It is the plan's `left_status` if all ended with 0, and not all of them before `stop`. Those that were running then
+        have left, as far as anybody can tell: a group that has made its last step ends alike.
+        """
         if all(state is _State.FINISHED for state in self._states.values()):
-            return 0
+            return self._plan.left_status if self._has_one_left else 0
         return next((status for status in (self._first_failure, self._stop_status) if status is not None), 1)
 
     def restarts_left(self, group: int) -> int:
@@ -161,6 +171,7 @@ class LaunchedJob:
         """
         if status == 0:
             self._states[group] = _State.FINISHED
+            self._has_one_left = self._has_one_left or self._stop_status is not None
             return None
         if self.is_stopping:
             self._states[group] = _State.TO_START  # it was ended, and is neither finished nor at fault
