@@ -87,7 +87,6 @@ def main(arguments: list[str]) -> int:
         checkpoint_transport=(
             HTTPTransport(timedelta(seconds=30), max_serve_bytes_per_s=_SLOW_BYTES_PER_S) if options.slow_link else None
         ),
-        follow=options.slow_link,
         join_budget=_SLOW_JOIN_LIMIT if options.slow_link else None,
         join_stall_limit=_SLOW_JOIN_LIMIT if options.slow_link else timedelta(seconds=60),
         on_event=tell,

@@ -142,7 +142,7 @@ class Manager:
             `start_quorum` returns then. Nobody waits for it meanwhile. Steps are replayed with optimizers that are wrapped or
             guarded; their hooks run in a replay, too, and see the step that is replayed (`current_step`). Otherwise it pays only
             where a part of the state stays as it is (frozen weights). The transport has to have redo logs, as `HTTPTransport`
-            has. New, and off by default.
+            has. None: where that helps. False: never; the others wait for this group then, as far as `join_stall_limit` allows.
         spare: this group does not train. It follows the others, as `follow` says, and goes on with that when it is close: it is
             in no collective, and nobody waits for it. `start_quorum` returns when one of the groups that train is lost, and
             this one takes its place. It stays when that one comes back. Needs a transport with redo logs.
@@ -201,7 +201,7 @@ class Manager:
         join_budget: timedelta | None = None,
         join_stall_limit: timedelta | None = timedelta(seconds=60),
         warm_up: bool = True,
-        follow: bool = False,
+        follow: bool | None = None,
         spare: bool = False,
         follow_budget_bytes: int = 1 << 30,
         heal_in_place: bool = True,
@@ -376,7 +376,7 @@ class Manager:
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
-            follows=(follow or spare) and has_redo_logs,
+            follows=(follow is not False or spare) and has_redo_logs,
         )
         self._between_steps = BetweenSteps(
             self._client,
