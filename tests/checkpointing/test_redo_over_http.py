@@ -340,6 +340,26 @@ def test_a_follower_that_is_too_slow_hears_which_memory_it_exceeded(
         job.step()
 
 
+def test_an_entry_that_is_freed_while_it_is_asked_for_is_refused_with_a_reason(
+    scene: Callable[..., Scene], learner: HTTPTransport[Any]
+) -> None:
+    job = scene()
+    job.begin()
+    job.train()
+    log = job.transports[0].redo_log
+    ask = log.ask
+
+    def ask_and_end(*asked: Any) -> object:
+        answer = ask(*asked)
+        log.end("a step of AdamW raised")
+        return answer
+
+    log.ask = ask_and_end
+    job.follow(learner)
+    with pytest.raises(SourceRefusedError, match="410 not_logged.*the redo entry of step 1 was freed"):
+        job.step()
+
+
 def test_a_version_that_is_not_on_the_way_is_refused(scene: Callable[..., Scene], learner: HTTPTransport[Any]) -> None:
     job = scene()
     job.source.step = 5

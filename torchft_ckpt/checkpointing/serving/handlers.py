@@ -336,7 +336,10 @@ class CheckpointHandlers:
         while (version := self._next_version(log, request)) is None:
             if not await self._woken(deadline):
                 raise self._refuse("not_yet", "the version that you hold is the newest here")
-        snapshot = await self._threads.run(client, log.snapshot_of, version)
+        try:
+            snapshot = await self._threads.run(client, log.snapshot_of, version)
+        except BlockGoneError as error:  # the log has ended since
+            raise self._refuse("not_logged", str(error)) from error
         try:
             self._check_unchanged(snapshot, 0, snapshot.total_bytes)
         except StateChangedError as error:
