@@ -282,7 +282,7 @@ class FaultToleranceCallback(TrainerCallback):
     def _best_to_carry(self, state: TrainerState) -> torch.Tensor:
         """Return metric, step and saved step of the best. As a tensor, which no optimizer owns, it may differ between groups."""
         best = (state.best_metric, state.best_global_step, self._best_saved)
-        return torch.tensor([math.nan if value is None else value for value in best], dtype=torch.float64)
+        return torch.tensor([math.nan if value is None else value for value in best], dtype=torch.float64, device="cpu")
 
     def _take_best(self, carried: torch.Tensor, state: TrainerState) -> None:
         metric, *steps = carried.tolist()
