@@ -356,7 +356,7 @@ def test_an_entry_that_is_freed_while_it_is_asked_for_is_refused_with_a_reason(
 
     log.ask = ask_and_end
     job.follow(learner)
-    with pytest.raises(SourceRefusedError, match="410 not_logged.*the redo entry of step 1 was freed"):
+    with pytest.raises(SourceRefusedError, match=r"410 not_logged.*the redo entry of step 1 was freed"):
         job.step()
 
 
