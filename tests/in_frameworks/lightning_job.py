@@ -1,7 +1,7 @@
 """One replica group of a Lightning job, as its user writes it: accumulates, clips, schedules, logs, saves, validates.
 
 It prints what it read for which step, which checkpoint it wrote, and its state at the end. It waits in a step for one group to be
-killed. While it trains alone it takes its time, so that the other finds the job again.
+killed, or to get SIGTERM. While it trains alone it takes its time, so that the other finds the job again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--leaves", action="store_true")
     parser.add_argument("--min-replica-size", type=int, default=1)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
@@ -158,6 +160,9 @@ def main() -> None:
     # Other weights in each life of each group: what is equal at the end came from the others.
     model = (ShardedNet if options.sharded else Net)(int.from_bytes(os.urandom(4), "big"), options.steps)
     model.manager, model.go_on = manager, options.folder.parent / "go_on"
+    say(f"PID {rank} {os.getpid()}")
+    if options.leaves:
+        manager.leave_on(signal.SIGTERM, save=lambda: trainer.save_checkpoint(options.folder / "left.ckpt"))
     trainer.fit(model, loader, DataLoader(data, batch_size=42))
     print_state(
         step=manager.current_step(),

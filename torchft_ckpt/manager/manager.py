@@ -1093,6 +1093,10 @@ class Manager:
         """
         self._leaving.leave_on(signal, save, deadline)
 
+    def leaves_on(self, signal: int) -> bool:
+        """Return whether `leave_on` was called for a signal. Any thread."""
+        return self._leaving.leaves_on(signal)
+
     def should_leave(self) -> bool:
         """Return whether this replica group has left, as it was asked to: end the training loop, then call `shutdown`.
 
