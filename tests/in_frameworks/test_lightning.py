@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import csv
+import itertools
 import os
 import re
 import signal
@@ -381,3 +382,29 @@ def test_a_group_that_does_not_leave_on_sigterm_ends_with_a_status_that_says_so(
 
     assert status == (1 if nproc else 143)  # torchrun has a status of its own
     assert nproc is None or re.search(r"exitcode\s*: 143", group.log())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_while_one_group_writes_for_longer_than_the_others_wait_no_other_one_writes(tmp_path: Path) -> None:
+    """A save takes 6 s, and the others go on after 1 s. They save and log nothing meanwhile; afterwards somebody does."""
+    folder = tmp_path / "out"
+    arguments = ["--steps=60", f"--folder={folder}", "--pause=0.1", "--slow-save=6"]
+    with FrameworkJob(tmp_path, SCRIPT, *arguments, num_groups=3, join_timeout_ms=1000) as job:
+        groups = [job.start(group) for group in range(3)]
+        states = [group.end() for group in groups]
+
+    assert_equal_states(*states)
+    saves = sorted(
+        (float(began), float(ended), name, group)
+        for group, run in enumerate(groups)
+        for began, ended, name in re.findall(r"BETWEEN (\S+) (\S+) (step=\S+)", run.log())
+    )
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(saves)), saves
+    assert saves[-1][2] == "step=60.ckpt"
+    (writer,) = {group for _, _, name, group in saves if name == "step=10.ckpt"}
+    seen_by_writer = {int(step) for step in re.findall(r" step=(\d+) quorum", groups[writer].log())}
+    silent = {step for step, _ in groups[(writer + 1) % 3].steps() if step > 10} - seen_by_writer
+    logged = [int(row["step"]) for row in rows_of(folder) if row["loss"]]
+    assert silent and not silent.intersection(logged)
+    assert logged == sorted(set(logged)) and logged[-1] == 59

@@ -16,8 +16,8 @@ group that loads one goes to that place. If it had gradients of another state, i
 **SIGTERM** is `Manager.leave_on`'s, where that was called: Lightning does not end the loop, and the next step is not begun. Else
 Lightning ends the loop after the batch, and the process with status 143.
 
-**One group speaks for the job**, the one with `participating_rank()` 0 in the last step. To Lightning it alone has rank zero,
-from the end of that step on. One that does not speak any more falls silent before it votes, so there are never two.
+**One group speaks for the job** (`Manager.speaks`). To Lightning it alone has rank zero, from the end of a step on. One that does
+not speak any more falls silent before it votes.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ class _ReplicaGroup(Strategy):
         if self._has_moved:
             self._go_to_place()
         self._place = None
-        if self._manager.participating_rank() == 0 and not self._speaks:
-            self._speak()
+        if self._manager.speaks != self._speaks:
+            self._fall_silent() if self._speaks else self._speak()
         return result
 
     def _vote(self) -> bool:

@@ -20,6 +20,7 @@ cold_start          which groups look for a state together when none of them has
 joining             how long those who train wait for one that joins
 learning            who follows the others outside of the quorum before it joins them
 patience            how long to wait before trying again
+speaking            which group writes for the job what all would write
 equality            which groups hold another state than the others of the same name
 callers             quorums of callers of `LighthouseClient.quorum`
 

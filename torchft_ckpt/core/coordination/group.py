@@ -528,6 +528,7 @@ class GroupState:
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
             unverified=any(request.unverified for request in requests),
+            speaks=any(request.speaks for request in requests),
             num_collectives=max(request.num_collectives for request in requests),
             collectives_by_rank=_unequal([request.num_collectives for request in requests]),
             contributes=all(request.contributes for request in requests),
