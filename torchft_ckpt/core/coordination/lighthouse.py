@@ -1489,7 +1489,7 @@ class LighthouseState:
         if committed:
             first = next((part.replica_id for part in current.assignment.parts if part.contributor_rank == 0), "")
             is_told = first if first in followers else ""
-            if kept_silent := self._speaking.committed(is_told, tally.votes):
+            if kept_silent := self._speaking.committed(is_told, approvers):
                 yield Log(kept_silent)
         all_leave = (
             committed

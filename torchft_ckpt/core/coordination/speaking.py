@@ -4,7 +4,7 @@ That is the first of the groups that contributed to the last step that counts. O
 long, may still write when the others go on without it. So the first one speaks only when nobody else may write. A group that was
 told to speak, or says that it was, may write until it
 
-- votes in a step, as it knows by then whether it is the first; or
+- approves a step that counts: all of its ranks have voted then, and knew by then whether it is the first; or
 - asks for a step and says that it does not speak any more; or
 - is not connected any more.
 
@@ -34,17 +34,17 @@ class Speaking:
         """A member is not connected any more."""
         self._may_write.discard(replica_id)
 
-    def committed(self, first: str, voted: Collection[str]) -> str:
+    def committed(self, first: str, approvers: Collection[str]) -> str:
         """A step counts.
 
         Args:
             first: the first of those that contributed to it, if it waits for the decision; else empty.
-            voted: who has voted in this step.
+            approvers: who has approved it.
 
         Returns:
             a line for the operator where a group is kept silent from now on; else empty.
         """
-        others = self._may_write.difference(voted, [first])
+        others = self._may_write.difference(approvers, [first])
         before, self._kept_silent = self._kept_silent, first if others else ""
         self._may_write = others or ({first} if first else set())
         if self._kept_silent in ("", before):
