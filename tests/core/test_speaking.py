@@ -6,7 +6,7 @@ import pytest
 from lighthouse_script import Job, Member
 
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse
-from torchft_ckpt.core.coordination.messages import QuorumRequest, StateVersion
+from torchft_ckpt.core.coordination.messages import Hello, QuorumRequest, StateVersion
 
 
 def three() -> tuple[Job, Member, Member, Member]:
@@ -151,3 +151,4 @@ def test_a_group_speaks_while_one_of_its_ranks_may_write() -> None:
     ]
     (asked,) = [i.message for i in out if isinstance(i, SendToLighthouse)]
     assert isinstance(asked, QuorumRequest) and asked.speaks
+    assert group.introduce(Hello(protocol=1, replica_id="g", group_world_size=2)).speaks
