@@ -129,6 +129,21 @@ def test_of_two_that_may_write_none_goes_on_to_speak() -> None:
     assert speak(a, b, c) == ["a:1"]
 
 
+def test_the_first_that_gave_up_waiting_for_a_decision_may_write_all_the_same() -> None:
+    """It has approved the step, and goes on before it hears that the step counts."""
+    job, a, b, c = three()
+    for member in (a, b, c):
+        member.asks()
+    a.votes()
+    b.votes()
+    a.replica.decision_unknown()
+    a.asks()
+    c.votes()
+    assert (b.step, c.step) == (2, 2)
+    job.step(b, c)
+    assert speak(a, b, c) == ["a:1"]
+
+
 def test_a_discarded_step_changes_nothing() -> None:
     _, a, b, c = three()
     for member in (a, b, c):

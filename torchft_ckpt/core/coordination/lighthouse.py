@@ -1488,8 +1488,7 @@ class LighthouseState:
         contributors = [part.replica_id for part in current.assignment.parts if part.contributor_rank is not None]
         if committed:
             first = next((part.replica_id for part in current.assignment.parts if part.contributor_rank == 0), "")
-            is_told = first if first in followers else ""
-            if kept_silent := self._speaking.committed(is_told, approvers):
+            if kept_silent := self._speaking.committed(first, approvers, hears=first in followers):
                 yield Log(kept_silent)
         all_leave = (
             committed

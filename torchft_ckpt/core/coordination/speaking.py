@@ -4,7 +4,7 @@ That is the first of the groups that contributed to the last step that counts. O
 long, may still write when the others go on without it. So the first one speaks only when nobody else may write. A group that was
 told to speak, or says that it was, may write until it
 
-- approves a step that counts: all of its ranks have voted then, and knew by then whether it is the first; or
+- approves a step that counts, and is not the first in it: all of its ranks have voted then, and knew that; or
 - asks for a step and says that it does not speak any more; or
 - is not connected any more.
 
@@ -34,19 +34,22 @@ class Speaking:
         """A member is not connected any more."""
         self._may_write.discard(replica_id)
 
-    def committed(self, first: str, approvers: Collection[str]) -> str:
+    def committed(self, first: str, approvers: Collection[str], *, hears: bool) -> str:
         """A step counts.
 
         Args:
-            first: the first of those that contributed to it, if it waits for the decision; else empty.
+            first: the first of those that contributed to it.
             approvers: who has approved it.
+            hears: the first waits for the decision, and is told.
 
         Returns:
             a line for the operator where a group is kept silent from now on; else empty.
         """
-        others = self._may_write.difference(approvers, [first])
-        before, self._kept_silent = self._kept_silent, first if others else ""
-        self._may_write = others or ({first} if first else set())
+        self._may_write -= set(approvers) - {first}
+        others = self._may_write - {first}
+        before, self._kept_silent = self._kept_silent, first if others and hears else ""
+        if hears:
+            self._may_write = others or {first}
         if self._kept_silent in ("", before):
             return ""
         return f"{first} does not speak for the job yet: {min(others)} did so last, and may still write"
