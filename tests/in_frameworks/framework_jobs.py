@@ -103,7 +103,7 @@ class FrameworkJob:
         script: of a replica group.
         arguments: of each group's script. `{group}` in one is the group's number.
         num_groups: said to the scripts as `NUM_REPLICA_GROUPS`.
-        min_replicas: of the lighthouse.
+        min_replicas: of the lighthouse, and so `join_timeout_ms`.
         nproc: ranks of a group, which torchrun starts; None: without torchrun, one process.
         by: a module that runs the script, for torchrun.
         environment: further variables of the groups.
@@ -116,6 +116,7 @@ class FrameworkJob:
         *arguments: str,
         num_groups: int = 2,
         min_replicas: int = 1,
+        join_timeout_ms: int = 60_000,
         nproc: int | None = None,
         by: str | None = None,
         environment: dict[str, str] | None = None,
@@ -123,7 +124,9 @@ class FrameworkJob:
         self._folder, self._script, self._arguments, self._nproc, self._by = folder, script, arguments, nproc, by
         self._num_started: dict[int, int] = {}
         self._stack = ExitStack()
-        self.lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=min_replicas)
+        self.lighthouse = LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=join_timeout_ms
+        )
         self._stack.callback(self.lighthouse.shutdown)
         self._environment = {
             "TORCHFT_LIGHTHOUSE": self.lighthouse.address(),

@@ -1,7 +1,7 @@
 """One replica group of a Lightning job, as its user writes it: accumulates, clips, schedules, logs, saves, validates.
 
 It prints what it read for which step, which checkpoint it wrote, and its state at the end. It waits in a step for one group to be
-killed. While it trains alone it takes its time, so that the other finds the job again.
+killed, or to get SIGTERM. While it trains alone it takes its time, so that the other finds the job again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,17 @@ def make_data() -> TensorDataset:
     return TensorDataset(torch.arange(NUM_SAMPLES), features, features.sum(1, keepdim=True).tanh())
 
 
-def sampler_of(group: int, data: TensorDataset, *, rank: int = 0, num_ranks: int = 1) -> DistributedSampler:
+def sampler_of(
+    group: int, data: TensorDataset, *, num_groups: int = 2, rank: int = 0, num_ranks: int = 1
+) -> DistributedSampler:
     return DistributedSampler(
-        data, replica_rank=group, num_replica_groups=2, group_rank=rank, num_replicas=num_ranks, shuffle=True, seed=5
+        data,
+        replica_rank=group,
+        num_replica_groups=num_groups,
+        group_rank=rank,
+        num_replicas=num_ranks,
+        shuffle=True,
+        seed=5,
     )
 
 
@@ -54,6 +63,7 @@ class Net(LightningModule):
         self.manager: Manager | None = None
         self.note = f"seed {seed}"
         self.go_on = Path()
+        self.pause_s = 0.0
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         numbers, features, targets = batch
@@ -67,6 +77,8 @@ class Net(LightningModule):
     def take_time(self, num_groups: int) -> None:
         if num_groups == 1:
             time.sleep(0.5)
+        elif self.pause_s:
+            time.sleep(self.pause_s)
         elif self.trainer.global_step >= HELD_AT and not self.go_on.exists():
             say("HELD")
             while not self.go_on.exists():
@@ -100,9 +112,16 @@ class ShardedNet(Net):
 
 
 class TellingIO(TorchCheckpointIO):
+    def __init__(self, slow_step: int = 0, slow_s: float = 0.0) -> None:
+        self.slow_step, self.slow_s = slow_step, slow_s
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        say(f"WROTE {Path(path).name} {checkpoint['global_step']}")
+        step, began = checkpoint["global_step"], time.time()
+        say(f"WROTE {Path(path).name} {step}")
+        if step == self.slow_step:
+            time.sleep(self.slow_s)
         super().save_checkpoint(checkpoint, path, storage_options)
+        say(f"BETWEEN {began} {time.time()} {Path(path).name}")
 
 
 def make_trainer(folder: Path, num_steps: int, **options: Any) -> Trainer:
@@ -129,6 +148,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--sharded", action="store_true")
+    parser.add_argument("--leaves", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--slow-save", type=float, default=0.0, help="seconds that the save of step 10 takes")
     parser.add_argument("--min-replica-size", type=int, default=1)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
@@ -144,9 +166,9 @@ def main() -> None:
         replica_id=f"group_{group}",
     )
     data = make_data()
-    loader = DataLoader(
-        data, batch_size=BATCH_SIZE, sampler=sampler_of(group, data, rank=rank, num_ranks=num_ranks), drop_last=True
-    )
+    num_groups = int(os.environ["NUM_REPLICA_GROUPS"])
+    sampler = sampler_of(group, data, num_groups=num_groups, rank=rank, num_ranks=num_ranks)
+    loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler, drop_last=True)
     if options.sharded:
         strategy: Any = FaultToleranceModelParallelStrategy(
             manager, data_parallel_size=num_ranks, tensor_parallel_size=1
@@ -154,10 +176,16 @@ def main() -> None:
         trainer = make_trainer(options.folder, options.steps, strategy=strategy, devices=num_ranks)
     else:
         strategy = FaultToleranceStrategy(manager)
-        trainer = make_trainer(options.folder, options.steps, strategy=strategy, plugins=[TellingIO()])
+        trainer = make_trainer(
+            options.folder, options.steps, strategy=strategy, plugins=[TellingIO(10, options.slow_save)]
+        )
     # Other weights in each life of each group: what is equal at the end came from the others.
     model = (ShardedNet if options.sharded else Net)(int.from_bytes(os.urandom(4), "big"), options.steps)
     model.manager, model.go_on = manager, options.folder.parent / "go_on"
+    model.pause_s = options.pause
+    say(f"PID {rank} {os.getpid()}")
+    if options.leaves:
+        manager.leave_on(signal.SIGTERM, save=lambda: trainer.save_checkpoint(options.folder / "left.ckpt"))
     trainer.fit(model, loader, DataLoader(data, batch_size=42))
     print_state(
         step=manager.current_step(),

@@ -8,7 +8,10 @@ from __future__ import annotations
 import ast
 import copy
 import csv
+import itertools
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ pytest.importorskip("lightning")
 from fingerprints import _leaves
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_job import ACCUMULATE, BATCH_SIZE, Net, make_data, make_trainer, sampler_of
+from lightning_job import ACCUMULATE, BATCH_SIZE, HELD_AT, Net, make_data, make_trainer, sampler_of
 from support.launched import REPO
 from torch.utils.data import DataLoader
 
@@ -308,3 +311,102 @@ def test_a_killed_group_of_two_ranks_with_fsdp2_comes_back_and_ends_bit_equal(tm
         f"step={step}.ckpt" for step in range(5, NUM_STEPS + 1, 5)
     }
     assert [int(row["step"]) for row in rows_of(folder) if row["loss"]] == list(range(NUM_STEPS))
+
+
+def sigterm(run: Group, *, rank: int = 0) -> None:
+    """Send SIGTERM to one rank of a group."""
+    run.wait_for(f"PID {rank} ")
+    os.kill(int(re.findall(rf"PID {rank} (\d+)", run.log())[0]), signal.SIGTERM)
+
+
+def leave_in_a_step(leaving: Group, kept: Group, folder: Path, *, rank: int = 0) -> None:
+    """SIGTERM comes when both have begun a step, before the last of the batches that are accumulated."""
+    leaving.wait_for("^HELD")
+    kept.wait_for("^HELD")
+    sigterm(leaving, rank=rank)
+    leaving.wait_for("this replica group leaves its job after its step")
+    (folder / "go_on").touch()
+
+
+def assert_pays_nothing(kept: Group) -> None:
+    """From the step on in which the other group leaves, all steps of this one count."""
+    assert [at for verdict in ("discard", "left_behind") for at in kept.steps(verdict) if at[0] >= HELD_AT] == []
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_group_that_gets_sigterm_makes_its_step_saves_and_leaves(tmp_path: Path) -> None:
+    """It is the one that speaks. The other one discards nothing, and speaks as soon as it is gone."""
+    folder = tmp_path / "out"
+    with FrameworkJob(tmp_path, SCRIPT, "--steps=20", f"--folder={folder}", "--leaves") as job:
+        leaving, kept = job.start(0), job.start(1)
+        leave_in_a_step(leaving, kept, tmp_path)
+        assert leaving.process.wait(timeout=60) == 0
+        assert kept.end()["step"] == 20
+
+    (left_at,) = {int(step) for step in re.findall(r"has left its job at step (\d+)", leaving.log())}
+    assert left_at == leaving.steps()[-1][0] + 1
+    checkpoint = torch.load(folder / "left.ckpt", weights_only=False)
+    assert checkpoint["global_step"] == checkpoint["lightning"]["step"] == left_at
+    assert_pays_nothing(kept)
+    logged = [int(row["step"]) for row in rows_of(folder) if row["loss"]]
+    assert logged == sorted(set(logged))
+    assert set(range(20)) - set(logged) <= {left_at, left_at + 1}, "nobody wrote while it saved, if that took long"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_sigterm_at_one_rank_of_a_sharded_group_makes_all_of_its_ranks_leave(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    with FrameworkJob(tmp_path, SCRIPT, "--steps=20", f"--folder={folder}", "--sharded", "--leaves", nproc=2) as job:
+        kept, leaving = job.start(0), job.start(1)
+        leave_in_a_step(leaving, kept, tmp_path, rank=1)
+        assert leaving.process.wait(timeout=60) == 0
+        kept.end()
+
+    left_at = re.findall(r"has left its job at step (\d+)", leaving.log())
+    assert len(left_at) == 2 and len(set(left_at)) == 1
+    assert_pays_nothing(kept)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [None, 2], ids=["one-process", "one-of-two-ranks"])
+def test_a_group_that_does_not_leave_on_sigterm_ends_with_a_status_that_says_so(
+    tmp_path: Path, nproc: int | None
+) -> None:
+    arguments = ["--steps=200", f"--folder={tmp_path / 'out'}", *(["--sharded"] if nproc else [])]
+    with FrameworkJob(tmp_path, SCRIPT, *arguments, num_groups=1, nproc=nproc) as job:
+        group = job.start(0)
+        group.wait_for_step(3)
+        sigterm(group, rank=1 if nproc else 0)
+        status = group.process.wait(timeout=60)
+
+    assert status == (1 if nproc else 143)  # torchrun has a status of its own
+    assert nproc is None or re.search(r"exitcode\s*: 143", group.log())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_while_one_group_writes_for_longer_than_the_others_wait_no_other_one_writes(tmp_path: Path) -> None:
+    """A save takes 6 s, and the others go on after 1 s. They save and log nothing meanwhile; afterwards somebody does."""
+    folder = tmp_path / "out"
+    arguments = ["--steps=60", f"--folder={folder}", "--pause=0.1", "--slow-save=6"]
+    with FrameworkJob(tmp_path, SCRIPT, *arguments, num_groups=3, join_timeout_ms=1000) as job:
+        groups = [job.start(group) for group in range(3)]
+        states = [group.end() for group in groups]
+
+    assert_equal_states(*states)
+    saves = sorted(
+        (float(began), float(ended), name, group)
+        for group, run in enumerate(groups)
+        for began, ended, name in re.findall(r"BETWEEN (\S+) (\S+) (step=\S+)", run.log())
+    )
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(saves)), saves
+    assert saves[-1][2] == "step=60.ckpt"
+    (writer,) = {group for _, _, name, group in saves if name == "step=10.ckpt"}
+    seen_by_writer = {int(step) for step in re.findall(r" step=(\d+) quorum", groups[writer].log())}
+    silent = {step for step, _ in groups[(writer + 1) % 3].steps() if step > 10} - seen_by_writer
+    logged = [int(row["step"]) for row in rows_of(folder) if row["loss"]]
+    assert silent and not silent.intersection(logged)
+    assert logged == sorted(set(logged)) and logged[-1] == 59

@@ -324,3 +324,23 @@ def test_arguments_that_would_leave_groups_apart_are_refused(
     args = TrainingArguments(output_dir=str(tmp_path), **changes)
     with pytest.raises(ConfigError, match=named):
         FaultToleranceCallback(manager=None).on_init_end(args, TrainerState(), TrainerControl())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_while_one_group_saves_for_longer_than_the_others_wait_no_other_one_writes(tmp_path: Path) -> None:
+    """The others train on after 1 s, of 6 s."""
+    (tmp_path / "go").touch()
+    options = [f"--folder={tmp_path}", "--steps=80", "--wait", "0", str(tmp_path / "go")]
+    script = SCRIPT.with_name("slow_save_group.py")
+    with FrameworkJob(tmp_path, script, *options, num_groups=3, join_timeout_ms=1000) as job:
+        groups = [job.start(group) for group in range(3)]
+        assert_equal_states(*(group.end() for group in groups))
+
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    (began,) = [number for number, line in enumerate(lines) if (line["event"], line["step"]) == ("save", 10)]
+    assert lines[began + 1] == {**lines[began], "event": "saved"}
+    writer = lines[began]["group"]
+    seen_by_writer = {int(step) for step in re.findall(r" step=(\d+) quorum", groups[writer].log())}
+    assert {step for step, _ in groups[(writer + 1) % 3].steps() if step > 10} - seen_by_writer, "they did train on"
+    assert (lines[-1]["event"], lines[-1]["step"]) == ("save", 80)

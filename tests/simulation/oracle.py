@@ -15,6 +15,7 @@
   contributes nothing until it has loaded another; it may forget that only where the lighthouse was lost before it heard of it.
 - The ranks of a group have committed the same steps whenever the group asks for the next.
 - The ranks of a group that leaves leave after the same step.
+- No group is told to speak for the job while another one that is connected may write, because it was told so.
 - A learner neither contributes nor votes nor commits and is in no quorum. Without it the others' next quorum would form no
   sooner: nobody waits for it to ask. What it receives next is what came of the state that it holds.
 """
@@ -124,6 +125,10 @@ class Oracle:
         """By replica id and rank: the last state that it received outside of the quorum."""
         self._left: dict[str, QuorumFormed] = {}
         """By replica id: the quorum of the step after which the first of its ranks left."""
+        self._have_spoken: dict[tuple[str, int], Trainer] = {}
+        """By replica id and rank: the latest that was told to speak for the job."""
+        self.num_spoken = 0
+        self.num_silent = 0
         self.on_formed: Callable[[LighthouseState, dict[str, QuorumRequest]], None] | None = None
         """Called when a quorum is formed, with what its members had asked for, by replica id."""
 
@@ -274,6 +279,20 @@ class Oracle:
                 self.fail(f"lighthouse {deciders} committed both {version} and {other}")
         self._committed[version.step].append(version)
 
+    def hears_decision(self, trainer: Trainer) -> None:
+        """A rank has heard that its step counts."""
+        if trainer.replica.speaks:
+            self._have_spoken[trainer.replica_id, trainer.rank] = trainer
+            self.num_spoken += 1
+        self.num_silent += bool(trainer.replica.silent_for)
+
+    def _check_speaks(self, state: LighthouseState, connection: str) -> None:
+        told = next((m.replica_id for m in state.members.values() if m.connection == connection), None)
+        for trainer in self._have_spoken.values():
+            is_other = trainer.replica_id in state.members and trainer.replica_id != told
+            if is_other and trainer.replica.speaks and trainer.process.is_alive:
+                self.fail(f"{told} is told to speak for the job, and {trainer.address} may write")
+
     def _holds(self, trainer: Trainer, version: StateVersion, value: object) -> None:
         if isinstance(value, tuple):
             self.fail(f"{trainer.address} holds a torn state under the name {version}")
@@ -338,6 +357,8 @@ class Oracle:
                 elif isinstance(instruction.message, CommitDecided):
                     self._check_decided(state, life, instruction.message)
                     self._check_apart(state, instruction.connection, instruction.message)
+                    if instruction.message.speaks:
+                        self._check_speaks(state, instruction.connection)
         life.finished_step = state.finished_step
         self._check_stood_still(state, life)
         life.beside.note(event, instructions)

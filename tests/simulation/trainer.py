@@ -585,6 +585,7 @@ class Trainer:
             self._oracle.commits(self, before, value, tuple(self._results))
             self._distance.lost()
             self._take(value)
+            self._oracle.hears_decision(self)
             self.last_commits.append(self.replica.version)
         else:
             self.last_commits.clear()

@@ -13,8 +13,11 @@ its `global_step` is the job's.
 **A state is what Lightning would write into a checkpoint**, checkpoint hooks and callbacks included, and the place in the data. A
 group that loads one goes to that place. If it had gradients of another state, it computes them again from there.
 
-**One group speaks for the job**, the one with `participating_rank()` 0 in the last step. To Lightning it alone has rank zero,
-from the end of that step on. One that does not speak any more falls silent before it votes, so there are never two.
+**SIGTERM** is `Manager.leave_on`'s, where that was called: Lightning does not end the loop, and the next step is not begun. Else
+Lightning ends the loop after the batch, and the process with status 143.
+
+**One group speaks for the job** (`Manager.speaks`). To Lightning it alone has rank zero, from the end of a step on. One that does
+not speak any more falls silent before it votes.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import contextlib
 import copy
 import csv
 import logging
+import signal
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +41,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
@@ -95,6 +100,7 @@ class _ReplicaGroup(Strategy):
     def setup(self, trainer: Any) -> None:
         """As the strategy does it; then register what Lightning trains with the manager."""
         super().setup(trainer)
+        trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm  # Lightning makes a handler of it after this
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert self.lightning_module is not None and self.model is not None
@@ -142,6 +148,22 @@ class _ReplicaGroup(Strategy):
         """Tell the job that this group has made its last step."""
         super().on_train_end()
         self._manager.finish()
+
+    # ------------------------------------------------------------------------------------------------------- SIGTERM
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        """In place of Lightning's own handler, which begins with a collective that other ranks may not come to.
+
+        Lightning calls the handler that was there before after this one.
+        """
+        if not self._manager.leaves_on(number):
+            self._trainer._signal_connector.received_sigterm = True
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As the strategy does it. What SIGTERM ends has not ended well: who started the group is to know."""
+        super().on_exception(exception)
+        if isinstance(exception, SIGTERMException):
+            exception.code = 128 + signal.SIGTERM
 
     # ------------------------------------------------------------------------------------------------------- one step
 
@@ -193,8 +215,8 @@ class _ReplicaGroup(Strategy):
         if self._has_moved:
             self._go_to_place()
         self._place = None
-        if self._manager.participating_rank() == 0 and not self._speaks:
-            self._speak()
+        if self._manager.speaks != self._speaks:
+            self._fall_silent() if self._speaks else self._speak()
         return result
 
     def _vote(self) -> bool:

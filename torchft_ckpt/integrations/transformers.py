@@ -382,7 +382,7 @@ class FaultToleranceCallback(TrainerCallback):
             state.epoch = state.global_step / per_epoch
             if self._is_committed and state.global_step % per_epoch == 0:
                 DefaultFlowCallback().on_epoch_end(args, state, control)
-        self._speaks = speaks = self._is_committed and self._manager.participating_rank() == 0
+        self._speaks = speaks = self._is_committed and self._manager.speaks
         state.is_world_process_zero = args.process_index == 0 and speaks
         state.is_local_process_zero = args.local_process_index == 0 and speaks
         self._is_save_due = control.should_save

@@ -92,6 +92,10 @@ class Leaving:
         if self._go_at is None:
             self._save, self._deadline_s = plan
 
+    def leaves_on(self, number: int) -> bool:
+        """See `Manager.leaves_on`. Any thread."""
+        return number in self._plans
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """The signal's handler: on the main thread, in the middle of anything, so it takes no lock and writes no log."""
         before = self._handlers.get(number)

@@ -955,6 +955,18 @@ class Manager:
         self.wait_quorum()
         return self._client.view().participating_rank
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this group speaks for the job: what all groups would write to one place, checkpoints say, it writes.
+
+        That is the first of the groups that contributed to the last step that counts (`participating_rank` 0), as soon as the one
+        that spoke before is known not to write any more: it has voted in a step since, or is gone. So it is True at one group at
+        most, from the end of a step to its vote in one in which another group is the first. An exception is a group that is cut
+        off from the lighthouse, or whose process stands still, for longer than the lighthouse waits for a sign of life: it is
+        taken for dead and may write all the same. Any thread; the same on all ranks of a group between two steps.
+        """
+        return self._client.view().speaks
+
     def num_participants(self) -> int:
         """Return how many replica groups contribute to this step. Waits for the quorum."""
         if not self._steps.has_quorum:
@@ -1100,6 +1112,10 @@ class Manager:
             ConfigError: not on the main thread; the signal cannot be handled; the deadline is not positive.
         """
         self._leaving.leave_on(signal, save, deadline)
+
+    def leaves_on(self, signal: int) -> bool:
+        """Return whether `leave_on` was called for a signal. Any thread."""
+        return self._leaving.leaves_on(signal)
 
     def should_leave(self) -> bool:
         """Return whether this replica group has left, as it was asked to: end the training loop, then call `shutdown`.

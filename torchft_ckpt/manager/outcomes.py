@@ -13,6 +13,9 @@ from torchft_ckpt.errors import MaxRetriesExceededError
 logger = logging.getLogger(__name__)
 
 TOO_FEW_LOG_S = 10.0
+SILENT_LOG_S = 10.0
+"""A group that would speak for the job says so for the first time after this, and then again in each minute."""
+SILENT_AGAIN_S = 60.0
 
 
 class StepOutcomes:
@@ -27,6 +30,8 @@ class StepOutcomes:
         self._discards = DiscardRun()
         self._too_few_since: float | None = None
         self._too_few_logged_at: float | None = None
+        self._silent_since: float | None = None
+        self._silent_says_at = 0.0
         self._has_warned_of_none = False
 
     def ended(self, vote: CommitVote, outcome: Outcome, reason: str, now: ReplicaView, took_s: float) -> None:
@@ -43,6 +48,7 @@ class StepOutcomes:
             self._num_failed_in_a_row += 1
         self._log(vote, outcome, reason, now, took_s)
         self._warn_if_too_few(vote, now)
+        self._warn_if_kept_silent(now)
         self._warn_of_discards(outcome, reason, now)
         if self._max_retries is not None and self._num_failed_in_a_row > self._max_retries:
             raise MaxRetriesExceededError(
@@ -91,6 +97,24 @@ class StepOutcomes:
                 self._party,
                 at - since,
                 vote.reason,
+            )
+
+    def _warn_if_kept_silent(self, now: ReplicaView) -> None:
+        """Say now and then that nobody writes for the job, and on whose account."""
+        at = time.monotonic()
+        if not now.silent_for:
+            self._silent_since = None
+            return
+        if self._silent_since is None:
+            self._silent_since, self._silent_says_at = at, at + SILENT_LOG_S
+        if at >= self._silent_says_at:
+            self._silent_says_at = at + SILENT_AGAIN_S
+            logger.warning(
+                "%s has not spoken for the job for %.0f s: %s did so last, lives, and has not come to a step since, so it may"
+                " still write. Checkpoints and logs of these steps are missing. If it hangs, end it",
+                self._party,
+                at - self._silent_since,
+                now.silent_for,
             )
 
     def _warn_of_discards(self, outcome: Outcome, reason: str, now: ReplicaView) -> None:

@@ -209,7 +209,13 @@ class GroupState:
         addresses = self._all_addresses() if self._addresses and self.broken is None else []
         # Rank 0 may have asked for the next step already, and the group has not.
         is_beside = hello.is_beside or (self._quorum is not None and self._quorum.role is Role.LEARNER)
-        return msgspec.structs.replace(hello, checkpoint_addresses=addresses, is_beside=is_beside)
+        speaks = hello.speaks or self._may_write()
+        return msgspec.structs.replace(hello, checkpoint_addresses=addresses, is_beside=is_beside, speaks=speaks)
+
+    def _may_write(self) -> bool:
+        """Whether a rank that has not voted since said in its last request that it speaks for the job."""
+        unvoted = {rank: request for rank, request in self._asked_by.items() if rank not in self._votes}
+        return any(request.speaks for request in {**unvoted, **self._requests}.values())
 
     def _all_addresses(self) -> list[str]:
         return [self._addresses.get(rank, "") for rank in range(self.world_size)]
@@ -554,6 +560,7 @@ class GroupState:
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
             unverified=any(request.unverified for request in requests),
+            speaks=any(request.speaks for request in requests),
             num_collectives=max(request.num_collectives for request in requests),
             collectives_by_rank=_unequal([request.num_collectives for request in requests]),
             contributes=all(request.contributes for request in requests),

@@ -103,6 +103,7 @@ from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Hol
 from torchft_ckpt.core.coordination.restart import RestartRecovery, StepKey
 from torchft_ckpt.core.coordination.roster import Roster
 from torchft_ckpt.core.coordination.spares import Spares
+from torchft_ckpt.core.coordination.speaking import Speaking
 
 PENDING_NOTICE_S = 1.0
 LEAVES_BETWEEN_STEPS_AFTER_S = 2.0
@@ -166,6 +167,7 @@ class LighthouseState:
         self._equality = Equality(self.members)
         self._restart = RestartRecovery(restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._contributors = RecentContributors()
+        self._speaking = Speaking()
         self._store_hosts: tuple[str, ...] = ()
         """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
@@ -433,6 +435,7 @@ class LighthouseState:
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
         yield from self._equality.joined(hello)
         self._learn_from(hello, now)
+        self._speaking.said(replica_id, hello.speaks)
         if self._is_still_in_quorum(member):
             self._quorum_members[replica_id] = None
         yield from self._give_up_overtaken_step(now)
@@ -557,6 +560,7 @@ class LighthouseState:
         member.notified_reason = ""
         if request.needs_new_quorum:
             yield from self._break_forgotten_collectives(self._restart.left(replica_id))
+        self._speaking.said(replica_id, request.speaks)
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, request.version, now)
         self._waiting[replica_id] = None
@@ -711,7 +715,10 @@ class LighthouseState:
         return Log(line + more, is_warning=is_short)
 
     def _as_told(self, member: Member, decided: CommitDecided, now: float, *, all_leave: bool = False) -> CommitDecided:
-        """Return the decision on a member's step as that member is told it: with it goes who is to leave."""
+        """Return the decision on a member's step as that member is told it: with it goes who is to leave, and who speaks."""
+        if decided.outcome is Outcome.COMMIT:
+            speaks, silent_for = self._speaking.told(member.replica_id)
+            decided = msgspec.structs.replace(decided, speaks=speaks, silent_for=clip(silent_for))
         if not member.is_in_step or not self._may_go(member, now):
             return decided
         self._let_go(member)
@@ -1538,6 +1545,10 @@ class LighthouseState:
             if vote is not None and vote.approve:
                 self._joining.joined(replica_id)
         contributors = [part.replica_id for part in current.assignment.parts if part.contributor_rank is not None]
+        if committed:
+            first = next((part.replica_id for part in current.assignment.parts if part.contributor_rank == 0), "")
+            if kept_silent := self._speaking.committed(first, approvers, hears=first in followers):
+                yield Log(kept_silent)
         all_leave = (
             committed
             and bool(contributors)
@@ -1689,6 +1700,7 @@ class LighthouseState:
         """
         member = self._roster.remove(replica_id, reason, is_closed=is_closed)
         self._history.gone(replica_id)
+        self._speaking.gone(replica_id)
         if not is_on_purpose and not member.has_finished:
             self._history.cut_off(group_name(replica_id), member.version, now)
         elif is_on_purpose and self._history.is_valid(member.version):

@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -169,6 +169,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     check_equal_every: Count = 0
     """The group votes with digests of its state after each committed step that this divides; 0: never."""
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
+    speaks: bool = False
+    """As in `QuorumRequest`."""
 
     @property
     def was_in_quorum(self) -> bool:
@@ -205,6 +207,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     unverified: bool = False
     """It made the step to `version` while it healed: its training loop may have used the state from before. It has the name
     of the state, and its bits are not known to be equal yet."""
+    speaks: bool = False
+    """It was told that it speaks for the job, and may write until it votes in a step that makes another group the first."""
     num_collectives: Count = 0
     """How many it issued in the step before this one, with those after the decision; of a group: the most of one rank."""
     collectives_by_rank: CollectivesByRank = []
@@ -581,6 +585,10 @@ class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """This member leaves after this step, as it wished or was asked to: the others do not wait for it any more."""
     all_leave: bool = False
     """So do all that contributed to the step, and all of these commit it."""
+    speaks: bool = False
+    """This member speaks for the job from here on: what all groups would write, it writes."""
+    silent_for: Text = ""
+    """This member would speak, but for this other one, which did so last and may still write."""
     reason: Text = ""
 
 

@@ -176,6 +176,8 @@ class ReplicaView(NamedTuple):
     follows: bool
     is_leaving: bool
     all_leave: bool
+    speaks: bool
+    silent_for: str
     is_in_step: bool
     is_between_steps: bool
     is_voted_on: bool
@@ -234,6 +236,10 @@ class ReplicaState:
         """The last step has ended, and the group leaves with it: no other one begins."""
         self.all_leave = False
         """So do all groups that contributed to that step."""
+        self.speaks = False
+        """It may write for the job: from a decision that says so to the vote in a step in which it is not the first."""
+        self.silent_for = ""
+        """As of the last step: see `CommitDecided.silent_for`."""
 
     # ------------------------------------------------------------------------------------------------ what it is now
 
@@ -390,6 +396,7 @@ class ReplicaState:
             can_serve=facts.can_serve,
             needs_new_quorum=self.configured is None,
             unverified=self.unverified,
+            speaks=self.speaks,
             contributes=wishes.contributes,
             gathers=facts.gathers,
             min_contributors=self.settings.min_replica_size,
@@ -586,6 +593,7 @@ class ReplicaState:
         if approve and self.num_participants < self.settings.min_replica_size:
             approve = False
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
+        self.speaks = self.speaks and self.participating_rank == 0
         is_known_holder = formed.role is Role.HEALTHY and not formed.unverified and not formed.names_state
         self.phase = StepPhase.VOTED
         self._vote = CommitVote(
@@ -609,6 +617,7 @@ class ReplicaState:
         """The step beside the quorum is over: nothing of it counts. What was received instead of one is old by now."""
         self._is_stale = self._is_stale or self.follows
         self.phase = StepPhase.IDLE
+        self.speaks = False
         self.is_leaving = self.quorum is not None and self.quorum.leaving
         return Outcome.LEFT_BEHIND
 
@@ -650,7 +659,9 @@ class ReplicaState:
             step = decided.step + 1
             self.unverified = self.unverified and not self._is_exact
             self._adopt(StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch))
+            self.speaks, self.silent_for = decided.speaks, decided.silent_for
         elif outcome is Outcome.LEFT_BEHIND:
+            self.speaks = False
             if decided.differs:
                 self._lose_name()
             self.newest_step = max(self.newest_step, decided.step + 1)
@@ -708,6 +719,7 @@ class ReplicaState:
             spare=self.settings.spare,
             check_equal_every=self.settings.check_equal_every,
             on_replicas_differ=self.settings.on_replicas_differ,
+            speaks=self.speaks,
         )
 
     def _go_back(self, rolled_back_to: StateVersion) -> None:

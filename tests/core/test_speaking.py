@@ -1,0 +1,169 @@
+"""One group speaks for the job: the first of those that train, once the one before is known not to write any more."""
+
+from __future__ import annotations
+
+import pytest
+from lighthouse_script import Job, Member
+
+from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse
+from torchft_ckpt.core.coordination.messages import Hello, QuorumRequest, StateVersion
+
+
+def three() -> tuple[Job, Member, Member, Member]:
+    """A job of a, b and c, which have made a step together; a speaks."""
+    job = Job(join_timeout_s=10.0)
+    members = job.join("a"), job.join("b"), job.join("c")
+    job.step(*members)
+    assert speak(*members) == ["a:1"]
+    return job, *members
+
+
+def speak(*members: Member) -> list[str]:
+    return [member.replica_id for member in members if member.replica.speaks]
+
+
+def go_on_without(job: Job, late: Member, *others: Member) -> None:
+    """A group does not come to the next step, and its heart beats; the others wait until the join timeout, and make it."""
+    for member in others:
+        member.asks()
+    job.passes(11.0)
+    for member in others:
+        member.votes()
+    assert {member.step for member in others} == {late.step + 1}
+
+
+def test_while_a_group_may_write_no_other_one_speaks() -> None:
+    job, a, b, c = three()
+    go_on_without(job, a, b, c)
+    job.step(b, c)
+    assert speak(a, b, c) == ["a:1"]
+    assert (b.replica.silent_for, c.replica.silent_for) == ("a:1", "")
+    assert [line for line in job.log if "speak" in line] == [
+        "b:1 does not speak for the job yet: a:1 did so last, and may still write"
+    ]
+
+
+def test_a_group_that_was_late_speaks_until_it_votes_as_another_than_the_first() -> None:
+    job, a, b, c = three()
+    go_on_without(job, a, b, c)
+    a.asks()
+    job.step(b, c)  # they capture their state for it
+    assert speak(a, b, c) == ["a:1"]
+    b.asks()
+    c.asks()
+    for member in (a, b, c):
+        member.votes()
+    assert "quorum 3 step 3 joiner" in a.hears()
+    assert speak(a, b, c) == ["b:1"], "with the end of this step it knows that it may"
+    job.step(a, b, c)  # it compares what it has loaded
+    job.step(a, b, c)
+    assert speak(a, b, c) == ["a:1"], "it contributes again, as the first"
+
+
+@pytest.mark.parametrize("end", ["dies", "leaves"])
+def test_when_the_group_that_may_write_is_gone_the_next_one_speaks(end: str) -> None:
+    job, a, b, c = three()
+    go_on_without(job, a, b, c)
+    a.dies() if end == "dies" else a.leaves()
+    job.step(b, c)
+    assert speak(b, c) == ["b:1"]
+    assert b.replica.silent_for == ""
+
+
+def test_when_the_first_dies_the_next_one_speaks_from_the_next_step_that_counts() -> None:
+    job, a, b, c = three()
+    a.dies()
+    job.step(b, c)
+    assert speak(b, c) == ["b:1"]
+
+
+def test_a_group_that_leaves_may_write_until_it_is_gone() -> None:
+    """Its `save` runs when the others have gone on."""
+    job, a, b, c = three()
+    a.wishes_to_leave()
+    job.step(a, b, c)
+    assert a.replica.is_leaving and speak(a, b, c) == ["a:1"]
+    job.step(b, c)
+    assert speak(a, b, c) == ["a:1"]
+    a.leaves()
+    job.step(b, c)
+    assert speak(b, c) == ["b:1"]
+
+
+def test_a_group_beside_the_quorum_speaks_until_it_has_computed_its_step() -> None:
+    """It computes what does not count, and says so when it asks again."""
+    job, a, b, c = three()
+    go_on_without(job, a, b, c)
+    a.asks()
+    job.step(b, c)
+    assert speak(a, b, c) == ["a:1"]
+    a.replica.learned()
+    a.asks()
+    job.step(b, c)
+    job.passes(6.0)  # a is a joiner in this step, and does not come to its end
+    assert speak(b, c) == ["b:1"]
+
+
+def test_a_restarted_lighthouse_learns_who_may_write() -> None:
+    job, a, b, c = three()
+    job.restart()
+    for member in (b, c, a):
+        member.connects()
+    b.asks()
+    c.asks()
+    job.passes(120.0)
+    b.votes()
+    c.votes()
+    assert b.step == 2
+    assert speak(a, b, c) == ["a:1"]
+
+
+def test_of_two_that_may_write_none_goes_on_to_speak() -> None:
+    """a was cut off, taken for dead, and is back: b speaks by then, and falls silent with its next step."""
+    job, a, b, c = three()
+    a.is_cut_off()
+    job.step(b, c)
+    assert speak(a, b, c) == ["a:1", "b:1"]
+    a.connects()
+    job.step(b, c)
+    assert speak(a, b, c) == ["a:1"]
+
+
+def test_the_first_that_gave_up_waiting_for_a_decision_may_write_all_the_same() -> None:
+    """It has approved the step, and goes on before it hears that the step counts."""
+    job, a, b, c = three()
+    for member in (a, b, c):
+        member.asks()
+    a.votes()
+    b.votes()
+    a.replica.decision_unknown()
+    a.asks()
+    c.votes()
+    assert (b.step, c.step) == (2, 2)
+    job.step(b, c)
+    assert speak(a, b, c) == ["a:1"]
+
+
+def test_a_discarded_step_changes_nothing() -> None:
+    _, a, b, c = three()
+    for member in (a, b, c):
+        member.asks()
+    a.votes()
+    b.votes(error="it failed")
+    c.votes()
+    assert a.step == 1 and speak(a, b, c) == ["a:1"]
+
+
+def test_a_group_speaks_while_one_of_its_ranks_may_write() -> None:
+    group = GroupState(world_size=2)
+    version = StateVersion(step=1, quorum_id=1, epoch="e")
+    out = [
+        instruction
+        for rank in range(2)
+        for instruction in group.handle(
+            RankMessage(rank, QuorumRequest(request_id=1, version=version, speaks=rank == 1))
+        )
+    ]
+    (asked,) = [i.message for i in out if isinstance(i, SendToLighthouse)]
+    assert isinstance(asked, QuorumRequest) and asked.speaks
+    assert group.introduce(Hello(protocol=1, replica_id="g", group_world_size=2)).speaks

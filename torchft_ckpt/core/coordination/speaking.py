@@ -1,0 +1,59 @@
+"""This file decides which replica group speaks for a job: what all groups would write to one place, checkpoints say, it writes.
+
+That is the first of the groups that contributed to the last step that counts. One that was late for a step, because a save took
+long, may still write when the others go on without it. So the first one speaks only when nobody else may write. A group that was
+told to speak, or says that it was, may write until it
+
+- approves a step that counts, and is not the first in it: all of its ranks have voted then, and knew that; or
+- asks for a step and says that it does not speak any more; or
+- is not connected any more.
+
+A member that is cut off from the lighthouse, or whose process stands still for longer than the lighthouse waits for a sign of
+life, is taken for dead, and may write all the same. Where it comes back and says so, the other one is silent from its next step
+on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class Speaking:
+    """Who may write for the job. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._may_write: set[str] = set()
+        self._kept_silent = ""
+        """The group that would speak, as of the last step that counts, but for others; empty: there is none."""
+
+    def said(self, replica_id: str, speaks: bool) -> None:
+        """A member connects, or asks for a step, and says whether it was told to speak."""
+        (self._may_write.add if speaks else self._may_write.discard)(replica_id)
+
+    def gone(self, replica_id: str) -> None:
+        """A member is not connected any more."""
+        self._may_write.discard(replica_id)
+
+    def committed(self, first: str, approvers: Collection[str], *, hears: bool) -> str:
+        """A step counts.
+
+        Args:
+            first: the first of those that contributed to it.
+            approvers: who has approved it.
+            hears: the first waits for the decision, and is told.
+
+        Returns:
+            a line for the operator where a group is kept silent from now on; else empty.
+        """
+        self._may_write -= set(approvers) - {first}
+        others = self._may_write - {first}
+        before, self._kept_silent = self._kept_silent, first if others and hears else ""
+        if hears:
+            self._may_write = others or {first}
+        if self._kept_silent in ("", before):
+            return ""
+        return f"{first} does not speak for the job yet: {min(others)} did so last, and may still write"
+
+    def told(self, replica_id: str) -> tuple[bool, str]:
+        """Return whether a member speaks from the last step that counts on; and, where it is kept silent, for whom."""
+        return self._may_write == {replica_id}, min(self._may_write) if replica_id == self._kept_silent else ""
