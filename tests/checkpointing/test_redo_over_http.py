@@ -360,6 +360,16 @@ def test_an_entry_that_is_freed_while_it_is_asked_for_is_refused_with_a_reason(
         job.step()
 
 
+def test_the_ranks_of_a_machine_share_what_redo_logs_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+    for said in ("", "4", "many"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+        transport = make_transport()
+        budgets.append(transport.redo_log._log.budget_bytes)
+        transport.shutdown(wait=False)
+    assert budgets[1] == budgets[0] // 4 and budgets[2] == budgets[0]
+
+
 def test_a_version_that_is_not_on_the_way_is_refused(scene: Callable[..., Scene], learner: HTTPTransport[Any]) -> None:
     job = scene()
     job.source.step = 5

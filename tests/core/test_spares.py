@@ -188,3 +188,87 @@ def test_a_quorum_waits_a_tenth_of_a_second_for_a_called_spare_that_is_close(ask
         job.passes(0.1)
     assert [words.startswith("quorum 2 step 3") for words in a.hears()] == [True]
     assert (spare.formed is not None and spare.formed.role is Role.JOINER) == asks
+
+
+def test_a_spare_that_comes_with_the_job_computes_its_first_step_before_it_follows() -> None:
+    job = Job()
+    a, b, spare = job.join("a"), job.join("b"), job.join("s", spare=True, warm_up=True)
+    spare.asks(reach_s=0.1, can_follow=True)
+    trains(job, a, b)
+    assert spare.formed is not None and spare.formed.warms_up and not spare.formed.follows
+    spare.votes()
+    spare.replica.learned()
+    spare.asks(reach_s=0.1, can_follow=True)
+    trains(job, a, b)
+    assert spare.formed.follows and spare.formed.stays
+
+
+def test_a_spare_that_is_still_receiving_holds_no_other_group_up() -> None:
+    job = Job()
+    a, b, spare = job.join("a"), job.join("b"), job.join("s", spare=True)
+    trains(job, a, b)
+    spare.asks(reach_s=600.0, can_follow=True)
+    trains(job, a, b)
+    spare.still_needs(500.0)
+    back = job.join("c")
+    back.asks(reach_s=60.0, can_follow=True)
+    trains(job, a, b)
+    assert back.formed is not None and back.formed.follows
+
+
+@pytest.mark.parametrize("restored", [(None, 100), (90, 100), (100, 100), (100, 90)])
+def test_a_job_is_started_from_the_newest_checkpoint_also_where_a_spare_has_it(
+    restored: tuple[int | None, int],
+) -> None:
+    job = Job()
+    a, b, spare = job.join("a"), job.join("b"), job.join("s", spare=True)
+    if restored[0] is not None:
+        a.replica.restore(restored[0])
+        b.replica.restore(restored[0])
+    spare.replica.restore(restored[1])
+    for member in (spare, a, b):
+        member.asks(can_serve=True)
+    newest = max(restored[0] or 0, restored[1])
+    assert a.formed is not None and a.formed.version.step == newest
+    assert a.formed.replica_world_size == (3 if restored[1] > (restored[0] or 0) else 2)
+
+
+def test_a_spare_whose_call_was_taken_back_follows_again() -> None:
+    job, (a, b), (spare,) = with_spares()
+    b.is_cut_off()
+    assert len(needed(spare)) == 1
+    b.connects()
+    b.asks()
+    a.asks(can_serve=True)
+    spare.follows()
+    spare.asks(reach_s=0.1, can_follow=True)
+    for member in (a, b):
+        member.votes()
+    for _ in range(3):
+        job.passes(30.0)
+        trains(job, a, b)
+    assert spare.formed is not None and spare.formed.follows and spare.formed.stays
+
+
+def test_a_called_spare_that_is_still_starting_counts_in_no_majority() -> None:
+    job = Job(join_timeout_s=10.0)
+    a, b, c, d = (job.join(name) for name in "abcd")
+    for _ in range(3):
+        trains(job, a, b, c, d)
+    job.join("s", spare=True)
+    d.dies()
+    for member in (a, b):
+        member.asks(can_serve=True)
+    job.passes(11.0)  # c hangs, with its heart beating
+    assert a.formed is not None and (a.formed.replica_world_size, a.formed.quorum_id) == (2, 2)
+
+
+def test_where_the_holders_are_gone_the_operator_hears_what_a_spare_cannot_know() -> None:
+    job, (a, b), (spare,) = with_spares()
+    spare.replica.load_torn()  # it has applied an entry
+    a.dies()
+    b.dies()
+    spare.replica.learned()
+    spare.asks(reach_s=0.1)
+    job.passes(30.0)
+    assert any("every group that held step 3 is gone. s0:1 made the same steps" in line for line in job.log)

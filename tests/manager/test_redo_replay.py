@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept
+from torchft_ckpt.core.coordination.messages import ApplyRedo
 from torchft_ckpt.errors import CheckpointError, SourceRefusedError, StateMismatchError
 from torchft_ckpt.manager.redo_recording import parameters_of
 from torchft_ckpt.manager.redo_replay import Replay, apply_entry
@@ -450,8 +451,8 @@ class Alone:
     def tell(self, step: int) -> None:
         """Nobody listens."""
 
-    def agree(self, step: int, is_newest: bool, wait_s: float) -> tuple[int, bool]:
-        return step, is_newest
+    def agree(self, step: int, is_newest: bool, failure: str, wait_s: float) -> ApplyRedo:
+        return ApplyRedo(request_id=1, step=step, is_last=is_newest, failure=failure)
 
 
 def test_sources_that_cannot_be_followed_are_a_reason_and_no_error() -> None:
@@ -471,13 +472,52 @@ def test_sources_that_cannot_be_followed_are_a_reason_and_no_error() -> None:
         replay.shutdown()
 
 
+class WithAnotherRank(Alone):
+    """A group of two ranks. All are told to apply an entry, which this one hears when it has no other one to come."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    def agree(self, step: int, is_newest: bool, failure: str, wait_s: float) -> ApplyRedo:
+        if failure:
+            self.failures.append(failure)
+        is_over = len(self.failures) > 1  # one that has failed hears so some time later
+        return ApplyRedo(request_id=1, step=1 if failure else 0, failure="group rank 0: no more" if is_over else "")
+
+
+def test_a_rank_whose_entries_end_still_applies_what_all_were_told_to_apply() -> None:
+    """The step of an optimizer of sharded tensors waits for it."""
+    model, fresh_model = _model(11, torch.float32), _model(12, torch.float32)
+    fresh_model.load_state_dict(model.state_dict())
+    optimizer = O.SGD(model.parameters(), lr=0.1)
+    fresh = O.SGD(fresh_model.parameters(), lr=0.1)
+    source = Source(optimizer)
+    source.begin()
+    source.train()
+    source.recorder.close()
+    follower = Scripted([carried(entry, [fresh]) for entry in source.noted.entries])
+    follower.then = SourceRefusedError("its log has ended", party="test")
+    replay = Replay(lambda *_: follower, lambda: [fresh], rank=0, world_size=2, own=OwnState(), mark_torn=lambda: None)
+    formed: Any = SimpleNamespace(sources=[], version=version(0), step_s=0.0)
+    beside = WithAnotherRank()
+    try:
+        assert replay.chase(formed, 1.0, beside) == "group rank 0: no more"
+        assert replay.num_replayed == 1 and beside.failures[0] == "its log has ended"
+        assert bits(fresh_model.parameters()) == bits(model.parameters())
+    finally:
+        replay.shutdown()
+
+
 class Scripted:
     """Gives entries one after another, whoever asks after what."""
 
     def __init__(self, entries: list[Any]) -> None:
         self.entries = entries
+        self.then: Exception | None = None
 
     def next_entry(self, after: Any, timeout_s: float) -> Any:
+        if not self.entries and self.then is not None:
+            raise self.then
         return self.entries.pop(0) if self.entries else None
 
     def close(self) -> None:

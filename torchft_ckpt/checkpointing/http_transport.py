@@ -57,7 +57,16 @@ T = TypeVar("T")
 _STAGING_SHARE = 4
 _LITTLE_MEMORY_BYTES = 4 * 1024**3
 """Where the system does not say how much there is."""
+_REDO_SHARE = 8
+"""Of the memory, for the redo logs of all processes of a machine together."""
 _REQUEST_S = 15.0
+
+
+def _redo_budget_bytes(memory_bytes: int) -> int:
+    """Return this process's share of what redo logs may take of a machine's memory. torchrun says how many processes there are."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    num_processes = max(int(said), 1) if said.isdecimal() else 1
+    return memory_bytes // _REDO_SHARE // num_processes
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -88,8 +97,8 @@ class HTTPTransport(CheckpointTransport[T]):
             failed receive it is always kept for the next attempt.
         staging_budget_bytes: at most so much is copied aside for receivers that are not done when the trainer goes on; beyond
             it the slowest of them lose their lease and are told so. Default: a quarter of this machine's memory.
-        redo_budget_bytes: at most so much is kept of the redo log for learners that follow; default: a quarter of this machine's
-            memory.
+        redo_budget_bytes: at most so much is kept of the redo log for learners that follow; default: an eighth of this
+            machine's memory, divided by torchrun's `LOCAL_WORLD_SIZE`.
         ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`); default: plain http.
         client_ssl_context: whom to believe, and who we are, where a source speaks https; default: the certificate
             authorities of this machine.
@@ -157,7 +166,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
         self._snapshots = SnapshotRegistry()
         if redo_budget_bytes is None:
-            redo_budget_bytes = (memory or _LITTLE_MEMORY_BYTES) // _STAGING_SHARE
+            redo_budget_bytes = _redo_budget_bytes(memory or _LITTLE_MEMORY_BYTES)
         self.redo_log = ServedRedoLog(block_bytes=block_bytes, budget_bytes=redo_budget_bytes)
         """The log of committed steps that this transport serves to learners, which the owner fills."""
         self._buffer_cache = BufferCache()

@@ -377,6 +377,7 @@ class Manager:
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
             follows=(follow is not False or spare) and has_redo_logs,
+            is_spare=spare,
         )
         self._between_steps = BetweenSteps(
             self._client,

@@ -18,6 +18,7 @@ from typing import Any
 from torchft_ckpt.checkpointing.state.versions import Counted
 from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, in_words, keeps_up
 from torchft_ckpt.core.coordination.messages import (
+    ApplyRedo,
     JoinProgress,
     QuorumFormed,
     Receives,
@@ -91,10 +92,12 @@ class _Beside:
             self._told, self._tell_at = step, now + _TELL_S
             self._recovery.tell_replayed(self._formed, step)
 
-    def agree(self, step: int, is_newest: bool, wait_s: float) -> tuple[int, bool]:
+    def agree(self, step: int, is_newest: bool, failure: str, wait_s: float) -> ApplyRedo:
+        request_id = self._formed.request_id
         if self._recovery.is_alone:
-            return step, is_newest
-        return self._recovery.client.agree_on_redo(self._formed, step, is_newest=is_newest, wait_s=wait_s)
+            return ApplyRedo(request_id=request_id, step=0 if failure else step, is_last=is_newest, failure=failure)
+        said = RedoFetched(request_id=request_id, step=step, is_newest=is_newest, failure=clip(failure))
+        return self._recovery.client.agree_on_redo(said, wait_s)
 
 
 class Recovery:

@@ -21,7 +21,7 @@ from torchft_ckpt.checkpointing.state.local_state import copy_to
 from torchft_ckpt.checkpointing.state.redo_entry import OptimizerStep, RedoEntry, num_bytes_of
 from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.core.coordination.learning import chase_limit_s, keeps_up
-from torchft_ckpt.core.coordination.messages import QuorumFormed, Source, StateKept, StateVersion
+from torchft_ckpt.core.coordination.messages import ApplyRedo, QuorumFormed, Source, StateKept, StateVersion
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -77,12 +77,9 @@ class Beside(Protocol):
     def tell(self, step: int) -> None:
         """Say to which step the state was brought. Called as often, or more."""
 
-    def agree(self, step: int, is_newest: bool, wait_s: float) -> tuple[int, bool]:
-        """Say up to which step entries are here, and whether there are no later ones, or none are to be fetched; return up to
-        which step all ranks apply them, and whether that is the last one. Waits so long for news of that.
-
-        Raises: SourceRefusedError: another rank cannot replay, so none does.
-        """
+    def agree(self, step: int, is_newest: bool, failure: str, wait_s: float) -> ApplyRedo:
+        """Say up to which step entries are here, and whether there are no later ones, or none are to be fetched, or why none can
+        be; return up to which step all ranks apply them. Waits so long for news of that."""
 
 
 class _Early:
@@ -288,33 +285,28 @@ class Replay:
 
     def _chase(self, formed: QuorumFormed, limit_s: float, beside: Beside) -> None:
         """Apply entries as `chase` does, so long at most, and of a spare so long at most until it is current again."""
-        began, before, stops, wait_s = time.monotonic(), self.num_replayed, False, 0.0
+        began, before, stops, failure, wait_s = time.monotonic(), self.num_replayed, False, "", 0.0
         while True:
             stops = stops or not beside.may_go_on()
             beside.tell(self._held.step)
             is_newest = stops or (self.was_current and not beside.stays())
-            step, is_last = beside.agree(self._fetched_to.step, is_newest, wait_s)
+            told = beside.agree(self._fetched_to.step, is_newest, failure, wait_s)
             wait_s = 0.0
-            if self._ready and self._ready[0].version.step <= step:
-                if len(self._ready) == 1 and not is_last:  # the next one comes meanwhile
+            if (
+                self._ready and self._ready[0].version.step <= told.step
+            ):  # also where it has failed since: all ranks apply it
+                if len(self._ready) == 1 and not (
+                    told.is_last or told.failure or failure
+                ):  # the next one comes meanwhile
                     self._fetch = self._fetch or self._worker.submit(self._fetch_next, 0.0)
                 self._apply(self._ready.popleft())
                 continue
-            if is_last and self._held.step >= step:
+            if told.failure:
+                raise SourceRefusedError(told.failure, party="redo log")
+            if told.is_last and self._held.step >= told.step:
                 return
-            if len(self._took_s) == _ENOUGH and not keeps_up(min(self._took_s), formed.step_s):
-                raise SourceRefusedError(
-                    f"the gradients of a step take {min(self._took_s):.1f} s to arrive, and a step takes the others"
-                    f" {formed.step_s:.1f} s",
-                    party="redo log",
-                )
-            if time.monotonic() > began + limit_s:
-                raise SourceRefusedError(
-                    f"{self.num_replayed - before} steps were replayed in {time.monotonic() - began:.0f} s, and the others are"
-                    " still ahead: they train as fast as their gradients arrive",
-                    party="redo log",
-                )
-            if len(self._ready) > 1:  # another rank of this group does not have the first of them yet
+            failure = failure or self._why_hopeless(formed, began, before, limit_s)
+            if failure or len(self._ready) > 1:  # another rank of this group does not have the first of them yet
                 wait_s = _SAY_S
                 continue
             offer_s = _SAY_S if self.was_current else 0.0
@@ -323,10 +315,29 @@ class Replay:
                 beside.rest(_WITH_OTHERS_S)
             if wait([fetch], 0.0 if self.was_current else _WITH_OTHERS_S if self._ready else _SAY_S).done:
                 self._fetch = None
-                if not fetch.result():
+                error = fetch.exception()
+                if error is not None and not isinstance(error, CheckpointError):
+                    raise error
+                if error is not None:
+                    failure = str(error)
+                elif not fetch.result():
                     if not self.was_current and beside.stays():
                         logger.info("this spare is ready: its state is that of step %d", self._held.step)
                     self.was_current, began, before = True, time.monotonic(), self.num_replayed
+
+    def _why_hopeless(self, formed: QuorumFormed, began: float, before: int, limit_s: float) -> str:
+        """Say why this rank will not come close; empty: it may. It was not close since a moment, with so many steps replayed."""
+        if len(self._took_s) == _ENOUGH and not keeps_up(min(self._took_s), formed.step_s):
+            return (
+                f"the gradients of a step take {min(self._took_s):.1f} s to arrive, and a step takes the others"
+                f" {formed.step_s:.1f} s"
+            )
+        if time.monotonic() > began + limit_s:
+            return (
+                f"{self.num_replayed - before} steps were replayed in {time.monotonic() - began:.0f} s, and the others are still"
+                " ahead: they train as fast as their gradients arrive"
+            )
+        return ""
 
     def fetch_to(
         self, version: StateVersion, limit_s: float, tell: Callable[[float], None], on_end: Callable[[str], None]

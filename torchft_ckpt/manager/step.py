@@ -95,6 +95,7 @@ class Steps:
         use_async_quorum: bool,
         quorum_retries: int | None,
         follows: bool,
+        is_spare: bool,
     ) -> None:
         self._process_group = process_group
         self._transport = transport
@@ -111,6 +112,7 @@ class Steps:
         self._check = check
         self._outcomes = outcomes
         self._follows = follows
+        self._is_spare = is_spare
         self._followers = followers
         self._events = events
         self._use_async_quorum = use_async_quorum
@@ -242,7 +244,7 @@ class Steps:
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
             replays = self._recovery.can_replay
             entry_s = healing.entry_s(registry.gradient_bytes()) if replays else 0.0
-            is_closer = healing.distance.can_follow(num_bytes, changing_bytes, replays=replays)
+            is_closer = healing.distance.can_follow(num_bytes, changing_bytes, replays=replays, stays=self._is_spare)
             can_follow = is_able and reach_s is not None and is_closer
             if can_follow:
                 self._early = _Early(lacking_bytes, registry.gradient_bytes() if replays else 0)

@@ -76,7 +76,6 @@ from torchft_ckpt.errors import (
     RefusedError,
     ReplicasDifferError,
     SourceLostError,
-    SourceRefusedError,
     TransferTimeoutError,
 )
 from torchft_ckpt.events import PeerLost
@@ -348,29 +347,19 @@ class StepClient:
         if heard[-1].loading is Loading.NEVER:
             raise SourceLostError(f"no rank of this group loads the {what}: {heard[-1].reason}", self.replica_id)
 
-    def agree_on_redo(self, formed: QuorumFormed, step: int, *, is_newest: bool, wait_s: float) -> tuple[int, bool]:
-        """Say up to which step this rank has redo entries; return up to which all ranks apply them, and whether that is all.
+    def agree_on_redo(self, said: RedoFetched, wait_s: float) -> ApplyRedo:
+        """Say up to which step this rank has redo entries; return up to which all ranks apply them.
 
         Args:
-            formed: let this group follow.
-            is_newest: as in `RedoFetched`.
+            said: of the request that lets this group follow.
             wait_s: wait so long for news.
-
-        Raises:
-            SourceRefusedError: a rank cannot bring its state forward, so none does.
         """
-        said = RedoFetched(request_id=formed.request_id, step=step, is_newest=is_newest)
         if said != self._redo_said:
             self._redo_said = said
             self.send(said)
         before = self._redo_told
         self._wait_for(lambda: self._redo_told is not before, time.monotonic() + wait_s)
-        told = self._redo_told
-        if told is None:
-            return 0, False
-        if told.failure:
-            raise SourceRefusedError(told.failure, party="redo log")
-        return told.step, told.is_last
+        return self._redo_told or ApplyRedo(request_id=said.request_id, step=0)
 
     @property
     def group_loads(self) -> bool:
@@ -666,6 +655,9 @@ class StepClient:
                 self.is_needed = True
                 logger.info("%s stops following, the others need it: %s", self.replica_id, message.reason)
                 return "", True
+        elif isinstance(message, LetGo):
+            if replica.follows:  # it computes no step at whose end it could leave
+                replica.left_between_steps()
         elif isinstance(message, StateKept):
             if replica.warms_up and replica.phase is StepPhase.TRAINING:
                 self._on_kept(message)  # under the lock: the step cannot end before

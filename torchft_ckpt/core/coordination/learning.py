@@ -139,17 +139,18 @@ class Distance:
             return min(self._entry_bytes, num_bytes)
         return changing_bytes if self._has_followed else num_bytes
 
-    def can_follow(self, num_bytes: int, changing_bytes: int, *, replays: bool = False) -> bool:
+    def can_follow(self, num_bytes: int, changing_bytes: int, *, replays: bool = False, stays: bool = False) -> bool:
         """Whether following brings this rank closer: a part of the state stays as it is, or the changes can be replayed.
 
         Args:
             num_bytes, changing_bytes: as in `lacking_bytes`.
             replays: this rank can replay steps.
+            stays: its group is a spare, which follows also where it is close.
         """
         if self._num_failed >= MAX_ATTEMPTS:
             return False
         if replays:
-            return self._entry_bytes is None
+            return stays or self._entry_bytes is None
         return changing_bytes <= CLOSER * self.lacking_bytes(num_bytes, changing_bytes)
 
 

@@ -108,6 +108,9 @@ from torchft_ckpt.core.coordination.speaking import Speaking
 PENDING_NOTICE_S = 1.0
 LEAVES_BETWEEN_STEPS_AFTER_S = 2.0
 """A group that is to leave, and then has no step open, leaves between two steps: in an outer loop they are far apart."""
+FOLLOWS_WITHIN_S = 10.0
+"""So long, or as long as its own transfer takes, a group that would follow waits for another one to have received its state.
+Then it joins as one that cannot follow."""
 LAST_HOLDER_STAYS_S = 10.0
 """A group that is to leave and alone holds the newest state stays so long for others to get it. Then the time is for its save."""
 OWN_ID = (
@@ -570,12 +573,7 @@ class LighthouseState:
             return
         if self.round is not None and self._should_warm_up(member):
             member.kept = kept  # it computes once more
-            why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
-            at_work = [
-                self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id
-            ]
-            sources = [_source(other, rank) for rank, other in enumerate(at_work[:MAX_SOURCES])]
-            yield self._answer_outside_quorum(member, self.round, 0, why, now, sources=sources, warms_up=True)
+            yield self._let_warm_up(member, self.round, now)
             return
         is_kept = kept is not None and member.follows_until > now  # sources free what nobody speaks of
         if kept is not None and is_kept and request.can_follow and self._may_learn_alone(member):
@@ -584,6 +582,12 @@ class LighthouseState:
         if was_beside:
             yield from self._have_state_captured()
         yield from self._reconsider(now)
+
+    def _let_warm_up(self, member: Member, current: Round, now: float) -> Send:
+        why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
+        at_work = [self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id]
+        sources = [_source(other, rank) for rank, other in enumerate(at_work[:MAX_SOURCES])]
+        return self._answer_outside_quorum(member, current, 0, why, now, sources=sources, warms_up=True)
 
     def _have_state_captured(self) -> Iterator[Instruction]:
         """Have those at work capture their state when they begin their next step."""
@@ -778,7 +782,7 @@ class LighthouseState:
             return
         survivors_back = bool(self._quorum_members) and self._quorum_members.keys() <= self._waiting.keys()
         everyone = survivors_back or all(
-            m.is_beside or m.replica_id in self._waiting or self._is_idle_spare(m) for m in self.members.values()
+            m.is_beside or m.replica_id in self._waiting or self._is_absent_spare(m) for m in self.members.values()
         )
         if everyone or self.finished_step is not None:
             yield from self._evaluate(now)
@@ -822,8 +826,7 @@ class LighthouseState:
             )
             for m in admitted
         }
-        absent_spares = {m.replica_id for m in self.members.values() if m.request is None and self._is_idle_spare(m)}
-        out |= absent_spares
+        out |= {m.replica_id for m in self.members.values() if self._is_absent_spare(m)}
         alive = [m.replica_id for m in self.members.values() if m.replica_id not in out and not m.is_excused]
         verdict = decide_quorum(
             alive=alive,
@@ -870,10 +873,16 @@ class LighthouseState:
         if helpless:
             yield from self._refuse_to_heal(helpless, assignment, now)
             return
+        cold = [
+            m for m in candidates if m.replica_id in outside and m.asked.warms_up
+        ]  # there was no job yet when it asked
         warming = [m for m in self.members.values() if m.wish is not None]
-        following = [m for m in (*following, *warming) if now >= m.learns_from and not self._is_teaching(now)]
-        learners = [*self._learners(others, now), *following]
+        following = [m for m in (*following, *warming) if m not in cold and now >= m.learns_from]
+        learners = [*self._learners(others, now), *(m for m in following if not self._is_teaching(now, beside=m))]
         yield from self._form_quorum(assignment, learners, verdict.reason, now, others)
+        for member in cold:
+            if self.round is not None and self._may_learn_alone(member):
+                yield self._let_warm_up(member, self.round, now)
 
     def _refuse_to_heal(self, helpless: list[str], assignment: Assignment, now: float) -> Iterator[Instruction]:
         """Send the members away that would have to load a state and cannot. The others form their quorum without them."""
@@ -960,6 +969,13 @@ class LighthouseState:
             yield Send(member.connection, formed)
 
     def _why_lost(self, lost: StepLost, replica_ids: tuple[str, ...]) -> str:
+        replaying = [m.replica_id for m in map(self.members.__getitem__, replica_ids) if m.num_learned]
+        if lost.is_torn and replaying and self.newest_step > 0:
+            return (
+                f"every group that held step {self.newest_step} is gone. {name_some(replaying)} made the same steps beside them,"
+                f" and without them nobody can say whether they are right to the last bit.{self._hint_if_over()} Bring one of"
+                " them back, or start a group from a checkpoint (Manager.load_state_dict)"
+            )
         if lost.is_torn:
             return (
                 f"no replica group here has a whole state ({name_some(replica_ids)}: a load failed half-way, or its ranks"
@@ -1022,13 +1038,22 @@ class LighthouseState:
             and not self._holds_newest(member.version)
         ]
 
-    def _is_teaching(self, now: float) -> bool:
-        """Whether somebody receives a state, and says so: the sources keep one state at a time for those who do."""
-        return any(m.is_beside and m.follows_until > now and not m.only_replays for m in self.members.values())
+    def _is_teaching(self, now: float, beside: Member) -> bool:
+        """Whether somebody receives a state, and says so: the sources keep one state at a time for those who do.
+
+        `beside`: who would get the next one. For a group that is to train a spare begins again.
+        """
+        return any(
+            m.is_beside
+            and m.follows_until > now
+            and not m.only_replays
+            and (self._is_idle_spare(beside) or not self._is_idle_spare(m))
+            for m in self.members.values()
+        )
 
     def _call_learners(self) -> Iterator[Instruction]:
         """Tell those that follow to ask, if the others have become too few to train."""
-        staying = [member for member in self._staying() if not member.is_excused]
+        staying = [m for m in self._staying() if not m.is_excused and not self._is_absent_spare(m)]
         least = self._min_trainers(staying)
         if not 0 < len(staying) < least:
             return
@@ -1047,11 +1072,18 @@ class LighthouseState:
         return {*self._quorum_members, *joining}
 
     def _is_idle_spare(self, member: Member) -> bool:
-        """Whether a member is a spare that does not step in now, and is not the last one that holds a state."""
+        """Whether a member is a spare that does not step in now, and does not hold a newer state than those that train."""
         replica_id = member.replica_id
         if not member.hello.spare or replica_id in self._at_work() or self._spares.is_called(replica_id):
             return False
-        return bool(self._quorum_members) or not member.version.proven
+        if self._quorum_members:
+            return True
+        others = (m.version.step for m in self.members.values() if not m.hello.spare)
+        return not member.version.proven and member.version.step <= max(others, default=-1)
+
+    def _is_absent_spare(self, member: Member) -> bool:
+        """Whether a member is a spare that neither trains nor asks: nobody waits for it, also where it was called."""
+        return member.hello.spare and member.request is None and member.replica_id not in self._at_work()
 
     def _call_spares(self) -> Iterator[Instruction]:
         """Have spares step in for groups that are gone; where the job is over, have them ask, to hear that."""
@@ -1093,9 +1125,10 @@ class LighthouseState:
             for m in candidates
             if m.replica_id in joining and should_follow(m.asked, usual_s, stays=m.replica_id in idle)
         ]
+        following = [m for m in following if m.replica_id in idle or not self._waits_in_vain(m, now)]
         reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
         reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
-        reasons |= {m.replica_id: self._why_follows(m) for m in following}
+        reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
         out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
         admitted = [member for member in candidates if member.replica_id not in out]
         is_at_work = self._quorum_members.keys() - self._waiting.keys()
@@ -1113,9 +1146,19 @@ class LighthouseState:
             return candidates, {}, []
         return admitted, out, following
 
-    def _why_follows(self, member: Member) -> str:
+    def _waits_in_vain(self, member: Member, now: float) -> bool:
+        """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
+        patience_s = max(FOLLOWS_WITHIN_S, member.asked.reach_s or 0.0)
+        return now - member.asked_at >= patience_s and self._is_teaching(now, beside=member)
+
+    def _why_follows(self, member: Member, *, waits: bool = False) -> str:
         if self._is_idle_spare(member):
             return "it is a spare: it follows the others until one of them is lost"
+        if waits:
+            return (
+                f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, and waits until another group has received"
+                " its: the others serve one at a time"
+            )
         return (
             f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, longer than a step"
             f" ({self._joining.usual_s:.1f} s), so it receives it outside of the quorum first, while the others train on"

@@ -99,7 +99,7 @@ class Member:
     @property
     def only_replays(self) -> bool:
         """Whether it needs no state any more that sources keep: it brings the one that is here forward."""
-        return self.progress is not None and self.progress.does is Receives.REPLAY and not self.warms_up
+        return self.progress is not None and self.progress.does is Receives.REPLAY
 
     @property
     def is_in_step(self) -> bool:

@@ -618,7 +618,7 @@ class ReplicaState:
         self._is_stale = self._is_stale or self.follows
         self.phase = StepPhase.IDLE
         self.speaks = False
-        self.is_leaving = self.quorum is not None and self.quorum.leaving
+        self.is_leaving = self.is_leaving or (self.quorum is not None and self.quorum.leaving)
         return Outcome.LEFT_BEHIND
 
     def may_begin(self) -> bool:

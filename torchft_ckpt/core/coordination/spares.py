@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from torchft_ckpt.core.coordination.lighthouse_records import Member
-from torchft_ckpt.core.coordination.messages import Receives
 
 ASKS_WITHIN_S = 0.1
 """So long at most a quorum waits for a spare that was called and is close: else it adds to a step only one step later."""
@@ -51,7 +50,9 @@ class Spares:
             at_work: those that hold the state and train, and those that join now.
         """
         chosen = sorted(idle, key=_distance)[: max(self.num_vacancies(at_work), 0)]
-        self._called |= {member.replica_id: member.is_beside and member.only_replays for member in chosen}
+        self._called |= {
+            member.replica_id: member.is_beside and member.only_replays and not member.warms_up for member in chosen
+        }
         if chosen:
             self.await_until = now + ASKS_WITHIN_S
         return chosen
@@ -83,5 +84,4 @@ def _distance(member: Member) -> tuple[int, int, str]:
     progress = member.progress
     if progress is None or not member.is_beside:
         return 2, 0, member.replica_id
-    replays = progress.does is Receives.REPLAY and not member.warms_up
-    return (0 if replays else 1), -progress.step, member.replica_id
+    return (0 if member.only_replays and not member.warms_up else 1), -progress.step, member.replica_id
