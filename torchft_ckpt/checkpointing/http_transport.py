@@ -63,7 +63,7 @@ _REQUEST_S = 15.0
 
 
 def _redo_budget_bytes(memory_bytes: int) -> int:
-    """Return this process's share of what redo logs may take of a machine's memory. torchrun says how many processes there are."""
+    """Return this process's share of what redo logs may take of a machine's memory. torchrun says how many share it."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     num_processes = max(int(said), 1) if said.isdecimal() else 1
     return memory_bytes // _REDO_SHARE // num_processes
