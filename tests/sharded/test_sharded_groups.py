@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.groups import Job, LighthouseProcess, Rank, discards_in_a_row, running_job
+from support.waiting import wait_until
 
 TRAINER = "sharded_trainer.py"
 SEED = 1
@@ -211,3 +212,22 @@ def test_all_ranks_of_a_group_that_comes_back_replay_what_the_others_did_and_com
         replayed = [max(event["replayed"] for event in rank.steps()) for rank in ranks]
         assert replayed == [replayed[0]] * num_ranks and replayed[0] >= 1, ranks[0].log()
     assert [discards_in_a_row(rank.steps()) <= 1 for rank in stays] == [True] * num_ranks
+
+
+def test_a_spare_of_two_ranks_takes_the_place_of_a_killed_group(tmp_path: Path) -> None:
+    with sharded_job(tmp_path, pause_s=0.3) as job:
+        stays, leaves = start_two(job)
+        spare = job.start("spare", ranks=2, seed=OTHER_SEED, spare=True)
+        for rank in spare:
+            wait_until(lambda rank=rank: "this spare is ready" in rank.log(), "the spare is close", 60)  # type: ignore[misc]
+        assert [rank.steps() for rank in spare] == [[], []]
+        kill(leaves)
+        for rank in spare:
+            rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 2)
+        done = job.finish(ahead=4)
+
+    assert [found for found in digests([*stays, *leaves, *spare]).values() if len(found) != 1] == []
+    assert [event["digest"] for event in done] == [done[0]["digest"]] * 4
+    replayed = [max(event["replayed"] for event in rank.steps()) for rank in spare]
+    assert replayed[0] == replayed[1] >= 1
+    assert [discards_in_a_row(rank.steps()) <= 1 for rank in stays] == [True, True]

@@ -62,10 +62,11 @@ def main() -> None:
         load(state)
 
     transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-    follow = options.get("follow", False)
+    spare = options.get("spare", False)
+    follow = options.get("follow", False) or spare
     if "rate" in options:
         joining.FIRST_RATE = options["rate"]
-    settings = {"join_budget": timedelta(seconds=10), "follow": follow, "warm_up": not follow}
+    settings = {"join_budget": timedelta(seconds=10), "follow": follow, "spare": spare, "warm_up": not follow}
     manager = make_manager(options, transport, load_state_dict, state_dict, **settings)
     report("ready", pid=os.getpid())
     set_all_reduce_hook(manager, model)
