@@ -116,6 +116,18 @@ def test_the_sources_of_one_that_replays_hear_that_they_are_to_note_their_steps(
     assert a.formed.num_replaying == 0
 
 
+@pytest.mark.parametrize(("replays", "follows"), [(True, False), (False, True)])
+def test_a_group_of_another_number_of_ranks_follows_only_where_it_does_not_have_to_replay(
+    replays: bool, follows: bool
+) -> None:
+    job, a, b = trained()
+    j = job.join("j", ranks=2)
+    j.asks(reach_s=3.0, can_follow=True, replays=replays)
+    a.asks(can_serve=True)
+    b.asks(can_serve=True)
+    assert j.formed is not None and j.formed.follows == follows
+
+
 @pytest.mark.parametrize(
     "case", ["within a step", "cannot", "cannot keep up", "does not say", "must not heal", "too few without it"]
 )

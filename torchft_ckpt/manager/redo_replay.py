@@ -217,6 +217,11 @@ class Replay:
         if self._follow is None:
             raise SourceRefusedError("this transport has no redo logs", party="redo log")
         own = same_rank_peers([source.checkpoint_addresses for source in sources], self._rank, self._world_size)
+        if sources and not own:
+            raise SourceRefusedError(
+                "the groups that train have another number of ranks, whose gradients are cut otherwise",
+                party="redo log",
+            )
         return self._follow(own, [parameters_of(optimizer) for optimizer in self._optimizers()])
 
     def _drop_early(self) -> None:

@@ -1126,6 +1126,7 @@ class LighthouseState:
             if m.replica_id in joining and should_follow(m.asked, usual_s, stays=m.replica_id in idle)
         ]
         following = [m for m in following if m.replica_id in idle or not self._waits_in_vain(m, now)]
+        following = [m for m in following if self._has_counterparts(m) or not m.asked.replays]
         reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
         reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
@@ -1145,6 +1146,11 @@ class LighthouseState:
                 )
             return candidates, {}, []
         return admitted, out, following
+
+    def _has_counterparts(self, member: Member) -> bool:
+        """Whether those at work have as many ranks as a group: each of its ranks could replay the steps of its counterparts."""
+        at_work = [self.members[replica_id].hello for replica_id in self._quorum_members]
+        return all(hello.group_world_size == member.hello.group_world_size for hello in at_work)
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
         """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
