@@ -136,16 +136,16 @@ def test_a_step_that_counts_and_in_which_no_optimizer_stepped_is_an_entry_withou
     assert (job.here, job.is_equal()) == (version(2), True)
 
 
-def test_two_sources_share_the_gradients_of_a_small_model_evenly(
+def test_two_sources_share_the_gradients_of_a_small_model_in_small_runs(
     scene: Callable[..., Scene], learner: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With blocks as large as those of states one source would send all of them."""
-    sent: Counter[str] = Counter()
+    sent: list[tuple[str, int]] = []
     receive_run = RedoFollower._receive_run
 
     def note_run(follower: RedoFollower, client: Any, manifest: Any, destination: Any, run: range, *more: Any) -> None:
         receive_run(follower, client, manifest, destination, run, *more)
-        sent[client.name] += len(run) * manifest.block_bytes
+        sent.append((client.name, len(run) * manifest.block_bytes))
 
     monkeypatch.setattr(RedoFollower, "_receive_run", note_run)
     job = scene(2, max_serve_bytes_per_s=20e6, block_bytes=4 * 1024 * 1024, width=1000)
@@ -153,7 +153,9 @@ def test_two_sources_share_the_gradients_of_a_small_model_evenly(
     job.train(1)
     job.follow(learner)
     job.step()
-    assert len(sent) == 2 and min(sent.values()) > 0.35 * sum(sent.values())
+    total = sum(num_bytes for _, num_bytes in sent)
+    assert len({name for name, _ in sent}) == 2
+    assert max(num_bytes for _, num_bytes in sent) <= total / 8, "so neither waits long for what the other one still sends"
 
 
 def test_who_waits_for_an_entry_gets_it_when_the_step_is_over(

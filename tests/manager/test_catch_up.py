@@ -23,6 +23,8 @@ from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupG
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot, SnapshotPhase
 from torchft_ckpt.errors import SourceLostError, StateDictLoadError, TransferTimeoutError
 
+pytestmark = pytest.mark.slow
+
 SHORT = timedelta(seconds=20)
 NUM_FLOATS = 512 * 1024
 BLOCK_BYTES = 64 * 1024

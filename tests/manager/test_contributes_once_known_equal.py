@@ -16,6 +16,8 @@ from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.errors import SourceLostError
 from torchft_ckpt.manager.healing import Healing
 
+pytestmark = pytest.mark.slow
+
 SETTLED = 5
 """Steps that a group that came back has to contribute to before a test ends."""
 

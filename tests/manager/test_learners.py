@@ -28,6 +28,8 @@ from torchft_ckpt.core.coordination.messages import Role
 from torchft_ckpt.core.coordination.replica import StepPhase
 from torchft_ckpt.errors import TransferCancelledError
 
+pytestmark = pytest.mark.slow
+
 FROZEN_BYTES = 4 * 512 * 512
 SLOW_RATE = 100_000.0
 """Bytes a second: the frozen weights take ten seconds, all else a few milliseconds."""

@@ -18,6 +18,8 @@ from torchft_ckpt.manager import collectives
 from torchft_ckpt.process_group import ProcessGroup
 from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = timedelta(seconds=300)
 SOON_S = 60.0
 """Far from the timeout; on a machine that does much else a step that is discarded at once may take a while."""

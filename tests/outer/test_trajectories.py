@@ -29,6 +29,8 @@ from torchft_ckpt import DiLoCo, LocalSGD
 from torchft_ckpt.errors import CheckpointError, StateMismatchError
 from torchft_ckpt.outer.fragment import PseudoGradientFragment
 
+pytestmark = pytest.mark.slow
+
 SYNC_EVERY = 6
 NUM_INNER_STEPS = 26
 DELAYS = [(fragments, delay) for fragments in (1, 2, 3) for delay in range(SYNC_EVERY // fragments)]
