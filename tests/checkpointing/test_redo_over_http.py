@@ -155,7 +155,9 @@ def test_two_sources_share_the_gradients_of_a_small_model_in_small_runs(
     job.step()
     total = sum(num_bytes for _, num_bytes in sent)
     assert len({name for name, _ in sent}) == 2
-    assert max(num_bytes for _, num_bytes in sent) <= total / 8, "so neither waits long for what the other one still sends"
+    assert max(num_bytes for _, num_bytes in sent) <= total / 8, (
+        "so neither waits long for what the other one still sends"
+    )
 
 
 def test_who_waits_for_an_entry_gets_it_when_the_step_is_over(

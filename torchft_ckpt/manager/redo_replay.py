@@ -297,12 +297,11 @@ class Replay:
             is_newest = stops or (self.was_current and not beside.stays())
             told = beside.agree(self._fetched_to.step, is_newest, failure, wait_s)
             wait_s = 0.0
+            goes_on = not (told.is_last or told.failure or failure)
             if (
                 self._ready and self._ready[0].version.step <= told.step
-            ):  # also where it has failed since: all ranks apply it
-                if len(self._ready) == 1 and not (
-                    told.is_last or told.failure or failure
-                ):  # the next one comes meanwhile
+            ):  # all ranks apply it, also if one has failed since
+                if len(self._ready) == 1 and goes_on:  # the next one comes meanwhile
                     self._fetch = self._fetch or self._worker.submit(self._fetch_next, 0.0)
                 self._apply(self._ready.popleft())
                 continue
