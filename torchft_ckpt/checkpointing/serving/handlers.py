@@ -338,14 +338,13 @@ class CheckpointHandlers:
                 raise self._refuse("not_yet", "the version that you hold is the newest here")
         try:
             snapshot = await self._threads.run(client, log.snapshot_of, version)
+            self._check_unchanged(snapshot, 0, snapshot.total_bytes)
+            return await self._answer_manifest(request, snapshot)
         except BlockGoneError as error:  # the log has ended since
             raise self._refuse("not_logged", str(error)) from error
-        try:
-            self._check_unchanged(snapshot, 0, snapshot.total_bytes)
         except StateChangedError as error:
             log.end(f"a gradient was written to after its step: {error}")
             raise
-        return await self._answer_manifest(request, snapshot)
 
     async def _redo_held(self, log: ServedRedoLog, request: web.Request) -> web.StreamResponse:
         self._next_version(log, request)

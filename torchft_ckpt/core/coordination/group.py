@@ -446,22 +446,24 @@ class GroupState:
         if told is None:
             return
         loading, reason = told
-        state = LoadState(
-            request_id=0,
-            loading=loading,
-            reason=clip(reason),
-            loads=arrivals.loads,
-            of_entries=arrivals is self._entries,
+        yield from self._answer_all(
+            LoadState(
+                request_id=0,
+                loading=loading,
+                reason=clip(reason),
+                loads=arrivals.loads,
+                of_entries=arrivals is self._entries,
+            )
         )
-        for rank, asked in self._asked_by.items():
-            yield SendToRank(rank, msgspec.structs.replace(state, request_id=asked.request_id))
 
     def _tell_how_far(self, told: ApplyRedo | None) -> Iterator[GroupInstruction]:
-        if told is None:
-            return
-        told = msgspec.structs.replace(told, failure=clip(told.failure))
+        if told is not None:
+            yield from self._answer_all(msgspec.structs.replace(told, failure=clip(told.failure)))
+
+    def _answer_all(self, message: LoadState | ApplyRedo) -> Iterator[GroupInstruction]:
+        """Send a message to all ranks, to each with the number of its own request."""
         for rank, asked in self._asked_by.items():
-            yield SendToRank(rank, msgspec.structs.replace(told, request_id=asked.request_id))
+            yield SendToRank(rank, msgspec.structs.replace(message, request_id=asked.request_id))
 
     def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
         """A rank began anew. Where the step is not over, it is over for all of them now."""

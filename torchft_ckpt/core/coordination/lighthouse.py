@@ -585,8 +585,7 @@ class LighthouseState:
 
     def _let_warm_up(self, member: Member, current: Round, now: float) -> Send:
         why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
-        at_work = [self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id]
-        sources = [_source(other, rank) for rank, other in enumerate(at_work[:MAX_SOURCES])]
+        sources = [_source(other, rank) for rank, other in enumerate(self._others_at_work(member)[:MAX_SOURCES])]
         return self._answer_outside_quorum(member, current, 0, why, now, sources=sources, warms_up=True)
 
     def _have_state_captured(self) -> Iterator[Instruction]:
@@ -612,8 +611,11 @@ class LighthouseState:
             return False
         if self.finished_step is not None or self._holds_newest(member.version):
             return False
-        at_work = [self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id]
+        at_work = self._others_at_work(member)
         return len(at_work) >= self._min_trainers(at_work) and member.replica_id not in self._apart()
+
+    def _others_at_work(self, member: Member) -> list[Member]:
+        return [self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id]
 
     def _min_trainers(self, holders: Iterable[Member]) -> int:
         """Return how many groups that hold the state can train a step that counts."""
@@ -1043,13 +1045,8 @@ class LighthouseState:
 
         `beside`: who would get the next one. For a group that is to train a spare begins again.
         """
-        return any(
-            m.is_beside
-            and m.follows_until > now
-            and not m.only_replays
-            and (self._is_idle_spare(beside) or not self._is_idle_spare(m))
-            for m in self.members.values()
-        )
+        taught = [m for m in self.members.values() if m.is_beside and m.follows_until > now and not m.only_replays]
+        return any(not self._is_idle_spare(m) for m in taught) or (bool(taught) and self._is_idle_spare(beside))
 
     def _call_learners(self) -> Iterator[Instruction]:
         """Tell those that follow to ask, if the others have become too few to train."""
@@ -1119,14 +1116,14 @@ class LighthouseState:
         idle = {m.replica_id for m in candidates if self._is_idle_spare(m)}
         joining |= idle
         budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
-        usual_s = self._joining.usual_s
         following = [
             m
             for m in candidates
-            if m.replica_id in joining and should_follow(m.asked, usual_s, stays=m.replica_id in idle)
+            if m.replica_id in joining
+            and should_follow(m.asked, self._joining.usual_s, stays=m.replica_id in idle)
+            and (m.replica_id in idle or not self._waits_in_vain(m, now))
+            and (self._has_counterparts(m) or not m.asked.replays)
         ]
-        following = [m for m in following if m.replica_id in idle or not self._waits_in_vain(m, now)]
-        following = [m for m in following if self._has_counterparts(m) or not m.asked.replays]
         reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
         reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
@@ -1149,8 +1146,8 @@ class LighthouseState:
 
     def _has_counterparts(self, member: Member) -> bool:
         """Whether those at work have as many ranks as a group: each of its ranks could replay the steps of its counterparts."""
-        at_work = [self.members[replica_id].hello for replica_id in self._quorum_members]
-        return all(hello.group_world_size == member.hello.group_world_size for hello in at_work)
+        num_ranks = member.hello.group_world_size
+        return all(other.hello.group_world_size == num_ranks for other in self._others_at_work(member))
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
         """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""

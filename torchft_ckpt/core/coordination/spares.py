@@ -19,12 +19,12 @@ ASKS_WITHIN_S = 0.1
 
 
 class Spares:
-    """Which spares were called. Not thread-safe."""
+    """Knows which spares were called. Not thread-safe."""
 
     def __init__(self) -> None:
         self.num_wanted = 0
         self._called: dict[str, bool] = {}
-        """With each, whether it only replayed when it was called."""
+        """With each, whether it was close when it was called."""
         self.await_until = float("-inf")
         """So long the next quorum waits for spares that were called last."""
 
@@ -50,9 +50,7 @@ class Spares:
             at_work: those that hold the state and train, and those that join now.
         """
         chosen = sorted(idle, key=_distance)[: max(self.num_vacancies(at_work), 0)]
-        self._called |= {
-            member.replica_id: member.is_beside and member.only_replays and not member.warms_up for member in chosen
-        }
+        self._called |= {member.replica_id: _is_close(member) for member in chosen}
         if chosen:
             self.await_until = now + ASKS_WITHIN_S
         return chosen
@@ -63,20 +61,21 @@ class Spares:
             return False
         return any(is_close and members[replica_id].is_beside for replica_id, is_close in self._called.items())
 
-    def release(self, at_work: Collection[str]) -> list[str]:
-        """Take calls back, the latest first, where others came sooner; return whose."""
-        released = []
+    def release(self, at_work: Collection[str]) -> None:
+        """Take calls back, the latest first, where others came sooner."""
         while self._called and self.num_vacancies(at_work) < 0:
             last = next((name for name in reversed(self._called) if name not in at_work), None)
             if last is None:
-                break
+                return
             del self._called[last]
-            released.append(last)
-        return released
 
     def lost(self, replica_id: str) -> None:
         """A member is gone."""
         self._called.pop(replica_id, None)
+
+
+def _is_close(member: Member) -> bool:
+    return member.is_beside and member.only_replays and not member.warms_up
 
 
 def _distance(member: Member) -> tuple[int, int, str]:
@@ -84,4 +83,4 @@ def _distance(member: Member) -> tuple[int, int, str]:
     progress = member.progress
     if progress is None or not member.is_beside:
         return 2, 0, member.replica_id
-    return (0 if member.only_replays and not member.warms_up else 1), -progress.step, member.replica_id
+    return (0 if _is_close(member) else 1), -progress.step, member.replica_id

@@ -19,7 +19,7 @@ from collections.abc import Collection
 
 
 class Speaking:
-    """Who may write for the job. Not thread-safe."""
+    """Knows which groups may write for the job. Not thread-safe."""
 
     def __init__(self) -> None:
         self._may_write: set[str] = set()

@@ -11,7 +11,7 @@ PIECE_BYTES = 4096
 
 
 class Put(Enum):
-    """What became of lines."""
+    """The fate of lines that were put."""
 
     TAKEN = "taken"
     LEFT_OUT = "left out"
