@@ -27,6 +27,7 @@ from torchft_ckpt.core.coordination import joining, learning
 from torchft_ckpt.core.coordination.messages import Role
 from torchft_ckpt.core.coordination.replica import StepPhase
 from torchft_ckpt.errors import TransferCancelledError
+from torchft_ckpt.manager.recovery import Recovery
 
 pytestmark = pytest.mark.slow
 
@@ -250,6 +251,21 @@ def test_it_replays_the_steps_that_the_others_make_meanwhile_and_receives_nothin
     followed, *later = transport.fetched
     assert followed.received_bytes >= 2**19
     assert [progress.received_bytes for progress in later] == [0] * len(later) and later
+    close(run, joined)
+
+
+@pytest.mark.slow
+def test_entries_that_come_beside_the_forward_pass_are_applied_at_the_vote_and_the_next_step_counts_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Recovery, "_has_entries", lambda self, plan: False)
+    run = Paced(Wide)
+    transport = Gated()
+    joined = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    follow(run, joined, transport)
+    assert joined.manager._replay.num_replayed >= 20
+    assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    assert joined.manager.statistics().num_healed == 2, "it followed, and joined: nothing was loaded after that"
     close(run, joined)
 
 

@@ -403,6 +403,7 @@ class Recovery:
             raise failure
         if not self._catch_up(plan, waits=True):
             return
+        self.is_pending = False  # what is fetched after the entries is loaded now
         if plan.compare:
             self._take_comparison(plan.formed, before_forward)
             return
