@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +49,7 @@ def formed(
     has_sources: bool = False,
     join_budget_s: float | None = None,
     unverified: bool = False,
+    destinations: Sequence[int] = (),
 ) -> QuorumFormed:
     return QuorumFormed(
         request_id=request_id,
@@ -67,6 +68,7 @@ def formed(
         sources=[Source(replica_id="x", replica_rank=1, checkpoint_addresses=["http://x"])] * has_sources,
         join_budget_s=join_budget_s,
         unverified=unverified,
+        destinations=list(destinations),
     )
 
 
@@ -428,6 +430,48 @@ def test_who_loaded_beside_its_forward_pass_says_so_until_its_state_was_found_eq
     assert asks(state) == (False, True, True)  # another rank of its group may have found a difference
     begun(state, version=StateVersion(step=9, quorum_id=5, epoch="e"))
     assert asks(state) == (False, False, False)
+
+
+def test_who_is_found_equal_before_it_asks_is_verified_at_once() -> None:
+    state = healed()
+    assert state.compares_ahead and not state.serves_ahead
+    state.compared_ahead()
+    assert asks(state) == (False, True, True)
+    begun(state, version=V8)
+    assert not state.unverified and state.participating_rank == 0
+    commit(state, 8)
+    assert not state.compares_ahead
+
+
+def test_nobody_compares_ahead_of_a_step_that_follows_a_discarded_one_or_while_one_is_open() -> None:
+    state = healed()
+    compares(state)
+    assert not state.compares_ahead
+    assert state.vote().approve
+    assert not state.compares_ahead
+    state.decided(decision(Outcome.DISCARD, step=8))
+    assert state.unverified and not state.compares_ahead
+
+
+def test_who_trained_serves_ahead_after_a_step_that_counts_and_that_another_joined_in() -> None:
+    def trained(**wants: object) -> ReplicaState:
+        state = replica(V7)
+        begun(state, version=V7, **wants)
+        assert not state.serves_ahead
+        return state
+
+    joined = trained(destinations=[1])
+    commit(joined, 7)
+    assert joined.serves_ahead and not joined.compares_ahead
+    joined.begin(StepWishes(), StepFacts())
+    assert not joined.serves_ahead
+    alone = trained()
+    commit(alone, 7)
+    assert not alone.serves_ahead
+    discarded = trained(destinations=[1])
+    discarded.vote()
+    discarded.decided(decision(Outcome.DISCARD, step=7))
+    assert not discarded.serves_ahead
 
 
 @pytest.mark.parametrize("found", Comparison)

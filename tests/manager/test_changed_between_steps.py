@@ -77,7 +77,8 @@ class Group:
     def perturbed(self, joiner: MeetingTransport, *, locked: bool) -> Iterator[None]:
         """Other weights meanwhile; where some are served, until the joiner has received them or has been refused."""
         lock = self.manager.state_dict_lock.write if locked else contextlib.nullcontext
-        is_served = bool(self.transport._snapshots.open_snapshots())
+        quorum = self.manager.view().quorum
+        is_served = bool(quorum and quorum.destinations) and bool(self.transport._snapshots.open_snapshots())
         kept = [parameter.detach().clone() for parameter in self.model.parameters()]
         with lock(), torch.no_grad():
             for parameter in self.model.parameters():

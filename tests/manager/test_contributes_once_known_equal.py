@@ -183,7 +183,10 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Timed(HTTPTransport[Any]):
-    """Its receives end beside a forward pass, or fail: the first is the one that heals, the second compares."""
+    """Its receives end beside a forward pass, or fail.
+
+    The first is the one that heals, the second compares before the next quorum, the third in the step of that quorum.
+    """
 
     def __init__(self, *, late_at: Sequence[int] = (1,), fail_at: Sequence[int] = ()) -> None:
         super().__init__(timeout=SHORT, hostname="127.0.0.1")
@@ -227,7 +230,12 @@ def test_it_is_bit_equal_to_the_survivors_from_its_first_contribution_on(
         assert back.after[step] == stayed[0].after[step], f"after step {step}, first contribution {first}"
     assert back.manager.statistics().num_healed == 1
     assert back.manager.statistics().num_corrected == (0 if kind is Plain else 1)
-    assert back.contributed == back.committed[2:], "it heals in one step, compares in the next, and contributes"
+    if kind is Plain:
+        assert back.contributed == back.committed[1:], (
+            "it heals in one step, compares before the next, and contributes to it"
+        )
+    else:
+        assert back.contributed == back.committed[2:], "it heals in one step, compares in the next, and contributes"
     assert all(replica.manager.statistics().num_discarded == 0 for replica in stayed)
 
 
@@ -235,7 +243,7 @@ def test_a_comparison_that_takes_long_goes_on_beside_the_forward_pass(
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "torchft_ckpt.manager"):
-        stayed, back = come_back(lighthouse, Plain, checkpoint_transport=Timed(late_at=[1, 2]))
+        stayed, back = come_back(lighthouse, Plain, checkpoint_transport=Timed(late_at=[1, 2, 3]))
     assert back.contributed == back.committed[2:]
     assert all(back.after[step] == stayed[0].after[step] for step in back.committed)
     assert back.manager.statistics().num_corrected == 0
@@ -251,7 +259,7 @@ def test_what_differs_beside_the_forward_pass_is_loaded_there_named_and_compared
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "torchft_ckpt.manager"):
-        stayed, back = come_back(lighthouse, L2ByHand, checkpoint_transport=Timed(late_at=[1, 2]))
+        stayed, back = come_back(lighthouse, L2ByHand, checkpoint_transport=Timed(late_at=[1, 2, 3]))
     assert back.contributed == back.committed[3:], "its third step is the first that began with the right state"
     assert all(back.after[step] == stayed[0].after[step] for step in [back.committed[2], *back.contributed])
     assert back.manager.statistics().num_corrected == 2
@@ -264,8 +272,8 @@ def test_what_differs_beside_the_forward_pass_is_loaded_there_named_and_compared
 def test_a_comparison_that_fails_costs_no_step_and_is_made_again(
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stayed, back = come_back(lighthouse, Plain, checkpoint_transport=Timed(fail_at=[2, 3]))
-    assert back.contributed == back.committed[4:]
+    stayed, back = come_back(lighthouse, Plain, checkpoint_transport=Timed(fail_at=[2, 3, 4, 5]))
+    assert back.contributed == back.committed[3:]
     assert back.committed == sorted(set(range(back.committed[0], back.committed[-1] + 1)))
     assert len([line for line in caplog.messages if "could not compare its state" in line]) == 2
     assert all(back.after[step] == stayed[0].after[step] for step in back.committed)

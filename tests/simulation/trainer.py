@@ -50,6 +50,7 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.coordination.patience import StallWatch
 from torchft_ckpt.core.coordination.replica import (
+    FIRST_WAIT_S,
     Comparison,
     ReplicaSettings,
     ReplicaState,
@@ -126,6 +127,7 @@ class Trainer:
         self.held = value
         self.replica = ReplicaState(settings.replica)
         self.num_discarded = 0
+        self.num_compared_ahead = 0
         self.last_commits: deque[StateVersion] = deque(maxlen=4)
         """The versions it came to by its latest commits in a row; a discarded step or a healing begins anew."""
         self.pending: QuorumPending | None = None
@@ -177,6 +179,40 @@ class Trainer:
         self._is_loading, self._after_load, self._arrival = False, None, None
         self._plan = None
         self._is_spoiled = False
+        if self.replica.serves_ahead:
+            self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
+        if self.replica.compares_ahead:
+            self._compare_ahead(turn)
+        else:
+            self._ask(turn)
+
+    def _compare_ahead(self, turn: int) -> None:
+        """Compare the state with that of a rank that trained for it; ask for a quorum then, or when that takes long."""
+        is_over = False
+
+        def ask() -> None:
+            nonlocal is_over
+            if not is_over and turn == self._turn:
+                is_over = True
+                self._ask(turn)
+
+        def arrived(arrival: Arrival, value: object) -> None:
+            if not is_over and turn == self._turn and arrival is Arrival.WHOLE and value == self.held:
+                self.num_compared_ahead += 1
+                self.replica.compared_ahead()
+                self._oracle.known_equal(self)
+            ask()
+
+        source = self.replica.quorum.sources[0] if self.replica.quorum is not None else None
+        if source is None:
+            ask()
+            return
+        self._transfers.fetch(
+            source.checkpoint_addresses[self.rank], self.replica.version, self.process, arrived, part=0.3
+        )
+        self._later(FIRST_WAIT_S, ask)
+
+    def _ask(self, turn: int) -> None:
         self._digest = f"{self.held:x}" if self.replica.is_checked else ""
         can_serve = self.replica.wants_capture
         facts = StepFacts(

@@ -48,7 +48,14 @@ from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
-from torchft_ckpt.errors import CheckpointError, ConfigError, SourceLostError, TransferError, torn_where_it_raises
+from torchft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    SourceLostError,
+    TransferCancelledError,
+    TransferError,
+    torn_where_it_raises,
+)
 from torchft_ckpt.network import Host, choose_host, other_hosts, warn_if_open, wildcard_for
 from torchft_ckpt.threads import end_at_exit
 
@@ -479,7 +486,8 @@ class HTTPTransport(CheckpointTransport[T]):
             try:
                 state = fetch.run()
             except TransferError as error:
-                logger.warning("step %d was not received from %s: %s", step, name, error)
+                level = logging.INFO if isinstance(error, TransferCancelledError) else logging.WARNING
+                logger.log(level, "step %d was not received from %s: %s", step, name, error)
                 raise
         if self._reuse_buffers:
             self._buffer_cache.keep(fetch.buffers())

@@ -175,6 +175,11 @@ class Healing:
     def can_receive_early(self) -> bool:
         return hasattr(self._transport, "prefetch")
 
+    @property
+    def can_compare_ahead(self) -> bool:
+        """Whether a state can be had of those who train before the next quorum."""
+        return self._transport.uses_memory_of_state and not self._transport.needs_process_group
+
     def _note_early(self, progress: TransferProgress) -> None:
         self._note(progress)
         self._reception.forget_left()  # the state that will be wanted may be another one

@@ -30,7 +30,7 @@ from torchft_ckpt.core.coordination.messages import (
     clip,
     name_some,
 )
-from torchft_ckpt.core.coordination.replica import Comparison, StepPlan
+from torchft_ckpt.core.coordination.replica import FIRST_WAIT_S, Comparison, StepPlan
 from torchft_ckpt.errors import CheckpointError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.events import Healed
 from torchft_ckpt.manager.event_queue import EventQueue
@@ -430,6 +430,35 @@ class Recovery:
             self._replay.end()
         self.note_healed(plan.formed)
         logger.info("%s healed to step %d", self.client.replica_id, step)
+
+    def compare_ahead(self) -> None:
+        """Compare the state that came out of the step of a join with that of those who trained, before the next quorum.
+
+        Nothing is loaded: where anything differs, or nobody answers soon, the next quorum gives this replica a joiner's part.
+        """
+        now, name = self.client.view(), self.client.replica_id
+        is_known_equal = self.is_alone and not now.unverified
+        if now.quorum is None or is_known_equal or not self._healing.can_compare_ahead:
+            return
+        captured = self._registry.capture_to_serve().state
+        receiving = self._registry.capture_to_receive() if self._registry.is_sharded else captured
+        wanted = StateLocated(request_id=0, version=now.version, sources=now.quorum.sources)
+        limit = timedelta(seconds=FIRST_WAIT_S)
+        self._healing.start(wanted, receiving, False, limit, compare=self._registry.comparison_with(captured))
+        if not self._healing.has_arrived(FIRST_WAIT_S):
+            self._healing.cancel()
+            return
+        try:
+            self._healing.wait()
+        except CheckpointError as error:
+            logger.info("%s compares its state of step %d in that step: %s", name, now.version.step, error)
+            return
+        if self._healing.differs:
+            return
+        with self.client.lock, self.client.replica as replica:
+            replica.compared_ahead()
+        sources = ", ".join(source.replica_id for source in wanted.sources)
+        logger.info("%s is bit-equal to %s at step %d and contributes to it", name, sources, now.version.step)
 
     def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
         """Wait for what came out of the step before, compared with the sources' state, and load theirs where it differs.

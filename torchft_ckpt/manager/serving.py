@@ -49,6 +49,8 @@ class StateServing:
         self._lease = lease
         self._party = party
         self._offered: StateVersion | None = None
+        self._ahead: StateVersion | None = None
+        """Served before its quorum."""
         if transport.state_lock is not lock:
             lock.add_before_write(transport.disallow_checkpoint)
 
@@ -71,7 +73,8 @@ class StateServing:
             UnsupportedValueError: the state holds something that cannot be carried. Only as a job starts.
         """
         version = formed.version
-        if version == self._offered:
+        ahead, self._ahead = self._ahead, None
+        if version in (self._offered, ahead):
             return
         if captured is None:
             # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass; the lighthouse
@@ -85,20 +88,39 @@ class StateServing:
                     version.step,
                 )
                 return
-        own = {**self._own.served(version), "settings": list(captured.settings)}
         try:
-            self._transport.send_captured(
-                list(destinations),
-                version.step,
-                {"user": captured.state, "torchft": own},
-                self._lease,
-                versions=captured.versions,
-                **({"outlives_step": True} if formed.has_learners else {}),  # transports of before do not know it
-            )
+            self._send(version, captured, destinations, outlives_step=formed.has_learners)
         except Exception as error:  # whatever a transport raises
             if isinstance(error, UnsupportedValueError) and formed.names_state:
                 raise  # a job whose state cannot be moved should say so when it starts
             logger.exception("%s cannot serve step %d", self._party, version.step)
+
+    def serve_ahead(self, version: StateVersion, destinations: Sequence[int]) -> None:
+        """Serve the state of now before its quorum, to replicas that have joined in the last step and compare theirs with it.
+
+        On the training thread, between two steps. Whatever fails, the loss is theirs.
+        """
+        if self._transport.needs_process_group:
+            return
+        try:
+            self._send(version, self._registry.capture_to_serve(), destinations)
+        except Exception:  # whatever a transport raises
+            logger.exception("%s cannot serve step %d before its quorum", self._party, version.step)
+        else:
+            self._ahead = version
+
+    def _send(
+        self, version: StateVersion, captured: StateToServe, destinations: Sequence[int], *, outlives_step: bool = False
+    ) -> None:
+        own = {**self._own.served(version), "settings": list(captured.settings)}
+        self._transport.send_captured(
+            list(destinations),
+            version.step,
+            {"user": captured.state, "torchft": own},
+            self._lease,
+            versions=captured.versions,
+            **({"outlives_step": True} if outlives_step else {}),  # transports of before do not know it
+        )
 
     def offer(self, version: StateVersion, *, moving: bool = False) -> None:
         """Offer the state under its name, until it changes, to whoever catches up. Nothing is copied until somebody asks.

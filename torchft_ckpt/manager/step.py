@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -132,6 +133,8 @@ class Steps:
         )
         self._quorum: Future[None] | None = None
         """The quorum thread's work for the open step."""
+        self._is_planned = threading.Event()
+        """That thread has begun to receive what the quorum wants of this rank, or has failed; it may connect the group yet."""
         self._last_wishes = StepWishes()
         self._asked_with = "", ""
         """Layout and frozen parameters, as the open step was asked for with."""
@@ -173,6 +176,7 @@ class Steps:
         if self._recorder is not None:
             self._recorder.close()
         self._started_at = time.monotonic()
+        self._compare_ahead(wishes)
         self._begin(wishes, limit)
         while (now := self._client.view()).follows and now.quorum is not None:
             # The others train on meanwhile; what was received is loaded, or could not be had.
@@ -182,12 +186,24 @@ class Steps:
             self.leave()
             self._begin(wishes, limit)
 
+    def _compare_ahead(self, wishes: StepWishes) -> None:
+        """After a step in which somebody joined: compare the states before this one, or give the one here for that."""
+        now = self._client.view()
+        if wishes.waits is not None or now.quorum is None:
+            return  # of an outer loop
+        if now.serves_ahead:
+            self._serving.serve_ahead(now.version, now.quorum.destinations)
+        elif now.compares_ahead:
+            self._recovery.compare_ahead()
+
     def _begin(self, wishes: StepWishes, limit: timedelta) -> None:
         """Ask for a quorum, and do what comes before the forward pass."""
         layout = self._registry.layout()
         has_to_wait, prepared = self._prepare(wishes, is_sharded=layout.is_sharded)
         self._ask(wishes, layout, prepared, can_serve=prepared.captured is not None or self._can_capture_later(wishes))
+        self._is_planned = is_planned = threading.Event()
         self._quorum = self._worker.submit(self._run_quorum, prepared, limit)
+        self._quorum.add_done_callback(lambda _: is_planned.set())
         self._settle(has_to_wait)
 
     def _can_capture_later(self, wishes: StepWishes) -> bool:
@@ -293,7 +309,11 @@ class Steps:
     def _settle(self, has_to_wait: bool) -> None:
         """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
         if has_to_wait:
-            self.wait_quorum()
+            # To connect the process group can take long: where nobody asked to wait for that, it goes on beside the forward pass.
+            if self._use_async_quorum:
+                self._is_planned.wait()
+            if not self._use_async_quorum or (self._quorum is not None and self._quorum.done()):
+                self.wait_quorum()
             if not self._has_computed:  # else that was not of the state that arrives, which is loaded at the vote
                 self._recovery.load_in_time()
 
@@ -382,6 +402,7 @@ class Steps:
             self._healing.probe(formed)
             self._wish_to_follow(formed)
         if plan.configure:
+            self._is_planned.set()
             self._configure(formed)
 
     def _wish_to_follow(self, formed: QuorumFormed) -> None:

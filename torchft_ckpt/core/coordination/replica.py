@@ -26,6 +26,7 @@ simulation drives it in the same way.
                                                       after a transfer that failed or was stopped, as the others need this replica
     IDLE       left_between_steps         IDLE        likewise
     IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
+    IDLE       compared_ahead             IDLE        the state of that name is that of those who trained: it is verified
 
 Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
 not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing; a torn
@@ -34,6 +35,8 @@ state has no name until a whole one is loaded over it.
 A training loop uses what it finds in the state between `begin` and `vote`: to clip, to unscale, to decay weights. Who loads
 in between makes a step that may be another than that of the others, and is *unverified* from then on. It says so when it asks,
 gets a joiner's part, and compares its state with that of verified members, until a step has begun with the very bits of theirs.
+It compares once before it asks at all (`compares_ahead`), and those who trained in the step in which it joined serve their state
+for that (`serves_ahead`): where nothing differs it contributes to the very next step.
 """
 
 from __future__ import annotations
@@ -169,6 +172,7 @@ class ReplicaView(NamedTuple):
     error: str | None
     restored: bool
     torn: bool
+    unverified: bool
     is_behind: bool
     is_checked: bool
     is_learner: bool
@@ -183,6 +187,8 @@ class ReplicaView(NamedTuple):
     is_voted_on: bool
     can_reduce: bool
     begins_with_load: bool
+    compares_ahead: bool
+    serves_ahead: bool
     serves_learners: bool
     num_participants: int
     participating_rank: int | None
@@ -283,6 +289,25 @@ class ReplicaState:
         """A state may be loaded before the forward pass of the next step, though its quorum is found beside it as a rule."""
         is_behind = not self.version.proven or self.version.step < self.newest_step
         return is_behind or self.is_learner or self._on_probation
+
+    @property
+    def compares_ahead(self) -> bool:
+        """The step that it joined in counts, and its state may be another one than that of those who trained: compare the two.
+
+        All ranks of a group do, or none: what returns their state may be a collective.
+        """
+        was_joiner = self.quorum is not None and self.quorum.role is Role.JOINER and bool(self.quorum.sources)
+        return was_joiner and self._on_probation and self._compares and self._has_just_committed
+
+    @property
+    def serves_ahead(self) -> bool:
+        """Another replica may have joined in the step that has just counted, and compare its state with this one."""
+        has_trained = self.quorum is not None and self.quorum.role is Role.HEALTHY and bool(self.quorum.destinations)
+        return has_trained and not self.unverified and self._has_just_committed
+
+    @property
+    def _has_just_committed(self) -> bool:
+        return self.phase is StepPhase.IDLE and self._last_outcome is Outcome.COMMIT and self.version.proven
 
     @property
     def wants_capture(self) -> bool:
@@ -525,6 +550,11 @@ class ReplicaState:
         self._last_comparison = None
         if not before_forward and self.quorum is not None and self.quorum.role is Role.INLINE:
             self.fail("its state was loaded after the forward pass, so it could not contribute")
+
+    def compared_ahead(self) -> None:
+        """The state is that of its name, as those have it who trained for it."""
+        self.unverified = False
+        self._last_comparison = None
 
     def comparison_finished(self, comparison: Comparison, *, before_forward: bool) -> bool:
         """The state was compared with that of the sources; what differed is loaded. Returns whether this step is exact.
