@@ -13,6 +13,7 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_LEAF_CHARS,
     MAX_LEAVES,
     MAX_MESSAGE_BYTES,
+    FollowWish,
     Leaf,
     LeafDigests,
     OnReplicasDiffer,
@@ -224,6 +225,68 @@ def test_the_memory_of_who_differs_outlives_its_connection_and_ends_when_it_has_
         member.hears()
     b.asks()
     assert job.lighthouse.members["b:1"].version.proven
+
+
+def learns(job: Job, members: list[Member]) -> Member:
+    """A group warms up, and a state is kept for it that the others begin the step with which they compare."""
+    j = job.join("j", warm_up=True)
+    j.asks(reach_s=0.2, can_follow=True)
+    assert j.formed is not None and j.formed.warms_up
+    j.says(FollowWish(quorum_id=j.formed.quorum_id, step=j.formed.version.step, reach_s=60.0))
+    for member in members:
+        member.asks(can_serve=True)
+    assert j.hears()[-1] == "statekept"
+    return j
+
+
+def receives_what_was_kept(j: Member) -> list[str]:
+    """It has warmed up, and asks. Returns from whom it is to receive the state that was kept for it."""
+    j.votes()
+    j.replica.learned()
+    j.asks(reach_s=0.0, can_follow=True)
+    assert j.formed is not None and j.plan is not None and j.formed.follows and j.plan.load
+    return [source.replica_id for source in j.formed.sources]
+
+
+def test_a_group_that_warms_up_measures_no_way_to_one_that_differs():
+    job, members = started(OnReplicasDiffer.HEAL)
+    compares(members, "yxx")
+    j = job.join("j", warm_up=True)
+    j.asks()
+    assert j.formed is not None and j.formed.warms_up
+    assert [source.replica_id for source in j.formed.sources] == ["b:1", "c:1"]
+
+
+def test_nobody_receives_from_one_that_differs_what_was_kept_before_that_was_known():
+    job, members = started(OnReplicasDiffer.HEAL)
+    j = learns(job, members)
+    for member, state in zip(members, "yxx", strict=True):
+        member.votes(state=state)
+    assert receives_what_was_kept(j) == ["b:1", "c:1"]
+    j.follows()
+    assert not job.lighthouse._equality.differs("j:1", j.replica.version)
+
+
+@pytest.mark.parametrize("has_asked", [False, True])
+def test_a_learner_that_had_one_that_differs_as_a_source_holds_nothing_of_that_name(has_asked):
+    job, (a, b, c) = started(OnReplicasDiffer.HEAL)
+    j = learns(job, [a, b, c])
+    assert receives_what_was_kept(j) == ["a:1", "b:1", "c:1"]
+    j.follows()
+    if has_asked:
+        j.asks()
+        assert job.lighthouse.members["j:1"].version == a.replica.version
+    for member, state in zip((a, b, c), "yxx", strict=True):
+        member.votes(state=state)
+    assert (b.step, c.step, j.step) == (3, 3, 2) and j.replica.version.proven
+    if not has_asked:
+        j.asks()
+    assert job.lighthouse.members["j:1"].version == StateVersion(step=2)
+    for member in (a, b, c):
+        member.dies()
+    job.operator_allows_loss()
+    assert j.formed is not None and j.formed.names_state, "it may be trained from only as a state that is new"
+    assert j.formed.version.quorum_id == job.lighthouse.quorum_id
 
 
 def test_who_is_told_at_the_very_step_that_it_differs_loads_what_it_has_the_name_of():

@@ -416,7 +416,7 @@ def test_the_simulation_finds_that_who_was_cut_off_is_forgotten(monkeypatch: pyt
             run_with_cuts(seed)
 
 
-def run_with_drift(seed: int) -> Report:
+def run_with_drift(seed: int, **settings: object) -> Report:
     """A job whose groups drift apart, are cut off and killed, do not wait for decisions, and heal by majority."""
     rng = Random(seed)
     plan = Scenario(
@@ -430,12 +430,15 @@ def run_with_drift(seed: int) -> Report:
         decision_timeout_s=0.5,
         moods=Moods(drift=0.03, impatience=rng.choice((0, 0.5, 1.0)), uses_state=rng.choice((0.0, 0.5))),
     )
-    return Simulation(seed, plan).run()
+    return Simulation(seed, replace(plan, **settings)).run()  # type: ignore[arg-type]
 
 
-def test_a_group_that_differs_from_most_never_serves_and_all_are_equal_in_the_end() -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"warm_up": True, "tells_reach": True, "changing": 0.05}], ids=["", "beside learners"]
+)
+def test_a_group_that_differs_from_most_never_serves_and_all_are_equal_in_the_end(settings: dict[str, object]) -> None:
     num_seeds = by_default(40, thorough=300)
-    assert sum(run_with_drift(seed).num_apart for seed in range(num_seeds)) > num_seeds
+    assert sum(run_with_drift(seed, **settings).num_apart for seed in range(num_seeds)) > num_seeds
 
 
 def broken_minority(patch: pytest.MonkeyPatch) -> None:

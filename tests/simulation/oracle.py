@@ -43,6 +43,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     Refused,
     Role,
+    StateKept,
     StateVersion,
     Welcome,
 )
@@ -165,11 +166,6 @@ class Oracle:
                 self.fail(f"{trainer.address} is healthy in {formed.version} with {trainer.replica.version}")
             self._holds(trainer, formed.version, trainer.value)
             self._apart.discard(key)
-        serving = {source.replica_id for source in formed.sources} & {group for group, _ in self._apart}
-        # A message that comes late was sent before that was known.
-        is_newest = formed.quorum_id == max(self._seen_quorum_id.values())
-        if serving and is_newest and not formed.names_state:
-            self.fail(f"{trainer.address} is to load from {serving}, known to hold another state than most")
 
     def follows(self, trainer: Trainer) -> None:
         """A rank receives a state outside of the quorum."""
@@ -352,6 +348,9 @@ class Oracle:
                 if isinstance(instruction.message, QuorumFormed) and not instruction.message.leaving:
                     self._check_goes_on(state, life, event, instruction.message)
                     self._check_formed(state, life, instruction.message)
+                    self._check_sources(state, instruction.message)
+                elif isinstance(instruction.message, StateKept):
+                    self._check_sources(state, instruction.message)
                 elif isinstance(instruction.message, Refused) and instruction.message.code == "finished":
                     self._check_late(instruction.connection, instruction.message)
                 elif isinstance(instruction.message, CommitDecided):
@@ -492,6 +491,15 @@ class Oracle:
         told = next((m.replica_id for m in state.members.values() if m.connection == connection), None)
         if told in self._judged[key] and decided.outcome is Outcome.COMMIT:
             self.fail(f"{told} is told to commit {decided}, and holds another state than most")
+
+    def _check_sources(self, state: LighthouseState, message: QuorumFormed | StateKept) -> None:
+        """No source is named that is known to hold another state than most when that is said: what comes late was said before."""
+        assignment = state.round.assignment if state.round is not None else None
+        if assignment is not None and assignment.is_first and assignment.version == message.version:
+            return  # the state that its holders have now has a new name
+        serving = {source.replica_id for source in message.sources} & {group for group, _ in self._apart}
+        if serving:
+            self.fail(f"{serving} are named as sources of {message.version}, known to hold another state than most")
 
     def _history(self, version: StateVersion) -> set[StateVersion]:
         history = {version}

@@ -6,8 +6,8 @@ groups wishes for:
 - warn: the groups are named;
 - heal: where a strict majority of the compared groups holds one state, all others begin to count as holders of nothing at once.
   They do not commit the step, are named as sources to nobody, and contribute again when they have loaded a state of the
-  others. So do those that had one of them as a source in this step, or the wrong state would go round. Where there is no
-  such majority it is not known who is right, and the groups are named;
+  others. So do those that had one of them as a source in this step, learners too, or the wrong state would go round. Where
+  there is no such majority it is not known who is right, and the groups are named;
 - stop: the step is discarded, and no group trains on.
 
 Which of the tensors differ is asked of two to four groups, and of one rank of each whose digests differ. What they answer is
@@ -198,7 +198,7 @@ class Equality:
             said = f"{what}. {name_some(few)} has to load the state of the majority"
             tally.apart = frozenset(with_those_served(few, current.assignment))
             for replica_id in tally.apart & self._members.keys():
-                self._set_apart(replica_id, version)
+                self.set_apart(replica_id, version)
             for replica_id in groups[0]:
                 yield Send(self._members[replica_id].connection, JoinerWaiting())
         elif (
@@ -215,7 +215,8 @@ class Equality:
         yield Log(said, is_warning=True)
         yield from self._ask(groups, votes, version, said, stops=policy is OnReplicasDiffer.STOP)
 
-    def _set_apart(self, replica_id: str, version: StateVersion) -> None:
+    def set_apart(self, replica_id: str, version: StateVersion) -> None:
+        """Note that what a member holds under this name, or receives yet, is another state than that of most."""
         self._apart[replica_id] = version
         while len(self._apart) > max(MAX_REMEMBERED, len(self._members)):
             self._apart.popitem(last=False)

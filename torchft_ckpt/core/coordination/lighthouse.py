@@ -585,7 +585,8 @@ class LighthouseState:
 
     def _let_warm_up(self, member: Member, current: Round, now: float) -> Send:
         why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
-        sources = [_source(other, rank) for rank, other in enumerate(self._others_at_work(member)[:MAX_SOURCES])]
+        holding = [other for other in self._others_at_work(member) if self._holds_newest(other.version)]
+        sources = [_source(other, rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
         return self._answer_outside_quorum(member, current, 0, why, now, sources=sources, warms_up=True)
 
     def _have_state_captured(self) -> Iterator[Instruction]:
@@ -1416,6 +1417,8 @@ class LighthouseState:
         member.is_excused = member.has_left_step = True
         member.is_beside, member.warms_up = formed.follows or formed.warms_up, formed.warms_up
         member.follows_until = now + SAY_EVERY_S if formed.follows else now
+        if not formed.warms_up:
+            member.taught = formed
         stays = formed.stays and self._is_idle_spare(member)  # it may have been called since
         return Send(member.connection, msgspec.structs.replace(formed, request_id=request.request_id, stays=stays))
 
@@ -1557,6 +1560,7 @@ class LighthouseState:
             yield from self._equality.judge(current, now)
             for replica_id in tally.apart & self.members.keys():
                 self.members[replica_id].version = StateVersion(step=current.assignment.version.step)
+            self._take_back_what_was_taught(tally.apart, current.assignment.version)
         self._joining.ended(current, now)
         approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
         followers = [m for m in approvers if self._is_listening(m)]
@@ -1629,6 +1633,24 @@ class LighthouseState:
                 if decided.leaving:
                     yield self._say_who_stays(member)
         yield from self._end_late_waits(current)
+
+    def _take_back_what_was_taught(self, apart: Collection[str], version: StateVersion) -> None:
+        """Let no learner receive this state from groups that turned out to hold another, or count as a holder if it has it from
+        them. Learners are in no step, so its assignment does not name them.
+        """
+        for member in self.members.values() if apart else ():
+            taught, kept = member.taught, member.kept
+            if kept is not None and kept.version == version:
+                sources = [source for source in kept.sources if source.replica_id not in apart]
+                member.kept = msgspec.structs.replace(kept, sources=sources) if sources else None
+            if (
+                taught is not None
+                and taught.version == version
+                and any(source.replica_id in apart for source in taught.sources)
+            ):
+                self._equality.set_apart(member.replica_id, version)
+                if member.version == version:
+                    member.version = StateVersion(step=version.step)
 
     def _is_listening(self, replica_id: str) -> bool:
         """Whether a member is connected and waits for the decision: it has not gone on from this step."""
