@@ -12,6 +12,7 @@ jobs                the jobs at one lighthouse, each with a state of its own
 lighthouse          one job over time: events in, instructions out
 lighthouse_events   these events and instructions, as data
 lighthouse_records  what is written down about a member and about the open step, and what follows from that alone
+job_record          what the parts of the lighthouse share: who is here, who asks, who is waited for, which step is open
 roster              who is a member, over which connection, and who took whose place
 history             which states the job has had, who may still hold them, and which contributors are gone
 restart             what a restarted lighthouse learns from the members of the last quorum

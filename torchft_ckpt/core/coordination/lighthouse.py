@@ -36,8 +36,9 @@ from torchft_ckpt.core.coordination.cold_start import decide_cold_start
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally
 from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory, state_after
+from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
-from torchft_ckpt.core.coordination.layouts import groups_apart, is_part_of, pause_before_learning_again_s
+from torchft_ckpt.core.coordination.layouts import is_part_of, pause_before_learning_again_s
 from torchft_ckpt.core.coordination.learning import (
     SAY_EVERY_S,
     learner_in_words,
@@ -141,26 +142,23 @@ class LighthouseState:
         self.settings = settings
         self.epoch = epoch
         self.callers = Callers(settings, epoch, unix_time_of_zero)
-        self._quorum_ids = QuorumIds(epoch)
         self.allow_step_loss = False
         """The operator's word, for the next quorum alone; `settings.allow_step_loss` holds for all."""
-        self.round: Round | None = None
-        """The step of the last quorum. None before the first one."""
         self._roster = Roster()
+        self._job = JobRecord(
+            settings=settings,
+            epoch=epoch,
+            members=self._roster.members,
+            history=StateHistory(epoch, finished_step),
+            quorum_ids=QuorumIds(epoch),
+            finished_at_step=finished_step,
+        )
         self.members = self._roster.members
         """Read-only, by replica id, the longest silent member first."""
         self.lost_members = self._roster.lost
         """Read-only: the latest members that are gone, with the reason, for the operator."""
-        self._waiting: dict[str, None] = {}
-        """Exactly the members that have an open request for a quorum, in the order in which they asked."""
-        self._quorum_members: dict[str, None] = {}
-        """Members that the next quorum waits for, because they hold the state: those of the last quorum that were not lost or
-        left behind, and those that caught up with them. Always connected."""
         self._joining = Joining()
         self._spares = Spares()
-        self._history = StateHistory(epoch, finished_step)
-        self._finished_at_step = finished_step
-        """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
         self._left_at_step = -1
         """The latest step that a group held which left on purpose. Never falls."""
         self._drained: dict[str, str] = {}
@@ -177,14 +175,12 @@ class LighthouseState:
         """When to look again whether a quorum can be formed. Set while anybody waits for one."""
         self.reason = ""
         """Why there is no quorum at the moment, or why the last was formed."""
-        self._now = 0.0
-        """The time of the last event. Never falls."""
 
     # -------------------------------------------------------------------------------------------------- the interface
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Take an event, return what to do, in order. `now` in seconds, never falling."""
-        self._now = now
+        self._job.now = now
         return [*self._excuse_silence_while_paused(now), *self._on_event(event, now)]
 
     def _on_event(self, event: Event, now: float) -> Iterator[Instruction]:
@@ -201,36 +197,33 @@ class LighthouseState:
             deadlines.append(silent.last_seen + self.settings.heartbeat_timeout_s)
         if self.round is not None and self.round.look_again_at is not None and not self.round.tally.decided:
             deadlines.append(self.round.look_again_at)
-        if self._waiting and self._evaluate_at is not None:
+        if self._job.waiting and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
         deadlines += [at for at in self._leaving.values() if at is not None]
-        for deadline in (self._restart.deadline(self._now), self.callers.next_deadline()):
+        for deadline in (self._restart.deadline(self._job.now), self.callers.next_deadline()):
             if deadline is not None:
                 deadlines.append(deadline)
         return min(deadlines, default=None)
 
     @property
+    def round(self) -> Round | None:
+        """The step of the last quorum. None before the first one."""
+        return self._job.round
+
+    @property
     def quorum_id(self) -> int:
-        """The id of the last quorum, or the highest that no quorum may have any more; 0: there was none."""
-        return self._quorum_ids.latest
+        """See `JobRecord`."""
+        return self._job.quorum_id
 
     @property
     def newest_step(self) -> int:
-        """The highest committed step that anybody here knows of."""
-        return self._history.newest_step
+        """See `JobRecord`."""
+        return self._job.newest_step
 
     @property
     def finished_step(self) -> int | None:
-        """The step at which the job is over; None: it is not.
-
-        It is over when a group that held the newest state said so, and no group goes on that holds it or was restored from it.
-        A group that was disconnected a moment ago may be on its way back.
-        """
-        step = self._finished_at_step
-        if step is None or step != self.newest_step:
-            return None
-        goes_on = any(self._may_go_on(m, step) for m in self._staying())
-        return None if goes_on or self._history.on_their_way(step, self.settings.join_timeout_s, self._now) else step
+        """See `JobRecord`."""
+        return self._job.finished_step
 
     @property
     def is_deserted(self) -> bool:
@@ -239,18 +232,6 @@ class LighthouseState:
     @property
     def had_quorum(self) -> bool:
         return self.quorum_id > 0 or self.newest_step > 0 or bool(self.callers.who)
-
-    def _held(self, exclude: Collection[str] = ()) -> Iterator[tuple[str, StateVersion]]:
-        """Yield the members that are not excluded, each with the state that it holds."""
-        return ((m.replica_id, m.version) for m in self.members.values() if m.replica_id not in exclude)
-
-    def _may_go_on(self, member: Member, step: int) -> bool:
-        """Whether a group can train on from the last step of a job that is over."""
-        is_restored = member.request is not None and member.request.restored and not member.request.torn
-        return member.version.step >= step and (is_restored or self._history.is_valid(member.version))
-
-    def _holds_newest(self, version: StateVersion) -> bool:
-        return self._history.is_valid(version) and version.step >= self.newest_step
 
     def _excuse_silence_while_paused(self, now: float) -> Iterator[Instruction]:
         """If the lighthouse itself was paused, it could not hear: what the members said meanwhile is yet to be read."""
@@ -267,17 +248,13 @@ class LighthouseState:
         """Check the invariants of this class and its parts, for tests; a `RuntimeError` says which one is broken."""
         self._roster.validate()
         self.callers.validate()
-        self._history.validate(dict(self._held()))
+        self._job.validate()
         self._equality.validate()
         self._restart.validate(self.members.keys())
         if self.members and self.callers.members:
             raise RuntimeError("a job is of Managers or of callers, and both are here")
-        if self._waiting.keys() != {replica_id for replica_id, m in self.members.items() if m.request is not None}:
-            raise RuntimeError(f"{list(self._waiting)} wait, and others have an open request")
-        if not self._quorum_members.keys() <= self.members.keys():
-            raise RuntimeError(f"the next quorum waits for some of {list(self._quorum_members)} that are not here")
-        if self._waiting and self._evaluate_at is None:
-            raise RuntimeError(f"{list(self._waiting)} wait, and nothing looks at them again")
+        if self._job.waiting and self._evaluate_at is None:
+            raise RuntimeError(f"{list(self._job.waiting)} wait, and nothing looks at them again")
         if self._leaving.keys() != {replica_id for replica_id, m in self.members.items() if m.wishes_to_leave}:
             raise RuntimeError(f"{list(self._leaving)} are to leave, and others wish to")
         for member in self.members.values():
@@ -285,14 +262,10 @@ class LighthouseState:
                 raise RuntimeError(f"{member.replica_id} does not warm up, and a state is to be kept for it")
             if member.is_beside and not (member.is_excused and member.has_left_step):
                 raise RuntimeError(f"{member.replica_id} is beside the quorum, and is waited for")
-            if member.is_beside and member.replica_id in self._quorum_members:
+            if member.is_beside and member.replica_id in self._job.quorum_members:
                 raise RuntimeError(f"the next quorum waits for {member.replica_id}, which is beside it")
-            if member.request is not None and member.is_excused:
-                raise RuntimeError(f"{member.replica_id} asks for a quorum, and nobody waits for it")
-            if member.is_let_go and (member.replica_id in self._quorum_members or not member.wishes_to_leave):
+            if member.is_let_go and (member.replica_id in self._job.quorum_members or not member.wishes_to_leave):
                 raise RuntimeError(f"{member.replica_id} was told to leave, and is waited for: {member}")
-            if member.request is None and member.notified_reason:
-                raise RuntimeError(f"{member.replica_id} waits for nothing, and has a reason for it")
         if self.round is not None:
             self._validate_round(self.round)
 
@@ -363,7 +336,7 @@ class LighthouseState:
 
     def _on_allow_step_loss(self, now: float) -> Iterator[Instruction]:
         self.allow_step_loss = True
-        self._finished_at_step = None
+        self._job.finished_at_step = None
         yield Log("the operator allows the loss of steps", is_warning=True)
         yield from self._evaluate(now)
 
@@ -412,7 +385,7 @@ class LighthouseState:
                 yield from self._on_member_lost(before.replica_id, f"replaced by a newer process of {name}", now)
                 yield Send(before.connection, _refuse_superseded(name))
             yield Close(before.connection)
-        self._history.is_back(name)
+        self._job.history.is_back(name)
 
         member = Member(
             connection=connection,
@@ -440,10 +413,10 @@ class LighthouseState:
         self._learn_from(hello, now)
         self._speaking.said(replica_id, hello.speaks)
         if self._is_still_in_quorum(member):
-            self._quorum_members[replica_id] = None
+            self._job.quorum_members[replica_id] = None
         yield from self._give_up_overtaken_step(now)
         yield from self._break_cut_off_collectives(hello, connection)
-        for other in self._quorum_members:
+        for other in self._job.quorum_members:
             yield Send(self.members[other].connection, JoinerWaiting())
         yield from self._settle_forgotten_steps(now)
         yield from self._reconsider(now)
@@ -456,7 +429,7 @@ class LighthouseState:
             and current.tally.decided
             and (member.hello.last_quorum_id, member.hello.last_epoch) == (current.quorum_id, self.epoch)
             and member.hello.was_in_quorum
-            and self._history.is_valid(member.version)
+            and self._job.history.is_valid(member.version)
             and member.version.step >= self.newest_step
             and member.is_in_step
         )
@@ -495,19 +468,19 @@ class LighthouseState:
 
     def _why_no_quorum(self, *versions: StateVersion) -> str:
         """Say why one of these states cannot come from a quorum of this job; empty: all can."""
-        reasons = (self._quorum_ids.why_never_given(version.quorum_id, version.epoch) for version in versions)
+        reasons = (self._job.quorum_ids.why_never_given(version.quorum_id, version.epoch) for version in versions)
         return next(filter(None, reasons), "")
 
     def _learn_from(self, hello: Hello, now: float) -> None:
         """Take what a member remembers, and this lighthouse may not remember."""
         open_step = self.round.step if self.round is not None else 0
-        self._history.learn(hello, (version for _, version in self._held()), open_step=open_step)
+        self._job.history.learn(hello, (version for _, version in self._job.held()), open_step=open_step)
         if hello.was_in_quorum and hello.last_epoch != self.epoch:
             self._restart.heard(hello, now)
-        is_last = self._quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
+        is_last = self._job.quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
         # It may hold the state of a quorum that it was not in.
-        if self._quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
-            self._quorum_members.clear()
+        if self._job.quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
+            self._job.quorum_members.clear()
 
     def _give_up_overtaken_step(self, now: float) -> Iterator[Instruction]:
         """Discard the open step if a member holds a later state: then the step was committed before, elsewhere."""
@@ -515,7 +488,7 @@ class LighthouseState:
         if current is None or current.tally.decided:
             return
         ahead = [
-            m for m in self.members.values() if self._history.is_valid(m.version) and m.version.step > current.step
+            m for m in self.members.values() if self._job.history.is_valid(m.version) and m.version.step > current.step
         ]
         if ahead:
             current.tally.give_up(f"{ahead[0].replica_id} is here with step {ahead[0].version.step}")
@@ -526,7 +499,7 @@ class LighthouseState:
         version = self._equality.proven_of(member.replica_id, request.version)
         return Holder(
             replica_id=member.replica_id,
-            version=StateVersion(step=version.step) if self._history.is_void(version) else version,
+            version=StateVersion(step=version.step) if self._job.history.is_void(version) else version,
             restored=request.restored,
             torn=request.torn,
             init_sync=request.init_sync,
@@ -566,7 +539,7 @@ class LighthouseState:
         self._speaking.said(replica_id, request.speaks)
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, request.version, now)
-        self._waiting[replica_id] = None
+        self._job.waiting[replica_id] = None
         yield from self._answer_leaving(now)
         if member.request is None:
             yield from self._reconsider(now)
@@ -585,13 +558,13 @@ class LighthouseState:
 
     def _let_warm_up(self, member: Member, current: Round, now: float) -> Send:
         why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
-        holding = [other for other in self._others_at_work(member) if self._holds_newest(other.version)]
+        holding = [other for other in self._job.others_at_work(member) if self._job.holds_newest(other.version)]
         sources = [_source(other, rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
         return self._answer_outside_quorum(member, current, 0, why, now, sources=sources, warms_up=True)
 
     def _have_state_captured(self) -> Iterator[Instruction]:
         """Have those at work capture their state when they begin their next step."""
-        for replica_id in self._quorum_members:
+        for replica_id in self._job.quorum_members:
             yield Send(self.members[replica_id].connection, JoinerWaiting())
 
     def _on_follow_wish(self, member: Member, wish: FollowWish) -> Iterator[Instruction]:
@@ -610,17 +583,10 @@ class LighthouseState:
         request = member.asked
         if not request.allow_heal or not request.can_load:
             return False
-        if self.finished_step is not None or self._holds_newest(member.version):
+        if self.finished_step is not None or self._job.holds_newest(member.version):
             return False
-        at_work = self._others_at_work(member)
-        return len(at_work) >= self._min_trainers(at_work) and member.replica_id not in self._apart()
-
-    def _others_at_work(self, member: Member) -> list[Member]:
-        return [self.members[replica_id] for replica_id in self._quorum_members if replica_id != member.replica_id]
-
-    def _min_trainers(self, holders: Iterable[Member]) -> int:
-        """Return how many groups that hold the state can train a step that counts."""
-        return max(self.settings.min_replicas, 1, *(member.min_contributors for member in holders))
+        at_work = self._job.others_at_work(member)
+        return len(at_work) >= self._job.min_trainers(at_work) and member.replica_id not in self._job.apart()
 
     # --------------------------------------------------------------------------------------------------------- leaving
 
@@ -650,11 +616,11 @@ class LighthouseState:
 
     def _answer_leaving(self, now: float) -> Iterator[Instruction]:
         """Answer the members that wait for a quorum and are to leave, if the others do not count on them, or do not come."""
-        for member in [self.members[replica_id] for replica_id in self._leaving if replica_id in self._waiting]:
-            waits_briefly = member.replica_id in self._quorum_members and now - member.asked_at < PENDING_NOTICE_S
+        for member in [self.members[replica_id] for replica_id in self._leaving if replica_id in self._job.waiting]:
+            waits_briefly = member.replica_id in self._job.quorum_members and now - member.asked_at < PENDING_NOTICE_S
             if member.asked.gathers or not (member.is_let_go or (self._may_go(member, now) and not waits_briefly)):
                 continue
-            request = self._take_request(member)
+            request = self._job.take_request(member)
             self._let_go(member)
             member.has_left_step = True
             formed = QuorumFormed(
@@ -671,7 +637,7 @@ class LighthouseState:
                 store_address="",
                 warms_up=True,
                 newest_step=self.newest_step,
-                rolled_back_to=self._history.rolled_back_to,
+                rolled_back_to=self._job.history.rolled_back_to,
                 leaving=True,
                 reason=f"this replica group leaves: {member.wishes_to_leave}",
             )
@@ -697,26 +663,23 @@ class LighthouseState:
         """Whether a member is to leave now: it wishes to, and others have its state, or do not come to have it."""
         if not member.wishes_to_leave:
             return False
-        staying = [other for other in self._staying() if not other.wishes_to_leave]
-        is_last = self._holds_newest(member.version) and not any(self._holds_newest(m.version) for m in staying)
+        staying = [other for other in self._job.staying() if not other.wishes_to_leave]
+        is_last = self._job.holds_newest(member.version) and not any(self._job.holds_newest(m.version) for m in staying)
         return not is_last or not staying or now - member.wished_at >= LAST_HOLDER_STAYS_S
-
-    def _staying(self) -> list[Member]:
-        return [member for member in self.members.values() if not (member.is_let_go or member.has_finished)]
 
     def _let_go(self, member: Member) -> None:
         """A member has been told to leave, or is told now: nobody waits for it."""
         member.is_excused = member.is_let_go = True
-        self._quorum_members.pop(member.replica_id, None)
+        self._job.quorum_members.pop(member.replica_id, None)
         self._leaving[member.replica_id] = None
 
     def _say_who_stays(self, member: Member) -> Log:
-        staying = self._staying()
+        staying = self._job.staying()
         step = member.version.step
         line = (
             f"{member.replica_id} leaves at step {step}: {member.wishes_to_leave}; {len(staying)} replica groups stay"
         )
-        least = self._min_trainers(staying)
+        least = self._job.min_trainers(staying)
         is_short = 0 < len(staying) < least
         more = f", at least {least} have to train: they wait until another one comes" if is_short else ""
         return Log(line + more, is_warning=is_short)
@@ -737,30 +700,30 @@ class LighthouseState:
         current = self.round
         if current is not None and not current.tally.decided and replica_id in current.tally.roles:
             yield from self._on_step_abandoned(current, replica_id, now)
-        self._stop_waiting(member)
+        self._job.stop_waiting(member)
         member.has_left_step, member.has_finished = True, message.has_finished
         member.is_beside, member.progress, member.wish, member.kept = False, None, None, None
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, message.version, now)
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
         sources = ((_source(other, rank), other.version) for rank, other in enumerate(living))
-        located = self._history.locate(replica_id, message, sources)
-        if message.has_finished and self.newest_step > 0 and self._holds_newest(message.version):
-            self._finished_at_step = self.newest_step
+        located = self._job.history.locate(replica_id, message, sources)
+        if message.has_finished and self.newest_step > 0 and self._job.holds_newest(message.version):
+            self._job.finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
             yield from self._call_spares()
         member.is_excused = message.has_finished or not located.is_held or member.is_let_go
         if member.is_excused:
-            self._quorum_members.pop(replica_id, None)
+            self._job.quorum_members.pop(replica_id, None)
         yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
         yield from self._reconsider(now)
 
     def _on_state_shown(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """Note the state that a member holds between two steps."""
         member.version = version = self._equality.proven_of(member.replica_id, version)
-        self._quorum_ids.begin_after(version.quorum_id, version.epoch)
+        self._job.quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
-        self._history.note(member.replica_id, version)
+        self._job.history.note(member.replica_id, version)
         yield from self._on_commit_declined(member.replica_id)
         yield from self._give_up_overtaken_step(now)
 
@@ -781,11 +744,11 @@ class LighthouseState:
 
     def _reconsider(self, now: float) -> Iterator[Instruction]:
         """Look whether a quorum can be formed, if this event can have changed that. Else leave it to the deadline."""
-        if not self._waiting:
+        if not self._job.waiting:
             return
-        survivors_back = bool(self._quorum_members) and self._quorum_members.keys() <= self._waiting.keys()
+        survivors_back = bool(self._job.quorum_members) and self._job.quorum_members.keys() <= self._job.waiting.keys()
         everyone = survivors_back or all(
-            m.is_beside or m.replica_id in self._waiting or self._is_absent_spare(m) for m in self.members.values()
+            m.is_beside or m.replica_id in self._job.waiting or self._is_absent_spare(m) for m in self.members.values()
         )
         if everyone or self.finished_step is not None:
             yield from self._evaluate(now)
@@ -795,21 +758,21 @@ class LighthouseState:
     def _evaluate(self, now: float) -> Iterator[Instruction]:
         self._evaluate_at = now + PENDING_NOTICE_S
         yield from self._answer_leaving(now)
-        if not self._waiting:
+        if not self._job.waiting:
             return
         hold = self._restart.hold(now)
         if hold is not None:
             yield from self._notify_pending(hold[0], now, hold[1])
             return
         yield from self._refuse_late_groups(now)
-        if not self._waiting:
+        if not self._job.waiting:
             return
         yield from self._answer_gathering(now)
         gathering = self._who_gathers()
-        if len(gathering) == len(self._waiting):
+        if len(gathering) == len(self._job.waiting):
             return
-        others = self._apart()
-        candidates = [self.members[m] for m in self._waiting if m not in others and m not in gathering]
+        others = self._job.apart()
+        candidates = [self.members[m] for m in self._job.waiting if m not in others and m not in gathering]
         admitted, outside, following = self._set_joiners_aside(candidates, now)
         yield from self._notify_left_out(outside | others, others, now)
         yield from self._call_learners()
@@ -834,8 +797,8 @@ class LighthouseState:
         verdict = decide_quorum(
             alive=alive,
             asked=asked,
-            last_quorum=self._quorum_members,
-            holders=self._history.holders(self._held(), self.newest_step),
+            last_quorum=self._job.quorum_members,
+            holders=self._job.history.holders(self._job.held(), self.newest_step),
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
@@ -860,9 +823,9 @@ class LighthouseState:
             return
         hold = None
         if not self.allow_step_loss:
-            hold = self._history.why_not_back(
+            hold = self._job.history.why_not_back(
                 assignment.version.step,
-                self._held(exclude=verdict.members),
+                self._job.held(exclude=verdict.members),
                 is_first=assignment.is_first,
                 restarted_at=self._restart.first_heard_at,
                 patience_s=self.settings.join_timeout_s,
@@ -914,8 +877,8 @@ class LighthouseState:
         step = self.finished_step
         if step is None:
             return
-        while self._waiting:
-            replica_id = next(iter(self._waiting))
+        while self._job.waiting:
+            replica_id = next(iter(self._job.waiting))
             member = self.members[replica_id]
             reason = (
                 f"the job is finished at step {step}, and {replica_id} came with step {member.version.step}. To train on or"
@@ -926,7 +889,7 @@ class LighthouseState:
             yield from self._send_away(member, refusal, "it came after the job had finished", now)
 
     def _who_gathers(self) -> set[str]:
-        return {replica_id for replica_id in self._waiting if self.members[replica_id].asked.gathers}
+        return {replica_id for replica_id in self._job.waiting if self.members[replica_id].asked.gathers}
 
     def _answer_gathering(self, now: float) -> Iterator[Instruction]:
         """Answer the members that are about to look for a state, once all that may come are here. They begin no step."""
@@ -937,22 +900,22 @@ class LighthouseState:
         verdict = decide_cold_start(
             [self.members[replica_id] for replica_id in gathering],
             at_work,
-            is_valid=self._history.is_valid,
+            is_valid=self._job.history.is_valid,
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
         )
         if not verdict.parts:
             yield from self._notify_pending(
-                verdict.reason, now, verdict.deadline, exclude=self._waiting.keys() - gathering
+                verdict.reason, now, verdict.deadline, exclude=self._job.waiting.keys() - gathering
             )
             return
         if verdict.is_new:
-            self._quorum_ids.give(self.quorum_id + 1)
+            self._job.quorum_ids.give(self.quorum_id + 1)
             yield Log(f"{name_some(sorted(gathering))} meet to look for a state to start from: {verdict.reason}")
         for replica_id, part in verdict.parts.items():
             member = self.members[replica_id]
-            request = self._take_request(member)
+            request = self._job.take_request(member)
             formed = QuorumFormed(
                 request_id=request.request_id,
                 quorum_id=self.quorum_id,
@@ -984,7 +947,7 @@ class LighthouseState:
                 f"no replica group here has a whole state ({name_some(replica_ids)}: a load failed half-way, or its ranks"
                 " hold different states). Restart one of them"
             )
-        ahead = self._history.holders(self._held(exclude=replica_ids), lost.newest_step)
+        ahead = self._job.history.holders(self._job.held(exclude=replica_ids), lost.newest_step)
         if ahead:
             return f"waiting for {name_some(ahead)}: alive, and holding step {lost.newest_step}, which was committed"
         gone = name_some(list(self.lost_members)[-5:]) or "not known here"
@@ -997,27 +960,20 @@ class LighthouseState:
 
     def _hint_if_over(self) -> str:
         """Say that the job may be over, if no member holds its newest state and a group that held it left on purpose."""
-        if not 0 < self._left_at_step == self.newest_step or self._history.holders(self._held(), self.newest_step):
+        if not 0 < self._left_at_step == self.newest_step or self._job.history.holders(
+            self._job.held(), self.newest_step
+        ):
             return ""
         return (
             f" A group that held step {self.newest_step} left on purpose (Manager.shutdown). If the job was over, end this group;"
             " where its script calls Manager.finish() after the last step, a late group ends by itself."
         )
 
-    def _apart(self) -> dict[str, str]:
-        """Return the groups that cannot train with the others, each with the reason for the operator."""
-        return groups_apart(
-            self.members,
-            last_quorum=self._quorum_members,
-            candidates=self._waiting,
-            is_valid=self._history.is_valid,
-        )
-
     def _notify_left_out(
         self, reasons: Mapping[str, str], others: Collection[str], now: float
     ) -> Iterator[Instruction]:
         """Tell the members that stay outside why. The operator hears that once; for `others`, of another layout, each reason."""
-        for replica_id in self._waiting:
+        for replica_id in self._job.waiting:
             member = self.members[replica_id]
             has_waited = replica_id in others or now - member.asked_at >= PENDING_NOTICE_S / 2
             if replica_id in reasons and has_waited and now - member.notified_at >= PENDING_NOTICE_S:
@@ -1030,15 +986,15 @@ class LighthouseState:
 
     def _learners(self, others: Collection[str], now: float) -> list[Member]:
         """Return the groups that may train with the others once they know the step: they are behind, and train only a part."""
-        layouts = {self.members[m].layout: self.members[m].layout_text for m in self._waiting if m not in others}
+        layouts = {self.members[m].layout: self.members[m].layout_text for m in self._job.waiting if m not in others}
         return [
             member
-            for member in (self.members[m] for m in self._waiting if m in others)
+            for member in (self.members[m] for m in self._job.waiting if m in others)
             if (member.layout in layouts or any(is_part_of(member.layout_text, text) for text in layouts.values()))
             and member.asked.allow_heal
             and member.asked.can_load
             and now >= member.learns_from
-            and not self._holds_newest(member.version)
+            and not self._job.holds_newest(member.version)
         ]
 
     def _is_teaching(self, now: float, beside: Member) -> bool:
@@ -1051,8 +1007,8 @@ class LighthouseState:
 
     def _call_learners(self) -> Iterator[Instruction]:
         """Tell those that follow to ask, if the others have become too few to train."""
-        staying = [m for m in self._staying() if not m.is_excused and not self._is_absent_spare(m)]
-        least = self._min_trainers(staying)
+        staying = [m for m in self._job.staying() if not m.is_excused and not self._is_absent_spare(m)]
+        least = self._job.min_trainers(staying)
         if not 0 < len(staying) < least:
             return
         for member in self.members.values():
@@ -1063,33 +1019,27 @@ class LighthouseState:
                 yield Log(f"{member.replica_id} is needed: {reason}")
                 yield Send(member.connection, Needed(reason=clip(reason)))
 
-    def _at_work(self) -> set[str]:
-        """Return the members that hold the state and go on, and those that join them in the open step."""
-        current = self.round
-        joining = set() if current is None or current.tally.decided else {*current.living()} & self.members.keys()
-        return {*self._quorum_members, *joining}
-
     def _is_idle_spare(self, member: Member) -> bool:
         """Whether a member is a spare that does not step in now, and does not hold a newer state than those that train."""
         replica_id = member.replica_id
-        if not member.hello.spare or replica_id in self._at_work() or self._spares.is_called(replica_id):
+        if not member.hello.spare or replica_id in self._job.at_work() or self._spares.is_called(replica_id):
             return False
-        if self._quorum_members:
+        if self._job.quorum_members:
             return True
         others = (m.version.step for m in self.members.values() if not m.hello.spare)
         return not member.version.proven and member.version.step <= max(others, default=-1)
 
     def _is_absent_spare(self, member: Member) -> bool:
         """Whether a member is a spare that neither trains nor asks: nobody waits for it, also where it was called."""
-        return member.hello.spare and member.request is None and member.replica_id not in self._at_work()
+        return member.hello.spare and member.request is None and member.replica_id not in self._job.at_work()
 
     def _call_spares(self) -> Iterator[Instruction]:
         """Have spares step in for groups that are gone; where the job is over, have them ask, to hear that."""
-        at_work = self._at_work()
+        at_work = self._job.at_work()
         is_over = self.finished_step is not None
         self._spares.release(at_work)
-        idle = [m for m in self._staying() if not m.wishes_to_leave and self._is_idle_spare(m)]
-        called = idle if is_over else self._spares.call(idle, at_work, self._now)
+        idle = [m for m in self._job.staying() if not m.wishes_to_leave and self._is_idle_spare(m)]
+        called = idle if is_over else self._spares.call(idle, at_work, self._job.now)
         for member in called:
             here = f"{len(at_work)} of {self._spares.num_wanted} replica groups train ({name_some(sorted(at_work))})"
             reason = "the job is over" if is_over else f"{here}, and it is a spare"
@@ -1106,12 +1056,12 @@ class LighthouseState:
 
         The others cannot wait for them now. If the admitted members would be too few, all are admitted.
         """
-        best = max((m.version for m in candidates if self._history.is_valid(m.version)), default=None)
+        best = max((m.version for m in candidates if self._job.history.is_valid(m.version)), default=None)
         is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
         joining = {
             member.replica_id
             for member in candidates
-            if member.replica_id not in self._quorum_members
+            if member.replica_id not in self._job.quorum_members
             and (member.version != best or (member.asked.unverified and is_known_here))
         }
         idle = {m.replica_id for m in candidates if self._is_idle_spare(m)}
@@ -1130,13 +1080,13 @@ class LighthouseState:
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
         out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
         admitted = [member for member in candidates if member.replica_id not in out]
-        is_at_work = self._quorum_members.keys() - self._waiting.keys()
+        is_at_work = self._job.quorum_members.keys() - self._job.waiting.keys()
         holding = [member for member in candidates if member.replica_id not in joining]
         if is_at_work and not admitted:
             return admitted, out, following
-        if len(admitted) < self.settings.min_replicas or len(holding) < self._min_trainers(holding):
+        if len(admitted) < self.settings.min_replicas or len(holding) < self._job.min_trainers(holding):
             others = [member for member in candidates if member.replica_id not in idle]
-            if idle and best is None and len(others) >= self._min_trainers(others):
+            if idle and best is None and len(others) >= self._job.min_trainers(others):
                 return (
                     others,
                     {replica_id: out[replica_id] for replica_id in idle},
@@ -1148,7 +1098,7 @@ class LighthouseState:
     def _has_counterparts(self, member: Member) -> bool:
         """Whether those at work have as many ranks as a group: each of its ranks could replay the steps of its counterparts."""
         num_ranks = member.hello.group_world_size
-        return all(other.hello.group_world_size == num_ranks for other in self._others_at_work(member))
+        return all(other.hello.group_world_size == num_ranks for other in self._job.others_at_work(member))
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
         """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
@@ -1194,7 +1144,7 @@ class LighthouseState:
         if reason != self.reason:
             self.reason = reason
             yield Log(f"no quorum: {reason}", is_warning=is_warning)
-        for replica_id in self._waiting:
+        for replica_id in self._job.waiting:
             if replica_id in exclude:
                 continue
             member = self.members[replica_id]
@@ -1219,15 +1169,15 @@ class LighthouseState:
         quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
         yield from self._go_on_from(assignment, quorum_id)
-        self.round = current = self._begin_round(assignment, members, quorum_id, now)
+        self._job.round = current = self._begin_round(assignment, members, quorum_id, now)
         roles = current.tally.roles
         numbers = {part.contributor_rank: part.replica_id for part in assignment.parts}
         self._contributors.note(
             quorum_id, current.step, {rank: who for rank, who in numbers.items() if rank is not None}
         )
         self.reason = reason
-        self._quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
-        self._spares.note_at_work(self.members[replica_id] for replica_id in self._quorum_members)
+        self._job.quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
+        self._spares.note_at_work(self.members[replica_id] for replica_id in self._job.quorum_members)
         self._evaluate_at = None
         self._choose_store_hosts(roles)
         if is_new:
@@ -1246,7 +1196,7 @@ class LighthouseState:
         patience_s = max(member.asked.patience_s for member in members)
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
-            request = self._take_request(member)
+            request = self._job.take_request(member)
             member.has_left_step = False
             if part.role is Role.HEALTHY:
                 member.version = assignment.version
@@ -1276,7 +1226,7 @@ class LighthouseState:
                 patience_s=patience_s,
                 differs=self._equality.differs(member.replica_id, request.version),
                 names_state=assignment.is_first,
-                rolled_back_to=self._history.rolled_back_to,
+                rolled_back_to=self._job.history.rolled_back_to,
                 reason=clip(reason),
             )
             yield Send(member.connection, formed)
@@ -1295,18 +1245,18 @@ class LighthouseState:
             why = self._why_follows(member) if follows else why
             yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
             yield self._answer_outside_quorum(member, current, place, why, now, sources=sources, follows=follows)
-        if self._waiting:
+        if self._job.waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to notify them of the reason
 
     def _go_on_from(self, assignment: Assignment, quorum_id: int) -> Iterator[Instruction]:
         """Note from which state the job trains on, in which quorum. What was open of earlier lives is over with that."""
         step = assignment.version.step
-        newest_step = self._history.goes_on_from(assignment.version, quorum_id, self.epoch)
+        newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch)
         if assignment.is_first or step < newest_step:
-            self._finished_at_step = None  # the job goes on from a checkpoint, or from an older step
+            self._job.finished_at_step = None  # the job goes on from a checkpoint, or from an older step
         if step < newest_step:
             yield Log(f"steps {step + 1} to {newest_step} are lost, the job goes on from {step}", is_warning=True)
-        self._quorum_ids.give(quorum_id)
+        self._job.quorum_ids.give(quorum_id)
         self.allow_step_loss = False
         in_quorum = {part.replica_id for part in assignment.parts}
         for replica_id, old_quorum_id in self._restart.end():
@@ -1332,7 +1282,7 @@ class LighthouseState:
         if healing and not assignment.is_first:
             current.join_budget_s = min((member.asked.join_budget_s for member in holding), default=0.0)
             contributing = [member for member in holding if member.asked.contributes]
-            current.is_needed = len(contributing) < self._min_trainers(contributing)
+            current.is_needed = len(contributing) < self._job.min_trainers(contributing)
             current.join_wait_s = self._joining.most_s(current.join_budget_s, now)
             current.may_follow = frozenset(m.replica_id for m in healing if m.asked.can_follow and m.asked.guesses)
             current.reach = {
@@ -1406,14 +1356,16 @@ class LighthouseState:
             stays=follows and self._is_idle_spare(member),
             unverified=assignment.unverified,
             newest_step=self.newest_step,
-            rolled_back_to=self._history.rolled_back_to,
+            rolled_back_to=self._job.history.rolled_back_to,
             reason=reason,
         )
 
     def _send_beside(self, member: Member, formed: QuorumFormed, now: float) -> Send:
         """Answer the open request of a member, which is a learner from now on."""
-        request = self._take_request(member)
-        self._quorum_members.pop(member.replica_id, None)  # it may have been in the quorum, and have given its step up
+        request = self._job.take_request(member)
+        self._job.quorum_members.pop(
+            member.replica_id, None
+        )  # it may have been in the quorum, and have given its step up
         member.is_excused = member.has_left_step = True
         member.is_beside, member.warms_up = formed.follows or formed.warms_up, formed.warms_up
         member.follows_until = now + SAY_EVERY_S if formed.follows else now
@@ -1421,17 +1373,6 @@ class LighthouseState:
             member.taught = formed
         stays = formed.stays and self._is_idle_spare(member)  # it may have been called since
         return Send(member.connection, msgspec.structs.replace(formed, request_id=request.request_id, stays=stays))
-
-    def _take_request(self, member: Member) -> QuorumRequest:
-        """Return the open request of a member that is answered now."""
-        request = member.asked
-        self._stop_waiting(member)
-        return request
-
-    def _stop_waiting(self, member: Member) -> None:
-        """A member asks for no quorum any more."""
-        member.request, member.notified_reason = None, ""
-        self._waiting.pop(member.replica_id, None)
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
@@ -1471,7 +1412,7 @@ class LighthouseState:
                     current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
                 )
             yield from self._advance_step(current, now)
-        elif self._history.remembers(key) or vote.epoch == self.epoch or self._restart.is_over:
+        elif self._job.history.remembers(key) or vote.epoch == self.epoch or self._restart.is_over:
             yield Send(member.connection, self._answer_late(member, vote, now))
         else:
             yield from self._break_forgotten_collectives(self._restart.voted(member.replica_id, vote, now))
@@ -1489,11 +1430,11 @@ class LighthouseState:
             return
         answer = self._answer_late(member, vote, now)
         if answer.outcome is Outcome.COMMIT and member.is_in_step and not member.is_let_go:
-            self._quorum_members[member.replica_id] = None  # it holds the state after all, and is waited for
+            self._job.quorum_members[member.replica_id] = None  # it holds the state after all, and is waited for
         yield Send(member.connection, answer)
 
     def _answer_late(self, member: Member, vote: CommitVote, now: float) -> CommitDecided:
-        answer = self._history.answer_late(member.replica_id, vote)
+        answer = self._job.history.answer_late(member.replica_id, vote)
         if answer.outcome is Outcome.COMMIT:
             self._note_held([member.replica_id], (vote.quorum_id, vote.epoch, vote.step))
         return self._as_told(member, answer, now)
@@ -1506,12 +1447,12 @@ class LighthouseState:
 
     def _on_commit_declined(self, replica_id: str) -> Iterator[Instruction]:
         """Free the last step if this member, which goes on to the next one, was the last that could hold its state."""
-        key = self._history.declined(replica_id)
+        key = self._job.history.declined(replica_id)
         if key is not None:
             yield self._nobody_followed(key)
 
     def _nobody_followed(self, key: StepKey) -> Log:
-        self._history.nobody_followed(key)
+        self._job.history.nobody_followed(key)
         return Log(f"step {key[2]} of quorum {key[0]} is discarded after all: nobody waited for the decision")
 
     def _advance_step(self, current: Round, now: float) -> Iterator[Instruction]:
@@ -1571,9 +1512,9 @@ class LighthouseState:
             tally.broken = True  # who has not voted is told to leave its collectives
         key = self._key(current)
         outcome = Outcome.COMMIT if committed else Outcome.DISCARD
-        self._history.remember(key, tally, outcome, tally.reason)
+        self._job.history.remember(key, tally, outcome, tally.reason)
         if committed:
-            self._history.committed(key, followers)
+            self._job.history.committed(key, followers)
             self._note_held(followers, key)
             behind = [
                 m
@@ -1581,7 +1522,7 @@ class LighthouseState:
                 if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart | current.to_follow
             ]
             for replica_id in current.to_follow:
-                self._quorum_members.pop(replica_id, None)
+                self._job.quorum_members.pop(replica_id, None)
             cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
             self._note_failed_join(behind, cost_s, now, current.gave_up, current.underestimated)
         else:
@@ -1589,7 +1530,7 @@ class LighthouseState:
         for replica_id in self._joiners(tally):
             vote = tally.votes.get(replica_id)
             if vote is not None and vote.approve and not self.members[replica_id].is_let_go:
-                self._quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
+                self._job.quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
         for replica_id, role in tally.roles.items():
             vote = tally.votes.get(replica_id) if role in (Role.JOINER, Role.INLINE) else None
             if vote is not None and vote.approve:
@@ -1611,7 +1552,7 @@ class LighthouseState:
             if replica_id in followers or (
                 tally.roles[replica_id] is Role.HEALTHY and self._is_still_in_quorum(member)
             ):
-                self._quorum_members[replica_id] = None  # also where it was lost on the way, and is back
+                self._job.quorum_members[replica_id] = None  # also where it was lost on the way, and is back
             has_voted = replica_id in tally.votes
             if not committed and not has_voted and member.is_in_step:
                 broken = QuorumBroken(
@@ -1664,7 +1605,7 @@ class LighthouseState:
     ) -> None:
         """Note that an attempt to join cost the others `cost_s`."""
         for replica_id in joiners:
-            self._quorum_members.pop(replica_id, None)
+            self._job.quorum_members.pop(replica_id, None)
         self._joining.failed(joiners, cost_s, now, reason, underestimated)
 
     def _on_collective_wait(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
@@ -1767,14 +1708,14 @@ class LighthouseState:
             is_back: whether it is here again in an instant, so that nothing needs to be looked at before.
         """
         member = self._roster.remove(replica_id, reason, is_closed=is_closed)
-        self._history.gone(replica_id)
+        self._job.history.gone(replica_id)
         self._speaking.gone(replica_id)
         if not is_on_purpose and not member.has_finished:
-            self._history.cut_off(group_name(replica_id), member.version, now)
-        elif is_on_purpose and self._history.is_valid(member.version):
+            self._job.history.cut_off(group_name(replica_id), member.version, now)
+        elif is_on_purpose and self._job.history.is_valid(member.version):
             self._left_at_step = max(self._left_at_step, member.version.step)
-        self._stop_waiting(member)
-        self._quorum_members.pop(replica_id, None)
+        self._job.stop_waiting(member)
+        self._job.quorum_members.pop(replica_id, None)
         self._leaving.pop(replica_id, None)
         if is_on_purpose:
             self._drained.pop(replica_id, None)
@@ -1818,12 +1759,12 @@ class LighthouseState:
         for settled in self._restart.settle(now):
             outcome = Outcome.COMMIT if settled.verdict is CommitDecision.COMMIT else Outcome.DISCARD
             reason = "decided from the members' reports after the lighthouse restarted"
-            self._history.remember(settled.key, None, outcome, reason)
+            self._job.history.remember(settled.key, None, outcome, reason)
             quorum_id, _, step = settled.key
             yield Log(f"step {step} of quorum {quorum_id}: {outcome.value}, {reason}")
             if outcome is Outcome.COMMIT:
                 followers = [m for m in settled.approvers if self._is_listening(m)]
-                self._history.committed(settled.key, followers, others_may_know=settled.others_may_know)
+                self._job.history.committed(settled.key, followers, others_may_know=settled.others_may_know)
                 self._note_held(followers, settled.key)
                 if not followers and not settled.others_may_know:
                     yield self._nobody_followed(settled.key)
@@ -1836,7 +1777,7 @@ class LighthouseState:
                     )
                     member = self.members[replica_id]
                     yield Send(member.connection, self._as_told(member, decided, now))
-        if was_held and self._waiting and self._restart.hold(now) is None:
+        if was_held and self._job.waiting and self._restart.hold(now) is None:
             yield from self._evaluate(now)
 
     def _break_forgotten_collectives(self, broken: list[tuple[str, int]]) -> Iterator[Instruction]:
@@ -1865,7 +1806,7 @@ class LighthouseState:
         yield from self.callers.tick(now)
         yield from self._break_forgotten_collectives(self._restart.expire(now))
         yield from self._settle_forgotten_steps(now)
-        if self._waiting and self._evaluate_at is not None and now >= self._evaluate_at:
+        if self._job.waiting and self._evaluate_at is not None and now >= self._evaluate_at:
             yield from self._evaluate(now)
 
 
