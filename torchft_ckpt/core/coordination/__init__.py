@@ -22,6 +22,7 @@ joining             how long those who train wait for one that joins
 spares              when a spare joins the others, which it has followed so far
 learning            who follows the others outside of the quorum before it joins them
 patience            how long to wait before trying again
+leaving             when a group that is to leave may go
 speaking            which group writes for the job what all would write
 equality            which groups hold another state than the others of the same name
 callers             quorums of callers of `LighthouseClient.quorum`

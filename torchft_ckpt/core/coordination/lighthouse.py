@@ -45,6 +45,7 @@ from torchft_ckpt.core.coordination.learning import (
     should_follow,
     should_receive_early,
 )
+from torchft_ckpt.core.coordination.leaving import Leaving
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
@@ -75,7 +76,6 @@ from torchft_ckpt.core.coordination.messages import (
     LeafDigests,
     Leave,
     LeaveWish,
-    LetGo,
     LocateState,
     LostAsked,
     Needed,
@@ -98,7 +98,7 @@ from torchft_ckpt.core.coordination.messages import (
     name_some,
     refuse_version,
 )
-from torchft_ckpt.core.coordination.patience import restart_patience_s
+from torchft_ckpt.core.coordination.patience import PENDING_NOTICE_S, restart_patience_s
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds, decide_quorum
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.coordination.restart import RestartRecovery, StepKey
@@ -106,14 +106,9 @@ from torchft_ckpt.core.coordination.roster import Roster
 from torchft_ckpt.core.coordination.spares import Spares
 from torchft_ckpt.core.coordination.speaking import Speaking
 
-PENDING_NOTICE_S = 1.0
-LEAVES_BETWEEN_STEPS_AFTER_S = 2.0
-"""A group that is to leave, and then has no step open, leaves between two steps: in an outer loop they are far apart."""
 FOLLOWS_WITHIN_S = 10.0
 """So long, or as long as its own transfer takes, a group that would follow waits for another one to have received its state.
 Then it joins as one that cannot follow."""
-LAST_HOLDER_STAYS_S = 10.0
-"""A group that is to leave and alone holds the newest state stays so long for others to get it. Then the time is for its save."""
 OWN_ID = (
     "If that is another replica group, and not this one started again: each group needs a replica id of its own"
     " (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
@@ -159,12 +154,7 @@ class LighthouseState:
         """Read-only: the latest members that are gone, with the reason, for the operator."""
         self._joining = Joining()
         self._spares = Spares()
-        self._left_at_step = -1
-        """The latest step that a group held which left on purpose. Never falls."""
-        self._drained: dict[str, str] = {}
-        """Members that the operator had leave, with the reason: their groups do not know of it before they are told."""
-        self._leaving: dict[str, float | None] = {}
-        """Exactly the members that are to leave: when to look whether one can do so between two steps. None: it was let go."""
+        self._leaving = Leaving(self._job)
         self._equality = Equality(self.members)
         self._restart = RestartRecovery(restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._contributors = RecentContributors()
@@ -199,7 +189,7 @@ class LighthouseState:
             deadlines.append(self.round.look_again_at)
         if self._job.waiting and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
-        deadlines += [at for at in self._leaving.values() if at is not None]
+        deadlines += self._leaving.deadlines()
         for deadline in (self._restart.deadline(self._job.now), self.callers.next_deadline()):
             if deadline is not None:
                 deadlines.append(deadline)
@@ -249,14 +239,13 @@ class LighthouseState:
         self._roster.validate()
         self.callers.validate()
         self._job.validate()
+        self._leaving.validate()
         self._equality.validate()
         self._restart.validate(self.members.keys())
         if self.members and self.callers.members:
             raise RuntimeError("a job is of Managers or of callers, and both are here")
         if self._job.waiting and self._evaluate_at is None:
             raise RuntimeError(f"{list(self._job.waiting)} wait, and nothing looks at them again")
-        if self._leaving.keys() != {replica_id for replica_id, m in self.members.items() if m.wishes_to_leave}:
-            raise RuntimeError(f"{list(self._leaving)} are to leave, and others wish to")
         for member in self.members.values():
             if (member.wish or member.kept) and not (member.is_beside and member.warms_up):
                 raise RuntimeError(f"{member.replica_id} does not warm up, and a state is to be kept for it")
@@ -264,8 +253,6 @@ class LighthouseState:
                 raise RuntimeError(f"{member.replica_id} is beside the quorum, and is waited for")
             if member.is_beside and member.replica_id in self._job.quorum_members:
                 raise RuntimeError(f"the next quorum waits for {member.replica_id}, which is beside it")
-            if member.is_let_go and (member.replica_id in self._job.quorum_members or not member.wishes_to_leave):
-                raise RuntimeError(f"{member.replica_id} was told to leave, and is waited for: {member}")
         if self.round is not None:
             self._validate_round(self.round)
 
@@ -396,11 +383,9 @@ class LighthouseState:
             is_beside=hello.is_beside,
             has_left_step=hello.is_beside,
             is_excused=hello.is_beside,
-            wishes_to_leave=self._drained.get(replica_id, ""),
         )
         self._roster.add(member)
-        if member.wishes_to_leave:
-            self._leaving[replica_id] = now + LEAVES_BETWEEN_STEPS_AFTER_S
+        self._leaving.joined(member, now)
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
             epoch=self.epoch,
@@ -540,7 +525,7 @@ class LighthouseState:
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, request.version, now)
         self._job.waiting[replica_id] = None
-        yield from self._answer_leaving(now)
+        yield from self._leaving.answer(now)
         if member.request is None:
             yield from self._reconsider(now)
             return
@@ -592,8 +577,7 @@ class LighthouseState:
 
     def _on_drain(self, drain: Drain, now: float) -> Iterator[Instruction]:
         for member in self.named(drain.replica_id):
-            self._drained[member.replica_id] = "the operator asked for it"
-            wish = LeaveWish(reason=self._drained[member.replica_id])
+            wish = self._leaving.drain(member)
             yield Send(member.connection, wish)
             yield from self._on_leave_wish(member, wish, now)
 
@@ -602,96 +586,23 @@ class LighthouseState:
         return [m for m in self.members.values() if group in (m.replica_id, group_name(m.replica_id))]
 
     def _on_leave_wish(self, member: Member, wish: LeaveWish, now: float) -> Iterator[Instruction]:
-        if not member.wishes_to_leave:
-            member.wishes_to_leave, member.wished_at = clip(wish.reason) or "it was asked to leave", now
-            self._leaving[member.replica_id] = now + LEAVES_BETWEEN_STEPS_AFTER_S
-            yield Log(f"{member.replica_id} is to leave at the end of its step: {member.wishes_to_leave}")
+        yield from self._leaving.wished(member, wish, now)
         if wish.is_told and member.request is None:
-            self._let_go(member)
+            self._leaving.let_go(member)
             if wish.collectives_by_rank:
                 member.farewell = wish
                 yield from self._on_step_left(member)
-        yield from self._answer_leaving(now)
+        yield from self._leaving.answer(now)
         yield from self._reconsider(now)
-
-    def _answer_leaving(self, now: float) -> Iterator[Instruction]:
-        """Answer the members that wait for a quorum and are to leave, if the others do not count on them, or do not come."""
-        for member in [self.members[replica_id] for replica_id in self._leaving if replica_id in self._job.waiting]:
-            waits_briefly = member.replica_id in self._job.quorum_members and now - member.asked_at < PENDING_NOTICE_S
-            if member.asked.gathers or not (member.is_let_go or (self._may_go(member, now) and not waits_briefly)):
-                continue
-            request = self._job.take_request(member)
-            self._let_go(member)
-            member.has_left_step = True
-            formed = QuorumFormed(
-                request_id=request.request_id,
-                quorum_id=self.quorum_id,
-                epoch=self.epoch,
-                version=request.version,
-                role=Role.LEARNER,
-                replica_rank=0,
-                replica_world_size=0,
-                contributor_rank=None,
-                num_contributors=0,
-                num_voters=0,
-                store_address="",
-                warms_up=True,
-                newest_step=self.newest_step,
-                rolled_back_to=self._job.history.rolled_back_to,
-                leaving=True,
-                reason=f"this replica group leaves: {member.wishes_to_leave}",
-            )
-            yield Send(member.connection, formed)
-            yield self._say_who_stays(member)
-
-    def _let_go_between_steps(self, now: float) -> Iterator[Instruction]:
-        """Let members go that are to leave, and are between two steps since a while."""
-        for replica_id in [m for m, at in self._leaving.items() if at is not None and now >= at]:
-            if self._leaving.get(replica_id) is None:
-                continue  # it has gone, or was let go, on account of the one before
-            self._leaving[replica_id] = now + LEAVES_BETWEEN_STEPS_AFTER_S
-            member, current = self.members[replica_id], self.round
-            tally = None if current is None or current.tally.decided else current.tally
-            is_in_open_step = tally is not None and replica_id in tally.roles and replica_id not in tally.lost
-            if member.request is None and not is_in_open_step and self._may_go(member, now):
-                self._let_go(member)
-                yield Send(member.connection, LetGo(reason=clip(member.wishes_to_leave)))
-                yield self._say_who_stays(member)
-                yield from self._reconsider(now)
-
-    def _may_go(self, member: Member, now: float) -> bool:
-        """Whether a member is to leave now: it wishes to, and others have its state, or do not come to have it."""
-        if not member.wishes_to_leave:
-            return False
-        staying = [other for other in self._job.staying() if not other.wishes_to_leave]
-        is_last = self._job.holds_newest(member.version) and not any(self._job.holds_newest(m.version) for m in staying)
-        return not is_last or not staying or now - member.wished_at >= LAST_HOLDER_STAYS_S
-
-    def _let_go(self, member: Member) -> None:
-        """A member has been told to leave, or is told now: nobody waits for it."""
-        member.is_excused = member.is_let_go = True
-        self._job.quorum_members.pop(member.replica_id, None)
-        self._leaving[member.replica_id] = None
-
-    def _say_who_stays(self, member: Member) -> Log:
-        staying = self._job.staying()
-        step = member.version.step
-        line = (
-            f"{member.replica_id} leaves at step {step}: {member.wishes_to_leave}; {len(staying)} replica groups stay"
-        )
-        least = self._job.min_trainers(staying)
-        is_short = 0 < len(staying) < least
-        more = f", at least {least} have to train: they wait until another one comes" if is_short else ""
-        return Log(line + more, is_warning=is_short)
 
     def _as_told(self, member: Member, decided: CommitDecided, now: float, *, all_leave: bool = False) -> CommitDecided:
         """Return the decision on a member's step as that member is told it: with it goes who is to leave, and who speaks."""
         if decided.outcome is Outcome.COMMIT:
             speaks, silent_for = self._speaking.told(member.replica_id)
             decided = msgspec.structs.replace(decided, speaks=speaks, silent_for=clip(silent_for))
-        if not member.is_in_step or not self._may_go(member, now):
+        if not member.is_in_step or not self._leaving.may_go(member, now):
             return decided
-        self._let_go(member)
+        self._leaving.let_go(member)
         return msgspec.structs.replace(decided, leaving=True, all_leave=all_leave)
 
     def _on_locate_state(self, member: Member, message: LocateState, now: float) -> Iterator[Instruction]:
@@ -757,7 +668,7 @@ class LighthouseState:
 
     def _evaluate(self, now: float) -> Iterator[Instruction]:
         self._evaluate_at = now + PENDING_NOTICE_S
-        yield from self._answer_leaving(now)
+        yield from self._leaving.answer(now)
         if not self._job.waiting:
             return
         hold = self._restart.hold(now)
@@ -805,7 +716,7 @@ class LighthouseState:
         )
         if not verdict.formed:
             reason = f"{verdict.reason}; of another layout: {name_some(sorted(others))}" if others else verdict.reason
-            if left := self._hint_if_over():
+            if left := self._leaving.hint_if_over():
                 reason = f"{reason}.{left}"
             yield from self._notify_pending(reason, now, verdict.deadline, is_warning=bool(others), exclude=out)
             return
@@ -936,10 +847,11 @@ class LighthouseState:
 
     def _why_lost(self, lost: StepLost, replica_ids: tuple[str, ...]) -> str:
         replaying = [m.replica_id for m in map(self.members.__getitem__, replica_ids) if m.num_learned]
+        hint = self._leaving.hint_if_over()
         if lost.is_torn and replaying and self.newest_step > 0:
             return (
                 f"every group that held step {self.newest_step} is gone. {name_some(replaying)} made the same steps beside them,"
-                f" and without them nobody can say whether they are right to the last bit.{self._hint_if_over()} Bring one of"
+                f" and without them nobody can say whether they are right to the last bit.{hint} Bring one of"
                 " them back, or start a group from a checkpoint (Manager.load_state_dict)"
             )
         if lost.is_torn:
@@ -953,20 +865,9 @@ class LighthouseState:
         gone = name_some(list(self.lost_members)[-5:]) or "not known here"
         return (
             f"step {lost.newest_step} was committed, but the newest state here is of step {lost.best_step}: every group that"
-            f" held a newer one is gone ({gone}).{self._hint_if_over()} Bring one of them back, or start a group from a"
+            f" held a newer one is gone ({gone}).{hint} Bring one of them back, or start a group from a"
             " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss. A new run of the"
             " same script is another job: set another TORCHFT_CKPT_JOB"
-        )
-
-    def _hint_if_over(self) -> str:
-        """Say that the job may be over, if no member holds its newest state and a group that held it left on purpose."""
-        if not 0 < self._left_at_step == self.newest_step or self._job.history.holders(
-            self._job.held(), self.newest_step
-        ):
-            return ""
-        return (
-            f" A group that held step {self.newest_step} left on purpose (Manager.shutdown). If the job was over, end this group;"
-            " where its script calls Manager.finish() after the last step, a late group ends by itself."
         )
 
     def _notify_left_out(
@@ -1543,7 +1444,7 @@ class LighthouseState:
         all_leave = (
             committed
             and bool(contributors)
-            and all(m in followers and self._may_go(self.members[m], now) for m in contributors)
+            and all(m in followers and self._leaving.may_go(self.members[m], now) for m in contributors)
         )
         for replica_id in tally.roles:
             member = self.members.get(replica_id)
@@ -1572,7 +1473,7 @@ class LighthouseState:
                 decided = self._as_told(member, decided, now, all_leave=all_leave)
                 yield Send(member.connection, decided)
                 if decided.leaving:
-                    yield self._say_who_stays(member)
+                    yield self._leaving.say_who_stays(member)
         yield from self._end_late_waits(current)
 
     def _take_back_what_was_taught(self, apart: Collection[str], version: StateVersion) -> None:
@@ -1712,13 +1613,9 @@ class LighthouseState:
         self._speaking.gone(replica_id)
         if not is_on_purpose and not member.has_finished:
             self._job.history.cut_off(group_name(replica_id), member.version, now)
-        elif is_on_purpose and self._job.history.is_valid(member.version):
-            self._left_at_step = max(self._left_at_step, member.version.step)
         self._job.stop_waiting(member)
         self._job.quorum_members.pop(replica_id, None)
-        self._leaving.pop(replica_id, None)
-        if is_on_purpose:
-            self._drained.pop(replica_id, None)
+        self._leaving.lost(member, is_on_purpose=is_on_purpose)
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
         yield from self._equality.lost(replica_id)
         self._spares.lost(replica_id)
@@ -1802,7 +1699,9 @@ class LighthouseState:
             current.look_again_at = None
             if not current.tally.decided:
                 yield from self._advance_step(current, now)
-        yield from self._let_go_between_steps(now)
+        for let_go in self._leaving.let_go_between_steps(now):
+            yield from let_go
+            yield from self._reconsider(now)
         yield from self.callers.tick(now)
         yield from self._break_forgotten_collectives(self._restart.expire(now))
         yield from self._settle_forgotten_steps(now)
