@@ -31,6 +31,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
+from torchft_ckpt.core.coordination.beside import Beside
 from torchft_ckpt.core.coordination.callers import CallerMessage, Callers
 from torchft_ckpt.core.coordination.cold_start import decide_cold_start
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally
@@ -38,13 +39,6 @@ from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory, state_after
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
-from torchft_ckpt.core.coordination.layouts import is_part_of, pause_before_learning_again_s
-from torchft_ckpt.core.coordination.learning import (
-    SAY_EVERY_S,
-    learner_in_words,
-    should_follow,
-    should_receive_early,
-)
 from torchft_ckpt.core.coordination.leaving import Leaving
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -71,14 +65,12 @@ from torchft_ckpt.core.coordination.messages import (
     FollowWish,
     Heartbeat,
     Hello,
-    JoinerWaiting,
     JoinProgress,
     LeafDigests,
     Leave,
     LeaveWish,
     LocateState,
     LostAsked,
-    Needed,
     Outcome,
     QuorumBroken,
     QuorumCall,
@@ -87,9 +79,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     Refused,
     Role,
-    Source,
     StallReport,
-    StateKept,
     StateVersion,
     ToLighthouse,
     Welcome,
@@ -106,9 +96,6 @@ from torchft_ckpt.core.coordination.roster import Roster
 from torchft_ckpt.core.coordination.spares import Spares
 from torchft_ckpt.core.coordination.speaking import Speaking
 
-FOLLOWS_WITHIN_S = 10.0
-"""So long, or as long as its own transfer takes, a group that would follow waits for another one to have received its state.
-Then it joins as one that cannot follow."""
 OWN_ID = (
     "If that is another replica group, and not this one started again: each group needs a replica id of its own"
     " (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
@@ -154,6 +141,7 @@ class LighthouseState:
         """Read-only: the latest members that are gone, with the reason, for the operator."""
         self._joining = Joining()
         self._spares = Spares()
+        self._beside = Beside(self._job, self._joining, self._spares)
         self._leaving = Leaving(self._job)
         self._equality = Equality(self.members)
         self._restart = RestartRecovery(restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s))
@@ -240,19 +228,13 @@ class LighthouseState:
         self.callers.validate()
         self._job.validate()
         self._leaving.validate()
+        self._beside.validate()
         self._equality.validate()
         self._restart.validate(self.members.keys())
         if self.members and self.callers.members:
             raise RuntimeError("a job is of Managers or of callers, and both are here")
         if self._job.waiting and self._evaluate_at is None:
             raise RuntimeError(f"{list(self._job.waiting)} wait, and nothing looks at them again")
-        for member in self.members.values():
-            if (member.wish or member.kept) and not (member.is_beside and member.warms_up):
-                raise RuntimeError(f"{member.replica_id} does not warm up, and a state is to be kept for it")
-            if member.is_beside and not (member.is_excused and member.has_left_step):
-                raise RuntimeError(f"{member.replica_id} is beside the quorum, and is waited for")
-            if member.is_beside and member.replica_id in self._job.quorum_members:
-                raise RuntimeError(f"the next quorum waits for {member.replica_id}, which is beside it")
         if self.round is not None:
             self._validate_round(self.round)
 
@@ -306,7 +288,7 @@ class LighthouseState:
         elif isinstance(message, JoinProgress):
             yield from self._on_join_progress(member, message, now)
         elif isinstance(message, FollowWish):
-            yield from self._on_follow_wish(member, message)
+            yield from self._beside.wished(member, message)
         elif isinstance(message, CollectiveWait):
             yield from self._on_collective_wait(member, message, now)
         elif isinstance(message, LeafDigests):
@@ -401,8 +383,7 @@ class LighthouseState:
             self._job.quorum_members[replica_id] = None
         yield from self._give_up_overtaken_step(now)
         yield from self._break_cut_off_collectives(hello, connection)
-        for other in self._job.quorum_members:
-            yield Send(self.members[other].connection, JoinerWaiting())
+        yield from self._beside.have_state_captured()
         yield from self._settle_forgotten_steps(now)
         yield from self._reconsider(now)
 
@@ -529,49 +510,17 @@ class LighthouseState:
         if member.request is None:
             yield from self._reconsider(now)
             return
-        if self.round is not None and self._should_warm_up(member):
+        if self.round is not None and self._beside.should_warm_up(member):
             member.kept = kept  # it computes once more
-            yield self._let_warm_up(member, self.round, now)
+            yield self._beside.let_warm_up(member, self.round, now)
             return
         is_kept = kept is not None and member.follows_until > now  # sources free what nobody speaks of
-        if kept is not None and is_kept and request.can_follow and self._may_learn_alone(member):
-            yield self._send_beside(member, kept, now)
+        if kept is not None and is_kept and request.can_follow and self._beside.may_learn_alone(member):
+            yield self._beside.answer(member, kept, now)
             return
         if was_beside:
-            yield from self._have_state_captured()
+            yield from self._beside.have_state_captured()
         yield from self._reconsider(now)
-
-    def _let_warm_up(self, member: Member, current: Round, now: float) -> Send:
-        why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
-        holding = [other for other in self._job.others_at_work(member) if self._job.holds_newest(other.version)]
-        sources = [_source(other, rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
-        return self._answer_outside_quorum(member, current, 0, why, now, sources=sources, warms_up=True)
-
-    def _have_state_captured(self) -> Iterator[Instruction]:
-        """Have those at work capture their state when they begin their next step."""
-        for replica_id in self._job.quorum_members:
-            yield Send(self.members[replica_id].connection, JoinerWaiting())
-
-    def _on_follow_wish(self, member: Member, wish: FollowWish) -> Iterator[Instruction]:
-        """A learner wants to receive a state while it warms up; it gets one when the others begin a step."""
-        is_warming = member.is_beside and member.warms_up and member.kept is None
-        if is_warming and should_receive_early(wish, self._joining.usual_s):
-            member.wish = wish
-            yield from self._have_state_captured()
-
-    def _should_warm_up(self, member: Member) -> bool:
-        """Whether a group that has computed nothing yet does so alone first: others are at work who can do without it."""
-        return member.asked.warms_up and self._may_learn_alone(member)
-
-    def _may_learn_alone(self, member: Member) -> bool:
-        """Whether a group that asks can be a learner: it is behind, and others are at work who can do without it."""
-        request = member.asked
-        if not request.allow_heal or not request.can_load:
-            return False
-        if self.finished_step is not None or self._job.holds_newest(member.version):
-            return False
-        at_work = self._job.others_at_work(member)
-        return len(at_work) >= self._job.min_trainers(at_work) and member.replica_id not in self._job.apart()
 
     # --------------------------------------------------------------------------------------------------------- leaving
 
@@ -617,12 +566,12 @@ class LighthouseState:
         yield from self._on_step_left(member)
         yield from self._on_state_shown(member, message.version, now)
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
-        sources = ((_source(other, rank), other.version) for rank, other in enumerate(living))
+        sources = ((other.as_source(rank), other.version) for rank, other in enumerate(living))
         located = self._job.history.locate(replica_id, message, sources)
         if message.has_finished and self.newest_step > 0 and self._job.holds_newest(message.version):
             self._job.finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
-            yield from self._call_spares()
+            yield from self._beside.call_spares()
         member.is_excused = message.has_finished or not located.is_held or member.is_let_go
         if member.is_excused:
             self._job.quorum_members.pop(replica_id, None)
@@ -659,7 +608,8 @@ class LighthouseState:
             return
         survivors_back = bool(self._job.quorum_members) and self._job.quorum_members.keys() <= self._job.waiting.keys()
         everyone = survivors_back or all(
-            m.is_beside or m.replica_id in self._job.waiting or self._is_absent_spare(m) for m in self.members.values()
+            m.is_beside or m.replica_id in self._job.waiting or self._beside.is_absent_spare(m)
+            for m in self.members.values()
         )
         if everyone or self.finished_step is not None:
             yield from self._evaluate(now)
@@ -684,10 +634,10 @@ class LighthouseState:
             return
         others = self._job.apart()
         candidates = [self.members[m] for m in self._job.waiting if m not in others and m not in gathering]
-        admitted, outside, following = self._set_joiners_aside(candidates, now)
+        admitted, outside, following = self._beside.set_aside(candidates, now)
         yield from self._notify_left_out(outside | others, others, now)
-        yield from self._call_learners()
-        yield from self._call_spares()
+        yield from self._beside.call_learners()
+        yield from self._beside.call_spares()
         if self._spares.awaits(self.members, now):
             self._evaluate_at = min(self._evaluate_at, self._spares.await_until)
             return
@@ -703,7 +653,7 @@ class LighthouseState:
             )
             for m in admitted
         }
-        out |= {m.replica_id for m in self.members.values() if self._is_absent_spare(m)}
+        out |= {m.replica_id for m in self.members.values() if self._beside.is_absent_spare(m)}
         alive = [m.replica_id for m in self.members.values() if m.replica_id not in out and not m.is_excused]
         verdict = decide_quorum(
             alive=alive,
@@ -753,13 +703,11 @@ class LighthouseState:
         cold = [
             m for m in candidates if m.replica_id in outside and m.asked.warms_up
         ]  # there was no job yet when it asked
-        warming = [m for m in self.members.values() if m.wish is not None]
-        following = [m for m in (*following, *warming) if m not in cold and now >= m.learns_from]
-        learners = [*self._learners(others, now), *(m for m in following if not self._is_teaching(now, beside=m))]
+        learners = self._beside.to_teach([m for m in following if m not in cold], others, now)
         yield from self._form_quorum(assignment, learners, verdict.reason, now, others)
         for member in cold:
-            if self.round is not None and self._may_learn_alone(member):
-                yield self._let_warm_up(member, self.round, now)
+            if self.round is not None and self._beside.may_learn_alone(member):
+                yield self._beside.let_warm_up(member, self.round, now)
 
     def _refuse_to_heal(self, helpless: list[str], assignment: Assignment, now: float) -> Iterator[Instruction]:
         """Send the members away that would have to load a state and cannot. The others form their quorum without them."""
@@ -885,140 +833,6 @@ class LighthouseState:
                 member.notified_reason, member.notified_at = reason, now
                 yield Send(member.connection, QuorumPending(reason=clip(reason), waited_s=now - member.asked_at))
 
-    def _learners(self, others: Collection[str], now: float) -> list[Member]:
-        """Return the groups that may train with the others once they know the step: they are behind, and train only a part."""
-        layouts = {self.members[m].layout: self.members[m].layout_text for m in self._job.waiting if m not in others}
-        return [
-            member
-            for member in (self.members[m] for m in self._job.waiting if m in others)
-            if (member.layout in layouts or any(is_part_of(member.layout_text, text) for text in layouts.values()))
-            and member.asked.allow_heal
-            and member.asked.can_load
-            and now >= member.learns_from
-            and not self._job.holds_newest(member.version)
-        ]
-
-    def _is_teaching(self, now: float, beside: Member) -> bool:
-        """Whether somebody receives a state, and says so: the sources keep one state at a time for those who do.
-
-        `beside`: who would get the next one. For a group that is to train a spare begins again.
-        """
-        taught = [m for m in self.members.values() if m.is_beside and m.follows_until > now and not m.only_replays]
-        return any(not self._is_idle_spare(m) for m in taught) or (bool(taught) and self._is_idle_spare(beside))
-
-    def _call_learners(self) -> Iterator[Instruction]:
-        """Tell those that follow to ask, if the others have become too few to train."""
-        staying = [m for m in self._job.staying() if not m.is_excused and not self._is_absent_spare(m)]
-        least = self._job.min_trainers(staying)
-        if not 0 < len(staying) < least:
-            return
-        for member in self.members.values():
-            if member.is_beside and not member.is_called:
-                member.is_called = True
-                here = name_some(m.replica_id for m in staying)
-                reason = f"{len(staying)} of at least {least} replica groups are here ({here})"
-                yield Log(f"{member.replica_id} is needed: {reason}")
-                yield Send(member.connection, Needed(reason=clip(reason)))
-
-    def _is_idle_spare(self, member: Member) -> bool:
-        """Whether a member is a spare that does not step in now, and does not hold a newer state than those that train."""
-        replica_id = member.replica_id
-        if not member.hello.spare or replica_id in self._job.at_work() or self._spares.is_called(replica_id):
-            return False
-        if self._job.quorum_members:
-            return True
-        others = (m.version.step for m in self.members.values() if not m.hello.spare)
-        return not member.version.proven and member.version.step <= max(others, default=-1)
-
-    def _is_absent_spare(self, member: Member) -> bool:
-        """Whether a member is a spare that neither trains nor asks: nobody waits for it, also where it was called."""
-        return member.hello.spare and member.request is None and member.replica_id not in self._job.at_work()
-
-    def _call_spares(self) -> Iterator[Instruction]:
-        """Have spares step in for groups that are gone; where the job is over, have them ask, to hear that."""
-        at_work = self._job.at_work()
-        is_over = self.finished_step is not None
-        self._spares.release(at_work)
-        idle = [m for m in self._job.staying() if not m.wishes_to_leave and self._is_idle_spare(m)]
-        called = idle if is_over else self._spares.call(idle, at_work, self._job.now)
-        for member in called:
-            here = f"{len(at_work)} of {self._spares.num_wanted} replica groups train ({name_some(sorted(at_work))})"
-            reason = "the job is over" if is_over else f"{here}, and it is a spare"
-            if member.is_beside and not member.warms_up and not member.is_called:
-                member.is_called = is_over
-                yield Send(member.connection, Needed(reason=clip(reason), when_close=True))
-            if not is_over:
-                yield Log(f"{member.replica_id} is called: {reason}")
-
-    def _set_joiners_aside(
-        self, candidates: list[Member], now: float
-    ) -> tuple[list[Member], dict[str, str], list[Member]]:
-        """Return the members that are admitted; those that stay outside, each with the reason; and which of these follow.
-
-        The others cannot wait for them now. If the admitted members would be too few, all are admitted.
-        """
-        best = max((m.version for m in candidates if self._job.history.is_valid(m.version)), default=None)
-        is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
-        joining = {
-            member.replica_id
-            for member in candidates
-            if member.replica_id not in self._job.quorum_members
-            and (member.version != best or (member.asked.unverified and is_known_here))
-        }
-        idle = {m.replica_id for m in candidates if self._is_idle_spare(m)}
-        joining |= idle
-        budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
-        following = [
-            m
-            for m in candidates
-            if m.replica_id in joining
-            and should_follow(m.asked, self._joining.usual_s, stays=m.replica_id in idle)
-            and (m.replica_id in idle or not self._waits_in_vain(m, now))
-            and (self._has_counterparts(m) or not m.asked.replays)
-        ]
-        reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
-        reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
-        reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
-        out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
-        admitted = [member for member in candidates if member.replica_id not in out]
-        is_at_work = self._job.quorum_members.keys() - self._job.waiting.keys()
-        holding = [member for member in candidates if member.replica_id not in joining]
-        if is_at_work and not admitted:
-            return admitted, out, following
-        if len(admitted) < self.settings.min_replicas or len(holding) < self._job.min_trainers(holding):
-            others = [member for member in candidates if member.replica_id not in idle]
-            if idle and best is None and len(others) >= self._job.min_trainers(others):
-                return (
-                    others,
-                    {replica_id: out[replica_id] for replica_id in idle},
-                    [m for m in following if m not in others],
-                )
-            return candidates, {}, []
-        return admitted, out, following
-
-    def _has_counterparts(self, member: Member) -> bool:
-        """Whether those at work have as many ranks as a group: each of its ranks could replay the steps of its counterparts."""
-        num_ranks = member.hello.group_world_size
-        return all(other.hello.group_world_size == num_ranks for other in self._job.others_at_work(member))
-
-    def _waits_in_vain(self, member: Member, now: float) -> bool:
-        """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
-        patience_s = max(FOLLOWS_WITHIN_S, member.asked.reach_s or 0.0)
-        return now - member.asked_at >= patience_s and self._is_teaching(now, beside=member)
-
-    def _why_follows(self, member: Member, *, waits: bool = False) -> str:
-        if self._is_idle_spare(member):
-            return "it is a spare: it follows the others until one of them is lost"
-        if waits:
-            return (
-                f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, and waits until another group has received"
-                " its: the others serve one at a time"
-            )
-        return (
-            f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, longer than a step"
-            f" ({self._joining.usual_s:.1f} s), so it receives it outside of the quorum first, while the others train on"
-        )
-
     def _next_quorum_id(self, members: list[Member]) -> int:
         last = self.round
         if (
@@ -1092,7 +906,7 @@ class LighthouseState:
         ][:MAX_SOURCES]
         taught = learners if teachers else []
         places = range(len(members), len(members) + len(taught))
-        num_replaying = sum(_replays(member) for member in taught if member.replica_id not in others)
+        num_replaying = self._beside.num_replaying(taught, others)
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
@@ -1114,7 +928,7 @@ class LighthouseState:
                 num_voters=num_voters,
                 store_address=store,
                 standby_store_address=standby,
-                sources=[_source(members[source], source) for source in part.sources],
+                sources=[members[source].as_source(source) for source in part.sources],
                 destinations=[*part.destinations, *(places if rank in teachers else ())],
                 num_replaying=num_replaying if rank in teachers else 0,
                 join_budget_s=current.join_budget_s,
@@ -1131,21 +945,8 @@ class LighthouseState:
                 reason=clip(reason),
             )
             yield Send(member.connection, formed)
-        sources = [_source(members[rank], rank) for rank in teachers]
-        for member in self.members.values() if taught else ():
-            member.kept = None  # the sources keep one state at a time
-        for place, member in enumerate(taught):
-            follows = member.replica_id not in others
-            member.num_learned += 1
-            member.learns_from = now + pause_before_learning_again_s(member.num_learned)
-            if member.wish is not None:
-                yield Log(f"{member.replica_id} may receive step {current.step} while it warms up")
-                yield self._keep_state_for(member, member.wish, current, place, sources, now)
-                continue
-            why = "it does not train the same parameters yet, and first has to learn at which step the others are"
-            why = self._why_follows(member) if follows else why
-            yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
-            yield self._answer_outside_quorum(member, current, place, why, now, sources=sources, follows=follows)
+        sources = [members[rank].as_source(rank) for rank in teachers]
+        yield from self._beside.teach(taught, current, sources, others, now)
         if self._job.waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to notify them of the reason
 
@@ -1192,88 +993,6 @@ class LighthouseState:
                 if member.asked.reach_s is not None
             }
         return current
-
-    def _answer_outside_quorum(
-        self,
-        member: Member,
-        current: Round,
-        place: int,
-        reason: str,
-        now: float,
-        *,
-        sources: list[Source],
-        warms_up: bool = False,
-        follows: bool = False,
-    ) -> Send:
-        """Let a member compute a step beside a quorum, which does not wait for it.
-
-        `warms_up`: it receives nothing, and may measure the way to the sources. `follows`: it computes no step, but receives the
-        state and asks again.
-        """
-        formed = self._beside(member, current, place, reason, sources=sources, warms_up=warms_up, follows=follows)
-        return self._send_beside(member, formed, now)
-
-    def _keep_state_for(
-        self, member: Member, wish: FollowWish, current: Round, place: int, sources: list[Source], now: float
-    ) -> Send:
-        """Tell a learner that warms up which state is kept for it."""
-        why = "it has computed its first step, and receives the state that was kept for it meanwhile"
-        member.kept = self._beside(member, current, place, why, sources=sources, follows=True)
-        member.wish, member.follows_until = None, now + SAY_EVERY_S
-        kept = StateKept(
-            quorum_id=wish.quorum_id, step=wish.step, version=member.kept.version, sources=member.kept.sources
-        )
-        return Send(member.connection, kept)
-
-    def _beside(
-        self,
-        member: Member,
-        current: Round,
-        place: int,
-        reason: str,
-        *,
-        sources: list[Source],
-        warms_up: bool = False,
-        follows: bool = False,
-    ) -> QuorumFormed:
-        """Return the answer to a learner's request, but for whose number it has. Arguments as in `_answer_outside_quorum`."""
-        assignment = current.assignment
-        return QuorumFormed(
-            request_id=0,
-            quorum_id=self.quorum_id,
-            epoch=self.epoch,
-            version=assignment.version,
-            role=Role.LEARNER,
-            replica_rank=len(assignment.parts) + place,
-            replica_world_size=len(assignment.parts),
-            contributor_rank=None,
-            num_contributors=assignment.num_contributors,
-            num_voters=assignment.num_voters,
-            store_address="",
-            sources=sources,
-            warms_up=warms_up,
-            follows=follows,
-            step_s=self._joining.usual_s if follows else 0.0,
-            stays=follows and self._is_idle_spare(member),
-            unverified=assignment.unverified,
-            newest_step=self.newest_step,
-            rolled_back_to=self._job.history.rolled_back_to,
-            reason=reason,
-        )
-
-    def _send_beside(self, member: Member, formed: QuorumFormed, now: float) -> Send:
-        """Answer the open request of a member, which is a learner from now on."""
-        request = self._job.take_request(member)
-        self._job.quorum_members.pop(
-            member.replica_id, None
-        )  # it may have been in the quorum, and have given its step up
-        member.is_excused = member.has_left_step = True
-        member.is_beside, member.warms_up = formed.follows or formed.warms_up, formed.warms_up
-        member.follows_until = now + SAY_EVERY_S if formed.follows else now
-        if not formed.warms_up:
-            member.taught = formed
-        stays = formed.stays and self._is_idle_spare(member)  # it may have been called since
-        return Send(member.connection, msgspec.structs.replace(formed, request_id=request.request_id, stays=stays))
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
@@ -1376,10 +1095,7 @@ class LighthouseState:
     def _on_join_progress(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
         current = self.round
         if member.is_beside:
-            member.progress, member.follows_until = progress, now + SAY_EVERY_S
-            if now - member.progress_logged_at >= SAY_EVERY_S:
-                member.progress_logged_at = now
-                yield Log(f"{member.replica_id} {learner_in_words(member, self.newest_step)}")
+            yield from self._beside.progressed(member, progress, now)
             return
         if (
             current is None
@@ -1402,7 +1118,8 @@ class LighthouseState:
             yield from self._equality.judge(current, now)
             for replica_id in tally.apart & self.members.keys():
                 self.members[replica_id].version = StateVersion(step=current.assignment.version.step)
-            self._take_back_what_was_taught(tally.apart, current.assignment.version)
+            for replica_id in self._beside.take_back(tally.apart, current.assignment.version):
+                self._equality.set_apart(replica_id, current.assignment.version)
         self._joining.ended(current, now)
         approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
         followers = [m for m in approvers if self._is_listening(m)]
@@ -1475,24 +1192,6 @@ class LighthouseState:
                 if decided.leaving:
                     yield self._leaving.say_who_stays(member)
         yield from self._end_late_waits(current)
-
-    def _take_back_what_was_taught(self, apart: Collection[str], version: StateVersion) -> None:
-        """Let no learner receive this state from groups that turned out to hold another, or count as a holder if it has it from
-        them. Learners are in no step, so its assignment does not name them.
-        """
-        for member in self.members.values() if apart else ():
-            taught, kept = member.taught, member.kept
-            if kept is not None and kept.version == version:
-                sources = [source for source in kept.sources if source.replica_id not in apart]
-                member.kept = msgspec.structs.replace(kept, sources=sources) if sources else None
-            if (
-                taught is not None
-                and taught.version == version
-                and any(source.replica_id in apart for source in taught.sources)
-            ):
-                self._equality.set_apart(member.replica_id, version)
-                if member.version == version:
-                    member.version = StateVersion(step=version.step)
 
     def _is_listening(self, replica_id: str) -> bool:
         """Whether a member is connected and waits for the decision: it has not gone on from this step."""
@@ -1636,7 +1335,7 @@ class LighthouseState:
         yield from self._break_forgotten_collectives(self._restart.left(replica_id))
         yield from self._settle_forgotten_steps(now)
         if not is_back:
-            yield from self._call_spares()
+            yield from self._beside.call_spares()
             yield from self._reconsider(now)
 
     def _break_collectives(
@@ -1711,12 +1410,3 @@ class LighthouseState:
 
 def _refuse_superseded(name: str) -> Refused:
     return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now. {OWN_ID}")
-
-
-def _replays(learner: Member) -> bool:
-    """Whether a learner that is taught now wants redo entries."""
-    return learner.asked.replays if learner.wish is None else learner.wish.replays
-
-
-def _source(member: Member, rank: int) -> Source:
-    return Source(replica_id=member.replica_id, replica_rank=rank, checkpoint_addresses=member.checkpoint_addresses)
