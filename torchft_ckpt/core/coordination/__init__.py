@@ -21,6 +21,7 @@ cold_start          which groups look for a state together when none of them has
 joining             how long those who train wait for one that joins
 spares              when a spare joins the others, which it has followed so far
 learning            who follows the others outside of the quorum before it joins them
+deciding            how a step of a quorum goes: votes, collectives, late joiners, and the decision that all are told
 beside              the groups beside the quorum: who stays outside, what it is taught, and when it is called
 patience            how long to wait before trying again
 leaving             when a group that is to leave may go

@@ -5,7 +5,8 @@
     state.next_deadline()  # call handle(Tick(), now) then
 
 The life of a step: members ask (`QuorumRequest`), the lighthouse forms a quorum (`quorum`) and tells each member its role
-(`recovery`), each member votes, the lighthouse decides the step for all of them (`commit`), they ask again.
+(`recovery`), each member votes, the lighthouse decides the step for all of them (`commit`), they ask again. This file takes the
+events in and forms the quorums; the rest is in parts, which share `job_record`.
 
 What must hold, whatever happens (the simulation in `tests/simulation` checks it):
 - A `quorum_id` names one set of members. It only rises, also when the lighthouse restarts: members report the last one that
@@ -19,24 +20,25 @@ What must hold, whatever happens (the simulation in `tests/simulation` checks it
 A job is run by Managers, as described here, or by callers of `LighthouseClient.quorum` (`callers`). The first one to
 connect settles which; the lighthouse refuses the other kind.
 
-Who is a member: `roster`. Which states there are, and who may hold them: `history`. What a restarted lighthouse learns
-from its members: `restart`.
+Who is a member: `roster`. Which states there are, and who may hold them: `history`. How a step goes once its quorum has formed:
+`deciding`. Who stays outside of the quorum, and what such a group is told: `beside`. When a group that is to leave may go:
+`leaving`. What a restarted lighthouse learns from its members: `restart`.
 
 Work per event is constant, but for the event that forms a quorum or decides a step: it costs one pass over the members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
 from torchft_ckpt.core.coordination.beside import Beside
 from torchft_ckpt.core.coordination.callers import CallerMessage, Callers
 from torchft_ckpt.core.coordination.cold_start import decide_cold_start
-from torchft_ckpt.core.coordination.commit import CommitDecision, Tally
+from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
-from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory, state_after
+from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.leaving import Leaving
@@ -50,15 +52,13 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
     Received,
     Send,
 )
-from torchft_ckpt.core.coordination.lighthouse_records import Member, Reach, Round
+from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
 from torchft_ckpt.core.coordination.messages import (
     MAX_GROUPS,
     PROTOCOL_VERSION,
     AllowStepLoss,
     CallerHello,
-    CollectiveCleared,
     CollectiveWait,
-    CommitDecided,
     CommitVote,
     Drain,
     Dropped,
@@ -71,7 +71,6 @@ from torchft_ckpt.core.coordination.messages import (
     LeaveWish,
     LocateState,
     LostAsked,
-    Outcome,
     QuorumBroken,
     QuorumCall,
     QuorumFormed,
@@ -91,7 +90,7 @@ from torchft_ckpt.core.coordination.messages import (
 from torchft_ckpt.core.coordination.patience import PENDING_NOTICE_S, restart_patience_s
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds, decide_quorum
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
-from torchft_ckpt.core.coordination.restart import RestartRecovery, StepKey
+from torchft_ckpt.core.coordination.restart import RestartRecovery
 from torchft_ckpt.core.coordination.roster import Roster
 from torchft_ckpt.core.coordination.spares import Spares
 from torchft_ckpt.core.coordination.speaking import Speaking
@@ -147,6 +146,7 @@ class LighthouseState:
         self._restart = RestartRecovery(restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._contributors = RecentContributors()
         self._speaking = Speaking()
+        self._deciding = Deciding(self._job, self._joining, self._equality, self._speaking, self._leaving, self._beside)
         self._store_hosts: tuple[str, ...] = ()
         """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
@@ -173,12 +173,14 @@ class LighthouseState:
         deadlines = []
         if (silent := self._roster.longest_silent()) is not None:
             deadlines.append(silent.last_seen + self.settings.heartbeat_timeout_s)
-        if self.round is not None and self.round.look_again_at is not None and not self.round.tally.decided:
-            deadlines.append(self.round.look_again_at)
         if self._job.waiting and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
         deadlines += self._leaving.deadlines()
-        for deadline in (self._restart.deadline(self._job.now), self.callers.next_deadline()):
+        for deadline in (
+            self._deciding.deadline(),
+            self._restart.deadline(self._job.now),
+            self.callers.next_deadline(),
+        ):
             if deadline is not None:
                 deadlines.append(deadline)
         return min(deadlines, default=None)
@@ -235,23 +237,7 @@ class LighthouseState:
             raise RuntimeError("a job is of Managers or of callers, and both are here")
         if self._job.waiting and self._evaluate_at is None:
             raise RuntimeError(f"{list(self._job.waiting)} wait, and nothing looks at them again")
-        if self.round is not None:
-            self._validate_round(self.round)
-
-    def _validate_round(self, current: Round) -> None:
-        current.validate()
-        if current.quorum_id > self.quorum_id:
-            raise RuntimeError(f"the step is of quorum {current.quorum_id}, and the latest is {self.quorum_id}")
-        living = current.living()
-        if not self.members.keys() >= set(living):
-            raise RuntimeError(f"{living} were not lost in the step, and are not all here")
-        if current.tally.decided:
-            return
-        if current.step < self.newest_step:
-            raise RuntimeError(f"step {current.step} is open, and step {self.newest_step} was committed before")
-        gone = [m for m in living if m not in current.tally.votes and not self.members[m].is_in_step]
-        if gone:
-            raise RuntimeError(f"{gone} have gone on from the open step, which waits for their votes")
+        self._deciding.validate()
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -284,13 +270,13 @@ class LighthouseState:
         elif isinstance(message, CommitVote):
             yield from self._on_commit_vote(member, message, now)
         elif isinstance(message, StallReport):
-            yield from self._on_stall_report(member, message, now)
+            yield from self._deciding.stalled(member, message, now)
         elif isinstance(message, JoinProgress):
             yield from self._on_join_progress(member, message, now)
         elif isinstance(message, FollowWish):
             yield from self._beside.wished(member, message)
         elif isinstance(message, CollectiveWait):
-            yield from self._on_collective_wait(member, message, now)
+            yield from self._deciding.waits(member, message, now)
         elif isinstance(message, LeafDigests):
             yield from self._equality.answered(member.replica_id, message)
         elif isinstance(message, LostAsked):
@@ -379,26 +365,13 @@ class LighthouseState:
         yield from self._equality.joined(hello)
         self._learn_from(hello, now)
         self._speaking.said(replica_id, hello.speaks)
-        if self._is_still_in_quorum(member):
+        if self._deciding.is_still_in_quorum(member):
             self._job.quorum_members[replica_id] = None
-        yield from self._give_up_overtaken_step(now)
+        yield from self._deciding.give_up_overtaken(now)
         yield from self._break_cut_off_collectives(hello, connection)
         yield from self._beside.have_state_captured()
         yield from self._settle_forgotten_steps(now)
         yield from self._reconsider(now)
-
-    def _is_still_in_quorum(self, member: Member) -> bool:
-        """Whether the next quorum waits for a member: it was cut off between two steps, and holds what the others hold."""
-        current = self.round
-        return (
-            current is not None
-            and current.tally.decided
-            and (member.hello.last_quorum_id, member.hello.last_epoch) == (current.quorum_id, self.epoch)
-            and member.hello.was_in_quorum
-            and self._job.history.is_valid(member.version)
-            and member.version.step >= self.newest_step
-            and member.is_in_step
-        )
 
     def _break_cut_off_collectives(self, hello: Hello, connection: str) -> Iterator[Instruction]:
         """Tell a member that comes back to leave the collectives of its quorum, and a step that it has open.
@@ -448,18 +421,6 @@ class LighthouseState:
         if self._job.quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
             self._job.quorum_members.clear()
 
-    def _give_up_overtaken_step(self, now: float) -> Iterator[Instruction]:
-        """Discard the open step if a member holds a later state: then the step was committed before, elsewhere."""
-        current = self.round
-        if current is None or current.tally.decided:
-            return
-        ahead = [
-            m for m in self.members.values() if self._job.history.is_valid(m.version) and m.version.step > current.step
-        ]
-        if ahead:
-            current.tally.give_up(f"{ahead[0].replica_id} is here with step {ahead[0].version.step}")
-            yield from self._announce_decision(current, now)
-
     def _holder(self, member: Member) -> Holder:
         request = member.asked
         version = self._equality.proven_of(member.replica_id, request.version)
@@ -478,13 +439,11 @@ class LighthouseState:
             min_contributors=request.min_contributors,
         )
 
-    # --------------------------------------------------------------------------------------------------------- quorum
+    # ------------------------------------------------------------------------------------------------------- requests
 
     def _on_quorum_request(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
         replica_id = member.replica_id
-        current = self.round
-        if current is not None and not current.tally.decided and replica_id in current.tally.roles:
-            yield from self._on_step_abandoned(current, replica_id, now)
+        yield from self._deciding.abandoned(replica_id, now)
         member.layout, member.frozen = request.layout, request.frozen
         member.min_contributors = request.min_contributors if request.contributes else 0
         member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
@@ -503,7 +462,7 @@ class LighthouseState:
         if request.needs_new_quorum:
             yield from self._break_forgotten_collectives(self._restart.left(replica_id))
         self._speaking.said(replica_id, request.speaks)
-        yield from self._on_step_left(member)
+        yield from self._deciding.left(member)
         yield from self._on_state_shown(member, request.version, now)
         self._job.waiting[replica_id] = None
         yield from self._leaving.answer(now)
@@ -540,30 +499,20 @@ class LighthouseState:
             self._leaving.let_go(member)
             if wish.collectives_by_rank:
                 member.farewell = wish
-                yield from self._on_step_left(member)
+                yield from self._deciding.left(member)
         yield from self._leaving.answer(now)
         yield from self._reconsider(now)
 
-    def _as_told(self, member: Member, decided: CommitDecided, now: float, *, all_leave: bool = False) -> CommitDecided:
-        """Return the decision on a member's step as that member is told it: with it goes who is to leave, and who speaks."""
-        if decided.outcome is Outcome.COMMIT:
-            speaks, silent_for = self._speaking.told(member.replica_id)
-            decided = msgspec.structs.replace(decided, speaks=speaks, silent_for=clip(silent_for))
-        if not member.is_in_step or not self._leaving.may_go(member, now):
-            return decided
-        self._leaving.let_go(member)
-        return msgspec.structs.replace(decided, leaving=True, all_leave=all_leave)
+    # ---------------------------------------------------------------------------------------------- between two steps
 
     def _on_locate_state(self, member: Member, message: LocateState, now: float) -> Iterator[Instruction]:
         """Tell a member, between two steps, where the newest state is. Unless it holds that, nobody waits for it from now on."""
         replica_id = member.replica_id
-        current = self.round
-        if current is not None and not current.tally.decided and replica_id in current.tally.roles:
-            yield from self._on_step_abandoned(current, replica_id, now)
+        yield from self._deciding.abandoned(replica_id, now)
         self._job.stop_waiting(member)
         member.has_left_step, member.has_finished = True, message.has_finished
         member.is_beside, member.progress, member.wish, member.kept = False, None, None, None
-        yield from self._on_step_left(member)
+        yield from self._deciding.left(member)
         yield from self._on_state_shown(member, message.version, now)
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
         sources = ((other.as_source(rank), other.version) for rank, other in enumerate(living))
@@ -584,23 +533,10 @@ class LighthouseState:
         self._job.quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
         self._job.history.note(member.replica_id, version)
-        yield from self._on_commit_declined(member.replica_id)
-        yield from self._give_up_overtaken_step(now)
+        yield from self._deciding.declined(member.replica_id)
+        yield from self._deciding.give_up_overtaken(now)
 
-    def _on_step_abandoned(self, current: Round, replica_id: str, now: float) -> Iterator[Instruction]:
-        role = current.tally.roles[replica_id]
-        if replica_id in current.tally.votes or replica_id in current.tally.lost:
-            # It gave up waiting for the decision: its vote stands. Or it was cut off: the others know.
-            return
-        reason = f"{replica_id} gave step {current.step} up"
-        if role in (Role.HEALTHY, Role.INLINE):
-            current.tally.give_up(reason)
-            yield from self._announce_decision(current, now, culprit=replica_id)
-        else:
-            self._note_failed_join([replica_id], now - current.formed_at, now)
-            yield from self._break_collectives(current, replica_id, lost=False, reason=reason)
-            current.tally.lose(replica_id, reason)
-            yield from self._advance_step(current, now)
+    # --------------------------------------------------------------------------------------------------------- quorum
 
     def _reconsider(self, now: float) -> Iterator[Instruction]:
         """Look whether a quorum can be formed, if this event can have changed that. Else leave it to the deadline."""
@@ -877,14 +813,12 @@ class LighthouseState:
 
         `others`: are of another layout; a learner that is none of them follows.
         """
-        if self.round is not None and not self.round.tally.decided:
-            self.round.tally.give_up("a new quorum was formed without the members that have not voted")
-            yield from self._announce_decision(self.round, now)
+        yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
         quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
         yield from self._go_on_from(assignment, quorum_id)
-        self._job.round = current = self._begin_round(assignment, members, quorum_id, now)
+        current = self._deciding.begin(assignment, members, quorum_id, now)
         roles = current.tally.roles
         numbers = {part.contributor_rank: part.replica_id for part in assignment.parts}
         self._contributors.note(
@@ -967,33 +901,6 @@ class LighthouseState:
                 broken = QuorumBroken(quorum_id=old_quorum_id, replica_id=replica_id, lost=True, reason=reason)
                 yield Send(self.members[replica_id].connection, broken)
 
-    def _begin_round(self, assignment: Assignment, members: list[Member], quorum_id: int, now: float) -> Round:
-        """Return the step that these members begin, with what the others may spend on those who join."""
-        roles = {part.replica_id: part.role for part in assignment.parts}
-        holding = [member for member in members if roles[member.replica_id] is Role.HEALTHY]
-        healing = [member for member in members if roles[member.replica_id] in (Role.INLINE, Role.JOINER)]
-        self._joining.set_limit(holding, now)
-        current = Round(
-            quorum_id=quorum_id,
-            step=assignment.version.step,
-            assignment=assignment,
-            tally=Tally(roles),
-            join_budget_s=None,
-            formed_at=now,
-        )
-        if healing and not assignment.is_first:
-            current.join_budget_s = min((member.asked.join_budget_s for member in holding), default=0.0)
-            contributing = [member for member in holding if member.asked.contributes]
-            current.is_needed = len(contributing) < self._job.min_trainers(contributing)
-            current.join_wait_s = self._joining.most_s(current.join_budget_s, now)
-            current.may_follow = frozenset(m.replica_id for m in healing if m.asked.can_follow and m.asked.guesses)
-            current.reach = {
-                member.replica_id: Reach(member.asked.reach_s + member.asked.load_s, now, is_measured=False)
-                for member in healing
-                if member.asked.reach_s is not None
-            }
-        return current
-
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
         able = [m for role in (Role.HEALTHY, Role.INLINE) for m in roles if roles[m] is role]
@@ -1008,285 +915,23 @@ class LighthouseState:
         present, standby, *_ = [*addresses, "", ""]
         return present, standby
 
-    # --------------------------------------------------------------------------------------------------------- commit
+    # ------------------------------------------------------------------------------------------------------- the step
 
     def _on_commit_vote(self, member: Member, vote: CommitVote, now: float) -> Iterator[Instruction]:
         if member.is_beside:
             return  # it has no vote
-        current = self.round
         key = (vote.quorum_id, vote.epoch, vote.step)
-        if current is not None and self._key(current) == key:
-            if current.tally.decided or member.replica_id in current.tally.lost:
-                yield from self._on_late_vote(member, vote, current, now)
-                return
-            was_broken = current.tally.broken
-            current.tally.cast(member.replica_id, vote)
-            current.name_late(member.replica_id)
-            if vote.broken and not current.tally.decided:
-                # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
-                if member.replica_id not in current.failed:
-                    current.failed.add(member.replica_id)
-                    self._note_failed_join([member.replica_id], now - current.formed_at, now)
-                reason = f"{member.replica_id}: {clip(vote.reason) or 'its collectives failed'}"
-                yield from self._break_collectives(
-                    current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
-                )
-            yield from self._advance_step(current, now)
-        elif self._job.history.remembers(key) or vote.epoch == self.epoch or self._restart.is_over:
-            yield Send(member.connection, self._answer_late(member, vote, now))
+        if vote.epoch == self.epoch or self._job.history.remembers(key) or self._restart.is_over:
+            yield from self._deciding.voted(member, vote, now)
         else:
             yield from self._break_forgotten_collectives(self._restart.voted(member.replica_id, vote, now))
             yield from self._settle_forgotten_steps(now)
 
-    def _key(self, current: Round) -> StepKey:
-        return current.quorum_id, self.epoch, current.step
-
-    def _on_late_vote(self, member: Member, vote: CommitVote, current: Round, now: float) -> Iterator[Instruction]:
-        """Take a vote that comes after the decision, or from a member that was lost in the step."""
-        tally = current.tally
-        if not tally.decided:
-            # It was lost and came back. Its vote decides nothing, but if it approves it holds the same sum as the others.
-            tally.votes.setdefault(member.replica_id, vote)
-            return
-        answer = self._answer_late(member, vote, now)
-        if answer.outcome is Outcome.COMMIT and member.is_in_step and not member.is_let_go:
-            self._job.quorum_members[member.replica_id] = None  # it holds the state after all, and is waited for
-        yield Send(member.connection, answer)
-
-    def _answer_late(self, member: Member, vote: CommitVote, now: float) -> CommitDecided:
-        answer = self._job.history.answer_late(member.replica_id, vote)
-        if answer.outcome is Outcome.COMMIT:
-            self._note_held([member.replica_id], (vote.quorum_id, vote.epoch, vote.step))
-        return self._as_told(member, answer, now)
-
-    def _note_held(self, replica_ids: Iterable[str], key: StepKey) -> None:
-        """Note that members that hear of a commit hold its state from now on, but for those that gave up waiting just now."""
-        for replica_id in replica_ids:
-            if self._is_listening(replica_id):
-                self.members[replica_id].version = state_after(key)
-
-    def _on_commit_declined(self, replica_id: str) -> Iterator[Instruction]:
-        """Free the last step if this member, which goes on to the next one, was the last that could hold its state."""
-        key = self._job.history.declined(replica_id)
-        if key is not None:
-            yield self._nobody_followed(key)
-
-    def _nobody_followed(self, key: StepKey) -> Log:
-        self._job.history.nobody_followed(key)
-        return Log(f"step {key[2]} of quorum {key[0]} is discarded after all: nobody waited for the decision")
-
-    def _advance_step(self, current: Round, now: float) -> Iterator[Instruction]:
-        tally = current.tally
-        if tally.all_voters_approved:
-            current.all_approved_at = now if current.all_approved_at is None else current.all_approved_at
-            self._close_without_joiners(current, now)
-        if tally.decided:
-            yield from self._announce_decision(current, now)
-            return
-        yield from self._check_waits(current, now)
-        if current.stalled and not tally.decided and not tally.all_voters_approved:
-            yield from self._check_stall(current, now)
-
-    def _close_without_joiners(self, current: Round, now: float) -> None:
-        """Commit without the joiners if the others wait for them no longer."""
-        if current.join_budget_s is None or not self._joining.keeps_waiting(current, now):
-            current.tally.close(current.gave_up)
-
     def _on_join_progress(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
-        current = self.round
         if member.is_beside:
             yield from self._beside.progressed(member, progress, now)
-            return
-        if (
-            current is None
-            or not current.is_open_at(progress.quorum_id, progress.step)
-            or current.tally.roles.get(member.replica_id) not in (Role.JOINER, Role.INLINE)
-        ):
-            return
-        before = current.reach.get(member.replica_id)
-        if before is None or before.seconds or progress.reach_s:  # since when it has all counts
-            current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True, does=progress.does)
-        if current.tally.all_voters_approved or current.stalled:
-            yield from self._advance_step(current, now)
-        elif current.tally.roles[member.replica_id] is Role.INLINE and progress.reach_s:
-            yield from self._give_up_on(current, [member.replica_id], now)
-
-    def _announce_decision(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
-        """Tell all connected members how the step ended, once. `culprit`: the member on whose account it is discarded."""
-        tally = current.tally
-        if tally.verdict is CommitDecision.COMMIT:
-            yield from self._equality.judge(current, now)
-            for replica_id in tally.apart & self.members.keys():
-                self.members[replica_id].version = StateVersion(step=current.assignment.version.step)
-            for replica_id in self._beside.take_back(tally.apart, current.assignment.version):
-                self._equality.set_apart(replica_id, current.assignment.version)
-        self._joining.ended(current, now)
-        approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
-        followers = [m for m in approvers if self._is_listening(m)]
-        if approvers and not followers:
-            tally.discard_all("every member that approved gave up waiting for the decision")
-        committed = tally.verdict is CommitDecision.COMMIT
-        if not committed and any(self._is_listening(m) for m in tally.roles if m not in tally.votes):
-            tally.broken = True  # who has not voted is told to leave its collectives
-        key = self._key(current)
-        outcome = Outcome.COMMIT if committed else Outcome.DISCARD
-        self._job.history.remember(key, tally, outcome, tally.reason)
-        if committed:
-            self._job.history.committed(key, followers)
-            self._note_held(followers, key)
-            behind = [
-                m
-                for m in self._joiners(tally)
-                if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart | current.to_follow
-            ]
-            for replica_id in current.to_follow:
-                self._job.quorum_members.pop(replica_id, None)
-            cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
-            self._note_failed_join(behind, cost_s, now, current.gave_up, current.underestimated)
         else:
-            yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
-        for replica_id in self._joiners(tally):
-            vote = tally.votes.get(replica_id)
-            if vote is not None and vote.approve and not self.members[replica_id].is_let_go:
-                self._job.quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
-        for replica_id, role in tally.roles.items():
-            vote = tally.votes.get(replica_id) if role in (Role.JOINER, Role.INLINE) else None
-            if vote is not None and vote.approve:
-                self._joining.joined(replica_id)
-        contributors = [part.replica_id for part in current.assignment.parts if part.contributor_rank is not None]
-        if committed:
-            first = next((part.replica_id for part in current.assignment.parts if part.contributor_rank == 0), "")
-            if kept_silent := self._speaking.committed(first, approvers, hears=first in followers):
-                yield Log(kept_silent)
-        all_leave = (
-            committed
-            and bool(contributors)
-            and all(m in followers and self._leaving.may_go(self.members[m], now) for m in contributors)
-        )
-        for replica_id in tally.roles:
-            member = self.members.get(replica_id)
-            if member is None:
-                continue
-            if replica_id in followers or (
-                tally.roles[replica_id] is Role.HEALTHY and self._is_still_in_quorum(member)
-            ):
-                self._job.quorum_members[replica_id] = None  # also where it was lost on the way, and is back
-            has_voted = replica_id in tally.votes
-            if not committed and not has_voted and member.is_in_step:
-                broken = QuorumBroken(
-                    quorum_id=current.quorum_id, replica_id=culprit or replica_id, lost=False, reason=clip(tally.reason)
-                )
-                yield Send(member.connection, broken)
-            if member.is_in_step and (has_voted or (committed and replica_id not in tally.lost)):
-                decided = CommitDecided(
-                    quorum_id=current.quorum_id,
-                    epoch=self.epoch,
-                    step=current.step,
-                    outcome=tally.outcome(replica_id),
-                    broken=tally.broken,
-                    differs=replica_id in tally.apart,
-                    reason=clip(tally.reason),
-                )
-                decided = self._as_told(member, decided, now, all_leave=all_leave)
-                yield Send(member.connection, decided)
-                if decided.leaving:
-                    yield self._leaving.say_who_stays(member)
-        yield from self._end_late_waits(current)
-
-    def _is_listening(self, replica_id: str) -> bool:
-        """Whether a member is connected and waits for the decision: it has not gone on from this step."""
-        return replica_id in self.members and self.members[replica_id].is_in_step
-
-    def _joiners(self, tally: Tally) -> list[str]:
-        return [m for m, role in tally.roles.items() if role is Role.JOINER and m not in tally.lost]
-
-    def _note_failed_join(
-        self, joiners: list[str], cost_s: float, now: float, reason: str = "", underestimated: Collection[str] = ()
-    ) -> None:
-        """Note that an attempt to join cost the others `cost_s`."""
-        for replica_id in joiners:
-            self._job.quorum_members.pop(replica_id, None)
-        self._joining.failed(joiners, cost_s, now, reason, underestimated)
-
-    def _on_collective_wait(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
-        current = self.round
-        if current is None or wait.group_rank >= member.hello.group_world_size:
-            return
-        if wait.quorum_id != current.quorum_id and member.is_in_step:
-            reason = "the others have formed another quorum"
-            broken = QuorumBroken(quorum_id=wait.quorum_id, replica_id=member.replica_id, lost=True, reason=reason)
-            yield Send(member.connection, broken)
-            return
-        is_of_round = wait.quorum_id == current.quorum_id and wait.step == current.step
-        if not is_of_round or member.replica_id not in current.tally.roles:
-            return
-        if current.tally.is_after_vote(member.replica_id, wait):
-            current.late.setdefault(wait.group_rank, {})[member.replica_id] = wait
-            yield from self._end_late_waits(current)
-            return
-        if current.tally.decided:
-            return
-        current.waits.setdefault(wait.group_rank, {})[member.replica_id] = wait
-        yield from self._check_waits(current, now)
-        if not current.tally.decided and wait.deviates and current.may_start(wait.group_rank):
-            cleared = CollectiveCleared(
-                quorum_id=wait.quorum_id, step=wait.step, group_rank=wait.group_rank, index=wait.index
-            )
-            for replica_id in current.living():
-                yield Send(self.members[replica_id].connection, cleared)
-
-    def _check_waits(self, current: Round, now: float) -> Iterator[Instruction]:
-        """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
-        apart = current.why_collectives_never_complete()
-        if apart is not None:
-            culprit, reason = apart
-            if current.tally.roles.get(culprit) is Role.JOINER:
-                self._note_failed_join([culprit], now - current.formed_at, now)
-            current.tally.give_up(reason)
-            yield from self._announce_decision(current, now, culprit=culprit)
-
-    def _on_step_left(self, member: Member) -> Iterator[Instruction]:
-        """End the collectives of the last step in which others wait for this member, which has gone on."""
-        current = self.round
-        if current is not None and member.replica_id in current.tally.roles:
-            current.note_left(member)
-            yield from self._end_late_waits(current)
-
-    def _end_late_waits(self, current: Round) -> Iterator[Instruction]:
-        """After the decision, end the collectives in which a member waits for one that has gone on. The step stands."""
-        if not current.tally.decided or current.tally.broken:
-            return  # where they are broken all have been told
-        apart = current.why_late_collectives_never_complete()
-        if apart is not None:
-            current.tally.broken = True
-            culprit, reason = apart
-            if (member := self.members.get(culprit)) is not None and member.is_let_go:
-                reason = f"{culprit} leaves its job, and issues no collective of step {current.step} any more"
-            yield from self._break_collectives(current, culprit, lost=False, reason=reason)
-
-    def _on_stall_report(self, member: Member, report: StallReport, now: float) -> Iterator[Instruction]:
-        current = self.round
-        if (
-            current is not None
-            and current.is_open_at(report.quorum_id, report.step)
-            and member.replica_id in current.tally.roles
-        ):
-            current.stalled.add(member.replica_id)
-            yield from self._check_stall(current, now)
-
-    def _check_stall(self, current: Round, now: float) -> Iterator[Instruction]:
-        if joiners := current.stalled_behind():
-            yield from self._give_up_on(current, joiners, now)
-
-    def _give_up_on(self, current: Round, joiners: list[str], now: float) -> Iterator[Instruction]:
-        """Discard the step if the holders of the state may not wait any longer, in a collective, for these members."""
-        tally = current.tally
-        if self._joining.keeps_waiting_in_collective(current, joiners, now):
-            return
-        why = current.gave_up or f"the others waited longer than join_budget for {name_some(joiners)} in a collective"
-        self._note_failed_join(joiners, now - current.formed_at, now, why, current.underestimated)
-        tally.give_up(why)
-        yield from self._announce_decision(current, now, culprit=joiners[0])
+            yield from self._deciding.progressed(member, progress, now)
 
     # --------------------------------------------------------------------------------------------------------- losses
 
@@ -1318,18 +963,7 @@ class LighthouseState:
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
         yield from self._equality.lost(replica_id)
         self._spares.lost(replica_id)
-        current = self.round
-        if current is not None and replica_id in current.tally.roles and replica_id not in current.tally.lost:
-            tally = current.tally
-            was_decided, was_broken = tally.decided, tally.broken
-            tally.lose(replica_id, reason)
-            if not was_decided and tally.roles[replica_id] is Role.JOINER:
-                self._note_failed_join([replica_id], now - current.formed_at, now)
-            if not (was_decided and was_broken):  # else all know
-                why = f"{replica_id}: {reason}"
-                yield from self._break_collectives(current, replica_id, lost=True, reason=why, voted_too=not was_broken)
-            if not was_decided:
-                yield from self._advance_step(current, now)
+        yield from self._deciding.lost(replica_id, reason, now)
         if not self.members:
             self._evaluate_at = None
         yield from self._break_forgotten_collectives(self._restart.left(replica_id))
@@ -1338,41 +972,12 @@ class LighthouseState:
             yield from self._beside.call_spares()
             yield from self._reconsider(now)
 
-    def _break_collectives(
-        self, current: Round, culprit: str, *, lost: bool, reason: str, voted_too: bool = True
-    ) -> Iterator[Instruction]:
-        """Tell all that may be in a collective of this quorum that it cannot finish; members that voted need to hear it once."""
-        broken = QuorumBroken(quorum_id=current.quorum_id, replica_id=culprit, lost=lost, reason=reason)
-        for replica_id in current.tally.roles:
-            is_concerned = voted_too or replica_id not in current.tally.votes
-            if replica_id != culprit and is_concerned and self._is_listening(replica_id):
-                yield Send(self.members[replica_id].connection, broken)
-
     # ------------------------------------------------------------------------------------------- after our own restart
 
     def _settle_forgotten_steps(self, now: float) -> Iterator[Instruction]:
         was_held = self._restart.hold(now) is not None
         for settled in self._restart.settle(now):
-            outcome = Outcome.COMMIT if settled.verdict is CommitDecision.COMMIT else Outcome.DISCARD
-            reason = "decided from the members' reports after the lighthouse restarted"
-            self._job.history.remember(settled.key, None, outcome, reason)
-            quorum_id, _, step = settled.key
-            yield Log(f"step {step} of quorum {quorum_id}: {outcome.value}, {reason}")
-            if outcome is Outcome.COMMIT:
-                followers = [m for m in settled.approvers if self._is_listening(m)]
-                self._job.history.committed(settled.key, followers, others_may_know=settled.others_may_know)
-                self._note_held(followers, settled.key)
-                if not followers and not settled.others_may_know:
-                    yield self._nobody_followed(settled.key)
-            for replica_id in settled.voters:
-                if self._is_listening(replica_id):
-                    approve = replica_id in settled.approvers
-                    mine = Outcome.LEFT_BEHIND if outcome is Outcome.COMMIT and not approve else outcome
-                    decided = CommitDecided(
-                        quorum_id=quorum_id, epoch=settled.key[1], step=step, outcome=mine, broken=True, reason=reason
-                    )
-                    member = self.members[replica_id]
-                    yield Send(member.connection, self._as_told(member, decided, now))
+            yield from self._deciding.settled(settled, now)
         if was_held and self._job.waiting and self._restart.hold(now) is None:
             yield from self._evaluate(now)
 
@@ -1393,11 +998,7 @@ class LighthouseState:
             yield from self._on_member_lost(silent.replica_id, reason, now)
             yield Send(silent.connection, Dropped(reason=reason))
             yield Close(silent.connection)
-        current = self.round
-        if current is not None and current.look_again_at is not None and now >= current.look_again_at:
-            current.look_again_at = None
-            if not current.tally.decided:
-                yield from self._advance_step(current, now)
+        yield from self._deciding.tick(now)
         for let_go in self._leaving.let_go_between_steps(now):
             yield from let_go
             yield from self._reconsider(now)
