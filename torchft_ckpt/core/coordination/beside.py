@@ -145,7 +145,8 @@ class Beside:
         if not member.hello.spare or replica_id in self._job.at_work() or self._spares.is_called(replica_id):
             return False
         if self._job.quorum_members:
-            return True
+            at_work = (self._job.members[other].version for other in self._job.quorum_members)
+            return not self._job.holds_newest(member.version) or any(map(self._job.holds_newest, at_work))
         others = (m.version.step for m in self._job.members.values() if not m.hello.spare)
         return not member.version.proven and member.version.step <= max(others, default=-1)
 
