@@ -435,12 +435,25 @@ def test_who_loaded_beside_its_forward_pass_says_so_until_its_state_was_found_eq
 def test_who_is_found_equal_before_it_asks_is_verified_at_once() -> None:
     state = healed()
     assert state.compares_ahead and not state.serves_ahead
-    state.compared_ahead()
+    state.compared_ahead(Comparison.EQUAL)
     assert asks(state) == (False, True, True)
     begun(state, version=V8)
     assert not state.unverified and state.participating_rank == 0
     commit(state, 8)
     assert not state.compares_ahead
+
+
+@pytest.mark.parametrize(
+    ("found", "wait_s"), [(None, 0.0), (Comparison.DIFFERENT, 0.25), (Comparison.BUFFERS_DIFFER, 0.25)]
+)
+def test_who_is_not_found_equal_before_it_asks_compares_in_the_step_and_waits_once(
+    found: Comparison | None, wait_s: float
+) -> None:
+    state = healed()
+    state.compared_ahead(found)
+    assert asks(state)[0]
+    plan = compares(state, join_budget_s=5.0)
+    assert (plan.compare, plan.transfer_wait_s) == (True, wait_s)
 
 
 def test_nobody_compares_ahead_of_a_step_that_follows_a_discarded_one_or_while_one_is_open() -> None:
@@ -465,9 +478,9 @@ def test_who_trained_serves_ahead_after_a_step_that_counts_and_that_another_join
     assert joined.serves_ahead and not joined.compares_ahead
     joined.begin(StepWishes(), StepFacts())
     assert not joined.serves_ahead
-    alone = trained()
-    commit(alone, 7)
-    assert not alone.serves_ahead
+    for nobody in (trained(), trained(destinations=[2])):  # the second is a learner's place
+        commit(nobody, 7)
+        assert not nobody.serves_ahead
     discarded = trained(destinations=[1])
     discarded.vote()
     discarded.decided(decision(Outcome.DISCARD, step=7))

@@ -197,10 +197,17 @@ class Trainer:
                 self._ask(turn)
 
         def arrived(arrival: Arrival, value: object) -> None:
-            if not is_over and turn == self._turn and arrival is Arrival.WHOLE and value == self.held:
-                self.num_compared_ahead += 1
-                self.replica.compared_ahead()
-                self._oracle.known_equal(self)
+            if not is_over and turn == self._turn:
+                is_equal = arrival is Arrival.WHOLE and value == self.held
+                self.replica.compared_ahead(Comparison.EQUAL if is_equal else Comparison.DIFFERENT)
+                if is_equal:
+                    self.num_compared_ahead += 1
+                    self._oracle.known_equal(self)
+            ask()
+
+        def gives_up() -> None:
+            if not is_over and turn == self._turn:
+                self.replica.compared_ahead(None)
             ask()
 
         source = self.replica.quorum.sources[0] if self.replica.quorum is not None else None
@@ -210,7 +217,7 @@ class Trainer:
         self._transfers.fetch(
             source.checkpoint_addresses[self.rank], self.replica.version, self.process, arrived, part=0.3
         )
-        self._later(FIRST_WAIT_S, ask)
+        self._later(FIRST_WAIT_S, gives_up)
 
     def _ask(self, turn: int) -> None:
         self._digest = f"{self.held:x}" if self.replica.is_checked else ""

@@ -59,6 +59,11 @@ class CheckpointTransport(Generic[T], ABC):
         return True
 
     @property
+    def gives_live_state(self) -> bool:
+        """Whether a state can be served at any time, at no cost while nobody comes for it."""
+        return self.uses_memory_of_state and not self.needs_process_group
+
+    @property
     def state_lock(self) -> StateDictLock | None:
         """The lock whose writers this transport sees, and so needs no `disallow_checkpoint` from. By default there is none.
 

@@ -178,7 +178,7 @@ class Healing:
     @property
     def can_compare_ahead(self) -> bool:
         """Whether a state can be had of those who train before the next quorum."""
-        return self._transport.uses_memory_of_state and not self._transport.needs_process_group
+        return self._transport.gives_live_state
 
     def _note_early(self, progress: TransferProgress) -> None:
         self._note(progress)
@@ -192,6 +192,11 @@ class Healing:
         """Wait at most so long for the fetch; return whether it is over and did not fail."""
         fetch = self._fetch
         return fetch is not None and not wait([fetch], within_s).not_done and fetch.exception() is None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a fetch, or the comparison that follows it, is not over."""
+        return self._fetch is not None and not self._fetch.done()
 
     def differences(self) -> Differences:
         """Return what was found to differ, where it was to be compared; call it after `wait`."""

@@ -621,7 +621,7 @@ class Manager:
 
         Call it before the forward pass, on the training thread, when all that is registered as state is of the step (a
         learning-rate schedule, say): it may be handed to others from now on. The first quorum of a process is waited for; with
-        `use_async_quorum` later ones are found beside the forward pass.
+        `use_async_quorum` later ones are found beside the forward pass, and the process group connects beside it in any case.
 
         A step that is open already goes on where nothing has happened in it, and the others notice nothing: a loop may begin a
         step at the end of an iteration and again at the beginning of the next one, or skip a batch. Otherwise the open step is

@@ -2,7 +2,7 @@
 
 It is loaded before the forward pass where it is there in time, else at the vote, and by all ranks of the group at the same of
 the two places, or by none. Where this rank may have used another state in the step, what it holds is compared with the sources'
-in the next one, and theirs is loaded where the two differ.
+before the next one. Where the two differ, or that takes long, it is compared again in that step, and theirs is loaded.
 """
 
 from __future__ import annotations
@@ -443,22 +443,27 @@ class Recovery:
         captured = self._registry.capture_to_serve().state
         receiving = self._registry.capture_to_receive() if self._registry.is_sharded else captured
         wanted = StateLocated(request_id=0, version=now.version, sources=now.quorum.sources)
-        limit = timedelta(seconds=FIRST_WAIT_S)
-        self._healing.start(wanted, receiving, False, limit, compare=self._registry.comparison_with(captured))
-        if not self._healing.has_arrived(FIRST_WAIT_S):
+        self._healing.start(wanted, receiving, False, compare=self._registry.comparison_with(captured))
+        found, why = self._compared_ahead()
+        with self.client.lock, self.client.replica as replica:
+            replica.compared_ahead(found)
+        sources, step = name_some(source.replica_id for source in wanted.sources), now.version.step
+        if found is Comparison.EQUAL:
+            logger.info("%s is bit-equal to %s at step %d and contributes to it", name, sources, step)
+        else:
+            logger.info("%s compares its state of step %d with that of %s in that step: %s", name, step, sources, why)
+
+    def _compared_ahead(self) -> tuple[Comparison | None, str]:
+        """Return what a comparison has found by now, and what to say of it; None: it takes too long."""
+        if not self._healing.has_arrived(FIRST_WAIT_S) and self._healing.is_running:
             self._healing.cancel()
-            return
+            return None, f"it takes longer than {FIRST_WAIT_S:g} s"
         try:
             self._healing.wait()
-        except CheckpointError as error:
-            logger.info("%s compares its state of step %d in that step: %s", name, now.version.step, error)
-            return
-        if self._healing.differs:
-            return
-        with self.client.lock, self.client.replica as replica:
-            replica.compared_ahead()
-        sources = ", ".join(source.replica_id for source in wanted.sources)
-        logger.info("%s is bit-equal to %s at step %d and contributes to it", name, sources, now.version.step)
+            found = self._healing.differences()
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not compared yet, and no more
+            return Comparison.DIFFERENT, str(error)
+        return found.comparison, f"{found} differ"
 
     def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
         """Wait for what came out of the step before, compared with the sources' state, and load theirs where it differs.

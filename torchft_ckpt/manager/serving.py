@@ -49,10 +49,19 @@ class StateServing:
         self._lease = lease
         self._party = party
         self._offered: StateVersion | None = None
-        self._ahead: StateVersion | None = None
-        """Served before its quorum."""
+        self._has_served = False
+        """Something is served for the step that was begun last."""
         if transport.state_lock is not lock:
             lock.add_before_write(transport.disallow_checkpoint)
+
+    def begin_step(self) -> None:
+        """A step begins: nothing that was served for one before is given any more, but to learners, and where a state is offered.
+
+        After a step that was discarded the state has the same name as before, and what no optimizer owns may be another. A state
+        that is offered changes at moments alone that its owner announces.
+        """
+        if self._has_served and self._offered is None:
+            self.withdraw()
 
     def serve(
         self,
@@ -73,8 +82,7 @@ class StateServing:
             UnsupportedValueError: the state holds something that cannot be carried. Only as a job starts.
         """
         version = formed.version
-        ahead, self._ahead = self._ahead, None
-        if version in (self._offered, ahead):
+        if version == self._offered:
             return
         if captured is None:
             # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass; the lighthouse
@@ -95,24 +103,24 @@ class StateServing:
                 raise  # a job whose state cannot be moved should say so when it starts
             logger.exception("%s cannot serve step %d", self._party, version.step)
 
-    def serve_ahead(self, version: StateVersion, destinations: Sequence[int]) -> None:
-        """Serve the state of now before its quorum, to replicas that have joined in the last step and compare theirs with it.
+    def serve_ahead(self, version: StateVersion) -> None:
+        """Serve the state of now before its quorum, for replicas that have joined in the last step and compare theirs with it.
 
-        On the training thread, between two steps. Whatever fails, the loss is theirs.
+        On the training thread, between two steps. Nothing is copied or staged before one comes, and nothing is kept for one that
+        has not come when the state changes. What a quorum wants served is served anew.
         """
-        if self._transport.needs_process_group:
+        if not self._transport.gives_live_state:
             return
         try:
-            self._send(version, self._registry.capture_to_serve(), destinations)
-        except Exception:  # whatever a transport raises
+            self._send(version, self._registry.capture_to_serve(), [])
+        except Exception:  # whatever a transport raises, it is the loss of those that have joined
             logger.exception("%s cannot serve step %d before its quorum", self._party, version.step)
-        else:
-            self._ahead = version
 
     def _send(
         self, version: StateVersion, captured: StateToServe, destinations: Sequence[int], *, outlives_step: bool = False
     ) -> None:
         own = {**self._own.served(version), "settings": list(captured.settings)}
+        self._has_served = True
         self._transport.send_captured(
             list(destinations),
             version.step,
@@ -136,8 +144,7 @@ class StateServing:
         if (
             (not self._registry.is_explicitly_locked and not moving)
             or version == self._offered
-            or not self._transport.uses_memory_of_state
-            or self._transport.needs_process_group  # which reaches nobody now
+            or not self._transport.gives_live_state
         ):
             return
         state = {"user": self._registry.capture_to_serve().state, "torchft": self._own.served(version)}
@@ -156,4 +163,5 @@ class StateServing:
 
     def withdraw(self) -> None:
         """Stop serving: nobody can use what was served any more."""
+        self._has_served = False
         self._transport.withdraw_checkpoint()

@@ -176,6 +176,7 @@ class Steps:
         if self._recorder is not None:
             self._recorder.close()
         self._started_at = time.monotonic()
+        self._serving.begin_step()
         self._compare_ahead(wishes)
         self._begin(wishes, limit)
         while (now := self._client.view()).follows and now.quorum is not None:
@@ -192,7 +193,7 @@ class Steps:
         if wishes.waits is not None or now.quorum is None:
             return  # of an outer loop
         if now.serves_ahead:
-            self._serving.serve_ahead(now.version, now.quorum.destinations)
+            self._serving.serve_ahead(now.version)
         elif now.compares_ahead:
             self._recovery.compare_ahead()
 
@@ -310,9 +311,10 @@ class Steps:
         """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
         if has_to_wait:
             # To connect the process group can take long: where nobody asked to wait for that, it goes on beside the forward pass.
-            if self._use_async_quorum:
+            waits_for_group = not self._use_async_quorum or bool(self._last_wishes.waits)
+            if not waits_for_group:
                 self._is_planned.wait()
-            if not self._use_async_quorum or (self._quorum is not None and self._quorum.done()):
+            if waits_for_group or (self._quorum is not None and self._quorum.done()):
                 self.wait_quorum()
             if not self._has_computed:  # else that was not of the state that arrives, which is loaded at the vote
                 self._recovery.load_in_time()

@@ -236,6 +236,8 @@ class ReplicaState:
         """Unverified, or another rank of this group may still be: no quorum has taken the group for a holder again."""
         self._last_comparison: Comparison | None = None
         """That of the last comparison, where it left the state unverified."""
+        self._is_slow_to_compare = False
+        """It has waited for a comparison before it asked, in vain."""
         self._is_exact = False
         """The open step began with the state that the quorum names, to the bit."""
         self.is_leaving = False
@@ -294,16 +296,19 @@ class ReplicaState:
     def compares_ahead(self) -> bool:
         """The step that it joined in counts, and its state may be another one than that of those who trained: compare the two.
 
-        All ranks of a group do, or none: what returns their state may be a collective.
+        It is so for all ranks of a group, or for none, also where some are known to be exact: what returns their state may be a
+        collective.
         """
         was_joiner = self.quorum is not None and self.quorum.role is Role.JOINER and bool(self.quorum.sources)
-        return was_joiner and self._on_probation and self._compares and self._has_just_committed
+        return was_joiner and self._compares and self._has_just_committed
 
     @property
     def serves_ahead(self) -> bool:
         """Another replica may have joined in the step that has just counted, and compare its state with this one."""
-        has_trained = self.quorum is not None and self.quorum.role is Role.HEALTHY and bool(self.quorum.destinations)
-        return has_trained and not self.unverified and self._has_just_committed
+        formed = self.quorum
+        has_trained = formed is not None and formed.role is Role.HEALTHY and not self.unverified
+        joins = formed is not None and any(rank < formed.replica_world_size for rank in formed.destinations)
+        return has_trained and joins and self._has_just_committed
 
     @property
     def _has_just_committed(self) -> bool:
@@ -532,6 +537,8 @@ class ReplicaState:
 
     def _transfer_wait_s(self, formed: QuorumFormed, compare: bool) -> float:
         """Return how long to wait; contributors wait for this replica's collectives, for which half of their grant is left."""
+        if compare and self._is_slow_to_compare and self._last_comparison is None:
+            return 0.0
         most_s = (self.settings.join_budget_s if formed.join_budget_s is None else formed.join_budget_s) / 2
         return min(FIRST_WAIT_S, most_s) if not compare or self._last_comparison is None else most_s
 
@@ -547,14 +554,16 @@ class ReplicaState:
         self._is_exact = before_forward or not self._compares
         self.unverified = not self._is_exact or self._stands_in
         self._on_probation = self._on_probation or self.unverified
-        self._last_comparison = None
+        self._last_comparison, self._is_slow_to_compare = None, False
         if not before_forward and self.quorum is not None and self.quorum.role is Role.INLINE:
             self.fail("its state was loaded after the forward pass, so it could not contribute")
 
-    def compared_ahead(self) -> None:
-        """The state is that of its name, as those have it who trained for it."""
-        self.unverified = False
-        self._last_comparison = None
+    def compared_ahead(self, comparison: Comparison | None) -> None:
+        """The state was compared with that of those who trained for it, before the next quorum; None: that takes too long."""
+        self._is_slow_to_compare = comparison is None
+        if comparison is Comparison.EQUAL:
+            self.unverified = False
+            self._last_comparison = None
 
     def comparison_finished(self, comparison: Comparison, *, before_forward: bool) -> bool:
         """The state was compared with that of the sources; what differed is loaded. Returns whether this step is exact.

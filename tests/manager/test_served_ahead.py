@@ -1,0 +1,107 @@
+"""What is served before the quorum of a step that follows a join: to whom, how long, and at what cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_contributes_once_known_equal import Loop
+from test_learners import Gated, Paced, Wide, beside, close
+from test_learners import _far_from_here as _far_from_here
+from test_manager_in_process import together
+from torch import nn
+
+from torchft_ckpt import LighthouseServer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    yield server
+    server.shutdown()
+
+
+class Attempts(Loop):
+    """Counts its attempts at steps in what it registers, as a loop does that counts batches."""
+
+    fails = False
+
+    def first_extra(self) -> dict[str, Any]:
+        return {"attempts": 0}
+
+    def between_backward_and_step(self) -> None:
+        self.extra = {"attempts": self.extra["attempts"] + 1}
+        if self.fails:
+            self.fails = False
+            self.manager.report_error(RuntimeError("a batch went wrong"))
+
+    def own(self) -> object:
+        return self.extra
+
+
+class Norm(Attempts):
+    """Has statistics that a forward pass changes, also that of a step which is discarded."""
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def own(self) -> object:
+        return int(self.model.get_buffer("1.num_batches_tracked"))
+
+
+@pytest.mark.parametrize("kind", [Attempts, Norm])
+def test_who_joins_after_a_discarded_step_gets_the_state_of_now(
+    lighthouse: LighthouseServer, kind: type[Attempts]
+) -> None:
+    """The step after a join is discarded, so the state has the same name when another group joins."""
+
+    def join(joiner: Attempts, *others: Attempts) -> None:
+        def step(replica: Attempts) -> None:
+            until = time.monotonic() + 20
+            waiting = lighthouse._jobs.states["default"]._job.waiting
+            while replica is not joiner and joiner.manager._client.replica_id not in waiting:
+                assert time.monotonic() < until
+                time.sleep(0.005)
+            replica.step()
+
+        together([*others, joiner], step)
+
+    a, b = kind(lighthouse, "a", warm_up=False), kind(lighthouse, "b", warm_up=False)
+    together([a, b], lambda replica: [replica.step() for _ in range(3)])
+    c = kind(lighthouse, "c", seed=1, warm_up=False)
+    join(c, a, b)
+    a.fails = True
+    together([a, b, c], lambda replica: replica.step())
+    assert [replica.manager.statistics().num_discarded for replica in (a, b)] == [1, 1]
+    c.manager.shutdown()
+    d = kind(lighthouse, "d", seed=2, warm_up=False)
+    join(d, a, b)
+    together([a, b, d], lambda replica: [replica.step() for _ in range(3)])
+    assert len({str(replica.own()) for replica in (a, b, d)}) == 1, [replica.own() for replica in (a, b, d)]
+    assert all(replica.manager.is_participating() for replica in (a, b, d))
+    for replica in (a, b, d):
+        replica.manager.shutdown()
+
+
+def test_of_a_state_that_a_learner_receives_one_copy_is_made() -> None:
+    """The next step also begins after one whose state was served, and nobody comes for its state."""
+    run = Paced(Wide)
+    transport = Gated()
+    learner = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    with beside(run, learner) as pool:
+        first = pool.submit(learner.step)
+        assert transport.began.acquire(timeout=30)
+        run.wait_for_steps(10)
+        for replica in run.at_work:
+            kept = replica.transport._snapshots.open_snapshots()  # type: ignore[attr-defined]
+            assert [snapshot.outlives_step for snapshot in kept] == [True]
+        run.pause_until_it_asks(learner, transport.may_go_on.set)
+        first.result(60)
+    run.end(learner)
+    close(run, learner)  # type: ignore[arg-type]
