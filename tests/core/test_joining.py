@@ -480,6 +480,21 @@ def test_a_budget_that_ends_between_two_looks_at_the_step_is_not_exceeded():
     assert len(a.outcomes) == 4
 
 
+def test_a_budget_that_ends_with_a_look_at_the_step_is_not_exceeded_however_its_sum_is_rounded():
+    """Seed 10522: the fourth look came a rounding error before the budget of 1 s was over, and the next one 0.25 s after it."""
+    job, a, b = trained(join_budget_s=1.0)
+    j = job.join("j")
+    begins(job, a, b, j)
+    job.now = began = 3.6540191910483384
+    assert (began + 1.0) - began < 1.0
+    a.votes()
+    b.votes()
+    job.passes(0.99)
+    assert len(a.outcomes) == 3
+    job.passes(0.02)
+    assert len(a.outcomes) == 4
+
+
 def test_an_allowance_that_ends_between_two_looks_at_the_step_is_not_exceeded():
     job, a, b = trained(limit_s=0.6, tau_s=0.1, join_budget_s=0.3)
     j = job.join("j")
