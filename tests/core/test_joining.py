@@ -604,6 +604,23 @@ def test_a_group_that_comes_into_a_running_job_computes_its_first_step_alone():
     assert (j.formed.role.value, a.formed.replica_world_size) == ("joiner", 3)
 
 
+def test_who_waits_for_a_group_trains_at_once_when_that_one_computes_its_first_step_alone():
+    """Seed 15450: it waited until it would have been told why it waits, which is up to a second later."""
+    job = Job(least=1)
+    a, b = (job.join(name, warm_up=True) for name in "ab")
+    a.asks()
+    a.is_stopped = True  # it hears of no quorum, and computes nothing
+    b.asks()
+    b.votes(load=False, error="could not connect", broken=True)
+    b.asks()
+    assert b.hears()[-1] == "discard", "it waits for the other one of its quorum"
+    job.passes(0.1)
+    a.is_stopped = False
+    a.asks()
+    assert a.formed.warms_up
+    assert (b.formed.quorum_id, b.formed.replica_world_size) == (2, 1)
+
+
 @pytest.mark.parametrize("case", ["first quorum", "too few", "switched off", "holds it", "finished"])
 def test_a_group_computes_nothing_alone_where_that_helps_nobody(case: str):
     job = Job(least=2)

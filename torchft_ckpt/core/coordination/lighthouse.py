@@ -574,6 +574,7 @@ class LighthouseState:
         if self.round is not None and self._should_warm_up(member):
             member.kept = kept  # it computes once more
             yield self._let_warm_up(member, self.round, now)
+            yield from self._reconsider(now)  # others may have waited for it
             return
         is_kept = kept is not None and member.follows_until > now  # sources free what nobody speaks of
         if kept is not None and is_kept and request.can_follow and self._may_learn_alone(member):
