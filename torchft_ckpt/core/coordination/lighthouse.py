@@ -1076,7 +1076,8 @@ class LighthouseState:
         if not member.hello.spare or replica_id in self._at_work() or self._spares.is_called(replica_id):
             return False
         if self._quorum_members:
-            return True
+            is_ahead = self._holds_newest(member.version)
+            return not is_ahead or any(self._holds_newest(self.members[m].version) for m in self._quorum_members)
         others = (m.version.step for m in self.members.values() if not m.hello.spare)
         return not member.version.proven and member.version.step <= max(others, default=-1)
 
