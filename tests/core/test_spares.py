@@ -294,3 +294,16 @@ def test_a_spare_that_stepped_in_and_comes_back_with_the_newest_state_trains_on(
         member.asks(can_serve=True)
     assert spare.formed is not None and spare.formed.role is Role.HEALTHY
     assert (a.formed.version.step, a.formed.replica_world_size) == (spare.step, 2)
+
+
+def test_a_spare_that_asks_after_a_group_was_lost_comes_in_with_the_next_step() -> None:
+    """Seed 20679: it was called only when the quorum without it was formed already, or was said to be impossible."""
+    _, (a, b), (spare,) = with_spares()
+    spare.is_cut_off()
+    b.dies()
+    spare.follows()
+    spare.connects()
+    spare.asks(reach_s=0.1, can_follow=True)
+    a.asks(can_serve=True)
+    assert spare.formed is not None and spare.formed.role is Role.JOINER
+    assert a.formed is not None and a.formed.replica_world_size == 2

@@ -811,10 +811,10 @@ class LighthouseState:
             return
         others = self._apart()
         candidates = [self.members[m] for m in self._waiting if m not in others and m not in gathering]
+        yield from self._call_spares()
         admitted, outside, following = self._set_joiners_aside(candidates, now)
         yield from self._notify_left_out(outside | others, others, now)
         yield from self._call_learners()
-        yield from self._call_spares()
         if self._spares.awaits(self.members, now):
             self._evaluate_at = min(self._evaluate_at, self._spares.await_until)
             return
