@@ -502,7 +502,7 @@ class LighthouseState:
         """Take what a member remembers, and this lighthouse may not remember."""
         open_step = self.round.step if self.round is not None else 0
         self._history.learn(hello, (version for _, version in self._held()), open_step=open_step)
-        if hello.was_in_quorum and hello.last_epoch != self.epoch:
+        if hello.last_epoch != self.epoch:
             self._restart.heard(hello, now)
         is_last = self._quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
         # It may hold the state of a quorum that it was not in.
