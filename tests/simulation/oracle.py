@@ -201,6 +201,8 @@ class Oracle:
         )
         if before is None or not is_same_life or self._is_void(before):
             return
+        if before not in self._parents and before not in self._parents.values():
+            return  # a first state of which nothing came: the job may have begun once more, at another one
         history = self._history(version)
         # Who came back with more steps of an earlier life put an end to those that were made without it.
         is_overtaken = any(other.epoch != before.epoch and other.step >= before.step for other in history)
