@@ -144,6 +144,34 @@ def test_work_for_digests_ends_when_the_client_leaves(source, gate):
     assert gate.num_slices < num_in_all
 
 
+def test_a_state_that_is_received_for_longer_than_a_step_is_copied_before_the_step_ends(monkeypatch):
+    monkeypatch.setattr(http_server, "_PREPARE_AFTER_S", 0.0)
+    copied = threading.Event()
+    copy_ahead = Snapshot.copy_ahead
+
+    def copies(snapshot: Snapshot) -> bool:
+        goes_on = copy_ahead(snapshot)
+        if not goes_on:
+            copied.set()
+        return goes_on
+
+    monkeypatch.setattr(Snapshot, "copy_ahead", copies)
+    source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
+    source.send_checkpoint([1], STEP, STATE, LONG, outlives_step=True)
+    try:
+        connection = connected(source, timeout_s=5)
+        connection.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": "learner"})
+        assert connection.getresponse().read()
+        connection.close()
+        assert copied.wait(20)
+        (snapshot,) = source._snapshots.open_snapshots()
+        num_before = snapshot.statistics().num_blocks_copied_aside
+        with source.lock.write():
+            assert num_before == snapshot.statistics().num_blocks_copied_aside > 0
+    finally:
+        source.shutdown()
+
+
 @other_addresses
 def test_others_are_served_while_a_client_has_all_the_digests_computed_that_it_may(source, gate):
     """Eight requests, of which each would occupy a thread: those who are sent blocks have others."""
@@ -236,7 +264,7 @@ def test_one_thread_touches_buffers_for_a_snapshot_however_many_receivers_come(m
         return False
 
     monkeypatch.setattr(Snapshot, "touch_buffer_ahead", touches)
-    monkeypatch.setattr(http_server, "_TOUCH_AFTER_S", 0.0)
+    monkeypatch.setattr(http_server, "_PREPARE_AFTER_S", 0.0)
     source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
     source.send_checkpoint([1], STEP, STATE, LONG)
     try:

@@ -41,7 +41,7 @@ def test_quorum_ids_rise_by_lives() -> None:
 def test_an_id_that_others_have_seen_is_not_given_again_though_who_is_back_first_never_saw_it() -> None:
     job, (a, b) = trained("a", "b")
     b.replica.quorum = None  # it saw no quorum but of a much earlier life
-    job.lighthouse._quorum_ids._latest = 990
+    job.lighthouse._job.quorum_ids._latest = 990
     job.step(a, b)
     job.restart()
     a.connects()

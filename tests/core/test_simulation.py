@@ -17,6 +17,7 @@ from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination import equality, lighthouse, recovery
 from torchft_ckpt.core.coordination.commit import Tally
+from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.group import GroupInstruction, GroupState, SendToRank
 from torchft_ckpt.core.coordination.history import StateHistory
@@ -145,7 +146,7 @@ def test_groups_that_leave_cost_the_others_nothing(num_late: int) -> None:
 
 
 def test_the_simulation_finds_that_groups_go_without_being_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LighthouseState, "_as_told", lambda state, member, decided, now, **how: decided)
+    monkeypatch.setattr(Deciding, "as_told", lambda state, member, decided, now, **how: decided)
     assert discards_beside_drains(range(4), 0)[1] > 0
 
 
@@ -381,7 +382,7 @@ def broken_catching_up(patch: pytest.MonkeyPatch) -> None:
 
 def broken_return(patch: pytest.MonkeyPatch) -> None:
     """Who was cut off for a moment is forgotten."""
-    patch.setattr(LighthouseState, "_is_still_in_quorum", lambda state, member: False)
+    patch.setattr(Deciding, "is_still_in_quorum", lambda state, member: False)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from lighthouse_script import Job, Member
 from test_learning import trains
 
-from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, Role
+from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, Role, StateVersion
 
 
 def with_spares(
@@ -231,6 +231,27 @@ def test_a_job_is_started_from_the_newest_checkpoint_also_where_a_spare_has_it(
     newest = max(restored[0] or 0, restored[1])
     assert a.formed is not None and a.formed.version.step == newest
     assert a.formed.replica_world_size == (3 if restored[1] > (restored[0] or 0) else 2)
+
+
+def test_a_job_goes_on_from_a_spare_that_alone_holds_the_newest_state() -> None:
+    """The lighthouse restarted, and a group committed a step from a checkpoint before the spare was back that had trained."""
+    job = Job()
+    a, spare = job.join("a"), job.join("s", spare=True)
+    spare.replica.version = StateVersion(step=8, quorum_id=1, epoch="earlier")
+    job.restart()
+    a.connects()
+    a.replica.restore(1)
+    a.asks(can_serve=True)
+    a.votes()
+    spare.connects()
+    job.lighthouse._job.quorum_members["a:1"] = (
+        None  # where its vote came at last, as in plain seed 1034 of the simulation
+    )
+    for member in (spare, a):
+        member.asks(can_serve=True)
+    job.passes(10.0)
+    assert spare.formed is not None and (spare.formed.role, spare.formed.version.step) == (Role.HEALTHY, 8)
+    assert a.formed is not None and a.formed.role is Role.JOINER
 
 
 def test_a_spare_whose_call_was_taken_back_follows_again() -> None:

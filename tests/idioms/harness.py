@@ -152,7 +152,7 @@ class Run:
         if self.second is not None and self.second.error is not None:
             return True
         jobs = list(self.lighthouse._jobs.states.values())
-        return manager is not None and any(manager.replica_id() in job._waiting for job in jobs)
+        return manager is not None and any(manager.replica_id() in job._job.waiting for job in jobs)
 
     def begun_by(self) -> int:
         """Return the group whose weights the job began with: the first that contributed to the first step."""

@@ -125,7 +125,7 @@ def running_source(replicas: list[Replica], lighthouse: LighthouseServer, name: 
 def looks_on(replica: Replica, lighthouse: LighthouseServer) -> None:
     """Ask for the next quorum as one that did not train; return when the lighthouse has heard it."""
     replica.manager.start_quorum(contributes=False, wait=False)
-    wait_until(lambda: replica.manager.replica_id() in lighthouse._jobs.states["default"]._waiting)
+    wait_until(lambda: replica.manager.replica_id() in lighthouse._jobs.states["default"]._job.waiting)
 
 
 def together(*acts: Callable[[], Any]) -> list[Any]:

@@ -9,7 +9,8 @@ import copy
 from collections.abc import Iterable
 from types import MappingProxyType
 
-from torchft_ckpt.core.coordination.lighthouse import LAST_HOLDER_STAYS_S, LighthouseState
+from torchft_ckpt.core.coordination.leaving import LAST_HOLDER_STAYS_S
+from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,

@@ -370,7 +370,7 @@ class Oracle:
         life.beside.note(event, instructions)
         if isinstance(event, Received) and isinstance(event.message, QuorumRequest | Hello):
             before = life.beside.num_compared
-            if wait := life.beside.who_waits_for_them(state, state._now):
+            if wait := life.beside.who_waits_for_them(state, state._job.now):
                 self.fail(wait)
             self.num_compared_without_learners += life.beside.num_compared - before
 
@@ -388,10 +388,10 @@ class Oracle:
         if current.join_budget_s is None or current.is_needed or current.all_approved_at is None:
             return
         began = current.all_approved_at
-        life.stood.append((began, state._now - began - life.process.stopped_s(began, state._now)))
+        life.stood.append((began, state._job.now - began - life.process.stopped_s(began, state._job.now)))
         for first, (began, _) in enumerate(life.stood):
             stood_s = sum(seconds for _, seconds in life.stood[first:])
-            most_s = limit_s + current.join_budget_s + 0.05 * (state._now - began) + STOOD_GRACE_S
+            most_s = limit_s + current.join_budget_s + 0.05 * (state._job.now - began) + STOOD_GRACE_S
             if stood_s > most_s:
                 self.fail(
                     f"those who train stood still for {stood_s:.2f} s since {began:.2f}, {most_s:.2f} s are allowed"

@@ -23,7 +23,7 @@ from torchft_ckpt.checkpointing.serving.handlers import CheckpointHandlers
 from torchft_ckpt.checkpointing.serving.redo import ServedRedoLog
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
-from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError
+from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError, LockTimeoutError
 from torchft_ckpt.front.limits import FrontLimits
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import listen
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
 _BACKLOG = 1024  # one more than fits waits a second for its next attempt
-_TOUCH_AFTER_S = 0.25
-_TOUCH_PAUSE_S = 0.001
+_PREPARE_AFTER_S = 0.25
+_PREPARE_PAUSE_S = 0.001
 _SILENT_S = 30.0
 _NUM_THREADS = 4
 
@@ -97,7 +97,7 @@ class CheckpointServer:
         self._listeners = _listen(bind, port)
         self.port: int = self._listeners[0].getsockname()[1]
         self._loop = asyncio.new_event_loop()
-        # A few threads: they send in turns, compute digests, and touch buffers ahead; more would only crowd the trainer.
+        # A few threads: they send in turns, compute digests, touch buffers and copy ahead; more would only crowd the trainer.
         self._executor = Threads("torchft_ckpt-serve", _NUM_THREADS)
         self._handlers = CheckpointHandlers(
             registry,
@@ -106,7 +106,7 @@ class CheckpointServer:
             token=token,
             proof_key=self.proof_key,
             identity=self.identity,
-            on_registered=self._touch_buffers,
+            on_registered=self._prepare_copies,
             patience_s=limits.head_timeout_s,
             max_bytes_per_s=limits.max_serve_bytes_per_s,
             redo_log=redo_log,
@@ -114,8 +114,8 @@ class CheckpointServer:
         self._redo_log = redo_log
         if redo_log is not None:
             redo_log.on_change(self.wake)
-        self._touching: set[Snapshot] = set()
-        """Whose buffers a thread touches or is about to: one for each snapshot, however many receivers come."""
+        self._preparing: set[Snapshot] = set()
+        """Of which a thread touches buffers or copies blocks ahead, or is about to: one for each, however many receivers come."""
         self._token = token or ""
         self._front: Front | None = None
         self._stop_lock = threading.Lock()
@@ -234,25 +234,29 @@ class CheckpointServer:
         if not self._stopping.is_set():
             self._loop.call_later(_SILENT_S / 4, self._lapse)
 
-    def _touch_buffers(self, snapshot: Snapshot) -> None:
+    def _prepare_copies(self, snapshot: Snapshot) -> None:
         """A receiver has come: if the trainer mutates before it is done, buffers should be at hand.
 
-        Touching memory costs the transfer as much as the bytes cost, so one that is over soon is left alone.
+        Touching memory costs the transfer as much as the bytes cost, so one that is over soon is left alone. A state that is
+        received for longer than a step is copied now, and not while the trainer waits.
         """
-        if not self._stopping.is_set() and snapshot not in self._touching:
-            self._touching.add(snapshot)
-            self._loop.call_later(_TOUCH_AFTER_S, self._start_touching, snapshot)
+        if not self._stopping.is_set() and snapshot not in self._preparing:
+            self._preparing.add(snapshot)
+            self._loop.call_later(_PREPARE_AFTER_S, self._start_preparing, snapshot)
 
-    def _start_touching(self, snapshot: Snapshot) -> None:
+    def _start_preparing(self, snapshot: Snapshot) -> None:
         if not self._stopping.is_set():
-            self._executor.submit(self._touch, snapshot)
+            self._executor.submit(self._prepare, snapshot)
 
-    def _touch(self, snapshot: Snapshot) -> None:
+    def _prepare(self, snapshot: Snapshot) -> None:
+        prepare_one = snapshot.copy_ahead if snapshot.outlives_step else snapshot.touch_buffer_ahead
         try:
-            while not self._stopping.wait(_TOUCH_PAUSE_S) and snapshot.touch_buffer_ahead():
+            while not self._stopping.wait(_PREPARE_PAUSE_S) and prepare_one():
                 pass
+        except LockTimeoutError:
+            logger.info("%r: the state is changed for long, no more of it is copied before", snapshot)
         finally:
-            self._touching.discard(snapshot)
+            self._preparing.discard(snapshot)
 
 
 def _listen(bind: str, port: int) -> list[socket.socket]:

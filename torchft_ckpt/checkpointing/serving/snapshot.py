@@ -331,7 +331,7 @@ class Snapshot:
                 wanted = self._to_copy()
                 if not wanted:
                     return False
-            self._copy_block((wanted & -wanted).bit_length() - 1, SnapshotPhase.LIVE)
+            self._copy_block(wanted.bit_length() - 1, SnapshotPhase.LIVE)  # the last: readers begin at the first
         return True
 
     def set_apart(self, addresses: Collection[int], *, among: int | None = None) -> bool:

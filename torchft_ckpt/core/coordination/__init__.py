@@ -9,17 +9,21 @@ sequence            which collectives may start without asking, and when those o
 
 The lighthouse:
 jobs                the jobs at one lighthouse, each with a state of its own
-lighthouse          one job over time: events in, instructions out
+lighthouse          one job over time: events in, instructions out; when a quorum forms
 lighthouse_events   these events and instructions, as data
 lighthouse_records  what is written down about a member and about the open step, and what follows from that alone
+job_record          what the parts of the lighthouse share: who is here, who asks, who is waited for, which step is open
 roster              who is a member, over which connection, and who took whose place
 history             which states the job has had, who may still hold them, and which contributors are gone
 restart             what a restarted lighthouse learns from the members of the last quorum
 layouts             which groups can be in one quorum, by the layout of their tensors
 cold_start          which groups look for a state together when none of them has one
+deciding            how the step of a quorum goes: votes, collectives, late joiners, and the decision that all are told
 joining             how long those who train wait for one that joins
+beside              the groups beside the quorum: who stays outside, what it is told and taught, and when it is called
 spares              when a spare joins the others, which it has followed so far
 learning            who follows the others outside of the quorum before it joins them
+leaving             when a group that is to leave may go
 patience            how long to wait before trying again
 speaking            which group writes for the job what all would write
 equality            which groups hold another state than the others of the same name

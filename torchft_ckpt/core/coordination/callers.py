@@ -39,9 +39,9 @@ from torchft_ckpt.core.coordination.messages import (
     refuse_version,
     size_of,
 )
+from torchft_ckpt.core.coordination.patience import PENDING_NOTICE_S
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds, decide_quorum
 
-PENDING_NOTICE_S = 1.0
 MAX_CALLERS = 65536
 MAX_MEMBERS_BYTES = MAX_MESSAGE_BYTES - 4096 - MAX_CALLERS
 """For the members of a quorum in its message: the rest is for what stands between and around them."""

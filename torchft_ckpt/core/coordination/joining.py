@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from torchft_ckpt.core.coordination.commit import CommitDecision
-from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
+from torchft_ckpt.core.coordination.lighthouse_records import Member, Reach, Round
 from torchft_ckpt.core.coordination.messages import Receives, Role, group_name
 from torchft_ckpt.core.coordination.patience import JoinAllowance, JoinBackoff
 
@@ -175,8 +175,16 @@ class Joining:
 
     # ---------------------------------------------------------------------------------------------------- in the step
 
-    def most_s(self, budget_s: float, now: float) -> float:
-        return min(self._allowance.most_s(budget_s, now), LONGEST_S)
+    def begin(self, current: Round, holding: Iterable[Member], healing: Collection[Member], now: float) -> None:
+        """A step begins: note for how long those who hold the state may wait for those who load it, and what these expect."""
+        current.join_budget_s = min((member.asked.join_budget_s for member in holding), default=0.0)
+        current.join_wait_s = min(self._allowance.most_s(current.join_budget_s, now), LONGEST_S)
+        current.may_follow = frozenset(m.replica_id for m in healing if m.asked.can_follow and m.asked.guesses)
+        current.reach = {
+            member.replica_id: Reach(member.asked.reach_s + member.asked.load_s, now, is_measured=False)
+            for member in healing
+            if member.asked.reach_s is not None
+        }
 
     def keeps_waiting(self, current: Round, now: float) -> bool:
         """Whether one of those who join is waited for, when all others have approved. Else `current.gave_up` says why not."""

@@ -16,6 +16,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     Receives,
     Role,
+    Source,
     StateVersion,
     name_some,
 )
@@ -117,6 +118,10 @@ class Member:
             return num_issued(self.farewell, group_rank)
         request = self.request
         return 0 if request is None or request.needs_new_quorum else num_issued(request, group_rank)
+
+    def as_source(self, rank: int) -> Source:
+        """Return what one that loads a state from it is told. `rank`: its place among those that serve."""
+        return Source(replica_id=self.replica_id, replica_rank=rank, checkpoint_addresses=self.checkpoint_addresses)
 
     @property
     def asked(self) -> QuorumRequest:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LONGEST_RECONNECT_PAUSE_S = 2.0
+PENDING_NOTICE_S = 1.0
+"""How often the lighthouse looks at those who wait for a quorum, and whether to tell them why."""
 
 
 def reconnect_delay_s(attempt: int, jitter: float) -> float:

@@ -1,0 +1,398 @@
+"""The groups beside the quorum: those that compute their first step alone, that follow the others, and spares.
+
+This file decides who of those who ask stays outside, and what such a group is told; which state it is taught; and when it is
+called. Nobody waits for it. What a learner goes through: `learning`. How many spares are needed: `spares`. How long the others
+wait for one that joins: `joining`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import msgspec
+
+from torchft_ckpt.core.coordination.job_record import JobRecord
+from torchft_ckpt.core.coordination.joining import Joining
+from torchft_ckpt.core.coordination.layouts import is_part_of, pause_before_learning_again_s
+from torchft_ckpt.core.coordination.learning import (
+    SAY_EVERY_S,
+    learner_in_words,
+    should_follow,
+    should_receive_early,
+)
+from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
+from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
+from torchft_ckpt.core.coordination.messages import (
+    FollowWish,
+    JoinerWaiting,
+    JoinProgress,
+    Needed,
+    QuorumFormed,
+    Role,
+    Source,
+    StateKept,
+    StateVersion,
+    clip,
+    name_some,
+)
+from torchft_ckpt.core.coordination.recovery import MAX_SOURCES
+from torchft_ckpt.core.coordination.spares import Spares
+
+FOLLOWS_WITHIN_S = 10.0
+"""So long, or as long as its own transfer takes, a group that would follow waits for another one to have received its state.
+Then it joins as one that cannot follow."""
+
+
+class Beside:
+    """The groups of one job that are beside its quorum, or are to be. Not thread-safe.
+
+    What is known of each is in its record.
+    """
+
+    def __init__(self, job: JobRecord, joining: Joining, spares: Spares) -> None:
+        self._job = job
+        self._joining = joining
+        self._spares = spares
+
+    # ---------------------------------------------------------------------------------------------- who stays outside
+
+    def should_warm_up(self, member: Member) -> bool:
+        """Whether a group that has computed nothing yet does so alone first: others are at work who can do without it."""
+        return member.asked.warms_up and self.may_learn_alone(member)
+
+    def may_learn_alone(self, member: Member) -> bool:
+        """Whether a group that asks can be a learner: it is behind, and others are at work who can do without it."""
+        request = member.asked
+        if not request.allow_heal or not request.can_load:
+            return False
+        if self._job.finished_step is not None or self._job.holds_newest(member.version):
+            return False
+        at_work = self._job.others_at_work(member)
+        return len(at_work) >= self._job.min_trainers(at_work) and member.replica_id not in self._job.apart()
+
+    def set_aside(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str], list[Member]]:
+        """Return the members that are admitted; those that stay outside, each with the reason; and which of these follow.
+
+        The others cannot wait for them now. If the admitted members would be too few, all are admitted.
+        """
+        best = max((m.version for m in candidates if self._job.history.is_valid(m.version)), default=None)
+        is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
+        joining = {
+            member.replica_id
+            for member in candidates
+            if member.replica_id not in self._job.quorum_members
+            and (member.version != best or (member.asked.unverified and is_known_here))
+        }
+        idle = {m.replica_id for m in candidates if self._is_idle_spare(m)}
+        joining |= idle
+        budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
+        following = [
+            m
+            for m in candidates
+            if m.replica_id in joining
+            and should_follow(m.asked, self._joining.usual_s, stays=m.replica_id in idle)
+            and (m.replica_id in idle or not self._waits_in_vain(m, now))
+            and (self._has_counterparts(m) or not m.asked.replays)
+        ]
+        reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
+        reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
+        reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
+        out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
+        admitted = [member for member in candidates if member.replica_id not in out]
+        is_at_work = self._job.quorum_members.keys() - self._job.waiting.keys()
+        holding = [member for member in candidates if member.replica_id not in joining]
+        if is_at_work and not admitted:
+            return admitted, out, following
+        if len(admitted) < self._job.settings.min_replicas or len(holding) < self._job.min_trainers(holding):
+            others = [member for member in candidates if member.replica_id not in idle]
+            if idle and best is None and len(others) >= self._job.min_trainers(others):
+                return (
+                    others,
+                    {replica_id: out[replica_id] for replica_id in idle},
+                    [m for m in following if m not in others],
+                )
+            return candidates, {}, []
+        return admitted, out, following
+
+    def _has_counterparts(self, member: Member) -> bool:
+        """Whether those at work have as many ranks as a group: each of its ranks could replay the steps of its counterparts."""
+        num_ranks = member.hello.group_world_size
+        return all(other.hello.group_world_size == num_ranks for other in self._job.others_at_work(member))
+
+    def _waits_in_vain(self, member: Member, now: float) -> bool:
+        """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
+        patience_s = max(FOLLOWS_WITHIN_S, member.asked.reach_s or 0.0)
+        return now - member.asked_at >= patience_s and self._is_teaching(now, beside=member)
+
+    def _why_follows(self, member: Member, *, waits: bool = False) -> str:
+        if self._is_idle_spare(member):
+            return "it is a spare: it follows the others until one of them is lost"
+        if waits:
+            return (
+                f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, and waits until another group has received"
+                " its: the others serve one at a time"
+            )
+        return (
+            f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, longer than a step"
+            f" ({self._joining.usual_s:.1f} s), so it receives it outside of the quorum first, while the others train on"
+        )
+
+    # ------------------------------------------------------------------------------- spares, and those who are called
+
+    def _is_idle_spare(self, member: Member) -> bool:
+        """Whether a member is a spare that does not step in now, and does not hold a newer state than those that train."""
+        replica_id = member.replica_id
+        if not member.hello.spare or replica_id in self._job.at_work() or self._spares.is_called(replica_id):
+            return False
+        if self._job.quorum_members:
+            at_work = (self._job.members[other].version for other in self._job.quorum_members)
+            return not self._job.holds_newest(member.version) or any(map(self._job.holds_newest, at_work))
+        others = (m.version.step for m in self._job.members.values() if not m.hello.spare)
+        return not member.version.proven and member.version.step <= max(others, default=-1)
+
+    def is_absent_spare(self, member: Member) -> bool:
+        """Whether a member is a spare that neither trains nor asks: nobody waits for it, also where it was called."""
+        return member.hello.spare and member.request is None and member.replica_id not in self._job.at_work()
+
+    def call_spares(self) -> Iterator[Instruction]:
+        """Have spares step in for groups that are gone; where the job is over, have them ask, to hear that."""
+        at_work = self._job.at_work()
+        is_over = self._job.finished_step is not None
+        self._spares.release(at_work)
+        idle = [m for m in self._job.staying() if not m.wishes_to_leave and self._is_idle_spare(m)]
+        called = idle if is_over else self._spares.call(idle, at_work, self._job.now)
+        for member in called:
+            here = f"{len(at_work)} of {self._spares.num_wanted} replica groups train ({name_some(sorted(at_work))})"
+            reason = "the job is over" if is_over else f"{here}, and it is a spare"
+            if member.is_beside and not member.warms_up and not member.is_called:
+                member.is_called = is_over
+                yield Send(member.connection, Needed(reason=clip(reason), when_close=True))
+            if not is_over:
+                yield Log(f"{member.replica_id} is called: {reason}")
+
+    def call_learners(self) -> Iterator[Instruction]:
+        """Tell those that follow to ask, if the others have become too few to train."""
+        staying = [m for m in self._job.staying() if not m.is_excused and not self.is_absent_spare(m)]
+        least = self._job.min_trainers(staying)
+        if not 0 < len(staying) < least:
+            return
+        for member in self._job.members.values():
+            if member.is_beside and not member.is_called:
+                member.is_called = True
+                here = name_some(m.replica_id for m in staying)
+                reason = f"{len(staying)} of at least {least} replica groups are here ({here})"
+                yield Log(f"{member.replica_id} is needed: {reason}")
+                yield Send(member.connection, Needed(reason=clip(reason)))
+
+    # ----------------------------------------------------------------------------- who is taught, and what it is told
+
+    def let_warm_up(self, member: Member, current: Round, now: float) -> Send:
+        why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
+        holding = [other for other in self._job.others_at_work(member) if self._job.holds_newest(other.version)]
+        sources = [other.as_source(rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
+        return self._answer_outside_quorum(member, current, 0, why, now, sources=sources, warms_up=True)
+
+    def have_state_captured(self) -> Iterator[Instruction]:
+        """Have those at work capture their state when they begin their next step."""
+        for replica_id in self._job.quorum_members:
+            yield Send(self._job.members[replica_id].connection, JoinerWaiting())
+
+    def wished(self, member: Member, wish: FollowWish) -> Iterator[Instruction]:
+        """A learner wants to receive a state while it warms up; it gets one when the others begin a step."""
+        is_warming = member.is_beside and member.warms_up and member.kept is None
+        if is_warming and should_receive_early(wish, self._joining.usual_s):
+            member.wish = wish
+            yield from self.have_state_captured()
+
+    def progressed(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
+        """A learner says how far it is."""
+        member.progress, member.follows_until = progress, now + SAY_EVERY_S
+        if now - member.progress_logged_at >= SAY_EVERY_S:
+            member.progress_logged_at = now
+            yield Log(f"{member.replica_id} {learner_in_words(member, self._job.newest_step)}")
+
+    def to_teach(self, following: Collection[Member], others: Collection[str], now: float) -> list[Member]:
+        """Return who may get the state with which the next step begins.
+
+        Args:
+            following: who asks, and follows the others.
+            others: are of another layout than they.
+            now: the time.
+        """
+        warming = [m for m in self._job.members.values() if m.wish is not None]
+        following = [m for m in (*following, *warming) if now >= m.learns_from]
+        return [*self._learners(others, now), *(m for m in following if not self._is_teaching(now, beside=m))]
+
+    def _learners(self, others: Collection[str], now: float) -> list[Member]:
+        """Return the groups that may train with the others once they know the step: they are behind, and train only a part."""
+        asking = [self._job.members[replica_id] for replica_id in self._job.waiting]
+        layouts = {m.layout: m.layout_text for m in asking if m.replica_id not in others}
+        return [
+            member
+            for member in (m for m in asking if m.replica_id in others)
+            if (member.layout in layouts or any(is_part_of(member.layout_text, text) for text in layouts.values()))
+            and member.asked.allow_heal
+            and member.asked.can_load
+            and now >= member.learns_from
+            and not self._job.holds_newest(member.version)
+        ]
+
+    def _is_teaching(self, now: float, beside: Member) -> bool:
+        """Whether somebody receives a state, and says so: the sources keep one state at a time for those who do.
+
+        `beside`: who would get the next one. For a group that is to train a spare begins again.
+        """
+        taught = [m for m in self._job.members.values() if m.is_beside and m.follows_until > now and not m.only_replays]
+        return any(not self._is_idle_spare(m) for m in taught) or (bool(taught) and self._is_idle_spare(beside))
+
+    def teach(
+        self,
+        learners: Collection[Member],
+        current: Round,
+        sources: list[Source],
+        others: Collection[str],
+        now: float,
+    ) -> Iterator[Instruction]:
+        """Give learners the state with which a step begins, outside of its quorum.
+
+        `others`: are of another layout; a learner that is none of them follows.
+        """
+        for member in self._job.members.values() if learners else ():
+            member.kept = None  # the sources keep one state at a time
+        for place, member in enumerate(learners):
+            follows = member.replica_id not in others
+            member.num_learned += 1
+            member.learns_from = now + pause_before_learning_again_s(member.num_learned)
+            if member.wish is not None:
+                yield Log(f"{member.replica_id} may receive step {current.step} while it warms up")
+                yield self._keep_state_for(member, member.wish, current, place, sources, now)
+                continue
+            why = "it does not train the same parameters yet, and first has to learn at which step the others are"
+            why = self._why_follows(member) if follows else why
+            yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
+            yield self._answer_outside_quorum(member, current, place, why, now, sources=sources, follows=follows)
+
+    @staticmethod
+    def num_replaying(learners: Collection[Member], others: Collection[str]) -> int:
+        """Return how many of those who are taught want redo entries."""
+        return sum(_replays(member) for member in learners if member.replica_id not in others)
+
+    def _answer_outside_quorum(
+        self,
+        member: Member,
+        current: Round,
+        place: int,
+        reason: str,
+        now: float,
+        *,
+        sources: list[Source],
+        warms_up: bool = False,
+        follows: bool = False,
+    ) -> Send:
+        """Let a member compute a step beside a quorum, which does not wait for it.
+
+        `warms_up`: it receives nothing, and may measure the way to the sources. `follows`: it computes no step, but receives the
+        state and asks again.
+        """
+        formed = self._formed(member, current, place, reason, sources=sources, warms_up=warms_up, follows=follows)
+        return self.answer(member, formed, now)
+
+    def _keep_state_for(
+        self, member: Member, wish: FollowWish, current: Round, place: int, sources: list[Source], now: float
+    ) -> Send:
+        """Tell a learner that warms up which state is kept for it."""
+        why = "it has computed its first step, and receives the state that was kept for it meanwhile"
+        member.kept = self._formed(member, current, place, why, sources=sources, follows=True)
+        member.wish, member.follows_until = None, now + SAY_EVERY_S
+        kept = StateKept(
+            quorum_id=wish.quorum_id, step=wish.step, version=member.kept.version, sources=member.kept.sources
+        )
+        return Send(member.connection, kept)
+
+    def _formed(
+        self,
+        member: Member,
+        current: Round,
+        place: int,
+        reason: str,
+        *,
+        sources: list[Source],
+        warms_up: bool = False,
+        follows: bool = False,
+    ) -> QuorumFormed:
+        """Return the answer to a learner's request, but for whose number it has. Arguments as in `_answer_outside_quorum`."""
+        assignment = current.assignment
+        return QuorumFormed(
+            request_id=0,
+            quorum_id=self._job.quorum_id,
+            epoch=self._job.epoch,
+            version=assignment.version,
+            role=Role.LEARNER,
+            replica_rank=len(assignment.parts) + place,
+            replica_world_size=len(assignment.parts),
+            contributor_rank=None,
+            num_contributors=assignment.num_contributors,
+            num_voters=assignment.num_voters,
+            store_address="",
+            sources=sources,
+            warms_up=warms_up,
+            follows=follows,
+            step_s=self._joining.usual_s if follows else 0.0,
+            stays=follows and self._is_idle_spare(member),
+            unverified=assignment.unverified,
+            newest_step=self._job.newest_step,
+            rolled_back_to=self._job.history.rolled_back_to,
+            reason=reason,
+        )
+
+    def answer(self, member: Member, formed: QuorumFormed, now: float) -> Send:
+        """Answer the open request of a member, which is a learner from now on."""
+        request = self._job.take_request(member)
+        # It may have been in the quorum, and have given its step up.
+        self._job.quorum_members.pop(member.replica_id, None)
+        member.is_excused = member.has_left_step = True
+        member.is_beside, member.warms_up = formed.follows or formed.warms_up, formed.warms_up
+        member.follows_until = now + SAY_EVERY_S if formed.follows else now
+        if not formed.warms_up:
+            member.taught = formed
+        stays = formed.stays and self._is_idle_spare(member)  # it may have been called since
+        return Send(member.connection, msgspec.structs.replace(formed, request_id=request.request_id, stays=stays))
+
+    def take_back(self, apart: Collection[str], version: StateVersion) -> list[str]:
+        """Let no learner receive this state from groups that turned out to hold another, or count as a holder if it has it from
+        them. Learners are in no step, so its assignment does not name them.
+
+        Returns those that have it from them, or receive it yet: they differ too.
+        """
+        differing = []
+        for member in self._job.members.values() if apart else ():
+            taught, kept = member.taught, member.kept
+            if kept is not None and kept.version == version:
+                sources = [source for source in kept.sources if source.replica_id not in apart]
+                member.kept = msgspec.structs.replace(kept, sources=sources) if sources else None
+            if (
+                taught is not None
+                and taught.version == version
+                and any(source.replica_id in apart for source in taught.sources)
+            ):
+                differing.append(member.replica_id)
+                if member.version == version:
+                    member.version = StateVersion(step=version.step)
+        return differing
+
+    # ----------------------------------------------------------------------------------------------------- invariants
+
+    def validate(self) -> None:
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
+        for member in self._job.members.values():
+            if (member.wish or member.kept) and not (member.is_beside and member.warms_up):
+                raise RuntimeError(f"{member.replica_id} does not warm up, and a state is to be kept for it")
+            if member.is_beside and not (member.is_excused and member.has_left_step):
+                raise RuntimeError(f"{member.replica_id} is beside the quorum, and is waited for")
+            if member.is_beside and member.replica_id in self._job.quorum_members:
+                raise RuntimeError(f"the next quorum waits for {member.replica_id}, which is beside it")
+
+
+def _replays(learner: Member) -> bool:
+    """Whether a learner that is taught now wants redo entries."""
+    return learner.asked.replays if learner.wish is None else learner.wish.replays

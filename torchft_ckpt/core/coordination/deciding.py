@@ -1,0 +1,495 @@
+"""This file runs the step of a quorum: votes, collectives that cannot finish, joiners that are late, and the decision for all.
+
+The lighthouse begins the step when a quorum has formed, and passes on what members say. What follows from the votes alone:
+`commit`. How long the others wait for one that joins: `joining`. What is known of the open step: `lighthouse_records.Round`.
+
+A decision stands. Who votes later, also in a step that an earlier life began, is told what was decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import msgspec
+
+from torchft_ckpt.core.coordination.beside import Beside
+from torchft_ckpt.core.coordination.commit import CommitDecision, Tally
+from torchft_ckpt.core.coordination.equality import Equality
+from torchft_ckpt.core.coordination.history import state_after
+from torchft_ckpt.core.coordination.job_record import JobRecord
+from torchft_ckpt.core.coordination.joining import Joining
+from torchft_ckpt.core.coordination.leaving import Leaving
+from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
+from torchft_ckpt.core.coordination.lighthouse_records import Member, Reach, Round
+from torchft_ckpt.core.coordination.messages import (
+    CollectiveCleared,
+    CollectiveWait,
+    CommitDecided,
+    CommitVote,
+    JoinProgress,
+    Outcome,
+    QuorumBroken,
+    Role,
+    StallReport,
+    StateVersion,
+    clip,
+    name_some,
+)
+from torchft_ckpt.core.coordination.recovery import Assignment
+from torchft_ckpt.core.coordination.restart import Settled, StepKey
+from torchft_ckpt.core.coordination.speaking import Speaking
+
+
+class Deciding:
+    """The steps of one job: the open one, and what is said of those that were decided. Not thread-safe."""
+
+    def __init__(
+        self, job: JobRecord, joining: Joining, equality: Equality, speaking: Speaking, leaving: Leaving, beside: Beside
+    ) -> None:
+        self._job = job
+        self._joining = joining
+        self._equality = equality
+        self._speaking = speaking
+        self._leaving = leaving
+        self._beside = beside
+
+    def begin(self, assignment: Assignment, members: list[Member], quorum_id: int, now: float) -> Round:
+        """Return the step that these members begin, with what the others may spend on those who join."""
+        roles = {part.replica_id: part.role for part in assignment.parts}
+        holding = [member for member in members if roles[member.replica_id] is Role.HEALTHY]
+        healing = [member for member in members if roles[member.replica_id] in (Role.INLINE, Role.JOINER)]
+        self._joining.set_limit(holding, now)
+        current = Round(
+            quorum_id=quorum_id,
+            step=assignment.version.step,
+            assignment=assignment,
+            tally=Tally(roles),
+            join_budget_s=None,
+            formed_at=now,
+        )
+        if healing and not assignment.is_first:
+            contributing = [member for member in holding if member.asked.contributes]
+            current.is_needed = len(contributing) < self._job.min_trainers(contributing)
+            self._joining.begin(current, holding, healing, now)
+        self._job.round = current
+        return current
+
+    def replaced(self, now: float) -> Iterator[Instruction]:
+        """A new quorum forms: where the step is open, it is discarded."""
+        current = self._job.round
+        if current is not None and not current.tally.decided:
+            current.tally.give_up("a new quorum was formed without the members that have not voted")
+            yield from self._announce(current, now)
+
+    def deadline(self) -> float | None:
+        """Return when to look again whether the others still wait for joiners."""
+        current = self._job.round
+        return None if current is None or current.tally.decided else current.look_again_at
+
+    def tick(self, now: float) -> Iterator[Instruction]:
+        current = self._job.round
+        if current is not None and current.look_again_at is not None and now >= current.look_again_at:
+            current.look_again_at = None
+            if not current.tally.decided:
+                yield from self._advance(current, now)
+
+    # ------------------------------------------------------------------------------------------------ what members do
+
+    def voted(self, member: Member, vote: CommitVote, now: float) -> Iterator[Instruction]:
+        """A member votes on a step that is open, or was decided before."""
+        current = self._job.round
+        key = (vote.quorum_id, vote.epoch, vote.step)
+        if current is not None and self._key(current) == key:
+            if current.tally.decided or member.replica_id in current.tally.lost:
+                yield from self._on_late_vote(member, vote, current, now)
+                return
+            was_broken = current.tally.broken
+            current.tally.cast(member.replica_id, vote)
+            current.name_late(member.replica_id)
+            if vote.broken and not current.tally.decided:
+                # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
+                if member.replica_id not in current.failed:
+                    current.failed.add(member.replica_id)
+                    self._note_failed_join([member.replica_id], now - current.formed_at, now)
+                reason = f"{member.replica_id}: {clip(vote.reason) or 'its collectives failed'}"
+                yield from self._break_collectives(
+                    current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
+                )
+            yield from self._advance(current, now)
+        else:
+            yield Send(member.connection, self._answer_late(member, vote, now))
+
+    def progressed(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
+        """One that joins says how far it is."""
+        current = self._job.round
+        if (
+            current is None
+            or not current.is_open_at(progress.quorum_id, progress.step)
+            or current.tally.roles.get(member.replica_id) not in (Role.JOINER, Role.INLINE)
+        ):
+            return
+        before = current.reach.get(member.replica_id)
+        if before is None or before.seconds or progress.reach_s:  # since when it has all counts
+            current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True, does=progress.does)
+        if current.tally.all_voters_approved or current.stalled:
+            yield from self._advance(current, now)
+        elif current.tally.roles[member.replica_id] is Role.INLINE and progress.reach_s:
+            yield from self._give_up_on(current, [member.replica_id], now)
+
+    def waits(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
+        """A rank of a member waits in a collective, or asks whether it may start one."""
+        current = self._job.round
+        if current is None or wait.group_rank >= member.hello.group_world_size:
+            return
+        if wait.quorum_id != current.quorum_id and member.is_in_step:
+            reason = "the others have formed another quorum"
+            broken = QuorumBroken(quorum_id=wait.quorum_id, replica_id=member.replica_id, lost=True, reason=reason)
+            yield Send(member.connection, broken)
+            return
+        is_of_round = wait.quorum_id == current.quorum_id and wait.step == current.step
+        if not is_of_round or member.replica_id not in current.tally.roles:
+            return
+        if current.tally.is_after_vote(member.replica_id, wait):
+            current.late.setdefault(wait.group_rank, {})[member.replica_id] = wait
+            yield from self._end_late_waits(current)
+            return
+        if current.tally.decided:
+            return
+        current.waits.setdefault(wait.group_rank, {})[member.replica_id] = wait
+        yield from self._check_waits(current, now)
+        if not current.tally.decided and wait.deviates and current.may_start(wait.group_rank):
+            cleared = CollectiveCleared(
+                quorum_id=wait.quorum_id, step=wait.step, group_rank=wait.group_rank, index=wait.index
+            )
+            for replica_id in current.living():
+                yield Send(self._job.members[replica_id].connection, cleared)
+
+    def stalled(self, member: Member, report: StallReport, now: float) -> Iterator[Instruction]:
+        """A member has waited in a collective for longer than the join budget allows."""
+        current = self._job.round
+        if (
+            current is not None
+            and current.is_open_at(report.quorum_id, report.step)
+            and member.replica_id in current.tally.roles
+        ):
+            current.stalled.add(member.replica_id)
+            yield from self._check_stall(current, now)
+
+    def left(self, member: Member) -> Iterator[Instruction]:
+        """End the collectives of the last step in which others wait for this member, which has gone on."""
+        current = self._job.round
+        if current is not None and member.replica_id in current.tally.roles:
+            current.note_left(member)
+            yield from self._end_late_waits(current)
+
+    def abandoned(self, replica_id: str, now: float) -> Iterator[Instruction]:
+        """A member asks for the next step, or for the newest state. Where it is in the open step, it gave that up."""
+        current = self._job.round
+        if current is None or current.tally.decided or replica_id not in current.tally.roles:
+            return
+        role = current.tally.roles[replica_id]
+        if replica_id in current.tally.votes or replica_id in current.tally.lost:
+            # It gave up waiting for the decision: its vote stands. Or it was cut off: the others know.
+            return
+        reason = f"{replica_id} gave step {current.step} up"
+        if role in (Role.HEALTHY, Role.INLINE):
+            current.tally.give_up(reason)
+            yield from self._announce(current, now, culprit=replica_id)
+        else:
+            self._note_failed_join([replica_id], now - current.formed_at, now)
+            yield from self._break_collectives(current, replica_id, lost=False, reason=reason)
+            current.tally.lose(replica_id, reason)
+            yield from self._advance(current, now)
+
+    def lost(self, replica_id: str, reason: str, now: float) -> Iterator[Instruction]:
+        """A member is gone: tell at once those that share a collective with it."""
+        current = self._job.round
+        if current is None or replica_id not in current.tally.roles or replica_id in current.tally.lost:
+            return
+        tally = current.tally
+        was_decided, was_broken = tally.decided, tally.broken
+        tally.lose(replica_id, reason)
+        if not was_decided and tally.roles[replica_id] is Role.JOINER:
+            self._note_failed_join([replica_id], now - current.formed_at, now)
+        if not (was_decided and was_broken):  # else all know
+            why = f"{replica_id}: {reason}"
+            yield from self._break_collectives(current, replica_id, lost=True, reason=why, voted_too=not was_broken)
+        if not was_decided:
+            yield from self._advance(current, now)
+
+    def give_up_overtaken(self, now: float) -> Iterator[Instruction]:
+        """Discard the open step if a member holds a later state: then the step was committed before, elsewhere."""
+        current = self._job.round
+        if current is None or current.tally.decided:
+            return
+        history = self._job.history
+        ahead = [m for m in self._job.members.values() if history.is_valid(m.version) and m.version.step > current.step]
+        if ahead:
+            current.tally.give_up(f"{ahead[0].replica_id} is here with step {ahead[0].version.step}")
+            yield from self._announce(current, now)
+
+    # ---------------------------------------------------------------------------------------------------- how it ends
+
+    def _advance(self, current: Round, now: float) -> Iterator[Instruction]:
+        tally = current.tally
+        if tally.all_voters_approved:
+            current.all_approved_at = now if current.all_approved_at is None else current.all_approved_at
+            self._close_without_joiners(current, now)
+        if tally.decided:
+            yield from self._announce(current, now)
+            return
+        yield from self._check_waits(current, now)
+        if current.stalled and not tally.decided and not tally.all_voters_approved:
+            yield from self._check_stall(current, now)
+
+    def _close_without_joiners(self, current: Round, now: float) -> None:
+        """Commit without the joiners if the others wait for them no longer."""
+        if current.join_budget_s is None or not self._joining.keeps_waiting(current, now):
+            current.tally.close(current.gave_up)
+
+    def _check_waits(self, current: Round, now: float) -> Iterator[Instruction]:
+        """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
+        apart = current.why_collectives_never_complete()
+        if apart is not None:
+            culprit, reason = apart
+            if current.tally.roles.get(culprit) is Role.JOINER:
+                self._note_failed_join([culprit], now - current.formed_at, now)
+            current.tally.give_up(reason)
+            yield from self._announce(current, now, culprit=culprit)
+
+    def _check_stall(self, current: Round, now: float) -> Iterator[Instruction]:
+        if joiners := current.stalled_behind():
+            yield from self._give_up_on(current, joiners, now)
+
+    def _give_up_on(self, current: Round, joiners: list[str], now: float) -> Iterator[Instruction]:
+        """Discard the step if the holders of the state may not wait any longer, in a collective, for these members."""
+        tally = current.tally
+        if self._joining.keeps_waiting_in_collective(current, joiners, now):
+            return
+        why = current.gave_up or f"the others waited longer than join_budget for {name_some(joiners)} in a collective"
+        self._note_failed_join(joiners, now - current.formed_at, now, why, current.underestimated)
+        tally.give_up(why)
+        yield from self._announce(current, now, culprit=joiners[0])
+
+    def _announce(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
+        """Tell all connected members how the step ended, once. `culprit`: the member on whose account it is discarded."""
+        tally = current.tally
+        if tally.verdict is CommitDecision.COMMIT:
+            yield from self._equality.judge(current, now)
+            for replica_id in tally.apart & self._job.members.keys():
+                self._job.members[replica_id].version = StateVersion(step=current.assignment.version.step)
+            for replica_id in self._beside.take_back(tally.apart, current.assignment.version):
+                self._equality.set_apart(replica_id, current.assignment.version)
+        self._joining.ended(current, now)
+        approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
+        followers = [m for m in approvers if self._is_listening(m)]
+        if approvers and not followers:
+            tally.discard_all("every member that approved gave up waiting for the decision")
+        committed = tally.verdict is CommitDecision.COMMIT
+        if not committed and any(self._is_listening(m) for m in tally.roles if m not in tally.votes):
+            tally.broken = True  # who has not voted is told to leave its collectives
+        key = self._key(current)
+        outcome = Outcome.COMMIT if committed else Outcome.DISCARD
+        self._job.history.remember(key, tally, outcome, tally.reason)
+        if committed:
+            self._job.history.committed(key, followers)
+            self._note_held(followers, key)
+            behind = [
+                m
+                for m in self._joiners(tally)
+                if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart | current.to_follow
+            ]
+            for replica_id in current.to_follow:
+                self._job.quorum_members.pop(replica_id, None)
+            cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
+            self._note_failed_join(behind, cost_s, now, current.gave_up, current.underestimated)
+        else:
+            yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
+        for replica_id in self._joiners(tally):
+            vote = tally.votes.get(replica_id)
+            if vote is not None and vote.approve and not self._job.members[replica_id].is_let_go:
+                self._job.quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
+        for replica_id, role in tally.roles.items():
+            vote = tally.votes.get(replica_id) if role in (Role.JOINER, Role.INLINE) else None
+            if vote is not None and vote.approve:
+                self._joining.joined(replica_id)
+        contributors = [part.replica_id for part in current.assignment.parts if part.contributor_rank is not None]
+        if committed:
+            first = next((part.replica_id for part in current.assignment.parts if part.contributor_rank == 0), "")
+            if kept_silent := self._speaking.committed(first, approvers, hears=first in followers):
+                yield Log(kept_silent)
+        all_leave = (
+            committed
+            and bool(contributors)
+            and all(m in followers and self._leaving.may_go(self._job.members[m], now) for m in contributors)
+        )
+        for replica_id in tally.roles:
+            member = self._job.members.get(replica_id)
+            if member is None:
+                continue
+            if replica_id in followers or (tally.roles[replica_id] is Role.HEALTHY and self.is_still_in_quorum(member)):
+                self._job.quorum_members[replica_id] = None  # also where it was lost on the way, and is back
+            has_voted = replica_id in tally.votes
+            if not committed and not has_voted and member.is_in_step:
+                broken = QuorumBroken(
+                    quorum_id=current.quorum_id, replica_id=culprit or replica_id, lost=False, reason=clip(tally.reason)
+                )
+                yield Send(member.connection, broken)
+            if member.is_in_step and (has_voted or (committed and replica_id not in tally.lost)):
+                decided = CommitDecided(
+                    quorum_id=current.quorum_id,
+                    epoch=self._job.epoch,
+                    step=current.step,
+                    outcome=tally.outcome(replica_id),
+                    broken=tally.broken,
+                    differs=replica_id in tally.apart,
+                    reason=clip(tally.reason),
+                )
+                decided = self.as_told(member, decided, now, all_leave=all_leave)
+                yield Send(member.connection, decided)
+                if decided.leaving:
+                    yield self._leaving.say_who_stays(member)
+        yield from self._end_late_waits(current)
+
+    def _is_listening(self, replica_id: str) -> bool:
+        """Whether a member is connected and waits for the decision: it has not gone on from this step."""
+        return replica_id in self._job.members and self._job.members[replica_id].is_in_step
+
+    def _joiners(self, tally: Tally) -> list[str]:
+        return [m for m, role in tally.roles.items() if role is Role.JOINER and m not in tally.lost]
+
+    def _note_failed_join(
+        self, joiners: list[str], cost_s: float, now: float, reason: str = "", underestimated: Collection[str] = ()
+    ) -> None:
+        """Note that an attempt to join cost the others `cost_s`."""
+        for replica_id in joiners:
+            self._job.quorum_members.pop(replica_id, None)
+        self._joining.failed(joiners, cost_s, now, reason, underestimated)
+
+    def _end_late_waits(self, current: Round) -> Iterator[Instruction]:
+        """After the decision, end the collectives in which a member waits for one that has gone on. The step stands."""
+        if not current.tally.decided or current.tally.broken:
+            return  # where they are broken all have been told
+        apart = current.why_late_collectives_never_complete()
+        if apart is not None:
+            current.tally.broken = True
+            culprit, reason = apart
+            if (member := self._job.members.get(culprit)) is not None and member.is_let_go:
+                reason = f"{culprit} leaves its job, and issues no collective of step {current.step} any more"
+            yield from self._break_collectives(current, culprit, lost=False, reason=reason)
+
+    def _break_collectives(
+        self, current: Round, culprit: str, *, lost: bool, reason: str, voted_too: bool = True
+    ) -> Iterator[Instruction]:
+        """Tell all that may be in a collective of this quorum that it cannot finish; members that voted need to hear it once."""
+        broken = QuorumBroken(quorum_id=current.quorum_id, replica_id=culprit, lost=lost, reason=reason)
+        for replica_id in current.tally.roles:
+            is_concerned = voted_too or replica_id not in current.tally.votes
+            if replica_id != culprit and is_concerned and self._is_listening(replica_id):
+                yield Send(self._job.members[replica_id].connection, broken)
+
+    # --------------------------------------------------------------------------------------- what is said of it later
+
+    def _on_late_vote(self, member: Member, vote: CommitVote, current: Round, now: float) -> Iterator[Instruction]:
+        """Take a vote that comes after the decision, or from a member that was lost in the step."""
+        tally = current.tally
+        if not tally.decided:
+            # It was lost and came back. Its vote decides nothing, but if it approves it holds the same sum as the others.
+            tally.votes.setdefault(member.replica_id, vote)
+            return
+        answer = self._answer_late(member, vote, now)
+        if answer.outcome is Outcome.COMMIT and member.is_in_step and not member.is_let_go:
+            self._job.quorum_members[member.replica_id] = None  # it holds the state after all, and is waited for
+        yield Send(member.connection, answer)
+
+    def _answer_late(self, member: Member, vote: CommitVote, now: float) -> CommitDecided:
+        answer = self._job.history.answer_late(member.replica_id, vote)
+        if answer.outcome is Outcome.COMMIT:
+            self._note_held([member.replica_id], (vote.quorum_id, vote.epoch, vote.step))
+        return self.as_told(member, answer, now)
+
+    def _note_held(self, replica_ids: Iterable[str], key: StepKey) -> None:
+        """Note that members that hear of a commit hold its state from now on, but for those that gave up waiting just now."""
+        for replica_id in replica_ids:
+            if self._is_listening(replica_id):
+                self._job.members[replica_id].version = state_after(key)
+
+    def declined(self, replica_id: str) -> Iterator[Instruction]:
+        """Free the last step if this member, which goes on to the next one, was the last that could hold its state."""
+        key = self._job.history.declined(replica_id)
+        if key is not None:
+            yield self._nobody_followed(key)
+
+    def _nobody_followed(self, key: StepKey) -> Log:
+        self._job.history.nobody_followed(key)
+        return Log(f"step {key[2]} of quorum {key[0]} is discarded after all: nobody waited for the decision")
+
+    def settled(self, settled: Settled, now: float) -> Iterator[Instruction]:
+        """A step of an earlier life was decided by what its members said: tell them."""
+        outcome = Outcome.COMMIT if settled.verdict is CommitDecision.COMMIT else Outcome.DISCARD
+        reason = "decided from the members' reports after the lighthouse restarted"
+        self._job.history.remember(settled.key, None, outcome, reason)
+        quorum_id, _, step = settled.key
+        yield Log(f"step {step} of quorum {quorum_id}: {outcome.value}, {reason}")
+        if outcome is Outcome.COMMIT:
+            followers = [m for m in settled.approvers if self._is_listening(m)]
+            self._job.history.committed(settled.key, followers, others_may_know=settled.others_may_know)
+            self._note_held(followers, settled.key)
+            if not followers and not settled.others_may_know:
+                yield self._nobody_followed(settled.key)
+        for replica_id in settled.voters:
+            if self._is_listening(replica_id):
+                approve = replica_id in settled.approvers
+                mine = Outcome.LEFT_BEHIND if outcome is Outcome.COMMIT and not approve else outcome
+                decided = CommitDecided(
+                    quorum_id=quorum_id, epoch=settled.key[1], step=step, outcome=mine, broken=True, reason=reason
+                )
+                member = self._job.members[replica_id]
+                yield Send(member.connection, self.as_told(member, decided, now))
+
+    def as_told(self, member: Member, decided: CommitDecided, now: float, *, all_leave: bool = False) -> CommitDecided:
+        """Return the decision on a member's step as that member is told it: with it goes who is to leave, and who speaks."""
+        if decided.outcome is Outcome.COMMIT:
+            speaks, silent_for = self._speaking.told(member.replica_id)
+            decided = msgspec.structs.replace(decided, speaks=speaks, silent_for=clip(silent_for))
+        if not member.is_in_step or not self._leaving.may_go(member, now):
+            return decided
+        self._leaving.let_go(member)
+        return msgspec.structs.replace(decided, leaving=True, all_leave=all_leave)
+
+    def is_still_in_quorum(self, member: Member) -> bool:
+        """Whether the next quorum waits for a member: it was cut off between two steps, and holds what the others hold."""
+        current = self._job.round
+        return (
+            current is not None
+            and current.tally.decided
+            and (member.hello.last_quorum_id, member.hello.last_epoch) == (current.quorum_id, self._job.epoch)
+            and member.hello.was_in_quorum
+            and self._job.history.is_valid(member.version)
+            and member.version.step >= self._job.newest_step
+            and member.is_in_step
+        )
+
+    def _key(self, current: Round) -> StepKey:
+        return current.quorum_id, self._job.epoch, current.step
+
+    # ----------------------------------------------------------------------------------------------------- invariants
+
+    def validate(self) -> None:
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. It costs a pass over the members."""
+        current = self._job.round
+        if current is None:
+            return
+        current.validate()
+        if current.quorum_id > self._job.quorum_id:
+            raise RuntimeError(f"the step is of quorum {current.quorum_id}, and the latest is {self._job.quorum_id}")
+        living = current.living()
+        if not self._job.members.keys() >= set(living):
+            raise RuntimeError(f"{living} were not lost in the step, and are not all here")
+        if current.tally.decided:
+            return
+        if current.step < self._job.newest_step:
+            raise RuntimeError(f"step {current.step} is open, and step {self._job.newest_step} was committed before")
+        gone = [m for m in living if m not in current.tally.votes and not self._job.members[m].is_in_step]
+        if gone:
+            raise RuntimeError(f"{gone} have gone on from the open step, which waits for their votes")

@@ -1,0 +1,131 @@
+"""What the parts of the lighthouse share: who is here, who asks, for whom the next quorum waits, and which step is open.
+
+It holds what is so at present, and answers what follows from that alone. What becomes of it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torchft_ckpt.core.coordination.history import StateHistory
+from torchft_ckpt.core.coordination.layouts import groups_apart
+from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings
+from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
+from torchft_ckpt.core.coordination.messages import QuorumRequest, StateVersion
+from torchft_ckpt.core.coordination.quorum import QuorumIds
+
+
+@dataclass(slots=True, kw_only=True)
+class JobRecord:
+    """One job, as the lighthouse knows it at present. Not thread-safe."""
+
+    settings: LighthouseSettings
+    epoch: str
+    members: Mapping[str, Member]
+    """By replica id, those that are connected, the longest silent one first. Only the roster adds and removes them."""
+    history: StateHistory
+    quorum_ids: QuorumIds
+    round: Round | None = None
+    """The step of the last quorum. None before the first one."""
+    waiting: dict[str, None] = field(default_factory=dict)
+    """Exactly the members that have an open request for a quorum, in the order in which they asked."""
+    quorum_members: dict[str, None] = field(default_factory=dict)
+    """Members that the next quorum waits for, because they hold the state: those of the last quorum that were not lost or
+    left behind, and those that caught up with them. Always connected."""
+    finished_at_step: int | None = None
+    """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
+    now: float = 0.0
+    """The time of the last event. Never falls."""
+
+    # --------------------------------------------------------------------------------------------------------- states
+
+    @property
+    def quorum_id(self) -> int:
+        """The id of the last quorum, or the highest that no quorum may have any more; 0: there was none."""
+        return self.quorum_ids.latest
+
+    @property
+    def newest_step(self) -> int:
+        """The highest committed step that anybody here knows of."""
+        return self.history.newest_step
+
+    @property
+    def finished_step(self) -> int | None:
+        """The step at which the job is over; None: it is not.
+
+        It is over when a group that held the newest state said so, and no group goes on that holds it or was restored from it.
+        A group that was disconnected a moment ago may be on its way back.
+        """
+        step = self.finished_at_step
+        if step is None or step != self.newest_step:
+            return None
+        goes_on = any(self._may_go_on(m, step) for m in self.staying())
+        return None if goes_on or self.history.on_their_way(step, self.settings.join_timeout_s, self.now) else step
+
+    def held(self, exclude: Collection[str] = ()) -> Iterator[tuple[str, StateVersion]]:
+        """Yield the members that are not excluded, each with the state that it holds."""
+        return ((m.replica_id, m.version) for m in self.members.values() if m.replica_id not in exclude)
+
+    def holds_newest(self, version: StateVersion) -> bool:
+        return self.history.is_valid(version) and version.step >= self.newest_step
+
+    def _may_go_on(self, member: Member, step: int) -> bool:
+        """Whether a group can train on from the last step of a job that is over."""
+        is_restored = member.request is not None and member.request.restored and not member.request.torn
+        return member.version.step >= step and (is_restored or self.history.is_valid(member.version))
+
+    # --------------------------------------------------------------------------------------------------------- groups
+
+    def staying(self) -> list[Member]:
+        return [member for member in self.members.values() if not (member.is_let_go or member.has_finished)]
+
+    def others_at_work(self, member: Member) -> list[Member]:
+        return [self.members[replica_id] for replica_id in self.quorum_members if replica_id != member.replica_id]
+
+    def at_work(self) -> set[str]:
+        """Return the members that hold the state and go on, and those that join them in the open step."""
+        current = self.round
+        joining = set() if current is None or current.tally.decided else {*current.living()} & self.members.keys()
+        return {*self.quorum_members, *joining}
+
+    def min_trainers(self, holders: Iterable[Member]) -> int:
+        """Return how many groups that hold the state can train a step that counts."""
+        return max(self.settings.min_replicas, 1, *(member.min_contributors for member in holders))
+
+    def apart(self) -> dict[str, str]:
+        """Return the groups that cannot train with the others, each with the reason for the operator."""
+        return groups_apart(
+            self.members,
+            last_quorum=self.quorum_members,
+            candidates=self.waiting,
+            is_valid=self.history.is_valid,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def take_request(self, member: Member) -> QuorumRequest:
+        """Return the open request of a member that is answered now."""
+        request = member.asked
+        self.stop_waiting(member)
+        return request
+
+    def stop_waiting(self, member: Member) -> None:
+        """A member asks for no quorum any more."""
+        member.request, member.notified_reason = None, ""
+        self.waiting.pop(member.replica_id, None)
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken. It costs a pass over the members."""
+        self.history.validate(dict(self.held()))
+        if self.waiting.keys() != {replica_id for replica_id, m in self.members.items() if m.request is not None}:
+            raise RuntimeError(f"{list(self.waiting)} wait, and others have an open request")
+        if not self.quorum_members.keys() <= self.members.keys():
+            raise RuntimeError(f"the next quorum waits for some of {list(self.quorum_members)} that are not here")
+        for member in self.members.values():
+            if member.request is not None and member.is_excused:
+                raise RuntimeError(f"{member.replica_id} asks for a quorum, and nobody waits for it")
+            if member.request is None and member.notified_reason:
+                raise RuntimeError(f"{member.replica_id} waits for nothing, and has a reason for it")
