@@ -480,6 +480,21 @@ def test_a_budget_that_ends_between_two_looks_at_the_step_is_not_exceeded():
     assert len(a.outcomes) == 4
 
 
+def test_a_budget_that_ends_with_a_look_at_the_step_is_not_exceeded_however_its_sum_is_rounded():
+    """Seed 10522: the fourth look came a rounding error before the budget of 1 s was over, and the next one 0.25 s after it."""
+    job, a, b = trained(join_budget_s=1.0)
+    j = job.join("j")
+    begins(job, a, b, j)
+    job.now = began = 3.6540191910483384
+    assert (began + 1.0) - began < 1.0
+    a.votes()
+    b.votes()
+    job.passes(0.99)
+    assert len(a.outcomes) == 3
+    job.passes(0.02)
+    assert len(a.outcomes) == 4
+
+
 def test_an_allowance_that_ends_between_two_looks_at_the_step_is_not_exceeded():
     job, a, b = trained(limit_s=0.6, tau_s=0.1, join_budget_s=0.3)
     j = job.join("j")
@@ -587,6 +602,23 @@ def test_a_group_that_comes_into_a_running_job_computes_its_first_step_alone():
     b.votes()
     begins(job, a, b)
     assert (j.formed.role.value, a.formed.replica_world_size) == ("joiner", 3)
+
+
+def test_who_waits_for_a_group_trains_at_once_when_that_one_computes_its_first_step_alone():
+    """Seed 15450: it waited until it would have been told why it waits, which is up to a second later."""
+    job = Job(least=1)
+    a, b = (job.join(name, warm_up=True) for name in "ab")
+    a.asks()
+    a.is_stopped = True  # it hears of no quorum, and computes nothing
+    b.asks()
+    b.votes(load=False, error="could not connect", broken=True)
+    b.asks()
+    assert b.hears()[-1] == "discard", "it waits for the other one of its quorum"
+    job.passes(0.1)
+    a.is_stopped = False
+    a.asks()
+    assert a.formed.warms_up
+    assert (b.formed.quorum_id, b.formed.replica_world_size) == (2, 1)
 
 
 @pytest.mark.parametrize("case", ["first quorum", "too few", "switched off", "holds it", "finished"])

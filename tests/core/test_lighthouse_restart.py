@@ -349,3 +349,29 @@ def test_a_decision_that_nobody_followed_takes_nothing_from_what_others_have_sho
     a.says(vote)  # on its way when it gave up
     a.asks()
     assert (b.step, a.step, job.lighthouse.newest_step) == (2, 1, 2)
+
+
+def test_a_step_in_doubt_is_discarded_where_a_group_that_was_in_no_quorum_shows_a_later_state() -> None:
+    """Seed 22433: it is overtaken, as an open step is, and was committed beside the later state of the same job."""
+    job, (a, b) = in_doubt("a", "b")
+    c = job.join("c")
+    c.is_cut_off()
+    c.replica.version = StateVersion(step=5, quorum_id=3, epoch="earlier")
+    c.connects()
+    back(a, b)
+    assert (a.outcomes[-1], b.outcomes[-1]) == (Outcome.DISCARD, Outcome.DISCARD)
+    for member in (a, b, c):
+        member.asks(can_serve=True)
+    assert c.formed is not None and c.formed.version.step == 5
+
+
+def test_a_step_in_doubt_is_committed_where_a_group_that_was_in_no_quorum_shows_its_state() -> None:
+    job, (a, b) = in_doubt("a", "b")
+    c = job.join("c")
+    c.is_cut_off()
+    c.replica.version = StateVersion(step=2, quorum_id=a.formed.quorum_id, epoch=a.formed.epoch)
+    c.connects()
+    back(a)
+    assert a.outcomes[-1] is Outcome.COMMIT, "it need not wait for the other one"
+    back(b)
+    assert b.outcomes[-1] is Outcome.COMMIT and (a.step, b.step) == (2, 2)

@@ -293,3 +293,38 @@ def test_where_the_holders_are_gone_the_operator_hears_what_a_spare_cannot_know(
     spare.asks(reach_s=0.1)
     job.passes(30.0)
     assert any("every group that held step 3 is gone. s0:1 made the same steps" in line for line in job.log)
+
+
+def test_a_spare_that_stepped_in_and_comes_back_with_the_newest_state_trains_on() -> None:
+    """Seed 20982: the others waited for it, who had asked, for ever, as a spare waits until a group is lost."""
+    job, (a, b), (spare,) = with_spares()
+    b.dies()
+    steps_in(spare)
+    joins(job, spare, a)
+    a.is_cut_off()
+    for _ in range(2):
+        trains(job, spare)
+    assert spare.step == a.step + 2
+    job.restart()
+    a.connects()
+    a.asks(can_serve=True)
+    job.passes(10.0)
+    assert a.formed is not None and a.formed.version.step == a.step, "it is the first that comes back"
+    spare.connects()
+    for member in (a, spare):
+        member.asks(can_serve=True)
+    assert spare.formed is not None and spare.formed.role is Role.HEALTHY
+    assert (a.formed.version.step, a.formed.replica_world_size) == (spare.step, 2)
+
+
+def test_a_spare_that_asks_after_a_group_was_lost_comes_in_with_the_next_step() -> None:
+    """Seed 20679: it was called only when the quorum without it was formed already, or was said to be impossible."""
+    _, (a, b), (spare,) = with_spares()
+    spare.is_cut_off()
+    b.dies()
+    spare.follows()
+    spare.connects()
+    spare.asks(reach_s=0.1, can_follow=True)
+    a.asks(can_serve=True)
+    assert spare.formed is not None and spare.formed.role is Role.JOINER
+    assert a.formed is not None and a.formed.replica_world_size == 2

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterable
 from types import MappingProxyType
 
+from torchft_ckpt.core.coordination.leaving import LAST_HOLDER_STAYS_S
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -64,7 +65,7 @@ class Beside:
             return ""  # what it received is the newest state that is left: the others need it
         learners = [m.connection for m in apart]
         key = (state.quorum_id, state.newest_step)
-        if not waiting or not learners or self.num_compared >= MAX_COMPARISONS:
+        if not waiting or not learners or self.num_compared >= MAX_COMPARISONS or _they_stay_for_others(state, now):
             return ""
         if self._num_members.get(key) == len(waiting):
             return ""
@@ -78,6 +79,12 @@ class Beside:
             took = "none" if beside is None else f"one after {beside:.3f} s"
             return f"beside {len(learners)} learners there is {took}, without them a quorum forms after {without:.3f} s"
         return ""
+
+
+def _they_stay_for_others(state: LighthouseState, now: float) -> bool:
+    """Whether all who hold the newest state are to leave, and stay for a while on purpose: others have yet to get it."""
+    holding = [m for m in state.members.values() if m.version.proven and m.version.step >= state.newest_step]
+    return bool(holding) and all(m.wishes_to_leave and now < m.wished_at + LAST_HOLDER_STAYS_S for m in holding)
 
 
 def _is_beside(message: object) -> bool:

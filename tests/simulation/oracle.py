@@ -199,7 +199,14 @@ class Oracle:
             version.epoch,
             version.quorum_id // 1000,
         )
-        if before is not None and is_same_life and not self._is_void(before) and before not in self._history(version):
+        if before is None or not is_same_life or self._is_void(before):
+            return
+        if before not in self._parents and before not in self._parents.values():
+            return  # a first state of which nothing came: the job may have begun once more, at another one
+        history = self._history(version)
+        # Who came back with more steps of an earlier life put an end to those that were made without it.
+        is_overtaken = any(other.epoch != before.epoch and other.step >= before.step for other in history)
+        if before not in history and not is_overtaken:
             self.fail(f"{trainer.address} follows {version}, which did not come of {before}")
 
     def leaves(self, trainer: Trainer, last: QuorumFormed) -> None:
@@ -429,6 +436,12 @@ class Oracle:
         if state.round is None:
             self.fail(f"quorum {key} was announced, and there is no round")
             return
+        if formed.role is Role.LEARNER and formed.quorum_id != state.round.quorum_id:
+            # It warms up. Those who waited for it have formed the next quorum with this event, or a report of an earlier life has
+            # moved the latest id since the last one.
+            ids = (formed.quorum_id, state.round.quorum_id)
+            if any((quorum_id, formed.epoch, formed.version) in self._formed for quorum_id in ids):
+                return  # whom it is beside was judged when they were told
         members = frozenset(state.round.tally.roles)
         if self._members.setdefault(key, members) != members:
             self.fail(f"quorum {key} has two sets of members: {members} and {self._members[key]}")
@@ -459,6 +472,8 @@ class Oracle:
         if decided.outcome is not Outcome.COMMIT or version in life.told_to_commit:
             return
         life.told_to_commit.add(version)
+        if version in self._parents and not life.has_formed:
+            return  # a rank has done so already: it was told to in an earlier life, which could not know of another state
         for known in self._told(state, life):
             if known.step >= version.step and not self._is_void(known) and version not in self._history(known):
                 self.fail(f"{version} is committed, although {known} was reported")

@@ -220,8 +220,8 @@ class Joining:
             return False
         budget_s = current.join_budget_s or 0.0
         limits = (stands_since + budget_s, now + self._allowance.most_s(budget_s, now) - stood_s)
-        soonest = min((limit + _ROUNDING_S for limit in limits if limit > now), default=now + _LOOK_AGAIN_S)
-        current.look_again_at = min(soonest, now + _LOOK_AGAIN_S)
+        over_at = [limit + _ROUNDING_S for limit in limits]  # a limit that is reached now may not be over yet
+        current.look_again_at = min([at for at in over_at if at > now] + [now + _LOOK_AGAIN_S])
         return True
 
     def _why_given_up(self, current: Round, replica_id: str, stands_since: float, stood_s: float, now: float) -> str:

@@ -414,7 +414,7 @@ class LighthouseState:
         """Take what a member remembers, and this lighthouse may not remember."""
         open_step = self.round.step if self.round is not None else 0
         self._job.history.learn(hello, (version for _, version in self._job.held()), open_step=open_step)
-        if hello.was_in_quorum and hello.last_epoch != self.epoch:
+        if hello.last_epoch != self.epoch:
             self._restart.heard(hello, now)
         is_last = self._job.quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
         # It may hold the state of a quorum that it was not in.
@@ -472,6 +472,7 @@ class LighthouseState:
         if self.round is not None and self._beside.should_warm_up(member):
             member.kept = kept  # it computes once more
             yield self._beside.let_warm_up(member, self.round, now)
+            yield from self._reconsider(now)  # others may have waited for it
             return
         is_kept = kept is not None and member.follows_until > now  # sources free what nobody speaks of
         if kept is not None and is_kept and request.can_follow and self._beside.may_learn_alone(member):
@@ -570,10 +571,10 @@ class LighthouseState:
             return
         others = self._job.apart()
         candidates = [self.members[m] for m in self._job.waiting if m not in others and m not in gathering]
+        yield from self._beside.call_spares()
         admitted, outside, following = self._beside.set_aside(candidates, now)
         yield from self._notify_left_out(outside | others, others, now)
         yield from self._beside.call_learners()
-        yield from self._beside.call_spares()
         if self._spares.awaits(self.members, now):
             self._evaluate_at = min(self._evaluate_at, self._spares.await_until)
             return

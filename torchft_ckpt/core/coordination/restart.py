@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torchft_ckpt.core.coordination.commit import CommitDecision, decide_forgotten
-from torchft_ckpt.core.coordination.messages import CommitVote, Hello, Outcome
+from torchft_ckpt.core.coordination.messages import CommitVote, Hello, Outcome, StateVersion
 
 StepKey: TypeAlias = tuple[int, str, int]
 """Quorum id, epoch and step: names one step of one quorum."""
@@ -48,6 +48,8 @@ class RestartRecovery:
         self._is_patience_spent = False
         self._hellos: dict[str, Hello] = {}
         """The latest `Hello` of each member that was in a quorum of an earlier life, also of those lost again."""
+        self._beside: dict[str, StateVersion] = {}
+        """The states that other members showed, which were in no quorum lately. They say as much of a step in doubt."""
         self._training: dict[str, StepKey] = {}
         """Connected members that are still in a step of an earlier life."""
         self._between: dict[str, StepKey] = {}
@@ -71,6 +73,10 @@ class RestartRecovery:
 
     def heard(self, hello: Hello, now: float) -> None:
         if self.is_over:
+            return
+        if not hello.was_in_quorum:
+            if hello.version.proven:
+                self._beside[hello.replica_id] = hello.version
             return
         self._hellos[hello.replica_id] = hello
         if self._patient_until is None:
@@ -163,6 +169,7 @@ class RestartRecovery:
         self._training.clear()
         self._between.clear()
         self._hellos.clear()
+        self._beside.clear()
         self._doubts.clear()
         return broken
 
@@ -172,7 +179,7 @@ class RestartRecovery:
             raise RuntimeError(f"{self._training.keys() & self._between.keys()} are in a step, and between two")
         if not self._here.keys() <= set(connected):
             raise RuntimeError(f"some of {list(self._here)} are not connected")
-        if self.is_over and (self._here or self._hellos or self._doubts):
+        if self.is_over and (self._here or self._hellos or self._beside or self._doubts):
             raise RuntimeError("a quorum of this life was formed, and something of earlier ones is still open")
 
     def _break_off(self, quorum: QuorumKey) -> list[tuple[str, int]]:
@@ -196,12 +203,12 @@ class RestartRecovery:
         quorum_id, epoch, step = key
         committed = False
         refused = any(other != key and other[2] >= step for other in self._committed)
-        for hello in self._hellos.values():
-            version = hello.version
+        for version in (*(hello.version for hello in self._hellos.values()), *self._beside.values()):
             if (version.quorum_id, version.epoch) == (quorum_id, epoch) and version.step > step:
                 committed = True
             elif version.proven and version.step > step:
                 refused = True  # the job is past this step: who is in doubt about it has to heal in any case
+        for hello in self._hellos.values():
             if (hello.last_quorum_id, hello.last_epoch, hello.last_step) == key and hello.last_outcome is not None:
                 committed = committed or hello.last_outcome is not Outcome.DISCARD
                 refused = refused or hello.last_outcome is Outcome.DISCARD
