@@ -28,6 +28,7 @@ from torchft_ckpt.core.coordination.messages import Role
 from torchft_ckpt.core.coordination.replica import StepPhase
 from torchft_ckpt.errors import TransferCancelledError
 from torchft_ckpt.manager.recovery import Recovery
+from torchft_ckpt.manager.redo_replay import Replay
 
 pytestmark = pytest.mark.slow
 
@@ -266,6 +267,33 @@ def test_entries_that_come_beside_the_forward_pass_are_applied_at_the_vote_and_t
     assert joined.manager._replay.num_replayed >= 20
     assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
     assert joined.manager.statistics().num_healed == 2, "it followed, and joined: nothing was loaded after that"
+    close(run, joined)
+
+
+@pytest.mark.slow
+def test_a_replay_that_was_not_exact_is_found_before_the_group_contributes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At its vote the others wait, so what it replayed is not compared there, but before it asks for the next step."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(Recovery, "_has_entries", lambda self, plan: False)
+    run = Paced(Wide)
+    transport = Gated()
+    joined = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    apply, weight = Replay.apply, joined.model.get_parameter("wide")
+
+    def apply_wrong(self: Replay, *arguments: Any) -> None:
+        apply(self, *arguments)
+        with torch.no_grad():
+            weight.view(-1)[3] += 1.0
+
+    monkeypatch.setattr(Replay, "apply", apply_wrong)
+    follow(run, joined, transport)
+    for replica in (*run.at_work, joined):
+        assert replica.manager.is_participating()
+    assert len({str(replica.all_bits()) for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    assert joined.manager.statistics().num_corrected >= 1
+    assert any("came to another state" in line and "model.wide" in line for line in caplog.messages)
     close(run, joined)
 
 

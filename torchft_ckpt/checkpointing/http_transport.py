@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -377,6 +377,7 @@ class HTTPTransport(CheckpointTransport[T]):
         *,
         local_state: T | None = None,
         in_place: bool = False,
+        unchecked: Collection[int] = (),
         on_progress: ProgressCallback | None = None,
     ) -> T:
         """Fetch a state whole from several sources at once. See `CheckpointTransport.fetch_checkpoint`.
@@ -391,7 +392,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         _check(bool(sources), "sources", sources, "at least one")
         what = sources[0] if len(sources) == 1 else f"{sources[0]} and {len(sources) - 1} more"
-        return self._fetch(sources, step, timeout, what, local_state, in_place, on_progress)
+        return self._fetch(sources, step, timeout, what, local_state, in_place, on_progress, unchecked)
 
     def fetch_sharded(
         self,
@@ -465,6 +466,7 @@ class HTTPTransport(CheckpointTransport[T]):
         local_state: T | None,
         in_place: bool,
         on_progress: ProgressCallback | None,
+        unchecked: Collection[int] = (),
     ) -> T:
         started = time.monotonic()
         _check(step >= 0, "step", step, "a step that is not negative")
@@ -477,6 +479,7 @@ class HTTPTransport(CheckpointTransport[T]):
             cache=self._buffer_cache,
             local_state={} if local_state is None else local_state,  # not even a shard may pass for what it is not
             in_place=in_place and local_state is not None,
+            unchecked=unchecked,
             on_progress=together(self._on_progress, on_progress),
             serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
         )

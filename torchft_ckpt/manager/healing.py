@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -70,6 +70,7 @@ class Healing:
         self._wanted: QuorumFormed | StateLocated | None = None
         self._is_cancelled = False
         self._is_in_place = False
+        self._unchecked: Collection[int] = ()
         self._differences: Differences | None = None
         self._reception = Reception()
         self.distance = Distance()
@@ -88,6 +89,7 @@ class Healing:
         local: dict[str, Any] | None,
         in_place: bool,
         timeout: timedelta | None = None,
+        unchecked: Collection[int] = (),
         compare: Callable[[object], Differences] | None = None,
         on_end: Callable[[str], None] = lambda failure: None,
         tell: Callable[[float, Receives], None] = _tell_nobody,
@@ -99,6 +101,7 @@ class Healing:
             local: what the registered functions return here: what is equal in it is not fetched.
             in_place: receive into it; the training thread waits for `wait` before it does anything with it.
             timeout: instead of the one given to the constructor.
+            unchecked: see `CheckpointTransport.fetch_checkpoint`.
             compare: says what differs between what is here and what the registered functions returned there.
             on_end: called on the thread when the fetch is over and compared, with the reason where it failed.
             tell: called on it a few times a second with the seconds that the transfer, or later the load, still takes; 0 at
@@ -112,6 +115,7 @@ class Healing:
             self.cancel()
         self._is_cancelled = False
         self._is_in_place = in_place and local is not None and self._transport.uses_memory_of_state
+        self._unchecked = unchecked
         limit = self._timeout if timeout is None else timeout
         self._differences = None
         self._tell = tell
@@ -394,6 +398,8 @@ class Healing:
                 }
                 try:
                     if is_alike:
+                        if self._unchecked:  # transports of before do not know it
+                            options["unchecked"] = self._unchecked
                         return self._transport.fetch_checkpoint(addresses, step, limit, **options)
                     return self._transport.fetch_sharded(groups, self._rank, self._world_size, step, limit, **options)
                 except StateMismatchError as error:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -188,8 +189,12 @@ class Recovery:
         timeout: timedelta | None = None,
         *,
         may_overwrite: bool | None = None,
+        unchecked: Collection[int] = (),
     ) -> None:
-        """Begin to fetch the state. On the quorum thread, or on the training thread while it waits."""
+        """Begin to fetch the state. On the quorum thread, or on the training thread while it waits.
+
+        `unchecked`: addresses of what need not be compared yet.
+        """
         formed = plan.formed
         receiving = prepared.receiving
         if prepared.trainer_waits:
@@ -214,7 +219,7 @@ class Recovery:
         compare = None
         if plan.compare:
             compare = self._registry.comparison_with((prepared.captured or self._registry.capture_to_serve()).state)
-        self._healing.start(formed, receiving, in_place, timeout, compare=compare, on_end=on_end, tell=tell)
+        self._healing.start(formed, receiving, in_place, timeout, unchecked, compare=compare, on_end=on_end, tell=tell)
         if not plan.compare and self.client.is_needed:  # it was told so before the transfer began
             self._healing.cancel()
 
@@ -313,11 +318,13 @@ class Recovery:
                     "%s does not load its state before this step is computed: %s", self.client.replica_id, error
                 )
 
-    def _catch_up(self, plan: StepPlan, *, waits: bool = False) -> bool:
+    def _catch_up(self, plan: StepPlan, *, waits: bool = False, is_compared_next: bool = False) -> bool:
         """Apply the entries up to the quorum's state, where there are any; then fetch what differs from that. Raises nothing.
 
         Args:
             waits: the training thread waits for what is fetched: it may be received in place.
+            is_compared_next: this step began with another state, so all is compared before this replica adds to one: it is not
+                compared while the others wait for the vote whether the replay was exact.
 
         Returns:
             False where there was something to apply, and the others went on without this group meanwhile: nothing is fetched.
@@ -335,7 +342,12 @@ class Recovery:
             self.is_pending = False
             self.say_fetched(plan.formed, "the others went on without this group")
             return False
-        self._fetch(plan, dataclasses.replace(prepared, receiving=None, trainer_waits=True), may_overwrite=waits)
+        self._fetch(
+            plan,
+            dataclasses.replace(prepared, receiving=None, trainer_waits=True),
+            may_overwrite=waits,
+            unchecked=self._registry.addresses_of_optimizers() if is_compared_next and self._replay.is_on else (),
+        )
         return True
 
     def _give_replay_up(self, why: str, *, for_good: bool = False) -> None:
@@ -401,7 +413,7 @@ class Recovery:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        if not self._catch_up(plan, waits=True):
+        if not self._catch_up(plan, waits=True, is_compared_next=not before_forward):
             return
         self.is_pending = False  # what is fetched after the entries is loaded now
         if plan.compare:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -248,6 +248,10 @@ class StateRegistry:
         """
         here = fixed(captured)
         return lambda received: compare_states(here, received, self._known())
+
+    def addresses_of_optimizers(self) -> Collection[int]:
+        """Return where the memory begins of what optimizers change."""
+        return owned_by(self._known()).keys()
 
     def leaves_to_compare(self) -> list[CheckedLeaf]:
         """Return what has to be equal in all groups of the state of now. On the training thread.

@@ -29,12 +29,12 @@ def fetch_digests(client: SourceClient, manifest: Manifest, mask: int) -> Iterat
 
 def probe_local_blocks(
     client: SourceClient, manifest: Manifest, destination: Destination, is_over: Callable[[], bool]
-) -> tuple[dict[int, bytes], dict[int, bytes]]:
-    """Return the digests that were learnt, and those of the blocks that are here already."""
+) -> tuple[dict[int, bytes], dict[int, bytes], list[int]]:
+    """Return the digests that were learnt, those of the blocks that are here already, and blocks that are taken for such."""
     digests: dict[int, bytes] = {}
     held: dict[int, bytes] = {}
     if not destination.may_hold_blocks:
-        return digests, held
+        return digests, held, []
 
     likely: list[int] = []
     for first in range(0, destination.num_blocks, MAX_DIGESTS):
@@ -42,11 +42,13 @@ def probe_local_blocks(
         samples = client.fetch_samples(manifest, batch)
         likely += [block for block in batch if samples[block] in destination.samples(block)]
 
+    unchecked = [block for block in likely if destination.takes_unchecked(block)]
+
     def take(block: int) -> bool:
         return not is_over() and destination.take_local(block, digests[block])
 
-    for found in fetch_digests(client, manifest, mask_of_each(likely)):
+    for found in fetch_digests(client, manifest, mask_of_each(likely) & ~mask_of_each(unchecked)):
         digests.update(found)
         is_held = parallel_map(take, list(found), NUM_COPY_THREADS, "torchft_ckpt-compare")
         held.update(compress(found.items(), is_held))
-    return digests, held
+    return digests, held, unchecked

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -58,6 +58,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         cache: where memory comes from.
         local_state: the state that is here, or None: what is equal in it is not fetched.
         in_place: receive into the tensors of `local_state`.
+        unchecked: see `CheckpointTransport.fetch_checkpoint`.
         on_progress: called by the thread in `run`, a few times a second and at the end.
         serve_on: called with what serves the received blocks to other receivers, once there may be some.
         max_bytes: another fetch goes on later, so the sources keep all. Of this one ask for so much at most; who would have to
@@ -74,6 +75,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         cache: BufferCache,
         local_state: object = None,
         in_place: bool = False,
+        unchecked: Collection[int] = (),
         on_progress: ProgressCallback | None = None,
         serve_on: Callable[[Manifest, Destination], Relay] | None = None,
         max_bytes: int | None = None,
@@ -93,6 +95,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         self._local: LocalState | None = None
         self._knows_local = threading.Event()
         self._in_place = in_place and local_state is not None
+        self._unchecked = unchecked
         self._serve_on = serve_on
         self._goes_on_later = max_bytes is not None
         self._may_ask_bytes = max_bytes
@@ -279,11 +282,13 @@ class Fetch(FetchEngine[BlockTransfer]):
     def _begin(self, client: SourceClient, manifest: Manifest) -> None:
         self._knows_local.wait()  # it is known, or this thread's work is not wanted any more
         with gc_paused():
-            destination = Destination(manifest, self._cache, local=self._local, in_place=self._in_place)
+            destination = Destination(
+                manifest, self._cache, local=self._local, in_place=self._in_place, unchecked=self._unchecked
+            )
         with self._lock:
             self._begun.append(destination)
-        digests, held = probe_local_blocks(client, manifest, destination, lambda: self._state.over)
-        self._state.begin(client.name, destination, digests, held, client.share)
+        digests, held, unchecked = probe_local_blocks(client, manifest, destination, lambda: self._state.over)
+        self._state.begin(client.name, destination, digests, held, client.share, unchecked)
 
     def _take_over(self, client: SourceClient, manifest: Manifest) -> None:
         """Another source began it and is lost; go on with this one, if its tensors lie in the same places."""
