@@ -47,7 +47,15 @@ from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
-from torchft_ckpt.config import CONNECT_TIMEOUT, TOKEN, not_negative, parse_seconds, resolve
+from torchft_ckpt.config import (
+    CONNECT_TIMEOUT,
+    LOCAL_WORLD_SIZE,
+    TOKEN,
+    not_negative,
+    parse_count,
+    parse_seconds,
+    resolve,
+)
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -71,9 +79,7 @@ _REQUEST_S = 15.0
 
 def _redo_budget_bytes(memory_bytes: int) -> int:
     """Return this process's share of what redo logs may take of a machine's memory. torchrun says how many share it."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    num_processes = max(int(said), 1) if said.isdecimal() else 1
-    return memory_bytes // _REDO_SHARE // num_processes
+    return memory_bytes // _REDO_SHARE // max(resolve(None, LOCAL_WORLD_SIZE, 1, parse_count), 1)
 
 
 class HTTPTransport(CheckpointTransport[T]):
