@@ -18,6 +18,7 @@ from torchft_ckpt.core.coordination.learning import (
     Distance,
     chase_limit_s,
     in_words,
+    is_received_in_vain,
     keeps_up,
     learner_in_words,
 )
@@ -480,6 +481,12 @@ def test_a_message_that_says_two_things_at_once_is_refused(wrong: dict[str, obje
     fields = {name: getattr(right, name) for name in right.__struct_fields__} | {"type": "QuorumFormed"} | wrong
     with pytest.raises(ProtocolError, match="`follows` is set"):
         decode_from_lighthouse(msgspec.json.encode(fields), "lighthouse")
+
+
+def test_a_state_is_given_up_only_where_much_of_it_is_left_and_it_could_not_be_brought_forward() -> None:
+    assert is_received_in_vain(entry_s=2.0, step_s=1.0, left_s=1.1)
+    assert not is_received_in_vain(entry_s=2.0, step_s=1.0, left_s=0.5), "the rate of the last block says nothing"
+    assert not is_received_in_vain(entry_s=0.5, step_s=1.0, left_s=9.0)
 
 
 def test_a_learner_keeps_up_where_gradients_arrive_well_within_a_step() -> None:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_ckpt.checkpointing.state.versions import Counted
-from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, in_words, keeps_up
+from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, in_words, is_received_in_vain
 from torchft_ckpt.core.coordination.messages import (
     ApplyRedo,
     JoinProgress,
@@ -267,19 +267,19 @@ class Recovery:
         )
         self.client.send(said)
         if formed.follows and does is Receives.TRANSFER and reach_s:
-            self._give_up_where_it_cannot_keep_up(formed)
+            self._give_up_where_it_cannot_keep_up(formed, reach_s)
         now = time.monotonic()
         if formed.follows and now >= self._say_at:
             self._say_at = now + SAY_EVERY_S
             logger.info("%s follows the others outside of the quorum: it %s", self.client.replica_id, in_words(said))
 
-    def _give_up_where_it_cannot_keep_up(self, formed: QuorumFormed) -> None:
+    def _give_up_where_it_cannot_keep_up(self, formed: QuorumFormed, left_s: float) -> None:
         """End a transfer outside of the quorum whose state could not be brought forward: it would be of no use."""
         if not self.can_replay or not self._healing.knows_rate:
             return
         entry_bytes = self._registry.gradient_bytes()
         entry_s = self._healing.entry_s(entry_bytes)
-        if keeps_up(entry_s, formed.step_s):
+        if not is_received_in_vain(entry_s, formed.step_s, left_s):
             return
         logger.warning(
             "%s does not follow the others: the gradients of a step (%.1f MB) take %.1f s to arrive, and a step takes the others"

@@ -95,6 +95,18 @@ def keeps_up(entry_s: float, step_s: float) -> bool:
     return step_s == 0.0 or entry_s <= _KEEPS_UP * step_s
 
 
+def is_received_in_vain(entry_s: float, step_s: float, left_s: float) -> bool:
+    """Whether a learner should give up a state that it receives, as it could not bring it forward.
+
+    Not where the rest comes within a step: so little was measured of it that the rate says nothing, and the replay tells soon.
+
+    Args:
+        entry_s, step_s: as of `keeps_up`.
+        left_s: the rest of the state takes so long.
+    """
+    return left_s > step_s and not keeps_up(entry_s, step_s)
+
+
 class Distance:
     """How many bytes of the newest state a rank lacks, by what it has followed. Not thread-safe."""
 
