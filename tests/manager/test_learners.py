@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
@@ -29,6 +30,7 @@ from torchft_ckpt.core.coordination.replica import StepPhase
 from torchft_ckpt.errors import TransferCancelledError
 from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.redo_replay import Replay
+from torchft_ckpt.manager.saving import NotSaving, save_identity
 
 pytestmark = pytest.mark.slow
 
@@ -295,6 +297,46 @@ def test_a_replay_that_was_not_exact_is_found_before_the_group_contributes(
     assert joined.manager.statistics().num_corrected >= 1
     assert any("came to another state" in line and "model.wide" in line for line in caplog.messages)
     close(run, joined)
+
+
+@pytest.mark.slow
+def test_a_group_that_leaves_in_the_step_that_it_joined_in_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether its replay was exact nobody knows yet. The others hold that state."""
+    monkeypatch.setattr(Recovery, "_has_entries", lambda self, plan: False)
+    run = Paced(Wide)
+    transport = Gated()
+    joined = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    saved: list[int] = []
+    joined.manager.leave_on(signal.SIGUSR1, lambda: saved.append(joined.manager.current_step()))
+    apply = Replay.apply
+
+    def apply_and_leave(self: Replay, *arguments: Any) -> None:
+        apply(self, *arguments)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until = time.monotonic() + 20
+        while not joined.manager.view().is_leaving and time.monotonic() < until and not _wishes_to_leave(run):
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Replay, "apply", apply_and_leave)
+    with beside(run, joined) as pool:
+        first = pool.submit(joined.step)
+        assert transport.began.acquire(timeout=30)
+        run.wait_for_steps(10)
+        run.pause_until_it_asks(joined, transport.may_go_on.set)
+        first.result(60)
+    assert joined.manager.should_leave()
+    assert saved == [] and joined.manager.view().unverified
+    assert any("leaves without a save: it has just joined" in line for line in caplog.messages)
+    assert isinstance(save_identity(joined.manager), NotSaving)
+    run.last_step = 0
+    close(run, joined)  # type: ignore[arg-type]
+
+
+def _wishes_to_leave(run: Run) -> bool:
+    (state,) = run.server._jobs.states.values()
+    return any(member.wishes_to_leave for member in state.members.values())
 
 
 @pytest.mark.parametrize("budget", ["the state and entries", "half of the state", "nothing"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from test_manager_in_process import together
 from torch import nn
 
 from torchft_ckpt import LighthouseServer
+from torchft_ckpt.manager.serving import StateServing
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +32,7 @@ class Attempts(Loop):
     """Counts its attempts at steps in what it registers, as a loop does that counts batches."""
 
     fails = False
+    before_failing: Callable[[], object] = staticmethod(lambda: None)
 
     def first_extra(self) -> dict[str, Any]:
         return {"attempts": 0}
@@ -38,6 +41,7 @@ class Attempts(Loop):
         self.extra = {"attempts": self.extra["attempts"] + 1}
         if self.fails:
             self.fails = False
+            self.before_failing()
             self.manager.report_error(RuntimeError("a batch went wrong"))
 
     def own(self) -> object:
@@ -55,11 +59,28 @@ class Norm(Attempts):
         return int(self.model.get_buffer("1.num_batches_tracked"))
 
 
+def look_at(replica: Attempts) -> None:
+    """Somebody from outside begins to receive the state, and is slow from then on."""
+    port = int(replica.manager._steps._transport.metadata().rsplit(":", 1)[1])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    path = f"/v1/checkpoint/{replica.manager.current_step()}/manifest"
+    connection.request("GET", path, headers={"X-Ckpt-Receiver": "onlooker"})
+    assert connection.getresponse().status == 200
+
+
+@pytest.mark.parametrize("is_looked_at", [False, True])
 @pytest.mark.parametrize("kind", [Attempts, Norm])
 def test_who_joins_after_a_discarded_step_gets_the_state_of_now(
-    lighthouse: LighthouseServer, kind: type[Attempts]
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, kind: type[Attempts], is_looked_at: bool
 ) -> None:
     """The step after a join is discarded, so the state has the same name when another group joins."""
+    serve = StateServing.serve
+
+    def serve_late(self: StateServing, *arguments: Any) -> None:
+        time.sleep(0.05)  # as where thousands of tensors are described: the joiner asks before
+        serve(self, *arguments)
+
+    monkeypatch.setattr(StateServing, "serve", serve_late)
 
     def join(joiner: Attempts, *others: Attempts) -> None:
         def step(replica: Attempts) -> None:
@@ -77,6 +98,8 @@ def test_who_joins_after_a_discarded_step_gets_the_state_of_now(
     c = kind(lighthouse, "c", seed=1, warm_up=False)
     join(c, a, b)
     a.fails = True
+    if is_looked_at:
+        a.before_failing = lambda: [look_at(replica) for replica in (a, b)]
     together([a, b, c], lambda replica: replica.step())
     assert [replica.manager.statistics().num_discarded for replica in (a, b)] == [1, 1]
     c.manager.shutdown()

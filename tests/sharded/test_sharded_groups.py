@@ -220,6 +220,8 @@ def test_a_spare_of_two_ranks_takes_the_place_of_a_killed_group(tmp_path: Path) 
         spare = job.start("spare", ranks=2, seed=OTHER_SEED, spare=True)
         for rank in spare:
             wait_until(lambda rank=rank: "this spare is ready" in rank.log(), "the spare is close", 60)  # type: ignore[misc]
+        num_before = len(stays[0].steps())
+        wait_until(lambda: len(stays[0].steps()) > num_before + 1, "there is a step to replay", 60)
         assert [rank.steps() for rank in spare] == [[], []]
         kill(leaves)
         for rank in spare:

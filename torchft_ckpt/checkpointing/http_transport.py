@@ -366,6 +366,10 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         self._snapshots.detach_all()
 
+    def retire_checkpoint(self) -> None:
+        """Give nothing that is served now to receivers that come from now on. See `CheckpointTransport.retire_checkpoint`."""
+        self._snapshots.retire_all()
+
     def withdraw_checkpoint(self) -> None:
         """Return once the state may be mutated; nothing is copied for the receivers that it was sent to, who get an error."""
         self._snapshots.withdraw_all()

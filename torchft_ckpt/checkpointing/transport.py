@@ -127,6 +127,13 @@ class CheckpointTransport(Generic[T], ABC):
         Never waits for a peer or the network. May be called when nothing is served, and more than once.
         """
 
+    def retire_checkpoint(self) -> None:
+        """Give nothing that is served now to receivers that come from now on: its name will be that of another send.
+
+        Those who were sent to and have not received it are not waited for. Others, who have begun, go on. Returns at once. By
+        default nothing happens.
+        """
+
     def withdraw_checkpoint(self) -> None:
         """Return once the state may be mutated; whoever has not received it by now gets an error.
 

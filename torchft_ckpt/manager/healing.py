@@ -180,6 +180,11 @@ class Healing:
         return hasattr(self._transport, "prefetch")
 
     @property
+    def is_in_part_unchecked(self) -> bool:
+        """Whether what was fetched last was to be taken for equal in part."""
+        return bool(self._unchecked)
+
+    @property
     def can_compare_ahead(self) -> bool:
         """Whether a state can be had of those who train before the next quorum."""
         return self._transport.gives_live_state

@@ -413,7 +413,9 @@ class Recovery:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        if not self._catch_up(plan, waits=True, is_compared_next=not before_forward):
+        if not self._catch_up(
+            plan, waits=True, is_compared_next=not before_forward and self._registry.is_used_by_loops
+        ):
             return
         self.is_pending = False  # what is fetched after the entries is loaded now
         if plan.compare:
@@ -441,7 +443,8 @@ class Recovery:
             self._healing.joined(has_replayed=self._replay.is_on)
             self._replay.end()
         self.note_healed(plan.formed)
-        logger.info("%s healed to step %d", self.client.replica_id, step)
+        what = "; what it replayed is compared before it contributes" if self._healing.is_in_part_unchecked else ""
+        logger.info("%s healed to step %d%s", self.client.replica_id, step, what)
 
     def compare_ahead(self) -> None:
         """Compare the state that came out of the step of a join with that of those who trained, before the next quorum.

@@ -47,6 +47,8 @@ def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
     version = now.version
     if now.is_behind or not version.proven:
         return NotSaving("its state is not one that a quorum has committed")
+    if now.unverified:
+        return NotSaving("its state was not compared yet with that of the groups that it joined")
     epoch = hashlib.sha256(version.epoch.encode()).hexdigest()[:12]
     if manager.saves_alone:
         who = hashlib.sha256(manager.replica_id().encode()).hexdigest()[:8]

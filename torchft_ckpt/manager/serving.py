@@ -49,19 +49,20 @@ class StateServing:
         self._lease = lease
         self._party = party
         self._offered: StateVersion | None = None
-        self._has_served = False
-        """Something is served for the step that was begun last."""
+        self._served: StateVersion | None = None
+        """What is served for a quorum, or before it."""
         if transport.state_lock is not lock:
             lock.add_before_write(transport.disallow_checkpoint)
 
-    def begin_step(self) -> None:
-        """A step begins: nothing that was served for one before is given any more, but to learners, and where a state is offered.
+    def begin_step(self, version: StateVersion) -> None:
+        """A step begins from this state. What was served under its name for a step before is given to nobody who comes now.
 
-        After a step that was discarded the state has the same name as before, and what no optimizer owns may be another. A state
-        that is offered changes at moments alone that its owner announces.
+        After a step that was discarded what no optimizer owns may be another. A state that is offered changes at moments alone
+        that its owner announces.
         """
-        if self._has_served and self._offered is None:
-            self.withdraw()
+        if version == self._served and self._offered is None:
+            self._served = None
+            self._transport.retire_checkpoint()
 
     def serve(
         self,
@@ -120,7 +121,7 @@ class StateServing:
         self, version: StateVersion, captured: StateToServe, destinations: Sequence[int], *, outlives_step: bool = False
     ) -> None:
         own = {**self._own.served(version), "settings": list(captured.settings)}
-        self._has_served = True
+        self._served = version
         self._transport.send_captured(
             list(destinations),
             version.step,
@@ -163,5 +164,5 @@ class StateServing:
 
     def withdraw(self) -> None:
         """Stop serving: nobody can use what was served any more."""
-        self._has_served = False
+        self._served = None
         self._transport.withdraw_checkpoint()

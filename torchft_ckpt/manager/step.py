@@ -176,7 +176,7 @@ class Steps:
         if self._recorder is not None:
             self._recorder.close()
         self._started_at = time.monotonic()
-        self._serving.begin_step()
+        self._serving.begin_step(self._client.view().version)
         self._compare_ahead(wishes)
         self._begin(wishes, limit)
         while (now := self._client.view()).follows and now.quorum is not None:

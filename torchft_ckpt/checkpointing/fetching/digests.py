@@ -37,12 +37,13 @@ def probe_local_blocks(
         return digests, held, []
 
     likely: list[int] = []
+    unchecked: list[int] = []
     for first in range(0, destination.num_blocks, MAX_DIGESTS):
         batch = range(first, min(first + MAX_DIGESTS, destination.num_blocks))
         samples = client.fetch_samples(manifest, batch)
-        likely += [block for block in batch if samples[block] in destination.samples(block)]
-
-    unchecked = [block for block in likely if destination.takes_unchecked(block)]
+        alike = [block for block in batch if samples[block] in destination.samples(block)]
+        unchecked += [block for block in alike if destination.takes_unchecked(block, samples[block])]
+        likely += alike
 
     def take(block: int) -> bool:
         return not is_over() and destination.take_local(block, digests[block])

@@ -206,18 +206,27 @@ class Destination:
         for view in self.views(unit):
             view[:] = bytes(len(view))
 
+    def _sample_range(self, block: int) -> tuple[int, int]:
+        return sample_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+
     def samples(self, block: int) -> set[bytes]:
         """Return the digests of a block's samples in the local state and in what was received before, where there are such."""
-        start, stop = sample_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
+        start, stop = self._sample_range(block)
         memories: list[Sequence[memoryview | DeviceMemory | None]] = [self._old] if self._old else []
         if self._holds_old_contents:
             memories.append(self._views)
         samples = [b"".join(self._cut(memory, start, stop)) for memory in memories]
         return {digest_of(block, sample) for sample in samples if len(sample) == stop - start}
 
-    def takes_unchecked(self, block: int) -> bool:
-        """Take a block from the local state whatever its digest is, where all of it is to be taken so; return whether it did."""
+    def takes_unchecked(self, block: int, sample: bytes) -> bool:
+        """Take a block from the local state whatever its digest is, where all of it is to be taken so and its sample is this one.
+
+        Returns whether it did.
+        """
         if not self._unchecked:
+            return False
+        held = self._cut(self._views if self._direct else self._old, *self._sample_range(block))
+        if digest_of(block, b"".join(held)) != sample:
             return False
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
         segments = [segment for segment, *_ in segment_ranges(self._starts, self._lengths, start, stop)]

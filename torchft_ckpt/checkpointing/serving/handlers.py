@@ -498,7 +498,7 @@ class CheckpointHandlers:
         receiver = _receiver(request)
         deadline = loop.time() + _wait_s(request)
         while True:
-            answer, snapshot = self._snapshots.find(step)
+            answer, snapshot = self._snapshots.find(step, receiver)
             if snapshot is not None:
                 self._check_unchanged(snapshot, 0, snapshot.total_bytes)
             if snapshot is not None and receiver is None:
@@ -552,7 +552,7 @@ class CheckpointHandlers:
                 message = f"that snapshot of step {step} is not served any more"
                 raise self._refuse("other_snapshot", message)
             return snapshot
-        answer, snapshot = self._snapshots.find(step)
+        answer, snapshot = self._snapshots.find(step, _receiver(request))
         if snapshot is None:
             what = "over" if answer is Availability.OVER else "not_yet"
             message = f"step {step} is not served {'any more' if what == 'over' else 'yet'}"

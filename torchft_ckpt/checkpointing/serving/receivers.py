@@ -68,6 +68,10 @@ class Receivers:
         """Expect all ranks of a group, if one of them was told to fetch it."""
         self.num_expected = max(self.num_expected, self._num_announced * num_receivers)
 
+    def is_known(self, receiver: str | None) -> bool:
+        """Whether a receiver of this name has come, and has not lost its lease."""
+        return receiver in self._seen and receiver not in self._revoked
+
     @property
     def num_done(self) -> int:
         return len(self._done)

@@ -252,6 +252,16 @@ class Snapshot:
         with self._changed:
             self._receivers.expect(num_receivers)
 
+    @property
+    def is_of_its_step_alone(self) -> bool:
+        """Whether it is for those who were told to come, and for none of them when the step is over."""
+        return bool(self.statistics().num_receivers_expected) and not self.outlives_step
+
+    def is_known_to(self, receiver: str | None) -> bool:
+        """Whether a receiver has begun to receive it."""
+        with self._changed:
+            return self._receivers.is_known(receiver)
+
     def is_revoked(self, receiver: str | None) -> bool:
         """Whether the receiver's lease was ended because it was too slow."""
         with self._changed:

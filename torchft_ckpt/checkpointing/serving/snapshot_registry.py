@@ -35,6 +35,8 @@ class _Lease:
     ends: float
     left_at: float | None = None
     """The moment at which the owner went on to another step."""
+    is_retired: bool = False
+    """It is given to its receivers alone: the state of its step is to be served anew."""
 
 
 class SnapshotRegistry:
@@ -86,12 +88,12 @@ class SnapshotRegistry:
             elif lease.left_at is None:
                 lease.left_at = now
 
-    def find(self, step: int) -> tuple[Availability, Snapshot | None]:
-        """Return the newest open snapshot of a step, or why there is none."""
+    def find(self, step: int, receiver: str | None = None) -> tuple[Availability, Snapshot | None]:
+        """Return the newest open snapshot of a step that a receiver may get, or why there is none."""
         with self._lock:
             self._drop_closed()
             for lease in self._leases:
-                if lease.snapshot.step == step:
+                if lease.snapshot.step == step and (not lease.is_retired or lease.snapshot.is_known_to(receiver)):
                     return Availability.SERVING, lease.snapshot
             # The newest step itself may be served again: a discarded step is tried again from the same state.
             if self._newest_step is None or step >= self._newest_step:
@@ -103,7 +105,8 @@ class SnapshotRegistry:
         with self._lock:
             self._drop_closed()
             for lease in self._leases:
-                if (lease.left_at is None or now - lease.left_at <= FRESH_S) and not lease.snapshot.is_changed:
+                is_fresh = lease.left_at is None or now - lease.left_at <= FRESH_S
+                if is_fresh and not lease.is_retired and not lease.snapshot.is_changed:
                     return lease.snapshot
             self._requests[None] = now
             return None
@@ -195,10 +198,21 @@ class SnapshotRegistry:
         """
         self._close_relays(float("inf"))
         for snapshot in self.open_snapshots():
-            if snapshot.statistics().num_receivers_expected and not snapshot.outlives_step:
+            if snapshot.is_of_its_step_alone:
                 snapshot.close()
             else:
                 snapshot.detach()
+
+    def retire_all(self) -> None:
+        """Give no snapshot to new receivers; close those of a step for which nobody waits any more. Nothing is copied."""
+        self._close_relays(float("inf"))
+        with self._lock:
+            self._drop_closed()
+            for lease in self._leases:
+                lease.is_retired = True
+            over = [lease.snapshot for lease in self._leases if lease.snapshot.is_of_its_step_alone]
+        for snapshot in over:
+            snapshot.close()
 
     def lapse(self, silent_since: float) -> None:
         """End the leases of receivers that have not been heard of since."""
