@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -322,6 +323,35 @@ def test_where_nobody_is_left_who_is_known_to_hold_the_state_the_job_goes_on_wit
     assert back.contributed == back.committed[1:]
     assert back.manager.statistics().num_healed == 1
     back.manager.shutdown()
+
+
+class Connecting(Plain):
+    """Its process group connects when a forward pass has begun, not before."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.computes = threading.Event()
+        self.num_late = 0
+        group = self.manager._steps._process_group
+        configure = group.configure
+
+        def configure_late(*wanted: Any) -> None:
+            if self.manager.is_behind:
+                assert self.computes.wait(20)
+                self.num_late += 1
+            configure(*wanted)
+
+        group.configure = configure_late  # type: ignore[method-assign]
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        self.computes.set()
+        return loss
+
+
+def test_a_joiner_computes_while_its_process_group_connects(lighthouse: LighthouseServer) -> None:
+    stayed, back = come_back(lighthouse, Connecting, warm_up=False)
+    assert back.num_late >= 1  # type: ignore[attr-defined]
+    assert all(back.after[step] == stayed[0].after[step] for step in back.committed)
 
 
 def test_a_group_that_loads_before_its_forward_pass_contributes_at_once(lighthouse: LighthouseServer) -> None:
