@@ -86,6 +86,7 @@ from torchft_ckpt.core.coordination.messages import (
     StateVersion,
     ToLighthouse,
     clip,
+    last_answer,
     refuse_version,
     size_of,
 )
@@ -343,20 +344,10 @@ class GroupState:
     def _last_step(self, request: QuorumRequest) -> QuorumFormed:
         """Return what a rank is told that asks for a step although its group leaves; it has missed the answer to the others."""
         last = self._quorum
-        return QuorumFormed(
-            request_id=request.request_id,
+        return last_answer(
+            request,
             quorum_id=0 if last is None else last.quorum_id,
             epoch="" if last is None else last.epoch,
-            version=request.version,
-            role=Role.LEARNER,
-            replica_rank=0,
-            replica_world_size=0,
-            contributor_rank=None,
-            num_contributors=0,
-            num_voters=0,
-            store_address="",
-            warms_up=True,
-            leaving=True,
             reason="this replica group leaves",
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
 from torchft_ckpt.core.coordination.lighthouse_records import Member
-from torchft_ckpt.core.coordination.messages import LeaveWish, LetGo, QuorumFormed, Role, clip
+from torchft_ckpt.core.coordination.messages import LeaveWish, LetGo, clip, last_answer
 from torchft_ckpt.core.coordination.patience import PENDING_NOTICE_S
 
 LEAVES_BETWEEN_STEPS_AFTER_S = 2.0
@@ -70,23 +70,13 @@ class Leaving:
             request = job.take_request(member)
             self.let_go(member)
             member.has_left_step = True
-            formed = QuorumFormed(
-                request_id=request.request_id,
+            formed = last_answer(
+                request,
                 quorum_id=job.quorum_id,
                 epoch=job.epoch,
-                version=request.version,
-                role=Role.LEARNER,
-                replica_rank=0,
-                replica_world_size=0,
-                contributor_rank=None,
-                num_contributors=0,
-                num_voters=0,
-                store_address="",
-                warms_up=True,
+                reason=f"this replica group leaves: {member.wishes_to_leave}",
                 newest_step=job.newest_step,
                 rolled_back_to=job.history.rolled_back_to,
-                leaving=True,
-                reason=f"this replica group leaves: {member.wishes_to_leave}",
             )
             yield Send(member.connection, formed)
             yield self.say_who_stays(member)

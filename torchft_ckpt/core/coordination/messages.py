@@ -1118,6 +1118,36 @@ def other_version(data: str | bytes) -> tuple[int, str] | None:
     return first.protocol, clip(first.replica_id, 200) if isinstance(first.replica_id, str) else ""
 
 
+def last_answer(
+    request: QuorumRequest,
+    *,
+    quorum_id: int,
+    epoch: str,
+    reason: str,
+    newest_step: int = 0,
+    rolled_back_to: StateVersion | None = None,
+) -> QuorumFormed:
+    """Return the answer to the request of a group, or of one of its ranks, that leaves: no other step begins."""
+    return QuorumFormed(
+        request_id=request.request_id,
+        quorum_id=quorum_id,
+        epoch=epoch,
+        version=request.version,
+        role=Role.LEARNER,
+        replica_rank=0,
+        replica_world_size=0,
+        contributor_rank=None,
+        num_contributors=0,
+        num_voters=0,
+        store_address="",
+        warms_up=True,
+        newest_step=newest_step,
+        rolled_back_to=rolled_back_to or StateVersion(),
+        leaving=True,
+        reason=reason,
+    )
+
+
 def refuse_version(ours: str, theirs: str, protocol: int) -> Refused:
     """Return what to answer to a party that speaks another version of the protocol; both are named, as in "the lighthouse"."""
     reason = f"{ours} speaks protocol {PROTOCOL_VERSION}, {theirs} speaks {protocol}; {SAME_EVERYWHERE}"
