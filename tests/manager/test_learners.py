@@ -213,7 +213,9 @@ def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_
     close(run, joined)
 
 
-def follow(run: Paced, learner: Replica, transport: Gated) -> None:
+def follow(
+    run: Paced, learner: Replica, transport: Gated, check_meanwhile: Callable[[], object] = lambda: None
+) -> None:
     """Let a learner receive a state, the others make 20 steps meanwhile, and the learner come as far as it can."""
     before = quorum_ids(run)
     with beside(run, learner) as pool:
@@ -223,6 +225,7 @@ def follow(run: Paced, learner: Replica, transport: Gated) -> None:
         assert quorum_ids(run) == before and not first.done()
         now = learner.manager.view()
         assert now.quorum is not None and (now.quorum.role, now.quorum.follows) == (Role.LEARNER, True)
+        check_meanwhile()
         run.pause_until_it_asks(learner, transport.may_go_on.set)
         first.result(60)
     run.end(learner)

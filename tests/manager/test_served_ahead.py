@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_contributes_once_known_equal import Loop
-from test_learners import Gated, Paced, Wide, beside, close
+from test_learners import Gated, Paced, Wide, close, follow
 from test_learners import _far_from_here as _far_from_here
 from test_manager_in_process import together
 from torch import nn
@@ -117,10 +117,8 @@ def test_of_a_state_that_a_learner_receives_one_copy_is_made() -> None:
     run = Paced(Wide)
     transport = Gated()
     learner = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
-    with beside(run, learner) as pool:
-        first = pool.submit(learner.step)
-        assert transport.began.acquire(timeout=30)
-        run.wait_for_steps(10)
+
+    def check() -> None:
         formed = learner.manager.view().quorum
         assert formed is not None
         sources = {source.replica_id for source in formed.sources}
@@ -128,7 +126,6 @@ def test_of_a_state_that_a_learner_receives_one_copy_is_made() -> None:
             kept = replica.transport._snapshots.open_snapshots()  # type: ignore[attr-defined]
             is_source = replica.manager._client.replica_id in sources  # not where it has just joined itself
             assert [snapshot.outlives_step for snapshot in kept] == [True] * is_source
-        run.pause_until_it_asks(learner, transport.may_go_on.set)
-        first.result(60)
-    run.end(learner)
+
+    follow(run, learner, transport, check)
     close(run, learner)  # type: ignore[arg-type]

@@ -127,7 +127,6 @@ class Trainer:
         self.held = value
         self.replica = ReplicaState(settings.replica)
         self.num_discarded = 0
-        self.num_compared_ahead = 0
         self.last_commits: deque[StateVersion] = deque(maxlen=4)
         """The versions it came to by its latest commits in a row; a discarded step or a healing begins anew."""
         self.pending: QuorumPending | None = None
@@ -201,7 +200,6 @@ class Trainer:
                 is_equal = arrival is Arrival.WHOLE and value == self.held
                 self.replica.compared_ahead(Comparison.EQUAL if is_equal else Comparison.DIFFERENT)
                 if is_equal:
-                    self.num_compared_ahead += 1
                     self._oracle.known_equal(self)
             ask()
 

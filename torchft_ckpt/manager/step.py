@@ -176,7 +176,6 @@ class Steps:
         if self._recorder is not None:
             self._recorder.close()
         self._started_at = time.monotonic()
-        self._serving.begin_step(self._client.view().version)
         self._compare_ahead(wishes)
         self._begin(wishes, limit)
         while (now := self._client.view()).follows and now.quorum is not None:
@@ -190,6 +189,7 @@ class Steps:
     def _compare_ahead(self, wishes: StepWishes) -> None:
         """After a step in which somebody joined: compare the states before this one, or give the one here for that."""
         now = self._client.view()
+        self._serving.begin_step(now.version)
         if wishes.waits is not None or now.quorum is None:
             return  # of an outer loop
         if now.serves_ahead:

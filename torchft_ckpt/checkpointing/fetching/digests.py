@@ -41,14 +41,14 @@ def probe_local_blocks(
     for first in range(0, destination.num_blocks, MAX_DIGESTS):
         batch = range(first, min(first + MAX_DIGESTS, destination.num_blocks))
         samples = client.fetch_samples(manifest, batch)
-        alike = [block for block in batch if samples[block] in destination.samples(block)]
-        unchecked += [block for block in alike if destination.takes_unchecked(block, samples[block])]
-        likely += alike
+        for block in batch:
+            if samples[block] in destination.samples(block):
+                (unchecked if destination.takes_unchecked(block, samples[block]) else likely).append(block)
 
     def take(block: int) -> bool:
         return not is_over() and destination.take_local(block, digests[block])
 
-    for found in fetch_digests(client, manifest, mask_of_each(likely) & ~mask_of_each(unchecked)):
+    for found in fetch_digests(client, manifest, mask_of_each(likely)):
         digests.update(found)
         is_held = parallel_map(take, list(found), NUM_COPY_THREADS, "torchft_ckpt-compare")
         held.update(compress(found.items(), is_held))

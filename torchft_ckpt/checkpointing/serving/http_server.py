@@ -115,7 +115,7 @@ class CheckpointServer:
         if redo_log is not None:
             redo_log.on_change(self.wake)
         self._preparing: set[Snapshot] = set()
-        """Of which a thread touches buffers or copies blocks ahead, or is about to: one for each, however many receivers come."""
+        """A thread touches their buffers or copies their blocks ahead, or is about to: one for each, whoever comes."""
         self._token = token or ""
         self._front: Front | None = None
         self._stop_lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What the parts of the lighthouse share: who is here, who asks, for whom the next quorum waits, and which step is open.
+"""The parts of the lighthouse share this record: who is here, who asks, for whom the next quorum waits, and which step is open.
 
 It holds what is so at present, and answers what follows from that alone. What becomes of it is decided elsewhere.
 """

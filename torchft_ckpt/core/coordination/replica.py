@@ -26,7 +26,7 @@ simulation drives it in the same way.
                                                       after a transfer that failed or was stopped, as the others need this replica
     IDLE       left_between_steps         IDLE        likewise
     IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
-    IDLE       compared_ahead             IDLE        the state of that name is that of those who trained: it is verified
+    IDLE       compared_ahead             IDLE        the state is verified, where it is equal to that of those who trained for it
 
 Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
 not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing; a torn
