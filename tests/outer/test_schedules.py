@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from support.lockstep import Hub, ScriptedManager
+from support.waiting import wait_until
 from torch import nn
 from torch.distributed import Work
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchft_ckpt import DiLoCo, LighthouseServer, LocalSGD, Manager, ProcessGroupGloo
+from torchft_ckpt import DiLoCo, HTTPTransport, LighthouseServer, LocalSGD, Manager, ProcessGroupGloo
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 
 LONG_S = 60.0
@@ -59,7 +60,9 @@ class Script:
     It steps the schedule where everybody does, after the optimizer.
     """
 
-    def __init__(self, address: str, number: int, case: Case) -> None:
+    def __init__(
+        self, address: str, number: int, case: Case, transport: HTTPTransport[dict[str, Any]] | None = None
+    ) -> None:
         torch.manual_seed(number)
         self._case = case
         self._num_failures = case.num_failures if number == 0 else 0
@@ -77,6 +80,7 @@ class Script:
             lighthouse_addr=address,
             hostname="127.0.0.1",
             timeout=timedelta(seconds=20),
+            checkpoint_transport=transport,
         )
         self._allreduce = self.manager.allreduce
         self.manager.allreduce = self._allreduce_and_fail  # type: ignore[method-assign,assignment]
@@ -259,6 +263,54 @@ def test_a_script_that_has_gone_on_hands_out_its_state_of_where_the_round_began(
             assert stays.result(LONG_S) == {number: number * SYNC_EVERY for number in range(1, 6)}
             assert leaves.result(LONG_S) == {1: SYNC_EVERY, 2: 2 * SYNC_EVERY}
             assert comes.result(LONG_S) == {4: 4 * SYNC_EVERY, 5: 5 * SYNC_EVERY}
+    finally:
+        lighthouse.shutdown()
+
+
+class AsksLate(HTTPTransport[dict[str, Any]]):
+    """Asks for a state when its source waits for the next quorum already."""
+
+    def __init__(self, lighthouse: LighthouseServer) -> None:
+        super().__init__(timeout=timedelta(seconds=20), num_chunks=0, hostname="127.0.0.1")
+        self._lighthouse = lighthouse
+        self.num_received = 0
+
+    def fetch_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+        job = self._lighthouse._jobs.states["default"]._job
+        wait_until(lambda: bool(job.waiting), "the source asks for its first round", LONG_S)
+        state = super().fetch_checkpoint(*arguments, **options)
+        self.num_received += 1
+        return state
+
+
+@pytest.mark.parametrize("kind", ["diloco", "local_sgd"])
+def test_a_group_that_begins_slowly_gets_the_state_of_the_first_quorum_from_a_source_that_has_gone_on(
+    kind: str,
+) -> None:
+    """The source makes its inner steps meanwhile, and asks for the quorum of its first round, which has to wait for this group.
+
+    Both quorums are of one state. The source must not think that nobody needs it any more.
+    """
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000)
+    transports = [AsksLate(lighthouse) for _ in range(2)]
+
+    def run(number: int) -> list[Bits]:
+        script, seen = Script(lighthouse.address(), number, Case(kind), transports[number]), []
+        try:
+            with script.loop:
+                script.model(torch.zeros(1, 4))
+                while script.manager.current_step() < 2:
+                    script.iterate()
+                    seen.append(bits(list(script.model.parameters())))
+            return seen
+        finally:
+            script.manager.shutdown()
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first, second = [pool.submit(run, number) for number in range(2)]
+            assert first.result(LONG_S) == second.result(LONG_S)
+        assert sum(transport.num_received for transport in transports) == 1
     finally:
         lighthouse.shutdown()
 
