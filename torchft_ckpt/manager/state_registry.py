@@ -54,6 +54,7 @@ class StateRegistry:
         self._in_function = threading.local()
         self._unsteady = Unsteady()
         self._agreed_on: set[str] = set()
+        self._not_returned: Differences | None = None
         self._frozen_for_rounds: str | None = None
         self._after_restore: list[Callable[[], None]] = []
         self._has_unannounced = False
@@ -269,8 +270,11 @@ class StateRegistry:
         return take_settings(self._known(), settings)
 
     def not_returned(self, user: dict[str, Any]) -> Differences:
-        """Say what the functions do not return of what has just been loaded, large tensors apart. On the training thread."""
-        return not_returned(self.capture(), user)
+        """Say what the functions do not return of what has just been loaded, large tensors apart. On the training thread.
+
+        Where groups train apart it is what they did not return before the global parameters came into the model.
+        """
+        return not_returned(self.capture(), user) if self._not_returned is None else self._not_returned
 
     def capture_for_save(self, state: dict[str, Any], *, by_key: bool) -> StateToSave:
         """Return a state as it is to be saved while training goes on.
@@ -321,12 +325,21 @@ class StateRegistry:
         Raises:
             StateDictLoadError: one of them raised; what is loaded now is undefined.
         """
+        own = self._load.keys() - self._agreed_on
         with self._lock.write(), self._noted("load"), dtypes_kept(self._known()):
-            for key, load in sorted(self._load.items(), key=lambda pair: pair[0] in self._agreed_on):
-                try:
-                    load(user[key])
-                except Exception as error:
-                    raise StateDictLoadError.of(key, error) from error
+            self._load_keys(user, [key for key in self._load if key in own])
+            if self._agreed_on:
+                self._not_returned = not_returned(
+                    {key: self._get[key]() for key in own}, {key: user[key] for key in own}
+                )
+            self._load_keys(user, [key for key in self._load if key not in own])
+
+    def _load_keys(self, user: dict[str, Any], keys: Sequence[str]) -> None:
+        for key in keys:
+            try:
+                self._load[key](user[key])
+            except Exception as error:
+                raise StateDictLoadError.of(key, error) from error
 
 
 class OwnState:
