@@ -46,7 +46,6 @@ from torchft_ckpt.checkpointing.durable.saving.saver import (
 )
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
-from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
@@ -81,6 +80,7 @@ from torchft_ckpt.manager.saving import (
     template_to_load,
 )
 from torchft_ckpt.manager.volatile import StateToSave, capture_for_save
+from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.threads import Thread
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Checkpointer:
             writers left.
         timeout: of a save, in the background.
         staging_budget_bytes: at most so much is copied aside for a save; beyond it the save fails, training goes on. Default:
-            a quarter of this machine's memory.
+            a quarter of the memory, this machine's or the container's.
         storage_options: for fsspec (credentials, endpoint).
         save_random_state: save and restore this rank's random number generators.
         is_replicated: whether tensors that are not sharded are the same on all ranks of a group; False for the stages of a
@@ -217,7 +217,7 @@ class Checkpointer:
         self._book = ShareBook()
         self._lock = StateDictLock() if manager is None else manager.state_dict_lock
         budget = staging_budget_bytes
-        if budget is None and (memory := physical_memory_bytes()) is not None:
+        if budget is None and (memory := memory_bytes()) is not None:
             budget = memory // _STAGING_SHARE
         self._pool = BufferPool(_BLOCK_BYTES, budget)
         if reuse_buffers:

@@ -21,9 +21,9 @@ from support.sources import BLOCK, make_transport
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
-from torchft_ckpt.checkpointing.fetching.options import physical_memory_bytes
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.errors import ConfigError, LeaseRevokedError, SourceRefusedError
+from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.testing.transport_conformance import differences
 
 LONG = timedelta(seconds=20)
@@ -278,7 +278,7 @@ def test_buffers_that_are_touched_ahead_are_within_the_budget():
 
 def test_by_default_the_budget_is_a_quarter_of_the_memory():
     transport = make_transport()
-    memory = physical_memory_bytes()
+    memory = memory_bytes()
     assert transport._pool.budget_bytes == (None if memory is None else memory // 4)
     transport.shutdown()
 

@@ -27,7 +27,6 @@ from torchft_ckpt.checkpointing.fetching.options import (
     MAX_STREAMS,
     FetchOptions,
     default_num_streams,
-    physical_memory_bytes,
 )
 from torchft_ckpt.checkpointing.fetching.probe import measure_rate
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
@@ -64,6 +63,7 @@ from torchft_ckpt.errors import (
     TransferError,
     torn_where_it_raises,
 )
+from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.network import Host, choose_host, other_hosts, warn_if_open, wildcard_for
 from torchft_ckpt.threads import end_at_exit
 
@@ -73,12 +73,12 @@ _STAGING_SHARE = 4
 _LITTLE_MEMORY_BYTES = 4 * 1024**3
 """Where the system does not say how much there is."""
 _REDO_SHARE = 8
-"""Of the memory, for the redo logs of all processes of a machine together."""
+"""Of the memory, for the redo logs of all processes that share it."""
 _REQUEST_S = 15.0
 
 
 def _redo_budget_bytes(memory_bytes: int) -> int:
-    """Return this process's share of what redo logs may take of a machine's memory. torchrun says how many share it."""
+    """Return this process's share of what redo logs may take of the memory. torchrun says how many share it."""
     return memory_bytes // _REDO_SHARE // max(resolve(None, LOCAL_WORLD_SIZE, 1, parse_count), 1)
 
 
@@ -105,13 +105,14 @@ class HTTPTransport(CheckpointTransport[T]):
         connect_timeout: limit for a connection to be accepted.
         block_bytes: unit of digests and of copying aside.
         max_manifest_bytes: refuse a longer manifest.
-        max_total_bytes: refuse a longer state; default: the memory of this machine.
+        max_total_bytes: refuse a longer state; default: the memory, this machine's or the container's.
         reuse_buffers: keep the memory of a finished receive for the next one, as far as nobody refers to it by then. After a
             failed receive it is always kept for the next attempt.
         staging_budget_bytes: at most so much is copied aside for receivers that are not done when the trainer goes on; beyond
-            it the slowest of them lose their lease and are told so. Default: a quarter of this machine's memory.
-        redo_budget_bytes: at most so much is kept of the redo log for learners that follow; default: an eighth of this
-            machine's memory, divided by torchrun's `LOCAL_WORLD_SIZE`.
+            it the slowest of them lose their lease and are told so. Default: a quarter of the memory, this
+            machine's or the container's.
+        redo_budget_bytes: at most so much is kept of the redo log for learners that follow; default: an eighth of that
+            memory, divided by torchrun's `LOCAL_WORLD_SIZE`.
         ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`); default: plain http.
         client_ssl_context: whom to believe, and who we are, where a source speaks https; default: the certificate
             authorities of this machine.
@@ -174,7 +175,7 @@ class HTTPTransport(CheckpointTransport[T]):
         connect = resolve(connect_timeout, CONNECT_TIMEOUT, timedelta(seconds=10), parse_seconds)
         _check(connect > timedelta(0), "connect_timeout", connect, "a positive duration")
         token = resolve(token, TOKEN, "", str) or None
-        memory = physical_memory_bytes()
+        memory = memory_bytes()
         self._lock = lock or StateDictLock(timeout)
         self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
         self._snapshots = SnapshotRegistry()

@@ -23,7 +23,6 @@ from torchft_ckpt.checkpointing.fetching.options import (
     MAX_MANIFEST_BYTES,
     FetchOptions,
     default_num_streams,
-    physical_memory_bytes,
 )
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache
 from torchft_ckpt.checkpointing.fetching.source import read_manifest, request_headers
@@ -38,6 +37,7 @@ from torchft_ckpt.errors import (
     TransferStalledError,
     TransferTimeoutError,
 )
+from torchft_ckpt.memory import memory_bytes
 
 _MAX_INDEX_BYTES = 1024 * 1024
 _ANSWER_S = 0.5
@@ -169,7 +169,7 @@ class CheckpointClient:
             stall_timeout_s=self._stall_timeout_s,
             num_streams=default_num_streams(),
             max_manifest_bytes=MAX_MANIFEST_BYTES,
-            max_total_bytes=physical_memory_bytes(),
+            max_total_bytes=memory_bytes(),
             token=self._token,
             receiver=uuid.uuid4().hex,
             ssl_context=self._ssl_context,

@@ -16,14 +16,6 @@ def default_num_streams() -> int:
     return max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
-def physical_memory_bytes() -> int | None:
-    """Memory of this machine, or None where the system does not say."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOptions:
     """Durations in seconds, lengths in bytes.

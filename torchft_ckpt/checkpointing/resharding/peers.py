@@ -24,7 +24,6 @@ from torchft_ckpt.checkpointing.fetching.options import (
     MAX_MANIFEST_BYTES,
     FetchOptions,
     default_num_streams,
-    physical_memory_bytes,
 )
 from torchft_ckpt.checkpointing.fetching.source import DONE_TIMEOUT_S, SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback
@@ -43,6 +42,7 @@ from torchft_ckpt.errors import (
     TransferStalledError,
     TransferTimeoutError,
 )
+from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.threads import Threads, parallel_map
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class JobPeers:
             stall_timeout_s=stall_timeout.total_seconds(),
             num_streams=default_num_streams(),
             max_manifest_bytes=MAX_MANIFEST_BYTES,
-            max_total_bytes=physical_memory_bytes(),
+            max_total_bytes=memory_bytes(),
             token=self._clients[0][0].token,
             receiver=uuid.uuid4().hex,
             ssl_context=ssl_context,

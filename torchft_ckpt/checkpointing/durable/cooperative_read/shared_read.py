@@ -40,7 +40,6 @@ from torchft_ckpt.checkpointing.fetching.options import (
     MAX_MANIFEST_BYTES,
     FetchOptions,
     default_num_streams,
-    physical_memory_bytes,
 )
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
@@ -49,6 +48,7 @@ from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes.coverage import subtract
 from torchft_ckpt.core.boxes.geometry import Box, contains, fits
 from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError, torn_where_it_raises
+from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.threads import Threads, parallel_map
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class SharedRead:
             stall_timeout_s=stall_timeout_s,
             num_streams=default_num_streams(),
             max_manifest_bytes=MAX_MANIFEST_BYTES,
-            max_total_bytes=physical_memory_bytes(),
+            max_total_bytes=memory_bytes(),
             token=transport.token or None,
             receiver=uuid.uuid4().hex,
         )
