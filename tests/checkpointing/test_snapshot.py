@@ -469,6 +469,23 @@ def test_a_step_that_is_tried_again_from_the_same_state_was_not_left():
     assert registry.find_latest(50.0) is scene.snapshot
 
 
+def test_what_is_retired_goes_unless_it_is_kept_for_those_that_are_awaited():
+    registry, scene = SnapshotRegistry(), Scene(step=3, num_expected=1)
+    registry.put(scene.snapshot, lease_ends=100.0)
+    registry.retire_all(keeps_awaited=True)
+    assert registry.find(3, "a") == (Availability.SERVING, scene.snapshot), "it has not come yet"
+    registry.register(scene.snapshot, "a", 0.0)
+    registry.retire_all(keeps_awaited=True)
+    assert registry.find(3, "b") == (Availability.SERVING, scene.snapshot), "it receives"
+    scene.snapshot.finish("a")
+    registry.retire_all(keeps_awaited=True)
+    assert (scene.snapshot.closed, registry.find(3, "b")) == (True, (Availability.NOT_YET, None))
+    again = Scene(step=3, num_expected=1)
+    registry.put(again.snapshot, lease_ends=100.0)
+    registry.retire_all()
+    assert (again.snapshot.closed, registry.find(3, "b")) == (True, (Availability.NOT_YET, None))
+
+
 def test_wishes_for_steps_far_ahead_do_not_push_out_the_one_for_the_next():
     registry = SnapshotRegistry()
     registry.is_at(4, 0.0)

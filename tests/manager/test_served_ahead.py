@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.waiting import wait_until
 from test_contributes_once_known_equal import Loop
 from test_learners import Gated, Paced, Wide, close, follow
 from test_learners import _far_from_here as _far_from_here
@@ -59,6 +60,21 @@ class Norm(Attempts):
         return int(self.model.get_buffer("1.num_batches_tracked"))
 
 
+class Skips(Attempts):
+    """Leaves a step without a vote where its batch is bad, as scripts do that `continue` at a gradient that is no number."""
+
+    skips = False
+
+    def between_backward_and_step(self) -> None:
+        super().between_backward_and_step()
+        if self.skips:
+            raise SkippedError
+
+
+class SkippedError(Exception):
+    pass
+
+
 def look_at(replica: Attempts) -> None:
     """Somebody from outside begins to receive the state, and is slow from then on."""
     port = int(replica.manager._steps._transport.metadata().rsplit(":", 1)[1])
@@ -66,6 +82,55 @@ def look_at(replica: Attempts) -> None:
     path = f"/v1/checkpoint/{replica.manager.current_step()}/manifest"
     connection.request("GET", path, headers={"X-Ckpt-Receiver": "onlooker"})
     assert connection.getresponse().status == 200
+
+
+def join(
+    lighthouse: LighthouseServer,
+    joiner: Attempts,
+    *others: Attempts,
+    step: Callable[[Attempts], object] = Attempts.step,
+) -> None:
+    """Let one come into the next step of the others."""
+
+    def await_joiner_and_step(replica: Attempts) -> None:
+        waiting = lighthouse._jobs.states["default"]._job.waiting
+        if replica is not joiner:
+            wait_until(lambda: joiner.manager._client.replica_id in waiting, "the joiner asks", 20)
+        step(replica)
+
+    together([*others, joiner], await_joiner_and_step)
+
+
+def test_who_joins_after_a_step_that_all_left_without_a_vote_gets_the_state_of_now(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of that step was served to another one, and is still there: nothing has changed the parameters since."""
+    serve = StateServing.serve
+
+    def serve_late(self: StateServing, *arguments: Any) -> None:
+        time.sleep(0.05)
+        serve(self, *arguments)
+
+    monkeypatch.setattr(StateServing, "serve", serve_late)
+    how = {"warm_up": False, "use_async_quorum": False}
+    a, b = Skips(lighthouse, "a", **how), Skips(lighthouse, "b", **how)
+    together([a, b], lambda replica: [replica.step() for _ in range(3)])
+    c = Skips(lighthouse, "c", seed=1, **how)
+    for replica in (a, b, c):
+        replica.skips = True
+
+    def skip(replica: Attempts) -> None:
+        with pytest.raises(SkippedError):
+            replica.step()
+
+    join(lighthouse, c, a, b, step=skip)
+    a.skips = b.skips = False
+    c.manager.shutdown()
+    d = Skips(lighthouse, "d", seed=2, **how)
+    join(lighthouse, d, a, b)
+    assert len({str(replica.own()) for replica in (a, b, d)}) == 1, [replica.own() for replica in (a, b, d)]
+    for replica in (a, b, d):
+        replica.manager.shutdown()
 
 
 @pytest.mark.parametrize("is_looked_at", [False, True])
@@ -81,22 +146,10 @@ def test_who_joins_after_a_discarded_step_gets_the_state_of_now(
         serve(self, *arguments)
 
     monkeypatch.setattr(StateServing, "serve", serve_late)
-
-    def join(joiner: Attempts, *others: Attempts) -> None:
-        def step(replica: Attempts) -> None:
-            until = time.monotonic() + 20
-            waiting = lighthouse._jobs.states["default"]._job.waiting
-            while replica is not joiner and joiner.manager._client.replica_id not in waiting:
-                assert time.monotonic() < until
-                time.sleep(0.005)
-            replica.step()
-
-        together([*others, joiner], step)
-
     a, b = kind(lighthouse, "a", warm_up=False), kind(lighthouse, "b", warm_up=False)
     together([a, b], lambda replica: [replica.step() for _ in range(3)])
     c = kind(lighthouse, "c", seed=1, warm_up=False)
-    join(c, a, b)
+    join(lighthouse, c, a, b)
     a.fails = True
     if is_looked_at:
         a.before_failing = lambda: [look_at(replica) for replica in (a, b)]
@@ -104,7 +157,7 @@ def test_who_joins_after_a_discarded_step_gets_the_state_of_now(
     assert [replica.manager.statistics().num_discarded for replica in (a, b)] == [1, 1]
     c.manager.shutdown()
     d = kind(lighthouse, "d", seed=2, warm_up=False)
-    join(d, a, b)
+    join(lighthouse, d, a, b)
     together([a, b, d], lambda replica: [replica.step() for _ in range(3)])
     assert len({str(replica.own()) for replica in (a, b, d)}) == 1, [replica.own() for replica in (a, b, d)]
     assert all(replica.manager.is_participating() for replica in (a, b, d))

@@ -127,11 +127,14 @@ class CheckpointTransport(Generic[T], ABC):
         Never waits for a peer or the network. May be called when nothing is served, and more than once.
         """
 
-    def retire_checkpoint(self) -> None:
+    def retire_checkpoint(self, *, keeps_awaited: bool = False) -> None:
         """Give nothing that is served now to receivers that come from now on: its name will be that of another send.
 
         Those who were sent to and have not received it are not waited for. Others, who have begun, go on. Returns at once. By
         default nothing happens.
+
+        Args:
+            keeps_awaited: leave alone what somebody receives, or was sent and has not come for.
         """
 
     def withdraw_checkpoint(self) -> None:

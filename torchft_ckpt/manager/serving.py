@@ -54,15 +54,18 @@ class StateServing:
         if transport.state_lock is not lock:
             lock.add_before_write(transport.disallow_checkpoint)
 
-    def begin_step(self, version: StateVersion) -> None:
+    def begin_step(self, version: StateVersion, *, is_open: bool) -> None:
         """A step begins from this state. What was served under its name for a step before is given to nobody who comes now.
 
-        After a step that was discarded what no optimizer owns may be another. A state that is offered changes at moments alone
+        After a step that did not count what no optimizer owns may be another. A state that is offered changes at moments alone
         that its owner announces.
+
+        Args:
+            is_open: the step before was not voted on, so those that its quorum told to come may still come. An outer loop asks
+                for the quorum of its first round so, while others receive the state with which they begin.
         """
         if version == self._served and self._offered is None:
-            self._served = None
-            self._transport.retire_checkpoint()
+            self._transport.retire_checkpoint(keeps_awaited=is_open)
 
     def serve(
         self,

@@ -189,10 +189,7 @@ class Steps:
     def _compare_ahead(self, wishes: StepWishes) -> None:
         """After a step in which somebody joined: compare the states before this one, or give the one here for that."""
         now = self._client.view()
-        if (
-            now.is_between_steps
-        ):  # what an open step serves is still received: an outer loop goes on from its first quorum so
-            self._serving.begin_step(now.version)
+        self._serving.begin_step(now.version, is_open=not now.is_between_steps)
         if wishes.waits is not None or now.quorum is None:
             return  # of an outer loop
         if now.serves_ahead:

@@ -393,6 +393,12 @@ class Snapshot:
         return bool(self._changes)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether somebody who was told to come has not come yet, or somebody has begun to receive it and has not ended."""
+        with self._changed:
+            return self._receivers.awaits_more or self._receivers.num_active > 0
+
+    @property
     def is_received(self) -> bool:
         """Whether somebody has begun to receive it, and has not ended."""
         with self._changed:

@@ -203,14 +203,19 @@ class SnapshotRegistry:
             else:
                 snapshot.detach()
 
-    def retire_all(self) -> None:
-        """Give no snapshot to new receivers; close those of a step for which nobody waits any more. Nothing is copied."""
+    def retire_all(self, *, keeps_awaited: bool = False) -> None:
+        """Give no snapshot to new receivers; close those of a step for which nobody waits any more. Nothing is copied.
+
+        Args:
+            keeps_awaited: leave those alone that somebody receives, or was told to come for.
+        """
         self._close_relays(float("inf"))
         with self._lock:
             self._drop_closed()
-            for lease in self._leases:
+            retired = [lease for lease in self._leases if not (keeps_awaited and lease.snapshot.is_awaited)]
+            for lease in retired:
                 lease.is_retired = True
-            over = [lease.snapshot for lease in self._leases if lease.snapshot.is_of_its_step_alone]
+            over = [lease.snapshot for lease in retired if lease.snapshot.is_of_its_step_alone]
         for snapshot in over:
             snapshot.close()
 
