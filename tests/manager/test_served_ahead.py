@@ -79,7 +79,7 @@ def look_at(replica: Attempts) -> None:
     """Somebody from outside begins to receive the state, and is slow from then on."""
     port = int(replica.manager._steps._transport.metadata().rsplit(":", 1)[1])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    path = f"/v1/checkpoint/{replica.manager.current_step()}/manifest"
+    path = f"/v1/checkpoint/{replica.manager.current_step()}/manifest?wait_s=10"  # one that serves late, too
     connection.request("GET", path, headers={"X-Ckpt-Receiver": "onlooker"})
     assert connection.getresponse().status == 200
 
