@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from test_catching_up import Looker, job_in_a_phase, look
 
+from torchft_ckpt.core.coordination.messages import CommitDecided, Outcome
 from torchft_ckpt.core.coordination.quorum import Asked, decide_quorum
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 
@@ -138,6 +139,27 @@ def test_one_that_was_cut_off_in_the_round_and_follows_its_commit_is_waited_for(
     assert (a.step, b.step) == (3, 3)
 
     assert not asks_first(a)
+
+
+def test_one_that_was_cut_off_with_a_commit_that_it_takes_at_the_end_of_its_phase_is_waited_for() -> None:
+    """Its group was told of the decision, and does not vote again."""
+    job, (a, b) = job_in_a_phase("a", "b")
+    for member in (a, b):
+        member.asks_as()
+    b.votes()
+    b.is_stopped = True
+    a.votes()
+    b.is_cut_off()
+    b.connects()
+    assert (a.step, b.step) == (3, 2)
+
+    assert not asks_first(a)
+    b.replica.decided(
+        CommitDecided(quorum_id=1, epoch=job.lighthouse.epoch, step=2, outcome=Outcome.COMMIT, broken=True)
+    )
+    assert asks_first(b)
+    assert a.formed is not None
+    assert (a.formed.replica_world_size, a.formed.num_contributors) == (2, 2)
 
 
 def test_one_that_was_cut_off_in_a_round_that_is_discarded_is_waited_for() -> None:

@@ -398,16 +398,17 @@ def test_the_simulation_of_outer_loops_finds_a_rule_that_was_broken_on_purpose(
         run_seeds(range(300), outer=True)
 
 
-def run_with_cuts(seed: int) -> Report:
+def run_with_cuts(seed: int, delay: float = 0.0) -> Report:
     """A job of outer loops whose members lose their connections in the middle of long phases."""
-    outer = OuterPlan(phase_s=8.0, spread=1.2)
+    outer = OuterPlan(phase_s=8.0, spread=1.2, delay=delay)
     plan = Scenario(num_groups=3, fault_rate=0.003, faults={Fault.CUT: 1.0}, chaos_s=60.0, outer=outer)
     return Simulation(seed, plan).run()
 
 
-def test_outer_loops_that_are_cut_off_in_a_phase_and_come_back_are_not_left_out() -> None:
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_outer_loops_that_are_cut_off_in_a_phase_and_come_back_are_not_left_out(delay: float) -> None:
     num_seeds = by_default(8, thorough=20)
-    assert sum(run_with_cuts(seed).num_faults for seed in range(num_seeds)) > num_seeds
+    assert sum(run_with_cuts(seed, delay).num_faults for seed in range(num_seeds)) > num_seeds
 
 
 def test_the_simulation_finds_that_who_was_cut_off_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

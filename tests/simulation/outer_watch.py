@@ -129,12 +129,6 @@ class OuterWatch:
                 cut_at < last_at < cut_until or cut_until > first_asked_at for cut_at, cut_until in self._cuts[index]
             ):
                 continue  # it was away when a quorum was formed, or somebody asked
-            if any(
-                cut_at < rank.began_at < cut_until + rank.pace.delay * rank.phase_s
-                for cut_at, cut_until in self._cuts[index]
-                for rank in ranks
-            ):
-                continue  # it may have been told of a commit that it had yet to take, at the end of its phase
             is_slow = all(
                 rank.phase_s <= SLOWEST * fastest_s
                 and rank.began_at <= began_at + LATE * fastest_s + rank.pace.delay * rank.phase_s

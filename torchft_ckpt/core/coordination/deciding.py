@@ -458,15 +458,23 @@ class Deciding:
         return msgspec.structs.replace(decided, leaving=True, all_leave=all_leave)
 
     def is_still_in_quorum(self, member: Member) -> bool:
-        """Whether the next quorum waits for a member: it was cut off between two steps, and holds what the others hold."""
+        """Whether the next quorum waits for a member: it was cut off between two steps, and holds what the others hold.
+
+        Or it will. One that votes early takes the commit at the end of its phase, and may have been told of it before it was cut
+        off.
+        """
         current = self._job.round
+        if current is None or not current.tally.decided:
+            return False
+        hello, step = member.hello, member.version.step
+        is_of_this_step = hello.last_step == current.step and hello.last_outcome is None
+        if is_of_this_step and current.tally.outcome(member.replica_id) is Outcome.COMMIT:
+            step = current.step + 1
         return (
-            current is not None
-            and current.tally.decided
-            and (member.hello.last_quorum_id, member.hello.last_epoch) == (current.quorum_id, self._job.epoch)
-            and member.hello.was_in_quorum
+            (hello.last_quorum_id, hello.last_epoch) == (current.quorum_id, self._job.epoch)
+            and hello.was_in_quorum
             and self._job.history.is_valid(member.version)
-            and member.version.step >= self._job.newest_step
+            and step >= self._job.newest_step
             and member.is_in_step
         )
 
