@@ -289,6 +289,29 @@ def test_a_learner_that_had_one_that_differs_as_a_source_holds_nothing_of_that_n
     assert j.formed.version.quorum_id == job.lighthouse.quorum_id
 
 
+@pytest.mark.parametrize(
+    ("cut_off", "back"),
+    [("before", "before"), ("before", "after"), ("after", "after")],
+    ids=["before it", "in it", "after it"],
+)
+def test_so_does_one_that_was_cut_off_while_it_received_that_state(cut_off, back):
+    job, members = started(OnReplicasDiffer.HEAL)
+    j = learns(job, members)
+    assert "a:1" in receives_what_was_kept(j)
+    for moment in ("before", "after"):
+        if cut_off == moment:
+            j.is_cut_off()
+        if back == moment:
+            j.connects()
+        for member, state in zip(members, "yxx", strict=True):
+            member.votes(state=state)
+    assert [member.step for member in members] == [2, 3, 3]
+    j.follows()
+    j.asks()
+    assert (j.step, j.replica.version.proven) == (2, True)
+    assert job.lighthouse.members["j:1"].version == StateVersion(step=2)
+
+
 def test_who_is_told_at_the_very_step_that_it_differs_loads_what_it_has_the_name_of():
     _, (a, b, _) = started(OnReplicasDiffer.HEAL)
     b.asks()

@@ -450,7 +450,7 @@ def broken_minority(patch: pytest.MonkeyPatch) -> None:
 
 def broken_memory_of_the_minority(patch: pytest.MonkeyPatch) -> None:
     """Who holds another state than most is taken by its word for what it holds."""
-    patch.setattr(Equality, "proven_of", lambda state, replica_id, version: version)
+    patch.setattr(Equality, "proven_of", lambda state, replica_id, version, **others: version)
 
 
 def run_with_slow_transfers(seed: int) -> Report:

@@ -134,12 +134,15 @@ class Equality:
 
     # ------------------------------------------------------------------------------------------------ who holds what
 
-    def proven_of(self, replica_id: str, version: StateVersion) -> StateVersion:
-        """Return the name of the state that a member holds: an unproven one, where it is known to hold another."""
-        known = self._apart.get(replica_id)
-        if known is None or known == version:
-            return version if known is None else StateVersion(step=version.step)
-        del self._apart[replica_id]  # it has healed, or knows that what it holds has no name
+    def proven_of(self, replica_id: str, version: StateVersion, *, may_receive: bool = False) -> StateVersion:
+        """Return the name of the state that a member holds: an unproven one, where it is known to hold another.
+
+        `may_receive`: it may be in a transfer, and hold yet what it is known by.
+        """
+        if self.differs(replica_id, version):
+            return StateVersion(step=version.step)
+        if not may_receive:
+            self._apart.pop(replica_id, None)  # it has healed, or knows that what it holds has no name
         return version
 
     def differs(self, replica_id: str, version: StateVersion) -> bool:

@@ -346,7 +346,7 @@ class LighthouseState:
             connection=connection,
             hello=hello,
             last_seen=now,
-            version=self._equality.proven_of(replica_id, hello.version),
+            version=self._equality.proven_of(replica_id, hello.version, may_receive=True),
             checkpoint_addresses=hello.checkpoint_addresses,
             is_beside=hello.is_beside,
             has_left_step=hello.is_beside,

@@ -65,8 +65,6 @@ class Member:
     """It warms up, and wants to receive a state meanwhile."""
     kept: QuorumFormed | None = None
     """The answer to its next request, as sources keep a state for it since it warmed up."""
-    taught: QuorumFormed | None = None
-    """The latest answer by which it got a state beside a quorum: it may hold that, or receive it yet."""
     progress: JoinProgress | None = None
     """What it said last of what it receives beside the quorum."""
     progress_logged_at: float = float("-inf")
