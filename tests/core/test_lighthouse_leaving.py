@@ -321,3 +321,21 @@ def test_nobody_waits_for_a_joiner_that_was_let_go_before_the_decision_on_its_st
     a.votes()
     a.asks()
     assert a.hears()[-1] == "quorum 3 step 2 healthy", "at once, while b saves"
+
+
+def test_nobody_waits_for_one_that_was_cut_off_in_a_step_and_let_go_before_that_is_discarded() -> None:
+    """Seed 64742 of outer loops: it was in no open step any more when it had been cut off, and held what the others hold."""
+    job = three()
+    members = a, b, c = list(job.members.values())
+    for member in members:
+        member.asks()
+    a.is_cut_off()
+    a.connects()
+    a.wishes_to_leave()
+    job.passes(2.1)
+    assert a.hears()[-1] == "letgo"
+    b.votes()
+    assert b.hears()[-1] == "discard"
+    b.asks()
+    c.asks()
+    assert b.hears()[-1] == c.hears()[-1] == "quorum 2 step 1 healthy", "at once, while a saves"

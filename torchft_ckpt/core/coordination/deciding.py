@@ -327,7 +327,8 @@ class Deciding:
             member = self._job.members.get(replica_id)
             if member is None:
                 continue
-            if replica_id in followers or (tally.roles[replica_id] is Role.HEALTHY and self.is_still_in_quorum(member)):
+            is_back = tally.roles[replica_id] is Role.HEALTHY and self.is_still_in_quorum(member)
+            if (replica_id in followers or is_back) and not member.is_let_go:
                 self._job.quorum_members[replica_id] = None  # also where it was lost on the way, and is back
             has_voted = replica_id in tally.votes
             if not committed and not has_voted and member.is_in_step:
