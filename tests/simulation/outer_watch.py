@@ -58,8 +58,8 @@ class OuterWatch:
         at_work = list(self._at_work(state))
         if not any(asked[replica_id].contributes for replica_id in state.round.tally.roles):
             version = state.round.assignment.version
-            known = [g for g, _ in at_work if state.members[g.replica_id].version.step >= version.step]
-            self._check_spectators(state, known)
+            held = [(g, state.members[g.replica_id].version) for g, _ in at_work]
+            self._check_spectators(state, [g for g, known in held if known.proven and known.step >= version.step])
         else:
             self._check_left_out(state, asked, at_work, last_at)
 
