@@ -166,6 +166,8 @@ class Oracle:
                 self.fail(f"{trainer.address} is healthy in {formed.version} with {trainer.replica.version}")
             self._holds(trainer, formed.version, trainer.value)
             self._apart.discard(key)
+            if formed.names_state:  # what it holds has another name now: there is nothing to compare it with
+                self._unknown = {known for known in self._unknown if known[0] != trainer.replica_id}
 
     def follows(self, trainer: Trainer) -> None:
         """A rank receives a state outside of the quorum."""
