@@ -70,6 +70,23 @@ def test_when_the_group_that_may_write_is_gone_the_next_one_speaks(end: str) -> 
     assert b.replica.silent_for == ""
 
 
+def test_one_that_hears_late_of_its_step_is_silent_for_nobody_who_is_gone_by_then() -> None:
+    job, a, b, c = three()
+    for member in (b, c):
+        member.asks()
+    job.passes(11.0)
+    b.votes()
+    b.is_stopped = True
+    c.votes()
+    b.is_cut_off()
+    a.dies()
+    b.connects()
+    b.says_again()
+    assert (b.step, b.replica.silent_for, speak(b, c)) == (2, "", [])
+    job.step(b, c)
+    assert speak(b, c) == ["b:1"]
+
+
 def test_when_the_first_dies_the_next_one_speaks_from_the_next_step_that_counts() -> None:
     job, a, b, c = three()
     a.dies()

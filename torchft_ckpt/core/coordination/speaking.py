@@ -56,4 +56,5 @@ class Speaking:
 
     def told(self, replica_id: str) -> tuple[bool, str]:
         """Return whether a member speaks from the last step that counts on; and, where it is kept silent, for whom."""
-        return self._may_write == {replica_id}, min(self._may_write) if replica_id == self._kept_silent else ""
+        others = self._may_write - {replica_id} if replica_id == self._kept_silent else ()
+        return self._may_write == {replica_id}, min(others, default="")  # they may be gone since
