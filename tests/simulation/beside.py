@@ -61,8 +61,9 @@ class Beside:
         members = state.members.values()  # one that leaves is none any more
         apart = [m for m in members if m.connection in self.connections and not m.wishes_to_leave]
         apart = [m for m in apart if not state._spares.is_called(m.replica_id)]
-        if any(m.version.proven and m.version.step >= state.newest_step for m in apart):
-            return ""  # what it received is the newest state that is left: the others need it
+        best_step = max((m.version.step for m in members if m.connection not in self.connections), default=0)
+        if any(m.version.proven and m.version.step >= min(state.newest_step, best_step) for m in apart):
+            return ""  # what it holds is the newest state that is left: the others need it
         learners = [m.connection for m in apart]
         key = (state.quorum_id, state.newest_step)
         if not waiting or not learners or self.num_compared >= MAX_COMPARISONS or _they_stay_for_others(state, now):
