@@ -23,6 +23,7 @@ FLOORS = {
     "config": 0,
     "network": 1,
     "threads": 0,
+    "memory": 0,
     "compat": 0,
     "core": 1,
     "front": 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from test_learners import _far_from_here as _far_from_here
 from test_manager_in_process import together
 from torch import nn
 
-from torchft_ckpt import LighthouseServer
+from torchft_ckpt import HTTPTransport, LighthouseServer
+from torchft_ckpt.manager import healing
 from torchft_ckpt.manager.serving import StateServing
 
 pytestmark = pytest.mark.slow
@@ -60,6 +62,16 @@ class Norm(Attempts):
         return int(self.model.get_buffer("1.num_batches_tracked"))
 
 
+class FailsEarly(Attempts):
+    """Fails before its collectives, so that its vote against the step comes while others receive its state."""
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            self.fails = False
+            self.manager.report_error(RuntimeError("a batch went wrong"))
+        return loss
+
+
 class Skips(Attempts):
     """Leaves a step without a vote where its batch is bad, as scripts do that `continue` at a gradient that is no number."""
 
@@ -75,6 +87,36 @@ class SkippedError(Exception):
     pass
 
 
+class ReceivesSlowly(HTTPTransport[Any]):
+    """Its first three receives take longer than a group waits before it asks: the join, and two comparisons."""
+
+    num_received = 0
+
+    def fetch_checkpoint(self, *arguments: Any, **how: Any) -> Any:
+        self.num_received += 1
+        is_slow = self.num_received <= 3
+        state = super().fetch_checkpoint(*arguments, **how)
+        time.sleep(0.6 if is_slow else 0.0)
+        return state
+
+
+class AsksLate(HTTPTransport[Any]):
+    """Asks for a state once another group waits for a quorum again."""
+
+    waits_for = ""
+
+    def __init__(self, lighthouse: LighthouseServer) -> None:
+        super().__init__(timeout=timedelta(seconds=20), hostname="127.0.0.1")
+        self._lighthouse = lighthouse
+
+    def fetch_checkpoint(self, *arguments: Any, **how: Any) -> Any:
+        waiting, source = self._lighthouse._jobs.states["default"]._job.waiting, self.waits_for
+        if source:
+            wait_until(lambda: any(name.startswith(source) for name in waiting), "the source asks again", 20)
+        self.waits_for = ""
+        return super().fetch_checkpoint(*arguments, **how)
+
+
 def look_at(replica: Attempts) -> None:
     """Somebody from outside begins to receive the state, and is slow from then on."""
     port = int(replica.manager._steps._transport.metadata().rsplit(":", 1)[1])
@@ -82,6 +124,17 @@ def look_at(replica: Attempts) -> None:
     path = f"/v1/checkpoint/{replica.manager.current_step()}/manifest?wait_s=10"  # one that serves late, too
     connection.request("GET", path, headers={"X-Ckpt-Receiver": "onlooker"})
     assert connection.getresponse().status == 200
+
+
+def serves_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sources serve as they do where thousands of tensors are described: who receives asks before."""
+    serve = StateServing.serve
+
+    def serve_late(self: StateServing, *arguments: Any) -> None:
+        time.sleep(0.05)
+        serve(self, *arguments)
+
+    monkeypatch.setattr(StateServing, "serve", serve_late)
 
 
 def join(
@@ -105,13 +158,7 @@ def test_who_joins_after_a_step_that_all_left_without_a_vote_gets_the_state_of_n
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state of that step was served to another one, and is still there: nothing has changed the parameters since."""
-    serve = StateServing.serve
-
-    def serve_late(self: StateServing, *arguments: Any) -> None:
-        time.sleep(0.05)
-        serve(self, *arguments)
-
-    monkeypatch.setattr(StateServing, "serve", serve_late)
+    serves_late(monkeypatch)
     how = {"warm_up": False, "use_async_quorum": False}
     a, b = Skips(lighthouse, "a", **how), Skips(lighthouse, "b", **how)
     together([a, b], lambda replica: [replica.step() for _ in range(3)])
@@ -139,13 +186,7 @@ def test_who_joins_after_a_discarded_step_gets_the_state_of_now(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, kind: type[Attempts], is_looked_at: bool
 ) -> None:
     """The step after a join is discarded, so the state has the same name when another group joins."""
-    serve = StateServing.serve
-
-    def serve_late(self: StateServing, *arguments: Any) -> None:
-        time.sleep(0.05)  # as where thousands of tensors are described: the joiner asks before
-        serve(self, *arguments)
-
-    monkeypatch.setattr(StateServing, "serve", serve_late)
+    serves_late(monkeypatch)
     a, b = kind(lighthouse, "a", warm_up=False), kind(lighthouse, "b", warm_up=False)
     together([a, b], lambda replica: [replica.step() for _ in range(3)])
     c = kind(lighthouse, "c", seed=1, warm_up=False)
@@ -163,6 +204,61 @@ def test_who_joins_after_a_discarded_step_gets_the_state_of_now(
     assert all(replica.manager.is_participating() for replica in (a, b, d))
     for replica in (a, b, d):
         replica.manager.shutdown()
+
+
+def test_who_compares_again_after_a_discarded_step_compares_with_the_state_of_now(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has received the state of that name before, and its sources know it."""
+    a, b = Attempts(lighthouse, "a", warm_up=False), Attempts(lighthouse, "b", warm_up=False)
+    together([a, b], lambda replica: [replica.step() for _ in range(3)])
+    transport = ReceivesSlowly(timeout=timedelta(seconds=20), hostname="127.0.0.1")
+    c = Attempts(lighthouse, "c", seed=1, warm_up=False, checkpoint_transport=transport)
+    join(lighthouse, c, a, b)
+    a.fails = True
+    together([a, b, c], lambda replica: replica.step())
+    assert [replica.manager.statistics().num_discarded for replica in (a, b)] == [1, 1]
+    serves_late(monkeypatch)
+    join(lighthouse, c, a, b)
+    together([a, b, c], lambda replica: [replica.step() for _ in range(2)])
+    assert len({str(replica.own()) for replica in (a, b, c)}) == 1, [replica.own() for replica in (a, b, c)]
+    assert all(replica.manager.is_participating() for replica in (a, b, c))
+    for replica in (a, b, c):
+        replica.manager.shutdown()
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_group_that_asks_late_and_a_source_that_tries_a_step_again_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool
+) -> None:
+    """The source serves the state in its next quorum alone, which has to wait for the group."""
+    monkeypatch.setattr(healing, "_IN_VAIN_S", 0.2)
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=5000)
+    source = FailsEarly(lighthouse, "a_source", warm_up=False)  # the first by its name
+    source.fails = True
+    transport = AsksLate(lighthouse)
+    transport.waits_for = "a_source"
+    late = FailsEarly(
+        lighthouse,
+        "late",
+        seed=1,
+        warm_up=False,
+        checkpoint_transport=transport,
+        use_async_quorum=use_async_quorum,
+        transfer_timeout=timedelta(seconds=60),
+    )
+
+    def train(replica: Attempts) -> None:
+        until = time.monotonic() + 20
+        while replica.manager.current_step() < 3 and time.monotonic() < until:
+            replica.step()
+
+    together([source, late], train)
+    assert [replica.manager.current_step() for replica in (source, late)] == [3, 3]
+    assert source.bits() == late.bits()
+    for replica in (source, late):
+        replica.manager.shutdown()
+    lighthouse.shutdown()
 
 
 def test_of_a_state_that_a_learner_receives_one_copy_is_made() -> None:

@@ -42,6 +42,8 @@ from torchft_ckpt.threads import Threads
 logger = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 30.0
 _SAY_S = 0.25
+_IN_VAIN_S = 5.0
+"""So long sources may take to begin to send the state of a step that is over: they may serve it in the next quorum alone."""
 
 
 def _tell_nobody(reach_s: float, does: Receives) -> None:
@@ -127,7 +129,9 @@ class Healing:
                 state = self._run(wanted, local, limit)
                 tell(0.0, Receives.TRANSFER)
                 if compare is not None:
-                    self._differences = compare(state.get("user") if isinstance(state, dict) else None)
+                    differences = compare(state.get("user") if isinstance(state, dict) else None)
+                    if self._wanted is wanted:
+                        self._differences = differences
             except BaseException as error:
                 on_end(str(error) or type(error).__name__)
                 raise
@@ -308,14 +312,29 @@ class Healing:
             is_over.set()
             said.result()
 
-    def wait(self) -> dict[str, Any]:
+    def wait(self, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Return the received state, whole and of the right step; its own part is what a Manager says of itself.
+
+        Args:
+            is_over: whether the step that it is for cannot count any more. Its sources may wait for this group in the next quorum
+                then, so that they are not waited for without end here.
 
         Raises:
             TransferError, StateFormatError: why it could not be had; a state of another name is refused.
         """
         if self._fetch is None or self._wanted is None:
             raise RuntimeError("internal error: no fetch was started")
+        over_at: float | None = None
+        while wait([self._fetch], _SAY_S).not_done:
+            if self._is_cancelled:  # once more: it may not have begun when it was
+                self._transport.cancel_recv()
+            elif self._transport.gives_live_state and self.progress is None and is_over():
+                over_at = over_at or time.monotonic()
+                if time.monotonic() - over_at >= _IN_VAIN_S:
+                    logger.info(
+                        "the step is over, and no source sends its state: it is asked for again in the next one"
+                    )
+                    self.cancel()
         state = self._fetch.result()
         wanted = self._wanted.version
         own = state.get("torchft") if isinstance(state, dict) else None

@@ -552,7 +552,7 @@ class Recovery:
 
     def _wait_for_state(self, as_group: bool = False) -> dict[str, Any]:
         try:
-            state = self._healing.wait()
+            state = self._healing.wait(lambda: self.client.is_overtaken)
             self._registry.check(state.get("user"))
             if as_group:
                 self.client.await_loading(self._limit)

@@ -164,6 +164,9 @@ class StepClient:
         self._error: ExceptionWithTraceback | None = None
         self._is_stall_reported = False
         self._cleared: int | None = None
+        self.is_overtaken = False
+        """The open step cannot count. Its sources may have begun it again: they serve its state anew then, in a quorum that waits
+        for this group."""
         self.is_needed = False
         """The others cannot train without this group, which follows them in the open step."""
         self.is_called = False
@@ -239,7 +242,7 @@ class StepClient:
         self._error = None
         self._is_stall_reported = False
         self._cleared = None
-        self.is_needed = self.is_called = False
+        self.is_needed = self.is_called = self.is_overtaken = False
         self._loading, self._applying = [], []
         self._redo_said = self._redo_told = None
 
@@ -613,13 +616,16 @@ class StepClient:
                 self._answer = message
                 return f"they are broken: {message.reason}" if message.broken else "", False
             else:
-                return "", replica.overtaken(message)
+                cancel = replica.overtaken(message)
+                self.is_overtaken = self.is_overtaken or cancel
+                return "", cancel
         elif isinstance(message, CommitUnknown):
             if replica.phase is StepPhase.VOTED and self._answer is None:
                 self._answer = message
         elif isinstance(message, QuorumBroken):
             self._note_loss(replica, message)
             if replica.broken(message):
+                self.is_overtaken = True
                 first = self._error.original_exception if self._error is not None else None
                 if first is None or isinstance(first, CollectiveFailedError):  # a lost connection names nobody
                     error = ProcessGroupError(f"quorum {message.quorum_id} broke: {message.reason}", message.replica_id)

@@ -38,6 +38,10 @@ class _Lease:
     is_retired: bool = False
     """It is given to its receivers alone: the state of its step is to be served anew."""
 
+    def goes_on_for(self, receiver: str | None) -> bool:
+        """Whether one that comes again gets it though it is retired: a learner, once the state of now is of a later step."""
+        return self.left_at is not None and self.snapshot.outlives_step and self.snapshot.is_known_to(receiver)
+
 
 class SnapshotRegistry:
     """Keeps open snapshots. Every method may be called from any thread.
@@ -93,7 +97,7 @@ class SnapshotRegistry:
         with self._lock:
             self._drop_closed()
             for lease in self._leases:
-                if lease.snapshot.step == step and (not lease.is_retired or lease.snapshot.is_known_to(receiver)):
+                if lease.snapshot.step == step and (not lease.is_retired or lease.goes_on_for(receiver)):
                     return Availability.SERVING, lease.snapshot
             # The newest step itself may be served again: a discarded step is tried again from the same state.
             if self._newest_step is None or step >= self._newest_step:
