@@ -29,6 +29,7 @@ _LAYER_BYTES = 4 * (1024 * 1024 + 1024)
 _MEBIBYTE = 1 << 20
 _NUM_GROUPS = 2
 _NUM_BEFORE = 8
+_NUM_AFTER = 4
 Say = Callable[[str], None]
 
 
@@ -67,6 +68,8 @@ class Outcome:
 
     before_s: list[float]
     during_s: list[float]
+    after_s: list[float]
+    """Steps of all groups together, once it adds to them: on few cores they take longer, whoever came in however."""
     has_followed: bool
     """Whether it was outside of the quorum while it received; else it came in as without `follow`, and no bar is kept."""
     discarded: int
@@ -163,6 +166,12 @@ def _measure(
         ended = first["t"] if first else time.monotonic()
         source_bytes = max(_memory(c, "VmHWM") - p for c, p in zip(survivors, peaks, strict=True))
         learner_bytes = _memory(joiner, "VmHWM") - max(peaks)
+        if first is not None:
+            wait_until(
+                lambda: all(len(_commits(s, ended, math.inf)) > _NUM_AFTER for s in survivors) or None,
+                patience_s,
+                "steps of all groups",
+            )
         before = {s.name: _commits(s, loaded, began) for s in survivors}
         during = {s.name: (before[s.name][-1:] + _commits(s, began, ended)) for s in survivors}
         worst = max(during, key=lambda name: max(_differences(during[name], "t"), default=0.0))
@@ -171,6 +180,7 @@ def _measure(
         outcome = Outcome(
             before_s=_differences(before[worst], "t"),
             during_s=_differences(during[worst], "t"),
+            after_s=_differences(_commits(next(s for s in survivors if s.name == worst), ended, math.inf), "t"),
             has_followed="follows the others outside of the quorum" in joiner.log.read_text(errors="replace"),
             discarded=max(
                 sum(1 for s in steps_of(c) if not s.committed and began <= s.ended <= ended) for c in survivors
@@ -228,6 +238,10 @@ def survivor_rows(setting: Setting, on: Outcome, off: Outcome | None) -> list[Ro
         usual = median(o.before_s)
         return max(o.during_s) - usual if o.during_s and usual is not None else None
 
+    def beyond_after(o: Outcome) -> float | None:
+        usual = median(o.after_s)
+        return max(o.during_s) - usual if o.during_s and usual is not None else None
+
     def count(value: float | None) -> str:
         return "not run" if value is None else f"{value:.0f}"
 
@@ -246,6 +260,11 @@ def survivor_rows(setting: Setting, on: Outcome, off: Outcome | None) -> list[Ro
             ratio,
         ),
         row(f"    longest beyond {seconds(base)}", longest, 1.2 * clone_s(setting.state_bytes), seconds),
+        Row(
+            figure=f"      beyond {seconds(median(on.after_s))}, a step of all groups once it adds to them",
+            ours=seconds(beyond_after(on)),
+            reference=seconds(beyond_after(off)) if off else "",
+        ),
         row("    steps that they discard", lambda o: float(o.discarded), 0, count),
         row("    changes of the quorum id", lambda o: float(o.quorum_ids), 1, count),
         Row(
