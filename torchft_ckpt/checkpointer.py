@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from torchft_ckpt.manager.cold_start import ColdStartGroup
 
 logger = logging.getLogger(__name__)
-_STAGING_SHARE = 4
+_STAGING_SHARE = 2
 _BLOCK_BYTES = HUGE_PAGE_BYTES
 """Memory is copied aside in blocks of this size. Smaller ones copy less beside the shares; below a huge page they are slow."""
 _TO_CLOSE = timedelta(seconds=10)
@@ -156,7 +156,7 @@ class Checkpointer:
             writers left.
         timeout: of a save, in the background.
         staging_budget_bytes: at most so much is copied aside for a save; beyond it the save fails, training goes on. Default:
-            a quarter of the memory, this machine's or the container's.
+            half of the memory, this machine's or the container's.
         storage_options: for fsspec (credentials, endpoint).
         save_random_state: save and restore this rank's random number generators.
         is_replicated: whether tensors that are not sharded are the same on all ranks of a group; False for the stages of a

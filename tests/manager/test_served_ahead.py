@@ -18,6 +18,7 @@ from test_manager_in_process import together
 from torch import nn
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
+from torchft_ckpt.errors import SourceLostError
 from torchft_ckpt.manager import healing
 from torchft_ckpt.manager.serving import StateServing
 
@@ -117,6 +118,20 @@ class AsksLate(HTTPTransport[Any]):
         return super().fetch_checkpoint(*arguments, **how)
 
 
+class NeverComes(HTTPTransport[Any]):
+    """Of a group that is told to come for a state, and dies before it does."""
+
+    def fetch_checkpoint(self, *arguments: Any, **how: Any) -> Any:
+        raise SourceLostError("it is dead", party="test")
+
+
+class RetiresAsBefore(HTTPTransport[Any]):
+    """A user's, made for a version in which the method had no argument."""
+
+    def retire_checkpoint(self) -> None:  # type: ignore[override]
+        super().retire_checkpoint()
+
+
 def look_at(replica: Attempts) -> None:
     """Somebody from outside begins to receive the state, and is slow from then on."""
     port = int(replica.manager._steps._transport.metadata().rsplit(":", 1)[1])
@@ -154,15 +169,26 @@ def join(
     together([*others, joiner], await_joiner_and_step)
 
 
+@pytest.mark.parametrize(
+    ("use_async_quorum", "transport", "is_looked_at"),
+    [(False, HTTPTransport, False), (False, HTTPTransport, True), (True, NeverComes, False)],
+    ids=["received", "looked at", "never asked for"],
+)
 def test_who_joins_after_a_step_that_all_left_without_a_vote_gets_the_state_of_now(
-    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+    lighthouse: LighthouseServer,
+    monkeypatch: pytest.MonkeyPatch,
+    use_async_quorum: bool,
+    transport: type[HTTPTransport[Any]],
+    is_looked_at: bool,
 ) -> None:
     """The state of that step was served to another one, and is still there: nothing has changed the parameters since."""
     serves_late(monkeypatch)
-    how = {"warm_up": False, "use_async_quorum": False}
-    a, b = Skips(lighthouse, "a", **how), Skips(lighthouse, "b", **how)
+    how: dict[str, Any] = {"warm_up": False, "use_async_quorum": use_async_quorum}
+    own = RetiresAsBefore(timeout=timedelta(seconds=20), hostname="127.0.0.1")
+    a, b = Skips(lighthouse, "a", **how), Skips(lighthouse, "b", checkpoint_transport=own, **how)
     together([a, b], lambda replica: [replica.step() for _ in range(3)])
-    c = Skips(lighthouse, "c", seed=1, **how)
+    told = transport(timeout=timedelta(seconds=20), hostname="127.0.0.1")
+    c = Skips(lighthouse, "c", seed=1, checkpoint_transport=told, **how)
     for replica in (a, b, c):
         replica.skips = True
 
@@ -171,10 +197,14 @@ def test_who_joins_after_a_step_that_all_left_without_a_vote_gets_the_state_of_n
             replica.step()
 
     join(lighthouse, c, a, b, step=skip)
+    if is_looked_at:
+        look_at(a)
+        look_at(b)
     a.skips = b.skips = False
     c.manager.shutdown()
     d = Skips(lighthouse, "d", seed=2, **how)
     join(lighthouse, d, a, b)
+    together([a, b, d], lambda replica: [replica.step() for _ in range(2)])
     assert len({str(replica.own()) for replica in (a, b, d)}) == 1, [replica.own() for replica in (a, b, d)]
     for replica in (a, b, d):
         replica.manager.shutdown()

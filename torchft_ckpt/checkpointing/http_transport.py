@@ -176,6 +176,7 @@ class HTTPTransport(CheckpointTransport[T]):
         _check(connect > timedelta(0), "connect_timeout", connect, "a positive duration")
         token = resolve(token, TOKEN, "", str) or None
         memory = memory_bytes()
+        self._has_own_limit = max_total_bytes is not None
         self._lock = lock or StateDictLock(timeout)
         self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
         self._snapshots = SnapshotRegistry()
@@ -433,11 +434,20 @@ class HTTPTransport(CheckpointTransport[T]):
         not_negative(timeout)
         started = time.monotonic()
         target = StateTarget(LocalState(local_state), in_place=in_place)
+        limit = self._options.max_total_bytes
+        if limit is not None and not self._has_own_limit:
+            limit *= world_size  # of a source's state, of which each rank here receives a part
         fetch = ShardedFetch(
             [_group(addresses) for addresses in groups],
             step=step,
             deadline=started + timeout.total_seconds(),
-            options=replace(self._options, receiver=uuid.uuid4().hex, group_size=world_size, deflated_manifests=True),
+            options=replace(
+                self._options,
+                receiver=uuid.uuid4().hex,
+                group_size=world_size,
+                deflated_manifests=True,
+                max_total_bytes=limit,
+            ),
             want=lambda group: target.wants(group.description(rank)),
             on_progress=together(self._on_progress, on_progress),
         )

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 30.0
 _SAY_S = 0.25
 _IN_VAIN_S = 5.0
-"""So long sources may take to begin to send the state of a step that is over: they may serve it in the next quorum alone."""
+"""So long sources may send nothing of the state of a step that is over: they may serve it in the next quorum alone."""
 
 
 def _tell_nobody(reach_s: float, does: Receives) -> None:
@@ -125,6 +125,7 @@ class Healing:
         self.progress = None
 
         def fetch() -> Any:
+            self.progress = None  # the transfer before may have told how far it was when it was given up
             try:
                 state = self._run(wanted, local, limit)
                 tell(0.0, Receives.TRANSFER)
@@ -324,13 +325,19 @@ class Healing:
         """
         if self._fetch is None or self._wanted is None:
             raise RuntimeError("internal error: no fetch was started")
-        over_at: float | None = None
+        came, came_at = -1, 0.0
         while wait([self._fetch], _SAY_S).not_done:
             if self._is_cancelled:  # once more: it may not have begun when it was
                 self._transport.cancel_recv()
-            elif self._transport.gives_live_state and self.progress is None and is_over():
-                over_at = over_at or time.monotonic()
-                if time.monotonic() - over_at >= _IN_VAIN_S:
+            elif self._takes_back and is_over():
+                now, progress = time.monotonic(), self.progress
+                has_all = (
+                    progress is not None and progress.received_bytes + progress.skipped_bytes >= progress.total_bytes
+                )
+                num_bytes = 0 if progress is None else progress.brought_bytes + progress.skipped_bytes
+                if num_bytes != came or has_all:
+                    came, came_at = num_bytes, now
+                elif now - came_at >= _IN_VAIN_S:
                     logger.info(
                         "the step is over, and no source sends its state: it is asked for again in the next one"
                     )
@@ -346,6 +353,12 @@ class Healing:
         if complaint := self._own.complaint_about(own):
             raise StateFormatError(f"{self._source_name()} sent {wanted} with {complaint}", self._source_name())
         return state
+
+    @property
+    def _takes_back(self) -> bool:
+        """Whether sources give a state no more once their step is over: transports that do not, may not say how far they are."""
+        retires = type(self._transport).retire_checkpoint is not CheckpointTransport.retire_checkpoint
+        return self._transport.gives_live_state and retires
 
     def cancel(self) -> None:
         """Give up a fetch in progress; what it brings is thrown away. Any thread."""

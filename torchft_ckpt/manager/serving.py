@@ -61,11 +61,13 @@ class StateServing:
         that its owner announces.
 
         Args:
-            is_open: the step before was not voted on, so those that its quorum told to come may still come. An outer loop asks
-                for the quorum of its first round so, while others receive the state with which they begin.
+            is_open: nothing has changed since in what is served, and the step before was not voted on, so those that its quorum
+                told to come may still come. An outer loop asks for the quorum of its first round so, while others receive the
+                state with which they begin.
         """
         if version == self._served and self._offered is None:
-            self._transport.retire_checkpoint(keeps_awaited=is_open)
+            # Transports of before do not know it.
+            self._transport.retire_checkpoint(**({"keeps_awaited": True} if is_open else {}))
 
     def serve(
         self,

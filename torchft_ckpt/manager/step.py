@@ -189,7 +189,8 @@ class Steps:
     def _compare_ahead(self, wishes: StepWishes) -> None:
         """After a step in which somebody joined: compare the states before this one, or give the one here for that."""
         now = self._client.view()
-        self._serving.begin_step(now.version, is_open=not now.is_between_steps)
+        # Where groups train apart, what a forward pass changes in a step is one group's own.
+        self._serving.begin_step(now.version, is_open=self._registry.trains_apart and not now.is_between_steps)
         if wishes.waits is not None or now.quorum is None:
             return  # of an outer loop
         if now.serves_ahead:
