@@ -12,9 +12,9 @@ import pytest
 
 from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.core.coordination import joining
 from torchft_ckpt.core.coordination.messages import Source, StateLocated, StateVersion
 from torchft_ckpt.errors import TransferCancelledError
-from torchft_ckpt.manager import healing
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.state_registry import OwnState
 
@@ -113,7 +113,7 @@ def heal(transport: CheckpointTransport[Any]) -> Healing:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(healing, "_IN_VAIN_S", 0.3)
+    monkeypatch.setattr(joining, "STANDSTILL_S", 0.3)
 
 
 @pytest.mark.parametrize("script", [lambda transport, tell: transport.receive(LONG_S), begins_and_stands])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.late import AsksLate
 from support.waiting import wait_until
 from test_contributes_once_known_equal import Loop
 from test_learners import Gated, Paced, Wide, close, follow
@@ -18,8 +19,8 @@ from test_manager_in_process import together
 from torch import nn
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
+from torchft_ckpt.core.coordination import joining
 from torchft_ckpt.errors import SourceLostError
-from torchft_ckpt.manager import healing
 from torchft_ckpt.manager.serving import StateServing
 
 pytestmark = pytest.mark.slow
@@ -99,23 +100,6 @@ class ReceivesSlowly(HTTPTransport[Any]):
         state = super().fetch_checkpoint(*arguments, **how)
         time.sleep(0.6 if is_slow else 0.0)
         return state
-
-
-class AsksLate(HTTPTransport[Any]):
-    """Asks for a state once another group waits for a quorum again."""
-
-    waits_for = ""
-
-    def __init__(self, lighthouse: LighthouseServer) -> None:
-        super().__init__(timeout=timedelta(seconds=20), hostname="127.0.0.1")
-        self._lighthouse = lighthouse
-
-    def fetch_checkpoint(self, *arguments: Any, **how: Any) -> Any:
-        waiting, source = self._lighthouse._jobs.states["default"]._job.waiting, self.waits_for
-        if source:
-            wait_until(lambda: any(name.startswith(source) for name in waiting), "the source asks again", 20)
-        self.waits_for = ""
-        return super().fetch_checkpoint(*arguments, **how)
 
 
 class NeverComes(HTTPTransport[Any]):
@@ -262,18 +246,16 @@ def test_a_group_that_asks_late_and_a_source_that_tries_a_step_again_do_not_wait
     monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool
 ) -> None:
     """The source serves the state in its next quorum alone, which has to wait for the group."""
-    monkeypatch.setattr(healing, "_IN_VAIN_S", 0.2)
+    monkeypatch.setattr(joining, "STANDSTILL_S", 0.2)
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=5000)
     source = FailsEarly(lighthouse, "a_source", warm_up=False)  # the first by its name
     source.fails = True
-    transport = AsksLate(lighthouse)
-    transport.waits_for = "a_source"
     late = FailsEarly(
         lighthouse,
         "late",
         seed=1,
         warm_up=False,
-        checkpoint_transport=transport,
+        checkpoint_transport=AsksLate(lighthouse, "a_source"),
         use_async_quorum=use_async_quorum,
         transfer_timeout=timedelta(seconds=60),
     )

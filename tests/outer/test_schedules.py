@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.late import AsksLate
 from support.lockstep import Hub, ScriptedManager
-from support.waiting import wait_until
 from torch import nn
 from torch.distributed import Work
 from torch.optim.lr_scheduler import LambdaLR
@@ -271,22 +271,6 @@ def test_a_script_that_has_gone_on_hands_out_its_state_of_where_the_round_began(
         lighthouse.shutdown()
 
 
-class AsksLate(HTTPTransport[dict[str, Any]]):
-    """Asks for a state when its source waits for the next quorum already."""
-
-    def __init__(self, lighthouse: LighthouseServer) -> None:
-        super().__init__(timeout=timedelta(seconds=20), num_chunks=0, hostname="127.0.0.1")
-        self._lighthouse = lighthouse
-        self.num_received = 0
-
-    def fetch_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-        job = self._lighthouse._jobs.states["default"]._job
-        wait_until(lambda: bool(job.waiting), "the source asks for its first round", LONG_S)
-        state = super().fetch_checkpoint(*arguments, **options)
-        self.num_received += 1
-        return state
-
-
 @pytest.mark.parametrize("kind", ["diloco", "local_sgd"])
 def test_a_group_that_begins_slowly_gets_the_state_of_the_first_quorum_from_a_source_that_has_gone_on(
     kind: str,
@@ -296,7 +280,7 @@ def test_a_group_that_begins_slowly_gets_the_state_of_the_first_quorum_from_a_so
     Both quorums are of one state. The source must not think that nobody needs it any more.
     """
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000)
-    transports = [AsksLate(lighthouse) for _ in range(2)]
+    transports = [AsksLate(lighthouse, "group_") for _ in range(2)]
 
     def run(number: int) -> list[Bits]:
         script, seen = Script(lighthouse.address(), number, Case(kind), transports[number]), []

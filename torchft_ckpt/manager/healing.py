@@ -20,7 +20,7 @@ from typing import Any
 from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.tree import in_words
-from torchft_ckpt.core.coordination.joining import Reception
+from torchft_ckpt.core.coordination.joining import Reception, Standstill
 from torchft_ckpt.core.coordination.learning import Distance
 from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateKept, StateLocated, StateVersion
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
@@ -42,8 +42,14 @@ from torchft_ckpt.threads import Threads
 logger = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 30.0
 _SAY_S = 0.25
-_IN_VAIN_S = 5.0
-"""So long sources may send nothing of the state of a step that is over: they may serve it in the next quorum alone."""
+
+
+def _left_bytes(progress: TransferProgress) -> int:
+    return progress.total_bytes - progress.received_bytes - progress.skipped_bytes
+
+
+def _done_bytes(progress: TransferProgress) -> int:
+    return progress.brought_bytes + progress.skipped_bytes
 
 
 def _tell_nobody(reach_s: float, does: Receives) -> None:
@@ -274,11 +280,9 @@ class Healing:
 
     def _note(self, progress: TransferProgress) -> None:
         self.progress = progress
-        left_bytes = progress.total_bytes - progress.received_bytes - progress.skipped_bytes
+        left_bytes = _left_bytes(progress)
         reach_s = self._reception.progress(
-            left_bytes=left_bytes,
-            done_bytes=progress.brought_bytes + progress.skipped_bytes,
-            elapsed_s=progress.elapsed_s,
+            left_bytes=left_bytes, done_bytes=_done_bytes(progress), elapsed_s=progress.elapsed_s
         )
         if left_bytes and not self._is_cancelled:
             self._tell(reach_s, Receives.TRANSFER)
@@ -325,23 +329,13 @@ class Healing:
         """
         if self._fetch is None or self._wanted is None:
             raise RuntimeError("internal error: no fetch was started")
-        came, came_at = -1, 0.0
+        standstill = Standstill()
         while wait([self._fetch], _SAY_S).not_done:
             if self._is_cancelled:  # once more: it may not have begun when it was
                 self._transport.cancel_recv()
-            elif self._takes_back and is_over():
-                now, progress = time.monotonic(), self.progress
-                has_all = (
-                    progress is not None and progress.received_bytes + progress.skipped_bytes >= progress.total_bytes
-                )
-                num_bytes = 0 if progress is None else progress.brought_bytes + progress.skipped_bytes
-                if num_bytes != came or has_all:
-                    came, came_at = num_bytes, now
-                elif now - came_at >= _IN_VAIN_S:
-                    logger.info(
-                        "the step is over, and no source sends its state: it is asked for again in the next one"
-                    )
-                    self.cancel()
+            elif self._takes_back and is_over() and self._stands(standstill):
+                logger.info("the step is over, and no source sends its state: this group asks for it in the next step")
+                self.cancel()
         state = self._fetch.result()
         wanted = self._wanted.version
         own = state.get("torchft") if isinstance(state, dict) else None
@@ -353,6 +347,12 @@ class Healing:
         if complaint := self._own.complaint_about(own):
             raise StateFormatError(f"{self._source_name()} sent {wanted} with {complaint}", self._source_name())
         return state
+
+    def _stands(self, standstill: Standstill) -> bool:
+        progress, now = self.progress, time.monotonic()
+        if progress is None:
+            return standstill.lasts(done_bytes=0, has_all=False, now=now)
+        return standstill.lasts(done_bytes=_done_bytes(progress), has_all=_left_bytes(progress) <= 0, now=now)
 
     @property
     def _takes_back(self) -> bool:
