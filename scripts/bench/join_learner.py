@@ -144,11 +144,13 @@ def _measure(
         for child in survivors:
             _forget_peak(child)
         patience_s = 20 + 4 * _NUM_BEFORE * (setting.pause_s + 1)
-        wait_until(
-            lambda: all(len(_commits(s, loaded, math.inf)) > _NUM_BEFORE for s in survivors) or None,
-            patience_s,
-            "steps",
-        )
+
+        def await_steps(number: int, since: float) -> None:
+            wait_until(
+                lambda: all(len(_commits(s, since, math.inf)) > number for s in survivors) or None, patience_s, "steps"
+            )
+
+        await_steps(_NUM_BEFORE, loaded)
         peaks = [_memory(child, "VmHWM") for child in survivors]
         for child in survivors:
             _forget_peak(child)
@@ -167,20 +169,17 @@ def _measure(
         source_bytes = max(_memory(c, "VmHWM") - p for c, p in zip(survivors, peaks, strict=True))
         learner_bytes = _memory(joiner, "VmHWM") - max(peaks)
         if first is not None:
-            wait_until(
-                lambda: all(len(_commits(s, ended, math.inf)) > _NUM_AFTER for s in survivors) or None,
-                patience_s,
-                "steps of all groups",
-            )
+            await_steps(_NUM_AFTER, ended)
         before = {s.name: _commits(s, loaded, began) for s in survivors}
         during = {s.name: (before[s.name][-1:] + _commits(s, began, ended)) for s in survivors}
+        after = {s.name: _commits(s, ended, math.inf) for s in survivors}
         worst = max(during, key=lambda name: max(_differences(during[name], "t"), default=0.0))
         iterations = joiner.events("step")
         ready = joiner.wait_for("manager_ready", 60)["t"]
         outcome = Outcome(
             before_s=_differences(before[worst], "t"),
             during_s=_differences(during[worst], "t"),
-            after_s=_differences(_commits(next(s for s in survivors if s.name == worst), ended, math.inf), "t"),
+            after_s=_differences(after[worst], "t"),
             has_followed="follows the others outside of the quorum" in joiner.log.read_text(errors="replace"),
             discarded=max(
                 sum(1 for s in steps_of(c) if not s.committed and began <= s.ended <= ended) for c in survivors
@@ -234,12 +233,8 @@ def survivor_rows(setting: Setting, on: Outcome, off: Outcome | None) -> list[Ro
             verdict=judge_at_most(value, bar),
         )
 
-    def longest(o: Outcome) -> float | None:
-        usual = median(o.before_s)
-        return max(o.during_s) - usual if o.during_s and usual is not None else None
-
-    def beyond_after(o: Outcome) -> float | None:
-        usual = median(o.after_s)
+    def longest_beyond(o: Outcome, steps_s: list[float]) -> float | None:
+        usual = median(steps_s)
         return max(o.during_s) - usual if o.during_s and usual is not None else None
 
     def count(value: float | None) -> str:
@@ -259,11 +254,16 @@ def survivor_rows(setting: Setting, on: Outcome, off: Outcome | None) -> list[Ro
             1.10,
             ratio,
         ),
-        row(f"    longest beyond {seconds(base)}", longest, 1.2 * clone_s(setting.state_bytes), seconds),
+        row(
+            f"    longest beyond {seconds(base)}",
+            lambda o: longest_beyond(o, o.before_s),
+            1.2 * clone_s(setting.state_bytes),
+            seconds,
+        ),
         Row(
             figure=f"      beyond {seconds(median(on.after_s))}, a step of all groups once it adds to them",
-            ours=seconds(beyond_after(on)),
-            reference=seconds(beyond_after(off)) if off else "",
+            ours=seconds(longest_beyond(on, on.after_s)),
+            reference=seconds(longest_beyond(off, off.after_s)) if off else "",
         ),
         row("    steps that they discard", lambda o: float(o.discarded), 0, count),
         row("    changes of the quorum id", lambda o: float(o.quorum_ids), 1, count),
