@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.groups import running_job
+from support.waiting import wait_until
 from test_joining_a_running_job import Run, step
 from test_manager_in_process import Replica
 from torch import nn
@@ -318,9 +319,7 @@ def test_a_group_that_leaves_in_the_step_that_it_joined_in_saves_nothing(
     def apply_and_leave(self: Replay, *arguments: Any) -> None:
         apply(self, *arguments)
         os.kill(os.getpid(), signal.SIGUSR1)
-        until = time.monotonic() + 20
-        while not joined.manager.view().is_leaving and time.monotonic() < until and not _wishes_to_leave(run):
-            time.sleep(0.01)
+        wait_until(lambda: joined.manager.view().is_leaving or _wishes_to_leave(run), "it is to leave", 20)
 
     monkeypatch.setattr(Replay, "apply", apply_and_leave)
     with beside(run, joined) as pool:

@@ -220,9 +220,8 @@ def test_the_operator_asks_from_outside(lighthouse: LighthouseServer, capsys: py
     assert '"leaving": "the operator asked for it"' in capsys.readouterr().out
     replica.step()
     assert replica.manager.should_leave()
-    until = time.monotonic() + 20
-    while lighthouse._jobs.states["default"].members and time.monotonic() < until:
-        time.sleep(0.01)  # its last word is on its way
+    members = lighthouse._jobs.states["default"].members
+    wait_until(lambda: not members, "the group's last word arrives", 20)
     assert main(["drain", "group", "--lighthouse", lighthouse.address()]) == 1
     assert "has no replica group group here now" in capsys.readouterr().err
     assert main(["drain", "\n", "--lighthouse", lighthouse.address()]) == 2
