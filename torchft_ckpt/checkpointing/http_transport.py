@@ -77,9 +77,9 @@ _REDO_SHARE = 8
 _REQUEST_S = 15.0
 
 
-def _redo_budget_bytes(memory_bytes: int) -> int:
+def _redo_budget_bytes(memory: int) -> int:
     """Return this process's share of what redo logs may take of the memory. torchrun says how many share it."""
-    return memory_bytes // _REDO_SHARE // max(resolve(None, LOCAL_WORLD_SIZE, 1, parse_count), 1)
+    return memory // _REDO_SHARE // max(resolve(None, LOCAL_WORLD_SIZE, 1, parse_count), 1)
 
 
 class HTTPTransport(CheckpointTransport[T]):

@@ -50,12 +50,12 @@ class StateServing:
         self._party = party
         self._offered: StateVersion | None = None
         self._served: StateVersion | None = None
-        """What is served for a quorum, or before it."""
+        """The state that is served for a quorum, or before it."""
         if transport.state_lock is not lock:
             lock.add_before_write(transport.disallow_checkpoint)
 
     def begin_step(self, version: StateVersion, *, is_open: bool) -> None:
-        """A step begins from this state. What was served under its name for a step before is given to nobody who comes now.
+        """A step begins from this state. Nobody who comes now gets the state that was served under its name for a step before.
 
         After a step that did not count what no optimizer owns may be another. A state that is offered changes at moments alone
         that its owner announces.

@@ -325,14 +325,13 @@ class StateRegistry:
         Raises:
             StateDictLoadError: one of them raised; what is loaded now is undefined.
         """
-        own = self._load.keys() - self._agreed_on
+        own = [key for key in self._load if key not in self._agreed_on]
         with self._lock.write(), self._noted("load"), dtypes_kept(self._known()):
-            self._load_keys(user, [key for key in self._load if key in own])
+            self._load_keys(user, own)
             if self._agreed_on:
-                self._not_returned = not_returned(
-                    {key: self._get[key]() for key in own}, {key: user[key] for key in own}
-                )
-            self._load_keys(user, [key for key in self._load if key not in own])
+                returned = {key: self._get[key]() for key in own}
+                self._not_returned = not_returned(returned, {key: user[key] for key in own})
+                self._load_keys(user, [key for key in self._load if key in self._agreed_on])
 
     def _load_keys(self, user: dict[str, Any], keys: Sequence[str]) -> None:
         for key in keys:

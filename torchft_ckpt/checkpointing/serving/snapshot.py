@@ -396,7 +396,7 @@ class Snapshot:
     def is_awaited(self) -> bool:
         """Whether somebody who was told to come has not come yet, or somebody has begun to receive it and has not ended."""
         with self._changed:
-            return self._receivers.awaits_more or self._receivers.num_active > 0
+            return self._receivers.awaits_more or self.is_received
 
     @property
     def is_received(self) -> bool:

@@ -36,7 +36,7 @@ class _Lease:
     left_at: float | None = None
     """The moment at which the owner went on to another step."""
     is_retired: bool = False
-    """It is given to its receivers alone: the state of its step is to be served anew."""
+    """Nobody gets it who asks from now on, see `goes_on_for`: the state of its step is to be served anew."""
 
     def goes_on_for(self, receiver: str | None) -> bool:
         """Whether one that comes again gets it though it is retired: a learner, once the state of now is of a later step."""
