@@ -3,10 +3,9 @@
 Before groups train together the lighthouse compares the layout of each rank's parameters, in words and as a digest
 (`layout_of`).
 
-Digests are of the memory that optimizers own, of their settings, and of the plain values of a state: these have to be equal in
-all groups. What no optimizer owns is each group's own, as BatchNorm's running statistics are, since each sees other data. So
-are the states of random number generators, and arrays. Of a state that only its owner changes, between two steps, all tensors
-count.
+Digests are of the memory that optimizers own, of their settings, and of what else is known to be equal in all groups
+(`showing.KnownLeaves`). Arrays and the states of Python's and numpy's random generators are left out. Of a state that only its
+owner changes, between two steps, all counts.
 
 Values are taken on the training thread, as the loop may change them at once. Tensors are read on a thread of this library's,
 before the vote, after which an optimizer may write to them; whoever takes the write lock before that waits until they are read.
@@ -19,7 +18,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,6 +33,8 @@ from torchft_ckpt.core.coordination.layouts import SEPARATOR
 from torchft_ckpt.core.coordination.messages import LeafDigests, LeavesWanted, StateVersion
 from torchft_ckpt.errors import StateChangedError
 from torchft_ckpt.manager.comparing import bits_of, value_in_words
+from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves
+from torchft_ckpt.manager.volatile import owned_by
 from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -47,34 +48,25 @@ _MAX_TEXT_CHARS = 3000
 _MAX_FROZEN_CHARS = 150
 
 
-class CheckedLeaf(NamedTuple):
-    """A tensor, or a value in words, that has to be equal in all groups."""
-
-    place: str
-    """The same in all groups, however their state dicts are laid out."""
-    name: str
-    """For people."""
-    value: torch.Tensor | str
-
-
 def leaves_to_compare(
-    state: Mapping[str, Any], optimizers: Iterable[torch.optim.Optimizer], *, still: Collection[str] = ()
+    state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer], *, still: Collection[str] = ()
 ) -> list[CheckedLeaf]:
-    """Return what has to be equal in all groups, with values in words and tensors as they are.
+    """Return the leaves by which groups are compared, with values in words and tensors as they are.
 
     Args:
         state: what the registered functions returned, by key.
         optimizers: what they own is compared, whether it is in the state or not.
-        still: keys whose state changes between two steps only.
+        still: keys whose state changes between two steps only: all of it has to be equal.
     """
+    owned = owned_by(optimizers)
     names: dict[int, str] = {}
     leaves: list[CheckedLeaf] = []
     for key, item in state.items():
         for path, value in _leaves(item, key):
-            if key in still or not isinstance(value, torch.Tensor):
-                leaves.append(CheckedLeaf(path, path, value))
-            if isinstance(value, torch.Tensor):
-                names.update((part.data_ptr(), path) for part in memory_of(value))
+            addresses = [part.data_ptr() for part in memory_of(value)] if isinstance(value, torch.Tensor) else []
+            if key in still or not any(address in owned for address in addresses):
+                leaves.append(CheckedLeaf(path, path, value, is_owned=key in still))
+            names.update((address, path) for address in addresses)
     seen: set[int] = set()
     for number, optimizer in enumerate(optimizers):
         for path, value in _owned(optimizer, f"optimizer {number}"):
@@ -163,23 +155,23 @@ class EqualityCheck:
 
     Args:
         lock: who is about to hold its write side waits for the digests.
+        known: which leaves have to be equal.
     """
 
-    def __init__(self, lock: StateDictLock) -> None:
+    def __init__(self, lock: StateDictLock, known: KnownLeaves) -> None:
         lock.add_before_write(self._finish)
+        self.glance = Glance()
+        self._known = known
         self._worker = Threads("torchft_ckpt-check")
         self._work: Future[list[str]] | None = None
         self._version = StateVersion()
         self._names: list[str] = []
         self._places: list[str] = []
         self._done: tuple[StateVersion, list[tuple[str, str]]] | None = None
-        self._has_warned = False
 
     def begin(self, version: StateVersion, leaves: Sequence[CheckedLeaf]) -> None:
         """A step begins with a state that is to be compared. Nothing of it may change before `digest` has returned."""
-        if not leaves and not self._has_warned:
-            self._has_warned = True
-            logger.warning("check_equal_every is set, and nothing can be compared: wrap or guard an optimizer")
+        leaves = [leaf for leaf in leaves if self._known.counts(leaf)]
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the thread has a stream of its own
         self._version = version
@@ -192,21 +184,25 @@ class EqualityCheck:
             wait([work])
 
     def forget(self) -> None:
-        """A step begins with a state that is not compared."""
+        """A step begins with a state of which no more is compared than what every vote shows."""
         self._work = None
 
     def digest(self) -> str:
-        """Return the digest of the state that the step began with; empty where it is not compared."""
+        """Return what the vote shows of the state that the step began with; empty where it is not compared.
+
+        It begins with what it shows at every step.
+        """
         work, self._work = self._work, None
+        glance = self.glance.digest()
         if work is None:
-            return ""
+            return glance
         try:
             digests = work.result()
         except Exception as error:  # noqa: BLE001 - whatever a tensor's class raises: not compared, and no more
             logger.warning("the state of step %d is not compared: %s", self._version.step, error)
-            return ""
+            return glance
         self._done = self._version, list(zip(self._names, digests, strict=True))
-        return _digest_of_all([*self._places, *digests])
+        return f"{glance:16}{_digest_of_all([*self._places, *digests])[:16]}"
 
     def answer(self, wanted: LeavesWanted) -> LeafDigests:
         """Say which digests the leaves of a state had, as far as they are known still."""

@@ -195,11 +195,6 @@ class Healing:
         """Whether what was fetched last was to be taken for equal in part."""
         return bool(self._unchecked)
 
-    @property
-    def can_compare_ahead(self) -> bool:
-        """Whether a state can be had of those who train before the next quorum."""
-        return self._transport.gives_live_state
-
     def _note_early(self, progress: TransferProgress) -> None:
         self._note(progress)
         self._reception.forget_left()  # the state that will be wanted may be another one

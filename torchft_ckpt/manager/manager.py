@@ -208,8 +208,8 @@ class Manager:
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
         job: str | None = None,
-        check_equal_every: int = 0,
-        on_replicas_differ: Literal["warn", "heal", "stop"] = "warn",
+        check_equal_every: int = 100,
+        on_replicas_differ: Literal["warn", "heal", "stop"] = "heal",
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         if min_replica_size < 1:
@@ -279,7 +279,7 @@ class Manager:
         self._own = OwnState()
         self.events = EventQueue(on_event, party)
         """What happens on its way to `on_event`, for what adds to it."""
-        self._check = EqualityCheck(lock)
+        self._check = EqualityCheck(lock, self._own.known)
         self._replay = Replay(
             getattr(transport, "follow_redo_logs", None),
             self._registry.guarded,

@@ -31,8 +31,9 @@ from torchft_ckpt.core.coordination.messages import (
     clip,
     name_some,
 )
-from torchft_ckpt.core.coordination.replica import FIRST_WAIT_S, Comparison, StepPlan
-from torchft_ckpt.errors import CheckpointError, StateDictLoadError, StateMismatchError
+from torchft_ckpt.core.coordination.replica import Comparison, StepPlan
+from torchft_ckpt.core.coordination.trial import Corrections
+from torchft_ckpt.errors import CheckpointError, ReplicasDifferError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.events import Healed
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.healing import Healing
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 _SAID_WHILE_APPLYING_S = 0.5
 """What is said to be left while entries are applied: how long that takes nobody knows, and whoever is silent is left behind."""
 
+NOWHERE = "something that no state_dict function returns"
 _TELL_S = 0.25
 """So often a rank that replays says where it is."""
 
@@ -147,6 +149,7 @@ class Recovery:
         """When to say again how far it is with what it receives outside of the quorum."""
         self.num_healed = 0
         self.num_corrected = 0
+        self._corrections = Corrections()
 
     @property
     def can_replay(self) -> bool:
@@ -211,13 +214,14 @@ class Recovery:
         self.is_pending = True
         if may_overwrite is None:
             may_overwrite = prepared.trainer_waits and prepared.is_untouched and plan.load_before_forward
-        in_place, tell = self._in_place and may_overwrite, functools.partial(self._tell, formed)
+        in_place = self._in_place and may_overwrite and not formed.differs  # else nobody could say what differed
+        tell = functools.partial(self._tell, formed)
 
         def on_end(failure: str) -> None:
             self.say_fetched(formed, failure, loads=self._healing.differs)
 
         compare = None
-        if plan.compare:
+        if plan.compare or formed.differs:
             compare = self._registry.comparison_with((prepared.captured or self._registry.capture_to_serve()).state)
         self._healing.start(formed, receiving, in_place, timeout, unchecked, compare=compare, on_end=on_end, tell=tell)
         if not plan.compare and self.client.is_needed:  # it was told so before the transfer began
@@ -266,6 +270,8 @@ class Recovery:
             total_bytes=progress.total_bytes if progress is not None else 0,
         )
         self.client.send(said)
+        if formed.differs:
+            return
         if formed.follows and does is Receives.TRANSFER and reach_s:
             self._give_up_where_it_cannot_keep_up(formed, reach_s)
         now = time.monotonic()
@@ -421,6 +427,9 @@ class Recovery:
         if plan.compare:
             self._take_comparison(plan.formed, before_forward)
             return
+        if plan.formed.differs:
+            self._correct(plan.formed)
+            return
         step = plan.formed.version.step
         try:
             self.take_state(as_group=not self.is_alone, before_forward=before_forward)
@@ -446,39 +455,54 @@ class Recovery:
         what = "; what it replayed is compared before it contributes" if self._healing.is_in_part_unchecked else ""
         logger.info("%s healed to step %d%s", self.client.replica_id, step, what)
 
-    def compare_ahead(self) -> None:
-        """Compare the state that came out of the step of a join with that of those who trained, before the next quorum.
+    def _correct(self, formed: QuorumFormed) -> None:
+        """Load what differs of the state that the others wait with, before all begin the step.
 
-        Nothing is loaded: where anything differs, or nobody answers soon, the next quorum gives this replica a joiner's part.
+        Raises:
+            ReplicasDifferError: the same differs for the third time in a row.
+            StateDictLoadError, StateMismatchError: it cannot be loaded here.
         """
-        now, name = self.client.view(), self.client.replica_id
-        is_known_equal = self.is_alone and not now.unverified
-        if now.quorum is None or is_known_equal or not self._healing.can_compare_ahead:
-            return
-        captured = self._registry.capture_to_serve().state
-        receiving = self._registry.capture_to_receive() if self._registry.is_sharded else captured
-        wanted = StateLocated(request_id=0, version=now.version, sources=now.quorum.sources)
-        self._healing.start(wanted, receiving, False, compare=self._registry.comparison_with(captured))
-        found, why = self._compared_ahead()
-        with self.client.lock, self.client.replica as replica:
-            replica.compared_ahead(found)
-        sources, step = name_some(source.replica_id for source in wanted.sources), now.version.step
-        if found is Comparison.EQUAL:
-            logger.info("%s is bit-equal to %s at step %d and contributes to it", name, sources, step)
-        else:
-            logger.info("%s compares its state of step %d with that of %s in that step: %s", name, step, sources, why)
-
-    def _compared_ahead(self) -> tuple[Comparison | None, str]:
-        """Return what a comparison has found by now, and what to say of it; None: it takes too long."""
-        if not self._healing.has_arrived(FIRST_WAIT_S) and self._healing.is_running:
-            self._healing.cancel()
-            return None, f"it takes longer than {FIRST_WAIT_S:g} s"
+        name, step = self.client.replica_id, formed.version.step
+        sources = name_some(source.replica_id for source in formed.sources)
         try:
-            self._healing.wait()
+            state = self._wait_for_state(as_group=not self.is_alone)
             found = self._healing.differences()
-        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not compared yet, and no more
-            return Comparison.DIFFERENT, str(error)
-        return found.comparison, f"{found} differ"
+        except (StateMismatchError, StateDictLoadError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises: it joins as one that lacks the state
+            logger.warning(
+                "%s holds another state of step %d than %s, and could not load theirs: %s", name, step, sources, error
+            )
+            self.client.note_error(error)
+            return
+        user, paths = self._registry.keeping_own(state["user"], found.paths, self._own.known)
+        again = self._corrections.note(step, paths)
+        why = (
+            "Its training loop used something that it had read before it had this state (read the step after zero_grad), or"
+            " changes what belongs to a step after zero_grad, or in this group alone"
+        )
+        if again:
+            differs = ReplicasDifferError(
+                f"{name} came to another state of step {step} than {sources}, for the third time in a row, in {again}. {why}:"
+                " mend the loop. What each group may have for itself is not to be registered",
+                name,
+            )
+            self.client.end(differs)
+            raise differs
+        keys = {key for key in user if any(path == key or path.startswith(f"{key}.") for path in paths)}
+        self._load_received({**state, "user": user}, True, keys)
+        with self.client.lock, self.client.replica as replica:
+            replica.load_finished(formed.version, before_forward=True)
+        self.note_healed(formed)
+        self.num_corrected += 1
+        logger.warning(
+            "%s came to another state of step %d than %s: %s differed. It has loaded theirs before this step is computed. %s",
+            name,
+            step,
+            sources,
+            name_some(paths) if paths else NOWHERE,
+            why,
+        )
 
     def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
         """Wait for what came out of the step before, compared with the sources' state, and load theirs where it differs.
@@ -566,11 +590,12 @@ class Recovery:
         if self._healing.has_overwritten():
             self.client.load_torn()
 
-    def _load_received(self, state: dict[str, Any], before_forward: bool) -> None:
+    def _load_received(self, state: dict[str, Any], before_forward: bool, keys: Collection[str] | None = None) -> None:
+        """Load it; `keys`: the registered functions to be called, None: all."""
         self._serving.end_offer()
         try:
             with self._healing.loading(Receives.LOAD_FIRST if before_forward else Receives.LOAD):
-                self._registry.load(state["user"])
+                self._registry.load(state["user"], keys)
             self._take_own(state["torchft"])
             found = self._registry.not_returned(state["user"])
         except BaseException:  # weights without the counters and settings that belong to them are no state either

@@ -109,16 +109,14 @@ class StateServing:
                 raise  # a job whose state cannot be moved should say so when it starts
             logger.exception("%s cannot serve step %d", self._party, version.step)
 
-    def serve_ahead(self, version: StateVersion) -> None:
-        """Serve the state of now before its quorum, for replicas that have joined in the last step and compare theirs with it.
+    def serve_ahead(self, version: StateVersion, captured: StateToServe) -> None:
+        """Serve the state of now before its quorum, for replicas that turn out to hold another one.
 
         On the training thread, between two steps. Nothing is copied or staged before one comes, and nothing is kept for one that
         has not come when the state changes. What a quorum wants served is served anew.
         """
-        if not self._transport.gives_live_state:
-            return
         try:
-            self._send(version, self._registry.capture_to_serve(), [])
+            self._send(version, captured, [])
         except Exception:  # whatever a transport raises, it is the loss of those that have joined
             logger.exception("%s cannot serve step %d before its quorum", self._party, version.step)
 

@@ -22,9 +22,10 @@ from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchError
-from torchft_ckpt.manager.checking import CheckedLeaf, ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
+from torchft_ckpt.manager.checking import ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
 from torchft_ckpt.manager.optimizer_settings import settings_of, take_settings, with_inner
+from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves, keeping, leaf_key
 from torchft_ckpt.manager.volatile import (
     StateToSave,
     StateToServe,
@@ -254,16 +255,34 @@ class StateRegistry:
         """Return where the memory begins of what optimizers change."""
         return owned_by(self._known()).keys()
 
-    def leaves_to_compare(self) -> list[CheckedLeaf]:
-        """Return what has to be equal in all groups of the state of now. On the training thread.
+    def leaves_to_compare(self, captured: dict[str, Any] | None = None) -> list[CheckedLeaf]:
+        """Return the leaves of the state of now by which groups are compared. On the training thread.
 
         Of groups that train apart it is what they agreed on, and nothing of the optimizers that they train with.
+
+        Args:
+            captured: as `capture` has just returned it, or `capture_to_serve`.
         """
-        captured = self.capture()
+        captured = self.capture() if captured is None else captured
         still = captured.keys() - self._moving
         if self._agreed_on:
             return leaves_to_compare({key: captured[key] for key in still}, (), still=still)
         return leaves_to_compare(captured, self._known(), still=still)
+
+    def glance(self, glance: Glance, step: int, known: KnownLeaves) -> None:
+        """Look at the state with which a step begins, as far as that costs next to nothing."""
+        if self.knows_optimizers and self.is_used_by_loops:
+            glance.take(step, self._parameters(), self._known(), {})
+        else:
+            glance.forget()
+
+    def keeping_own(
+        self, user: dict[str, Any], differing: Sequence[str], known: KnownLeaves
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return a received state with this group's own leaves in place of the source's, and what differs but for these."""
+        here = self.capture()
+        kept = {key: keeping(item, here[key], known.own, key) for key, item in user.items()}
+        return kept, [path for path in differing if leaf_key(path) not in known.own]
 
     def take_settings(self, settings: object) -> list[str]:
         """Give optimizers the settings of the source, and say what differed. On the training thread."""
@@ -316,8 +335,9 @@ class StateRegistry:
             )
         return user
 
-    def load(self, user: dict[str, Any]) -> None:
-        """Call all `load_state_dict` functions: last those of what the groups agreed on, where they train apart.
+    def load(self, user: dict[str, Any], keys: Collection[str] | None = None) -> None:
+        """Call the `load_state_dict` functions of these keys, or all: last those of what the groups agreed on, where they train
+        apart.
 
         It is to be in the model then, whatever the others have loaded into it of one group's own. Optimizers that are known
         get their state in its own dtypes, which torch would cast to those of their parameters.
@@ -325,7 +345,7 @@ class StateRegistry:
         Raises:
             StateDictLoadError: one of them raised; what is loaded now is undefined.
         """
-        own = [key for key in self._load if key not in self._agreed_on]
+        own = [key for key in self._load if key not in self._agreed_on and (keys is None or key in keys)]
         with self._lock.write(), self._noted("load"), dtypes_kept(self._known()):
             self._load_keys(user, own)
             if self._agreed_on:
@@ -345,6 +365,7 @@ class OwnState:
     """The Manager's own part of the state, besides its steps. The training thread changes it."""
 
     def __init__(self) -> None:
+        self.known = KnownLeaves()
         self.batches_committed = 0
         """Batches that went into committed steps, over all replica groups."""
         self.place = RoundPlace()
@@ -360,6 +381,8 @@ class OwnState:
             "quorum_id": version.quorum_id,
             "epoch": version.epoch,
             "place": [self.place.num_ends_left, self.place.retries_left],
+            "common": "\n".join(sorted(self.known.common)),
+            "own": "\n".join(sorted(self.known.own)),
         }
 
     def saved(self, step: int) -> dict[str, int]:
@@ -371,6 +394,8 @@ class OwnState:
         batches = own.get("batches_committed", 0)
         if type(batches) is not int or not 0 <= batches < 2**63:
             return "a number of committed batches that is none"
+        if not all(isinstance(own.get(names, ""), str) for names in ("common", "own")):
+            return "names of what groups have in common that are none"
         place = own.get("place", [0, 0])
         if not isinstance(place, list) or len(place) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in place):
             return "a place in its round that is none"
@@ -380,6 +405,9 @@ class OwnState:
         """Take what `served` returned at the source; `Healing.wait` has checked it by `complaint_about`."""
         self.batches_committed = own.get("batches_committed", 0)
         self.place = RoundPlace(*own.get("place", ()))
+        self.known.common, self.known.own = (
+            set(filter(None, own.get(names, "").split("\n"))) for names in ("common", "own")
+        )
 
     def take_saved(self, state_dict: dict[str, int]) -> int:
         """Take what `saved` returned, and return the step.

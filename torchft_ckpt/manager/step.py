@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +23,16 @@ from torch.distributed import ReduceOp, Work
 from torch.profiler import record_function
 
 from torchft_ckpt.checkpointing import CheckpointTransport
-from torchft_ckpt.core.coordination.messages import CommitVote, FollowWish, Outcome, QuorumFormed, Role
+from torchft_ckpt.core.coordination.messages import (
+    CommitVote,
+    FollowWish,
+    Outcome,
+    QuorumFormed,
+    Role,
+    Shows,
+    StateShown,
+    name_some,
+)
 from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
 from torchft_ckpt.errors import ConfigError, GroupLeftError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
@@ -41,6 +50,7 @@ from torchft_ckpt.manager.recovery import Prepared, Recovery
 from torchft_ckpt.manager.redo_recording import RedoRecorder
 from torchft_ckpt.manager.redo_replay import Replay
 from torchft_ckpt.manager.serving import StateServing
+from torchft_ckpt.manager.showing import CheckedLeaf, shown
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.threads import Threads
@@ -176,33 +186,26 @@ class Steps:
         if self._recorder is not None:
             self._recorder.close()
         self._started_at = time.monotonic()
-        self._compare_ahead(wishes)
+        now = self._client.view()
+        # Where groups train apart, what a forward pass changes in a step is one group's own.
+        self._serving.begin_step(now.version, is_open=self._registry.trains_apart and not now.is_between_steps)
         self._begin(wishes, limit)
         while (now := self._client.view()).follows and now.quorum is not None:
-            # The others train on meanwhile; what was received is loaded, or could not be had.
-            self._recovery.replay(now.quorum)
+            # What was received is loaded, or could not be had. The others train on meanwhile, or wait where it is a correction.
+            if not now.is_corrected:
+                self._recovery.replay(now.quorum)
             self._client.learned()
             check()
             self.leave()
             self._begin(wishes, limit)
 
-    def _compare_ahead(self, wishes: StepWishes) -> None:
-        """After a step in which somebody joined: compare the states before this one, or give the one here for that."""
-        now = self._client.view()
-        # Where groups train apart, what a forward pass changes in a step is one group's own.
-        self._serving.begin_step(now.version, is_open=self._registry.trains_apart and not now.is_between_steps)
-        if wishes.waits is not None or now.quorum is None:
-            return  # of an outer loop
-        if now.serves_ahead:
-            self._serving.serve_ahead(now.version)
-        elif now.compares_ahead:
-            self._recovery.compare_ahead()
-
     def _begin(self, wishes: StepWishes, limit: timedelta) -> None:
         """Ask for a quorum, and do what comes before the forward pass."""
         layout = self._registry.layout()
-        has_to_wait, prepared = self._prepare(wishes, is_sharded=layout.is_sharded)
-        self._ask(wishes, layout, prepared, can_serve=prepared.captured is not None or self._can_capture_later(wishes))
+        has_to_wait, prepared, parts = self._prepare(wishes, is_sharded=layout.is_sharded)
+        self._ask(
+            wishes, layout, prepared, parts, can_serve=prepared.captured is not None or self._can_capture_later(wishes)
+        )
         self._is_planned = is_planned = threading.Event()
         self._quorum = self._worker.submit(self._run_quorum, prepared, limit)
         self._quorum.add_done_callback(lambda _: is_planned.set())
@@ -212,8 +215,8 @@ class Steps:
         """Whether the state stays as it is until the quorum is there."""
         return (not self._use_async_quorum and wishes.waits is not False) or self._registry.is_explicitly_locked
 
-    def _prepare(self, wishes: StepWishes, *, is_sharded: bool) -> tuple[bool, Prepared]:
-        """Return whether to wait for the quorum, and what it will need of the state that is here."""
+    def _prepare(self, wishes: StepWishes, *, is_sharded: bool) -> tuple[bool, Prepared, list[StateShown]]:
+        """Return whether to wait for the quorum, what it will need of the state that is here, and what is shown of it."""
         now, registry = self._client.view(), self._registry
         has_to_wait, has_to_capture = self._client.wants()
         has_to_wait = has_to_wait if wishes.waits is None else wishes.waits
@@ -224,17 +227,19 @@ class Steps:
         needs_local = now.is_behind and (is_sharded or self._healing.needs_local)
         # In an outer loop the script goes on at once: what is captured later would be of another place of it than it says.
         captures = has_to_capture or has_pending_request or needs_local or registry.trains_apart
-        captures = captures and not can_capture_later
-        if now.is_checked and wishes.contributes:
-            self._check.begin(now.version, registry.leaves_to_compare())
-        else:
-            self._check.forget()
+        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes)
+        captures = (captures and not can_capture_later) or is_shown
+        self._look_at(now, wishes)
         # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
         receiving = registry.capture_to_receive() if captures and is_sharded and now.is_behind else None
         captured = registry.capture_to_serve() if captures else None
         if captured is not None and receiving is None:
             receiving = captured.state
-        return has_to_wait, Prepared(
+        parts: list[StateShown] = []
+        if is_shown and captured is not None:
+            parts = [self._show(registry.leaves_to_compare(captured.state), now)]
+            self._serving.serve_ahead(now.version, captured)
+        prepared = Prepared(
             captured=captured,
             receiving=receiving,
             counted=[] if captured or can_capture_later else registry.count_writes(),
@@ -242,8 +247,38 @@ class Steps:
             is_untouched=not self._has_computed,
             has_pending_request=has_pending_request,
         )
+        return has_to_wait, prepared, parts
 
-    def _ask(self, wishes: StepWishes, layout: ParameterLayout, prepared: Prepared, *, can_serve: bool) -> None:
+    def _look_at(self, now: ReplicaView, wishes: StepWishes) -> None:
+        """Have what the vote shows read of the state with which the step begins."""
+        if not now.version.proven or not wishes.contributes:
+            self._check.glance.forget()
+            self._check.forget()
+            return
+        self._registry.glance(self._check.glance, now.version.step, self._own.known)
+        if now.is_checked:
+            self._check.begin(now.version, self._registry.leaves_to_compare())
+        else:
+            self._check.forget()
+
+    def _may_show(self, wishes: StepWishes) -> bool:
+        """Whether what is here can be compared before the quorum, and loaded then where it differs."""
+        is_loops = self._registry.is_used_by_loops and not self._registry.is_empty and wishes.waits is None
+        return is_loops and wishes.contributes and not self._has_computed and self._transport.gives_live_state
+
+    def _show(self, leaves: Sequence[CheckedLeaf], now: ReplicaView) -> StateShown:
+        size = self._rank_config.group_world_size
+        return shown(leaves, self._own.known, now.version.step, now.shows, group_world_size=size)
+
+    def _ask(
+        self,
+        wishes: StepWishes,
+        layout: ParameterLayout,
+        prepared: Prepared,
+        parts: list[StateShown],
+        *,
+        can_serve: bool,
+    ) -> None:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
         self._early = None
@@ -276,6 +311,7 @@ class Steps:
             entry_s=entry_s,
             replays=replays,
             load_s=healing.load_s,
+            shown=parts,
             is_first_of_kind=self._sharing.is_first_of_kind,
         )
         request = self._client.begin(wishes, facts)
@@ -388,6 +424,7 @@ class Steps:
         with record_function("torchft::manager::_client::_quorum"):
             plan = self._client.await_plan(limit, self._quorum_retries)
         formed = plan.formed
+        self._learn_leaves(formed)
         self._note_quorum(formed)
         budget_s = formed.join_budget_s
         self._collectives.begin_step(
@@ -407,6 +444,16 @@ class Steps:
         if plan.configure:
             self._is_planned.set()
             self._configure(formed)
+
+    def _learn_leaves(self, formed: QuorumFormed) -> None:
+        news = self._own.known.learn(formed.common, formed.own)
+        if news:
+            logger.info(
+                "%s: each replica group has its own %s, as they differ after a step that all began with the same. These are not"
+                " compared any more",
+                self._client.replica_id,
+                name_some(news),
+            )
 
     def _wish_to_follow(self, formed: QuorumFormed) -> None:
         """Ask for a state to be received while this group warms up, now that the way to the sources is known."""

@@ -31,7 +31,6 @@ from torchft_ckpt.core.coordination.messages import (
     Role,
     Source,
     StateKept,
-    StateVersion,
     clip,
     name_some,
 )
@@ -53,9 +52,6 @@ class Beside:
         self._job = job
         self._joining = joining
         self._spares = spares
-        self._taught: dict[str, QuorumFormed] = {}
-        """By replica id: the latest answer by which a group got a state beside a quorum. It may hold that, or receive it yet,
-        also where it is cut off meanwhile."""
 
     # ---------------------------------------------------------------------------------------------- who stays outside
 
@@ -260,8 +256,6 @@ class Beside:
 
         `others`: are of another layout; a learner that is none of them follows.
         """
-        version = current.assignment.version
-        self._taught = {who: formed for who, formed in self._taught.items() if formed.version == version}
         for member in self._job.members.values() if learners else ():
             member.kept = None  # the sources keep one state at a time
         for place, member in enumerate(learners):
@@ -358,30 +352,8 @@ class Beside:
         member.is_excused = member.has_left_step = True
         member.is_beside, member.warms_up = formed.follows or formed.warms_up, formed.warms_up
         member.follows_until = now + SAY_EVERY_S if formed.follows else now
-        if not formed.warms_up:
-            self._taught[member.replica_id] = formed
         stays = formed.stays and self._is_idle_spare(member)  # it may have been called since
         return Send(member.connection, msgspec.structs.replace(formed, request_id=request.request_id, stays=stays))
-
-    def take_back(self, apart: Collection[str], version: StateVersion) -> list[str]:
-        """Let no learner receive this state from groups that turned out to hold another, or count as a holder if it has it from
-        them. Learners are in no step, so its assignment does not name them.
-
-        Returns those that have it from them, or receive it yet: they differ too.
-        """
-        if not apart:
-            return []
-        members, differing = self._job.members, []
-        for member in members.values():
-            if member.kept is not None and member.kept.version == version:
-                sources = [source for source in member.kept.sources if source.replica_id not in apart]
-                member.kept = msgspec.structs.replace(member.kept, sources=sources) if sources else None
-        for replica_id, taught in self._taught.items():
-            if taught.version == version and any(source.replica_id in apart for source in taught.sources):
-                differing.append(replica_id)
-                if replica_id in members and members[replica_id].version == version:
-                    members[replica_id].version = StateVersion(step=version.step)
-        return differing
 
     # ----------------------------------------------------------------------------------------------------- invariants
 

@@ -55,8 +55,6 @@ class Tally:
     """Members whose vote counts and that neither voted nor were lost before the decision."""
     undecided_joiners: int = 0
     """Likewise, of those who join."""
-    apart: frozenset[str] = frozenset()
-    """Members that approved and began the step with another state than most: they do not commit."""
     first_approval: str | None = None
     """The voter whose collectives are those of the step; it has approved."""
 
@@ -149,7 +147,7 @@ class Tally:
             return Outcome.DISCARD
         vote = self.votes.get(replica_id)
         approved = vote is not None and vote.approve and not self._has_other_collectives(vote)
-        return Outcome.COMMIT if approved and replica_id not in self.apart else Outcome.LEFT_BEHIND
+        return Outcome.COMMIT if approved else Outcome.LEFT_BEHIND
 
     def is_after_vote(self, replica_id: str, wait: CollectiveWait) -> bool:
         """Whether a member waits in a collective that it issued after its vote, so the vote is not about it."""
@@ -158,8 +156,8 @@ class Tally:
 
     def validate(self) -> None:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken. It costs a pass over the members."""
-        if not (self.votes.keys() | self.lost | self.apart) <= self.roles.keys():
-            raise RuntimeError(f"others than the members {self.roles} voted, were lost or differ: {self}")
+        if not (self.votes.keys() | self.lost) <= self.roles.keys():
+            raise RuntimeError(f"others than the members {self.roles} voted or were lost: {self}")
         if self.first_approval is not None and not self.votes[self.first_approval].approve:
             raise RuntimeError(f"{self.first_approval} did not approve")
         if self.lost and not self.broken:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 
-from torchft_ckpt.core.coordination.beside import Beside
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally
 from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.history import state_after
@@ -31,27 +30,33 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumBroken,
     Role,
     StallReport,
-    StateVersion,
     clip,
     name_some,
 )
 from torchft_ckpt.core.coordination.recovery import Assignment
 from torchft_ckpt.core.coordination.restart import Settled, StepKey
 from torchft_ckpt.core.coordination.speaking import Speaking
+from torchft_ckpt.core.coordination.trial import Trials
 
 
 class Deciding:
     """The steps of one job: the open one, and what is said of those that were decided. Not thread-safe."""
 
     def __init__(
-        self, job: JobRecord, joining: Joining, equality: Equality, speaking: Speaking, leaving: Leaving, beside: Beside
+        self,
+        job: JobRecord,
+        joining: Joining,
+        equality: Equality,
+        trials: Trials,
+        speaking: Speaking,
+        leaving: Leaving,
     ) -> None:
         self._job = job
         self._joining = joining
         self._equality = equality
+        self._trials = trials
         self._speaking = speaking
         self._leaving = leaving
-        self._beside = beside
 
     def begin(self, assignment: Assignment, members: list[Member], quorum_id: int, now: float) -> Round:
         """Return the step that these members begin, with what the others may spend on those who join."""
@@ -276,10 +281,6 @@ class Deciding:
         tally = current.tally
         if tally.verdict is CommitDecision.COMMIT:
             yield from self._equality.judge(current, now)
-            for replica_id in tally.apart & self._job.members.keys():
-                self._job.members[replica_id].version = StateVersion(step=current.assignment.version.step)
-            for replica_id in self._beside.take_back(tally.apart, current.assignment.version):
-                self._equality.set_apart(replica_id, current.assignment.version)
         self._joining.ended(current, now)
         approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
         followers = [m for m in approvers if self._is_listening(m)]
@@ -294,10 +295,12 @@ class Deciding:
         if committed:
             self._job.history.committed(key, followers)
             self._note_held(followers, key)
+            left_behind = [m for m in tally.roles if m not in approvers]
+            self._trials.ended(current.step, approvers, left_behind, differs=self._equality.differed_at == current.step)
             behind = [
                 m
                 for m in self._joiners(tally)
-                if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | tally.apart | current.to_follow
+                if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | current.to_follow
             ]
             for replica_id in current.to_follow:
                 self._job.quorum_members.pop(replica_id, None)
@@ -343,7 +346,6 @@ class Deciding:
                     step=current.step,
                     outcome=tally.outcome(replica_id),
                     broken=tally.broken,
-                    differs=replica_id in tally.apart,
                     reason=clip(tally.reason),
                 )
                 decided = self.as_told(member, decided, now, all_leave=all_leave)
@@ -452,7 +454,8 @@ class Deciding:
         """Return the decision on a member's step as that member is told it: with it goes who is to leave, and who speaks."""
         if decided.outcome is Outcome.COMMIT:
             speaks, silent_for = self._speaking.told(member.replica_id)
-            decided = msgspec.structs.replace(decided, speaks=speaks, silent_for=clip(silent_for))
+            shows = self._trials.shows_after(decided.step)
+            decided = msgspec.structs.replace(decided, speaks=speaks, silent_for=clip(silent_for), shows=shows)
         if not member.is_in_step or not self._leaving.may_go(member, now):
             return decided
         self._leaving.let_go(member)

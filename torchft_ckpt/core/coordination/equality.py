@@ -1,13 +1,10 @@
-"""This file decides, by digests of what replica groups hold under one name, who holds another state, and what becomes of it.
+"""This file finds, by digests in the votes on a step, which replica groups hold different states under one name, and names them.
 
-Groups that ask for it vote on some steps with digests of the state that they began the step with, one for each rank. They are
-compared when all voters have approved; the lost have no part in it. What follows is the strictest that one of the compared
-groups wishes for:
+The votes of those that contribute have a digest of what each rank began the step with: of settings and plain values, and of
+samples that follow from the step alone; at steps that groups ask for (`is_checked`), of all of it. They are compared when all
+voters have approved; the lost have no part in it. What follows is the strictest that one of the compared groups wishes for:
 - warn: the groups are named;
-- heal: where a strict majority of the compared groups holds one state, all others begin to count as holders of nothing at once.
-  They do not commit the step, are named as sources to nobody, and contribute again when they have loaded a state of the
-  others. So do those that had one of them as a source in this step, learners too, or the wrong state would go round. Where
-  there is no such majority it is not known who is right, and the groups are named;
+- heal: they are compared before the next quorum forms, and one of them loads what is right: see `trial`;
 - stop: the step is discarded, and no group trains on.
 
 Which of the tensors differ is asked of two to four groups, and of one rank of each whose digests differ. What they answer is
@@ -16,7 +13,6 @@ bounded (`runs_of`). Nothing waits for it but the message that names the tensors
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -28,7 +24,6 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_LEAVES,
     CommitVote,
     Hello,
-    JoinerWaiting,
     Leaf,
     LeafDigests,
     LeavesWanted,
@@ -40,7 +35,6 @@ from torchft_ckpt.core.coordination.messages import (
     group_name,
     name_some,
 )
-from torchft_ckpt.core.coordination.recovery import Assignment
 
 SAY_AGAIN_S = 60.0
 """So long a difference that stays the same is not named again."""
@@ -64,18 +58,6 @@ def alike(digests: Mapping[str, Sequence[str]]) -> list[list[str]]:
     for replica_id in sorted(digests):
         by_state.setdefault(tuple(digests[replica_id]), []).append(replica_id)
     return sorted(by_state.values(), key=lambda groups: (-len(groups), groups))
-
-
-def minority(groups: Sequence[Sequence[str]]) -> list[str]:
-    """Return who, of `alike`'s groups, does not hold the state of a strict majority; nobody where there is no such majority."""
-    others = [replica_id for those in groups[1:] for replica_id in those]
-    return others if groups and len(groups[0]) > len(others) else []
-
-
-def with_those_served(groups: Sequence[str], assignment: Assignment) -> set[str]:
-    """Return these groups and those that had them as sources in this step: what they have loaded may be the same."""
-    ranks = {rank for rank, part in enumerate(assignment.parts) if part.replica_id in groups}
-    return {*groups, *(part.replica_id for part in assignment.parts if ranks.intersection(part.sources))}
 
 
 def runs_of(
@@ -120,34 +102,16 @@ class _Question:
 
 
 class Equality:
-    """The groups of one job that are known to hold another state than its name says. It only reads the members."""
+    """Compares the votes of one job. It only reads the members."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         self._members = members
-        self._apart: OrderedDict[str, StateVersion] = OrderedDict()
-        """Groups that hold another state than most under this name, and have not shown another name since. While such a group
-        is connected, its record says that what it holds has no name."""
         self._question: _Question | None = None
         self._last_logged: tuple[list[list[str]], float] | None = None
         """The last difference that was named, and when."""
         self._wishes: dict[str, tuple[int, OnReplicasDiffer]] = {}
-
-    # ------------------------------------------------------------------------------------------------ who holds what
-
-    def proven_of(self, replica_id: str, version: StateVersion, *, may_receive: bool = False) -> StateVersion:
-        """Return the name of the state that a member holds: an unproven one, where it is known to hold another.
-
-        `may_receive`: it may be in a transfer, and hold yet what it is known by.
-        """
-        if self.differs(replica_id, version):
-            return StateVersion(step=version.step)
-        if not may_receive:
-            self._apart.pop(replica_id, None)  # it has healed, or knows that what it holds has no name
-        return version
-
-    def differs(self, replica_id: str, version: StateVersion) -> bool:
-        """Return whether a member is known to hold another state under this name."""
-        return self._apart.get(replica_id) == version
+        self.differed_at = -1
+        """The step in which votes differed last, and of which the boundary after it has to make out who is right."""
 
     # ----------------------------------------------------------------------------------------------------- comparison
 
@@ -169,10 +133,7 @@ class Equality:
             )
 
     def judge(self, current: Round, now: float) -> Iterator[Instruction]:
-        """Compare the states that voters began a step with, which all of them approve.
-
-        It may discard the step. Or it names groups in `tally.apart`: what they hold has no name from now on.
-        """
+        """Compare the states that voters began a step with, which all of them approve. It may discard the step."""
         tally = current.tally
         votes: dict[str, CommitVote] = {
             replica_id: vote
@@ -183,27 +144,25 @@ class Equality:
             and replica_id not in tally.lost
             and replica_id in self._members
         }
-        if len(votes) < 2:
+        layouts = {(self._members[m].layout, len(vote.state_digests)) for m, vote in votes.items()}
+        if len(votes) < 2 or len(layouts) > 1:  # of groups whose ranks hold other parts nothing can be said
             return
-        groups = alike({replica_id: vote.state_digests for replica_id, vote in votes.items()})
+        length = min(
+            len(digest) for vote in votes.values() for digest in vote.state_digests
+        )  # some show no more at this step
+        groups = alike({m: [digest[:length] for digest in vote.state_digests] for m, vote in votes.items()})
         if len(groups) == 1:
             self._last_logged = None
             return
         version = current.assignment.version
         wishes = {self._members[replica_id].hello.on_replicas_differ for replica_id in votes}
         policy = max(wishes, key=list(OnReplicasDiffer).index)
-        few = minority(groups)
         what = f"replica groups hold different states of step {version.step}: {_in_words(groups)}"
+        if policy is OnReplicasDiffer.HEAL:
+            self.differed_at = version.step
         if policy is OnReplicasDiffer.STOP:
             said = f"{what}. No group trains on (on_replicas_differ is 'stop')"
             tally.discard_all(clip(said))
-        elif policy is OnReplicasDiffer.HEAL and few:
-            said = f"{what}. {name_some(few)} has to load the state of the majority"
-            tally.apart = frozenset(with_those_served(few, current.assignment))
-            for replica_id in tally.apart & self._members.keys():
-                self.set_apart(replica_id, version)
-            for replica_id in groups[0]:
-                yield Send(self._members[replica_id].connection, JoinerWaiting())
         elif (
             self._last_logged is not None
             and self._last_logged[0] == groups
@@ -211,25 +170,12 @@ class Equality:
         ):
             return
         elif policy is OnReplicasDiffer.HEAL:
-            said = f"{what}. No state has a majority, so no group has to load another's"
+            said = f"{what}. They are compared before the next step"
         else:
             said = f"{what}. They train on (on_replicas_differ is 'warn')"
         self._last_logged = groups, now
         yield Log(said, is_warning=True)
         yield from self._ask(groups, votes, version, said, stops=policy is OnReplicasDiffer.STOP)
-
-    def set_apart(self, replica_id: str, version: StateVersion) -> None:
-        """Note that what a member holds under this name, or receives yet, is another state than that of most."""
-        self._apart[replica_id] = version
-        while len(self._apart) > max(MAX_REMEMBERED, len(self._members)):
-            self._apart.popitem(last=False)
-
-    def validate(self) -> None:
-        """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
-        for replica_id, version in self._apart.items():
-            member = self._members.get(replica_id)
-            if member is not None and member.version == version:
-                raise RuntimeError(f"{replica_id} counts as a holder of {version}, and is known to hold another state")
 
     # ------------------------------------------------------------------------------------------------- what differs
 

@@ -574,6 +574,7 @@ class GroupState:
             layout_text=news,
             frozen=first.frozen if len(set(frozen)) == 1 else f"frozen parameters: not the same on all ranks ({word})",
             checkpoint_addresses=told,
+            shown=[shown for r in requests for shown in r.shown] if all(len(r.shown) == 1 for r in requests) else [],
         )
 
     def _votes_on(self, rank: int, vote: CommitVote) -> Iterator[GroupInstruction]:

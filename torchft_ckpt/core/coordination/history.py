@@ -287,7 +287,7 @@ class StateHistory:
         tally, outcome, reason = self._decided.get(key, unknown)
         if tally is not None:
             outcome = tally.outcome(replica_id)
-            voter = tally.roles.get(replica_id) in (Role.HEALTHY, Role.INLINE) and replica_id not in tally.apart
+            voter = tally.roles.get(replica_id) in (Role.HEALTHY, Role.INLINE)
             if outcome is Outcome.LEFT_BEHIND and vote.approve and voter:
                 outcome = Outcome.COMMIT  # lost before it voted, but it holds what was committed
         elif outcome is Outcome.COMMIT and not vote.approve:
@@ -300,7 +300,6 @@ class StateHistory:
             step=vote.step,
             outcome=outcome,
             broken=tally is None or tally.broken,
-            differs=tally is not None and replica_id in tally.apart,
             reason=reason,
         )
 

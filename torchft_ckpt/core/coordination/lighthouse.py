@@ -77,6 +77,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumPending,
     QuorumRequest,
     Refused,
+    ReplicasDiffer,
     Role,
     StallReport,
     StateVersion,
@@ -94,6 +95,7 @@ from torchft_ckpt.core.coordination.restart import RestartRecovery
 from torchft_ckpt.core.coordination.roster import Roster
 from torchft_ckpt.core.coordination.spares import Spares
 from torchft_ckpt.core.coordination.speaking import Speaking
+from torchft_ckpt.core.coordination.trial import Trials, Verdict
 
 OWN_ID = (
     "If that is another replica group, and not this one started again: each group needs a replica id of its own"
@@ -143,10 +145,11 @@ class LighthouseState:
         self._beside = Beside(self._job, self._joining, self._spares)
         self._leaving = Leaving(self._job)
         self._equality = Equality(self.members)
+        self._trials = Trials()
         self._restart = RestartRecovery(restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s))
         self._contributors = RecentContributors()
         self._speaking = Speaking()
-        self._deciding = Deciding(self._job, self._joining, self._equality, self._speaking, self._leaving, self._beside)
+        self._deciding = Deciding(self._job, self._joining, self._equality, self._trials, self._speaking, self._leaving)
         self._store_hosts: tuple[str, ...] = ()
         """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
@@ -231,7 +234,7 @@ class LighthouseState:
         self._job.validate()
         self._leaving.validate()
         self._beside.validate()
-        self._equality.validate()
+        self._trials.validate()
         self._restart.validate(self.members.keys())
         if self.members and self.callers.members:
             raise RuntimeError("a job is of Managers or of callers, and both are here")
@@ -346,7 +349,7 @@ class LighthouseState:
             connection=connection,
             hello=hello,
             last_seen=now,
-            version=self._equality.proven_of(replica_id, hello.version, may_receive=True),
+            version=hello.version,
             checkpoint_addresses=hello.checkpoint_addresses,
             is_beside=hello.is_beside,
             has_left_step=hello.is_beside,
@@ -421,9 +424,10 @@ class LighthouseState:
         if self._job.quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
             self._job.quorum_members.clear()
 
-    def _holder(self, member: Member) -> Holder:
+    def _holder(self, member: Member, equal: Collection[str]) -> Holder:
+        """`equal`: were found to hold the state that they name."""
         request = member.asked
-        version = self._equality.proven_of(member.replica_id, request.version)
+        version = request.version
         return Holder(
             replica_id=member.replica_id,
             version=StateVersion(step=version.step) if self._job.history.is_void(version) else version,
@@ -434,7 +438,7 @@ class LighthouseState:
             heal_inline=request.heal_inline,
             waits_for_quorum=request.waits_for_quorum,
             can_serve=request.can_serve,
-            unverified=request.unverified,
+            unverified=request.unverified and member.replica_id not in equal,
             contributes=request.contributes,
             min_contributors=request.min_contributors,
         )
@@ -530,7 +534,7 @@ class LighthouseState:
 
     def _on_state_shown(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """Note the state that a member holds between two steps."""
-        member.version = version = self._equality.proven_of(member.replica_id, version)
+        member.version = version
         self._job.quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
         self._job.history.note(member.replica_id, version)
@@ -608,8 +612,12 @@ class LighthouseState:
             yield from self._notify_pending(reason, now, verdict.deadline, is_warning=bool(others), exclude=out)
             return
         members = [self.members[replica_id] for replica_id in verdict.members]
+        trial = self._trial_of(members)
+        yield from self._answer_differing(trial, members)
+        if trial.stops or trial.loads:
+            return
         assignment = assign_recovery(
-            [self._holder(member) for member in members],
+            [self._holder(member, trial.equal) for member in members],
             newest_step=self.newest_step,
             allow_step_loss=self.allow_step_loss or self.settings.allow_step_loss,
             min_replicas=self.settings.min_replicas,
@@ -641,10 +649,52 @@ class LighthouseState:
             m for m in candidates if m.replica_id in outside and m.asked.warms_up
         ]  # there was no job yet when it asked
         learners = self._beside.to_teach([m for m in following if m not in cold], others, now)
-        yield from self._form_quorum(assignment, learners, verdict.reason, now, others)
+        yield from self._form_quorum(assignment, learners, verdict.reason, now, others, trial)
         for member in cold:
             if self.round is not None and self._beside.may_learn_alone(member):
                 yield self._beside.let_warm_up(member, self.round, now)
+
+    def _trial_of(self, members: Collection[Member]) -> Verdict:
+        """Compare what members show of the newest state. One that has no name yet is given out when the quorum forms."""
+        newest = max((m.asked.version for m in members if not m.asked.torn), default=StateVersion())
+        if not self._job.holds_newest(newest):
+            return Verdict()
+        return self._trials.judge([m for m in members if m.asked.version == newest and not m.asked.torn], newest.step)
+
+    def _answer_differing(self, trial: Verdict, members: list[Member]) -> Iterator[Instruction]:
+        """Have members that showed another state load that of the others, which wait; or stop all of them."""
+        for said in trial.said:
+            yield Log(said, is_warning=True)
+        if trial.stops:
+            stop = ReplicasDiffer(version=members[0].asked.version, stops=True, reason=clip(" ".join(trial.said), 4000))
+            for member in self.members.values():
+                yield Send(member.connection, stop)
+            return
+        places = {member.replica_id: place for place, member in enumerate(members)}
+        for replica_id, sources in trial.loads.items():
+            member = self.members[replica_id]
+            request = self._job.take_request(member)
+            member.has_left_step, member.version = True, StateVersion(step=request.version.step)
+            formed = QuorumFormed(
+                request_id=request.request_id,
+                quorum_id=self.quorum_id,
+                epoch=self.epoch,
+                version=request.version,
+                role=Role.LEARNER,
+                replica_rank=len(members),
+                replica_world_size=len(members),
+                contributor_rank=None,
+                num_contributors=len(members),
+                num_voters=len(members),
+                store_address="",
+                sources=[self.members[source].as_source(places[source]) for source in sources],
+                follows=True,
+                differs=True,
+                newest_step=self.newest_step,
+                rolled_back_to=self._job.history.rolled_back_to,
+                reason=clip(f"it came to another state of step {request.version.step} than {name_some(sources)}"),
+            )
+            yield Send(member.connection, formed)
 
     def _refuse_to_heal(self, helpless: list[str], assignment: Assignment, now: float) -> Iterator[Instruction]:
         """Send the members away that would have to load a state and cannot. The others form their quorum without them."""
@@ -808,14 +858,21 @@ class LighthouseState:
                 yield Send(member.connection, QuorumPending(reason=reason, waited_s=waited))
 
     def _form_quorum(
-        self, assignment: Assignment, learners: list[Member], reason: str, now: float, others: Collection[str]
+        self,
+        assignment: Assignment,
+        learners: list[Member],
+        reason: str,
+        now: float,
+        others: Collection[str],
+        trial: Verdict,
     ) -> Iterator[Instruction]:
         """Begin a step with these members, and give learners its state outside of the quorum if anybody can serve it.
 
-        `others`: are of another layout; a learner that is none of them follows.
+        `others`: are of another layout; a learner that is none of them follows. `trial`: what was found before.
         """
         yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
+        self._trials.begins(assignment, [(member.replica_id, member.asked.version.step) for member in members])
         quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
         yield from self._go_on_from(assignment, quorum_id)
@@ -874,7 +931,8 @@ class LighthouseState:
                 unverified=assignment.unverified,
                 newest_step=self.newest_step,
                 patience_s=patience_s,
-                differs=self._equality.differs(member.replica_id, request.version),
+                common=trial.common,
+                own=trial.own,
                 names_state=assignment.is_first,
                 rolled_back_to=self._job.history.rolled_back_to,
                 reason=clip(reason),
@@ -956,6 +1014,7 @@ class LighthouseState:
         member = self._roster.remove(replica_id, reason, is_closed=is_closed)
         self._job.history.gone(replica_id)
         self._speaking.gone(replica_id)
+        self._trials.lost(replica_id)
         if not is_on_purpose and not member.has_finished:
             self._job.history.cut_off(group_name(replica_id), member.version, now)
         self._job.stop_waiting(member)

@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -111,13 +111,22 @@ class Outcome(str, Enum):
 
 
 class OnReplicasDiffer(str, Enum):
-    """The policy for replica groups that hold different states under one name."""
+    """The policy for replica groups that were found equal since they joined, and differ now."""
 
     WARN = "warn"
     HEAL = "heal"
-    """The minority loads the state of the majority, where there is a strict one; else as `WARN`."""
+    """Those that are not right, by the rule of `trial`, load the state of those that are."""
     STOP = "stop"
     """No group trains on."""
+
+
+class Shows(str, Enum):
+    """How much of its state a group shows with its next request, to have it compared with that of the others: see `trial`."""
+
+    NOTHING = "nothing"
+    SAMPLES = "samples"
+    """All plain values, all small tensors, and samples of the large ones."""
+    ALL = "all"
 
 
 class Loading(str, Enum):
@@ -140,6 +149,30 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------------------------------------- group -> lighthouse
+
+
+class Leaf(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A tensor or value of a state, or a run of them."""
+
+    name: Annotated[str, msgspec.Meta(max_length=MAX_LEAF_CHARS)]
+    digest: Digest
+
+
+Leaves: TypeAlias = Annotated[list[Leaf], msgspec.Meta(max_length=MAX_LEAVES)]
+LeafNames: TypeAlias = Annotated[
+    list[Annotated[str, msgspec.Meta(max_length=MAX_LEAF_CHARS)]], msgspec.Meta(max_length=MAX_LEAVES)
+]
+
+
+class StateShown(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one rank shows of the state that it asks with."""
+
+    owned: Digest
+    """Of what optimizers own, and of their settings."""
+    common: Digest = ""
+    """Of what else is known to be equal in all groups."""
+    open: Leaves = []
+    """Of the rest, where it is not known yet whether it has to be equal: each by itself, ordered by name."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -245,6 +278,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The layout of group rank 0 in words; None: as in the last request on this connection."""
     frozen: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """Which of the parameters need no gradient, in words; empty: not known."""
+    shown: Annotated[list[StateShown], msgspec.Meta(max_length=65536)] = []
+    """One of each rank, where the state is to be compared with that of the other groups before the quorum forms; it is served
+    to them meanwhile."""
     checkpoint_addresses: Addresses | None = None
     """One for each group rank; None: as in the last request on this connection."""
 
@@ -353,19 +389,12 @@ class CollectiveWait(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The collective in words, for the operator."""
 
 
-class Leaf(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A tensor or value of a state, or a run of them."""
-
-    name: Annotated[str, msgspec.Meta(max_length=MAX_LEAF_CHARS)]
-    digest: Digest
-
-
 class LeafDigests(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answer to `LeavesWanted`, as far as the digests are still known."""
 
     version: StateVersion
     group_rank: Count = 0
-    leaves: Annotated[list[Leaf], msgspec.Meta(max_length=MAX_LEAVES)] = []
+    leaves: Leaves = []
 
 
 class LostAsked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -493,7 +522,12 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Nobody here is known to hold the bits that `version` was committed with, so one who made the step while it healed
     stands in. Whoever takes its state is as unverified as it, until a step is committed from it."""
     differs: bool = False
-    """What this member holds under the name `version` is another state than that of the others: it has to load theirs."""
+    """`follows` is set: what this member holds under the name `version` is another state than that of the others, which wait for
+    it meanwhile."""
+    common: LeafNames = []
+    """Leaves that were shown by themselves, and were found equal in all groups after a step: they are to be equal from now on."""
+    own: LeafNames = []
+    """Those that differed although all was equal before the step: each group has its own."""
     warms_up: bool = False
     """The role is LEARNER, and there is nothing to load: the member computes one step for itself alone."""
     follows: bool = False
@@ -579,8 +613,8 @@ class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     outcome: Outcome
     broken: bool = False
     """The collectives of this quorum cannot be used any more, not even between this step and the next one."""
-    differs: bool = False
-    """The state that this member began the step with is not that of most members: it has no name any more."""
+    shows: Shows = Shows.NOTHING
+    """With its next request this member shows its state."""
     leaving: bool = False
     """This member leaves after this step, as it wished or was asked to: the others do not wait for it any more."""
     all_leave: bool = False

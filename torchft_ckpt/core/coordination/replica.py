@@ -26,7 +26,6 @@ simulation drives it in the same way.
                                                       after a transfer that failed or was stopped, as the others need this replica
     IDLE       left_between_steps         IDLE        likewise
     IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
-    IDLE       compared_ahead             IDLE        the state is verified, where it is equal to that of those who trained for it
 
 Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
 not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing; a torn
@@ -35,8 +34,8 @@ state has no name until a whole one is loaded over it.
 A training loop uses what it finds in the state between `begin` and `vote`: to clip, to unscale, to decay weights. Who loads
 in between makes a step that may be another than that of the others, and is *unverified* from then on. It says so when it asks,
 gets a joiner's part, and compares its state with that of verified members, until a step has begun with the very bits of theirs.
-It compares once before it asks at all (`compares_ahead`), and those who trained in the step in which it joined serve their state
-for that (`serves_ahead`): where nothing differs it contributes to the very next step.
+All groups show their state when they ask after such a step (`shows`). If it is equal, it contributes to the very next step; if
+not, it loads that of the others first: see `trial`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,9 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumFormed,
     QuorumRequest,
     Role,
+    Shows,
     StateLocated,
+    StateShown,
     StateVersion,
 )
 
@@ -141,6 +142,8 @@ class StepFacts(NamedTuple):
     """How long it would take to receive what is replayed of one step; 0: nobody knows, or nothing is replayed."""
     replays: bool = False
     """It brings that state on by redo entries then."""
+    shown: list[StateShown] = []
+    """Of the state, where it `shows` something."""
     is_first_of_kind: bool = False
     """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
 
@@ -178,6 +181,7 @@ class ReplicaView(NamedTuple):
     is_learner: bool
     warms_up: bool
     follows: bool
+    is_corrected: bool
     is_leaving: bool
     all_leave: bool
     speaks: bool
@@ -187,8 +191,7 @@ class ReplicaView(NamedTuple):
     is_voted_on: bool
     can_reduce: bool
     begins_with_load: bool
-    compares_ahead: bool
-    serves_ahead: bool
+    shows: Shows
     serves_learners: bool
     num_participants: int
     participating_rank: int | None
@@ -236,8 +239,8 @@ class ReplicaState:
         """Unverified, or another rank of this group may still be: no quorum has taken the group for a holder again."""
         self._last_comparison: Comparison | None = None
         """That of the last comparison, where it left the state unverified."""
-        self._is_slow_to_compare = False
-        """It has waited for a comparison before it asked, in vain."""
+        self._shows = Shows.SAMPLES
+        """How much the next request shows, if the state has a name then."""
         self._is_exact = False
         """The open step began with the state that the quorum names, to the bit."""
         self.is_leaving = False
@@ -290,34 +293,17 @@ class ReplicaState:
     def begins_with_load(self) -> bool:
         """A state may be loaded before the forward pass of the next step, though its quorum is found beside it as a rule."""
         is_behind = not self.version.proven or self.version.step < self.newest_step
-        return is_behind or self.is_learner or self._on_probation
+        return is_behind or self.is_learner or self._on_probation or self.shows is not Shows.NOTHING
 
     @property
-    def compares_ahead(self) -> bool:
-        """The step that it joined in counts, and its state may be another one than that of those who trained: compare the two.
-
-        It is so for all ranks of a group, or for none, also where some are known to be exact: what returns their state may be a
-        collective.
-        """
-        was_joiner = self.quorum is not None and self.quorum.role is Role.JOINER and bool(self.quorum.sources)
-        return was_joiner and self._compares and self._has_just_committed
-
-    @property
-    def serves_ahead(self) -> bool:
-        """Another replica may have joined in the step that has just counted, and compare its state with this one."""
-        formed = self.quorum
-        has_trained = formed is not None and formed.role is Role.HEALTHY and not self.unverified
-        joins = formed is not None and any(rank < formed.replica_world_size for rank in formed.destinations)
-        return has_trained and joins and self._has_just_committed
-
-    @property
-    def _has_just_committed(self) -> bool:
-        return self.phase is StepPhase.IDLE and self._last_outcome is Outcome.COMMIT and self.version.proven
+    def shows(self) -> Shows:
+        """How much of the state the next request shows, to have it compared: see `trial`."""
+        return self._shows if self.version.proven else Shows.NOTHING
 
     @property
     def wants_capture(self) -> bool:
         """The state has to be captured before the next quorum: others may need it, or it is to be compared."""
-        return self.capture_wanted or not self.version.proven or self._on_probation
+        return self.capture_wanted or not self.version.proven or self._on_probation or self.shows is not Shows.NOTHING
 
     @property
     def is_checked(self) -> bool:
@@ -338,6 +324,11 @@ class ReplicaState:
     def follows(self) -> bool:
         """It receives a state outside of the quorum, or has received it: it computes no step with that, and asks again."""
         return self.phase is StepPhase.TRAINING and self.quorum is not None and self.quorum.follows
+
+    @property
+    def is_corrected(self) -> bool:
+        """The others wait while it loads the state that it should have, before they all begin the step."""
+        return self.quorum is not None and self.quorum.differs
 
     @property
     def is_behind(self) -> bool:
@@ -441,6 +432,7 @@ class ReplicaState:
             replays=facts.can_follow and facts.replays,
             load_s=facts.load_s,
             store_address=facts.store_address,
+            shown=facts.shown,
         )
 
     def locate(self, has_finished: bool = False) -> LocateState:
@@ -483,6 +475,7 @@ class ReplicaState:
             return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
         self.phase = StepPhase.TRAINING
         self.quorum = formed
+        self._shows = Shows.SAMPLES  # unless this step counts, and the decision says otherwise
         if formed.leaving:
             self.fail(formed.reason)
             return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
@@ -537,8 +530,6 @@ class ReplicaState:
 
     def _transfer_wait_s(self, formed: QuorumFormed, compare: bool) -> float:
         """Return how long to wait; contributors wait for this replica's collectives, for which half of their grant is left."""
-        if compare and self._is_slow_to_compare and self._last_comparison is None:
-            return 0.0
         most_s = (self.settings.join_budget_s if formed.join_budget_s is None else formed.join_budget_s) / 2
         return min(FIRST_WAIT_S, most_s) if not compare or self._last_comparison is None else most_s
 
@@ -554,16 +545,9 @@ class ReplicaState:
         self._is_exact = before_forward or not self._compares
         self.unverified = not self._is_exact or self._stands_in
         self._on_probation = self._on_probation or self.unverified
-        self._last_comparison, self._is_slow_to_compare = None, False
+        self._last_comparison = None
         if not before_forward and self.quorum is not None and self.quorum.role is Role.INLINE:
             self.fail("its state was loaded after the forward pass, so it could not contribute")
-
-    def compared_ahead(self, comparison: Comparison | None) -> None:
-        """The state was compared with that of those who trained for it, before the next quorum; None: that takes too long."""
-        self._is_slow_to_compare = comparison is None
-        if comparison is Comparison.EQUAL:
-            self.unverified = False
-            self._last_comparison = None
 
     def comparison_finished(self, comparison: Comparison, *, before_forward: bool) -> bool:
         """The state was compared with that of the sources; what differed is loaded. Returns whether this step is exact.
@@ -654,7 +638,7 @@ class ReplicaState:
 
     def learned(self) -> Outcome:
         """The step beside the quorum is over: nothing of it counts. What was received instead of one is old by now."""
-        self._is_stale = self._is_stale or self.follows
+        self._is_stale = self._is_stale or (self.follows and not self.is_corrected)
         self.phase = StepPhase.IDLE
         self.speaks = False
         self.is_leaving = self.is_leaving or (self.quorum is not None and self.quorum.leaving)
@@ -698,11 +682,10 @@ class ReplicaState:
             step = decided.step + 1
             self.unverified = self.unverified and not self._is_exact
             self._adopt(StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch))
+            self._shows = decided.shows
             self.speaks, self.silent_for = decided.speaks, decided.silent_for
         elif outcome is Outcome.LEFT_BEHIND:
             self.speaks = False
-            if decided.differs:
-                self._lose_name()
             self.newest_step = max(self.newest_step, decided.step + 1)
             self._is_stale = True
             self.configured = None

@@ -1,0 +1,249 @@
+"""This file decides, before a quorum forms, whether the groups that ask for it hold one state, and what those load that do not.
+
+A state arrives bit-equal; then a group's own training loop runs, which may have read something before that arrived, or may move
+something in a place of its own. So groups are *tried* at the boundary after each event that a loop may answer in its own way: a
+group came in, a step was discarded, the job began, votes differed. Whoever is told to (`CommitDecided.shows`), or knows it by
+itself, shows its state with its next request, and serves it. Here the requests are compared:
+
+- All show the same: the quorum forms. Nothing was sent, and nobody has waited.
+- A group shows something else than those that are right: it is told to load their state *of this very step*, and asks again,
+  while the others wait. The boundary after the next step is one of a trial, too.
+
+Who is right: only groups that were found equal after a step since they joined have a voice; where none has, as when the job
+begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. A
+group with a voice is told to load as `on_replicas_differ` says.
+
+What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once: one that is equal in all
+groups after a step is *common* from then on; one that differs, although all groups began the step with the same, is *own* to each
+group, as BatchNorm's running statistics are. A group that came in has computed with what it had read before, so it is given such
+a leaf once, and the leaf is looked at again after a step. Both lists are kept by the groups, and travel with the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torchft_ckpt.core.coordination.equality import alike
+from torchft_ckpt.core.coordination.lighthouse_records import Member
+from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Shows, StateShown, name_some
+from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment
+
+MAX_LEAVES_GIVEN = 4096
+MAX_IN_A_ROW = 3
+"""So often a rank differs in the same leaf at boundaries in a row until its group ends."""
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The result of one comparison. Members that are not named were not compared."""
+
+    equal: set[str] = field(default_factory=set)
+    """They hold the state of those that are right."""
+    loads: dict[str, list[str]] = field(default_factory=dict)
+    """By replica id: the members whose state it loads before it asks again."""
+    stops: bool = False
+    """No group trains on."""
+    common: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    """For the operator."""
+
+
+class Trials:
+    """What one job's trials have shown so far. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._voices: dict[str, None] = {}
+        """Members that were found equal after a step since they joined, the longest in the job first."""
+        self._joined: dict[str, bool] = {}
+        """Members that take part and were not found equal yet: whether their loops may have read another step before that."""
+        self._loaded: dict[str, int] = {}
+        """Members that were told to load, and at which step, the last time."""
+        self._given: dict[str, int] = {}
+        """Leaves that a group was given once, and at which step."""
+        self._differed: tuple[int, Shows] = (-1, Shows.NOTHING)
+        """The step in which something was last found that the boundary after it has to look into, and how closely."""
+
+    # ------------------------------------------------------------------------------------------------ what happens
+
+    def begins(self, assignment: Assignment, asked_with: Iterable[tuple[str, int]]) -> None:
+        """A quorum forms, of members that asked with a state of these steps."""
+        for replica_id, step in asked_with:
+            if replica_id not in self._voices:
+                moved = not assignment.is_first or step != assignment.version.step
+                self._joined.setdefault(replica_id, moved)
+
+    def ended(self, step: int, approvers: Collection[str], others: Collection[str], *, differs: bool) -> None:
+        """A step counts for these members, and not for others of its quorum. `differs`: their votes show different states."""
+        for replica_id in others:
+            self.lost(replica_id)
+        if differs:
+            self._differed = step, Shows.ALL
+        elif step in self._loaded.values() or any(replica_id not in self._voices for replica_id in approvers):
+            self._differed = max(self._differed, (step, Shows.SAMPLES))
+
+    def shows_after(self, step: int) -> Shows:
+        """Return what members show at the boundary after a step that counts."""
+        return self._differed[1] if self._differed[0] == step else Shows.NOTHING
+
+    def lost(self, replica_id: str) -> None:
+        """A member is gone, or was left behind: it is compared anew when it is back."""
+        self._voices.pop(replica_id, None)
+        self._joined.pop(replica_id, None)
+        self._loaded.pop(replica_id, None)
+
+    # -------------------------------------------------------------------------------------------------- the verdict
+
+    def judge(self, members: Sequence[Member], step: int) -> Verdict:
+        """Compare what these members, which ask for one quorum with the state of a step, show of it."""
+        verdict = Verdict()
+        by_kind: dict[tuple[str, int], list[Member]] = {}
+        for member in members:
+            if len(member.asked.shown) == member.hello.group_world_size:
+                by_kind.setdefault((member.layout, member.hello.group_world_size), []).append(member)
+        for those in by_kind.values():
+            self._judge_alike({member.replica_id: member for member in those}, step, verdict)
+        if not verdict.loads and not verdict.stops:
+            for replica_id in sorted(verdict.equal):
+                if self._loaded.get(replica_id, -1) < step and replica_id not in self._voices:
+                    self._voices[replica_id] = None
+                    self._joined.pop(replica_id, None)
+        return verdict
+
+    def _judge_alike(self, members: dict[str, Member], step: int, verdict: Verdict) -> None:
+        """Compare members whose ranks hold the same parts of the state."""
+        judges = [m for m in self._voices if m in members]
+        if not judges:
+            judges = sorted(members, key=lambda m: (self._joined.get(m, False), m))
+        shown = {m: [_known(of_rank) for of_rank in member.asked.shown] for m, member in members.items()}
+        groups = alike({m: shown[m] for m in judges})
+        right = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
+        wrong = [m for m in members if shown[m] != shown[right[0]]]
+        verdict.equal.update(m for m in members if m not in wrong)
+        if wrong:
+            self._decide(members, right, wrong, step, verdict)
+        elif step not in self._loaded.values():  # else what a group has just loaded is equal, and says nothing
+            self._learn(members, right, step, verdict)
+
+    def _decide(
+        self, members: dict[str, Member], right: Sequence[str], wrong: list[str], step: int, verdict: Verdict
+    ) -> None:
+        what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
+        policy = _strictest(members.values())
+        drifted = [m for m in wrong if m in self._voices and _owned(members[m]) != _owned(members[right[0]])]
+        if drifted and policy is not OnReplicasDiffer.HEAL:
+            verdict.stops = policy is OnReplicasDiffer.STOP
+            verdict.said.append(f"{what}. on_replicas_differ is {policy.value!r}")
+            wrong = [m for m in wrong if m not in drifted]
+        elif drifted and 2 * len(right) <= sum(m in self._voices for m in members):
+            what += ". No state has a majority, so that of the longest in the job is taken"
+        if wrong and not verdict.stops:
+            verdict.said.append(self._give(members, right, wrong, step, verdict, what))
+            values = _open(members)
+            self._note_given((name for name, of in values.items() if len({of.get(m) for m in members}) > 1), step)
+
+    def _give(
+        self,
+        members: dict[str, Member],
+        right: Sequence[str],
+        wrong: Sequence[str],
+        step: int,
+        verdict: Verdict,
+        what: str,
+    ) -> str:
+        """Have those load that can, and say so; the others are looked at once more after the next step."""
+        sources = [m for m in right if members[m].asked.can_serve][:MAX_SOURCES]
+        for replica_id in wrong:
+            asked = members[replica_id].asked
+            has_loaded = self._loaded.get(replica_id) == step  # and holds another state nevertheless
+            is_able = asked.can_load and asked.allow_heal and asked.waits_for_quorum
+            if sources and is_able and not has_loaded:
+                verdict.loads[replica_id] = sources
+                self._loaded[replica_id] = step
+        late = [m for m in wrong if m not in verdict.loads]
+        if late:
+            self._differed = step, Shows.ALL
+            why = (
+                f"{name_some(late)} cannot load it before this step" if sources else "nobody can serve it in this step"
+            )
+            return f"{what}. {why[0].upper()}{why[1:]}"
+        return f"{what}. The others wait until it is loaded"
+
+    def _learn(self, members: dict[str, Member], right: Sequence[str], step: int, verdict: Verdict) -> None:
+        """Find out which of the leaves that are shown by themselves have to be equal."""
+        given: set[str] = set()
+        late: set[str] = set()
+        for name, by_member in _open(members).items():
+            differing = [m for m in members if by_member.get(m) != by_member.get(right[0])]
+            moved = [m for m in differing if self._joined.get(m, False)]
+            if not differing:
+                verdict.common.append(name)
+            elif moved and name not in self._given:
+                given.add(name)
+                late.update(moved)
+            else:
+                verdict.own.append(name)
+        if not given:
+            for name in (*verdict.common, *verdict.own):
+                self._given.pop(name, None)
+        else:
+            verdict.common, verdict.own = [], []
+            self._note_given(sorted(given), step)
+            what = (
+                f"{name_some(sorted(late))} did not begin as {name_some(right)}, and {name_some(sorted(given))} differs"
+            )
+            verdict.said.append(self._give(members, right, sorted(late), step, verdict, what))
+
+    def _note_given(self, names: Iterable[str], step: int) -> None:
+        self._given |= dict.fromkeys(names, step)
+        while len(self._given) > MAX_LEAVES_GIVEN:
+            del self._given[next(iter(self._given))]
+
+    def validate(self) -> None:
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
+        if both := self._voices.keys() & self._joined.keys():
+            raise RuntimeError(f"{both} were found equal since they joined, and were not")
+        if strangers := self._loaded.keys() - self._voices.keys() - self._joined.keys():
+            raise RuntimeError(f"{strangers} were told to load, and take no part")
+
+
+class Corrections:
+    """What one rank had to load of others' states at the beginning of a step, so that it does not go on so for ever."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, int]] = {}
+        """By leaf: at which step it was loaded last, and for how many boundaries in a row."""
+
+    def note(self, step: int, leaves: Iterable[str]) -> str:
+        """These leaves differ at a step. Return the first that does so for the third time in a row; empty: none does."""
+        names = list(leaves) or [""]
+        before, self._last = self._last, {}
+        for name in names:
+            last, times = before.get(name, (-1, 0))
+            self._last[name] = step, times + 1 if step <= last + 1 else 1
+        again = [name for name, (_, times) in self._last.items() if times >= MAX_IN_A_ROW]
+        return (again[0] or "something that no state_dict function returns") if again else ""
+
+
+def _known(shown: StateShown) -> str:
+    return f"{shown.owned} {shown.common}"
+
+
+def _owned(member: Member) -> list[str]:
+    return [of_rank.owned for of_rank in member.asked.shown]
+
+
+def _strictest(members: Iterable[Member]) -> OnReplicasDiffer:
+    """Return the strictest policy that one of the members wishes for: each lists them from the mildest on."""
+    return max((member.hello.on_replicas_differ for member in members), key=list(OnReplicasDiffer).index)
+
+
+def _open(members: dict[str, Member]) -> dict[str, dict[str, tuple[tuple[int, str], ...]]]:
+    """Return, by name, what each member shows of a leaf by itself: its digests, with the ranks that have it."""
+    values: dict[str, dict[str, list[tuple[int, str]]]] = {}
+    for replica_id, member in members.items():
+        for rank, of_rank in enumerate(member.asked.shown):
+            for leaf in of_rank.open:
+                values.setdefault(leaf.name, {}).setdefault(replica_id, []).append((rank, leaf.digest))
+    return {name: {m: tuple(found) for m, found in by_member.items()} for name, by_member in values.items()}

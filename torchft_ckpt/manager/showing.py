@@ -1,0 +1,220 @@
+"""Makes what a rank shows of its state, by which the lighthouse compares replica groups: see `core.coordination.trial`.
+
+Before a quorum that is a trial (`shown`): one digest of what optimizers own, with their settings; one of all other leaves that
+are known to be common; and one each of the leaves of which that is not known yet. Of large tensors only samples are read, unless
+all is to be shown.
+
+With every vote (`Glance`): a digest of settings and plain values, and one of some samples of parameters and of optimizer state.
+Each step takes other samples, so all of them have their turn. They are read as the step begins, on a device without a wait.
+
+Where a sample lies follows from the step alone, so that all groups take the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
+from torchft_ckpt.checkpointing.state.shards import memory_of
+from torchft_ckpt.core.coordination.messages import MAX_LEAF_CHARS, MAX_LEAVES, Leaf, Shows, StateShown
+from torchft_ckpt.manager.comparing import bits_of
+
+SAMPLE_BYTES = 4096
+NUM_SAMPLES = 8
+"""Of a large tensor in a trial; of all of them together in a vote."""
+MAX_WHOLE_BYTES = 1 << 16
+"""What is not larger is shown as a whole."""
+_DIGEST_CHARS = 16
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class CheckedLeaf(NamedTuple):
+    """A tensor, or a value in words, of a state."""
+
+    place: str
+    """The same in all groups, however their state dicts are laid out."""
+    name: str
+    """For people."""
+    value: torch.Tensor | str
+    is_owned: bool = True
+    """It has to be equal in all groups; else it is to be found out whether it has."""
+
+    @property
+    def key(self) -> str:
+        """Its place, as long as a message takes it."""
+        return leaf_key(self.place)
+
+
+def leaf_key(place: str) -> str:
+    """Return the name under which the lighthouse knows a leaf at this place of the state."""
+    if len(place) <= MAX_LEAF_CHARS and place.isprintable():
+        return place
+    return f"{ascii(place)[: MAX_LEAF_CHARS - 20]}... {xxhash.xxh3_64_hexdigest(place.encode(errors='surrogatepass'))}"
+
+
+def keeping(received: Any, here: Any, own: Collection[str], place: str) -> Any:
+    """Return a received state with what is here in place of each group's own leaves, as far as that is here."""
+    if leaf_key(place) in own:
+        return here
+    if isinstance(received, Mapping) and isinstance(here, Mapping):
+        items = iter([keeping(v, here.get(k, v), own, f"{place}.{k}") for k, v in received.items()])
+    elif isinstance(received, SEQUENCES) and isinstance(here, SEQUENCES) and len(received) == len(here):
+        items = iter([keeping(*both, own, f"{place}.{n}") for n, both in enumerate(zip(received, here, strict=True))])
+    else:
+        return received
+    return rebuilt(received, lambda _: next(items))
+
+
+@dataclass(slots=True)
+class KnownLeaves:
+    """Which leaves that no optimizer owns have to be equal in all groups. Served with the state."""
+
+    common: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
+    """Each group has its own."""
+
+    def learn(self, common: Iterable[str], own: Iterable[str]) -> list[str]:
+        """Take what the lighthouse has found; return which leaves are known to be each group's own since."""
+        news = sorted(set(own) - self.own)
+        self.own |= set(news)
+        self.common = (self.common | set(common)) - self.own
+        return news
+
+    def counts(self, leaf: CheckedLeaf) -> bool:
+        """Whether a leaf has to be equal in all groups, as far as is known."""
+        return leaf.is_owned or leaf.key in self.common
+
+
+def shown(
+    leaves: Sequence[CheckedLeaf], known: KnownLeaves, step: int, shows: Shows, *, group_world_size: int
+) -> StateShown:
+    """Return what this rank shows of the state of a step. On the thread that may change it."""
+    owned, common = xxhash.xxh3_128(), xxhash.xxh3_128()
+    still_open: list[Leaf] = []
+    for leaf in leaves:
+        if not leaf.is_owned and leaf.key in known.own:
+            continue
+        digest = _digest(leaf.value, step if shows is Shows.SAMPLES else None)
+        if leaf.is_owned:
+            owned.update(f"{leaf.key} {digest};".encode())
+        elif leaf.key in known.common:
+            common.update(f"{leaf.key} {digest};".encode())
+        else:
+            still_open.append(Leaf(name=leaf.key, digest=digest))
+    most = max(16, MAX_LEAVES // group_world_size)  # the others are shown when these are known
+    return StateShown(owned=owned.hexdigest(), common=common.hexdigest(), open=still_open[:most])
+
+
+def _digest(value: torch.Tensor | str, step: int | None) -> str:
+    """Return a digest of a value, or of a tensor's dtype, shape and bits; of samples of a large one where a step is given."""
+    if isinstance(value, str):
+        return xxhash.xxh3_64_hexdigest(value.encode(errors="surrogatepass"))
+    hasher = xxhash.xxh3_64(f"{value.dtype} {tuple(value.shape)}".encode())
+    for part in memory_of(value):
+        if step is None or part.nbytes <= MAX_WHOLE_BYTES:
+            hasher.update(bits_of(part).numpy().data)
+        else:
+            for number in range(NUM_SAMPLES):
+                hasher.update(_sample(part, step, number).cpu().numpy().data)
+    return hasher.hexdigest()
+
+
+def _sample(part: torch.Tensor, step: int, number: int) -> torch.Tensor:
+    """Return some bytes of a tensor, where it lies: a view, if its memory is in the order of its values."""
+    num = min(part.numel(), SAMPLE_BYTES // part.element_size())
+    first = xxhash.xxh3_64_intdigest(f"{step} {number}".encode()) % (part.numel() - num + 1)
+    part = part.detach()
+    if part.is_contiguous() and not part.is_conj() and not part.is_neg():
+        return part.view(-1)[first : first + num].view(torch.uint8)
+    places = torch.arange(first, first + num, device=part.device)
+    return torch.take(part, places).resolve_conj().resolve_neg().view(torch.uint8)
+
+
+class Glance:
+    """What the open step's vote shows of the state with which it began. The training thread takes it, and votes."""
+
+    def __init__(self) -> None:
+        self._words = ""
+        self._samples: list[torch.Tensor] = []
+        """On the host, or on their way there until `_is_copied`."""
+        self._pinned: torch.Tensor | None = None
+        self._is_copied: torch.cuda.Event | None = None
+
+    def take(
+        self,
+        step: int,
+        parameters: Sequence[torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        values: Mapping[str, object],
+    ) -> None:
+        """Look at the state with which a step begins.
+
+        Args:
+            step: of its name.
+            parameters: of the optimizers, each once.
+            optimizers: whose settings count.
+            values: plain values that are common, by their keys.
+        """
+        self._words = f"{[*_settings(optimizers)]} {sorted(values.items())!r}"
+        samples = [_sample(part, step, number) for number, part in enumerate(_chosen(step, parameters, optimizers))]
+        self._is_copied = None
+        if all(sample.is_cuda for sample in samples) and samples:
+            together = torch.cat(samples)
+            if self._pinned is None or self._pinned.shape != together.shape:
+                self._pinned = torch.empty(together.shape, dtype=torch.uint8, pin_memory=True)
+            samples = [self._pinned.copy_(together, non_blocking=True)]
+            self._is_copied = torch.cuda.Event()
+            self._is_copied.record()
+            self._samples = samples
+        else:
+            self._samples = [torch.cat([sample.cpu() for sample in samples])] if samples else []
+
+    def forget(self) -> None:
+        """The step begins with a state that is not compared."""
+        self._words, self._samples = "", []
+
+    def digest(self) -> str:
+        """Return the digests; empty where nothing was looked at."""
+        if not self._words:
+            return ""
+        if self._is_copied is not None:
+            self._is_copied.synchronize()
+        data = self._samples[0].numpy().data if self._samples else b""
+        words = xxhash.xxh3_64_hexdigest(self._words.encode(errors="surrogatepass"))
+        return f"{words[: _DIGEST_CHARS // 2]}{xxhash.xxh3_64_hexdigest(data)[: _DIGEST_CHARS // 2]}"
+
+
+def _chosen(
+    step: int, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[torch.Tensor]:
+    """Yield the memory of some parameters, or of what an optimizer keeps of them, in turn."""
+    for number in range(min(NUM_SAMPLES, len(parameters))):
+        place = step * NUM_SAMPLES + number
+        parameter = parameters[place % len(parameters)]
+        tensors = [parameter, *_kept_of(parameter, optimizers)]
+        yield from memory_of(tensors[place // len(parameters) % len(tensors)])[:1]
+
+
+def _kept_of(parameter: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    for optimizer in optimizers:
+        kept = optimizer.state.get(parameter)
+        if isinstance(kept, Mapping):
+            return [kept[key] for key in sorted(kept, key=str) if isinstance(kept[key], torch.Tensor)]
+    return []
+
+
+def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield {key: value for key, value in group.items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (
+        isinstance(value, (list, tuple)) and all(type(item) in _PLAIN for item in value)
+    )
