@@ -52,6 +52,7 @@ from torchft_ckpt.core.coordination.messages import (
     ReplicasDiffer,
     Role,
     StallReport,
+    StateShown,
     StateVersion,
     ToLighthouse,
     decode_from_lighthouse,
@@ -197,9 +198,13 @@ class Member:
         entry_s: float = 0.0,
         guesses: bool = False,
         replays: bool = False,
+        shows: str = "",
+        **leaves: str,
     ) -> None:
-        """Begins a step; one that is open is abandoned."""
-        serve = self.replica.capture_wanted if can_serve is None else can_serve
+        """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself."""
+        serve = self.replica.wants_capture if can_serve is None else can_serve
+        found = [Leaf(name=name, digest=digest) for name, digest in leaves.items()]
+        of_rank = StateShown(owned=shows, open=found)
         request = self.replica.begin(
             StepWishes(allow_heal=allow_heal, shrink_only=shrink_only),
             StepFacts(
@@ -211,6 +216,7 @@ class Member:
                 entry_s=entry_s,
                 guesses=guesses,
                 replays=replays,
+                shown=[of_rank] * self.ranks if shows else [],
             ),
         )
         self.says(

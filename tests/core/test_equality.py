@@ -1,28 +1,27 @@
-"""Groups that hold different states under one name are found, named, healed or stopped, and never served from meanwhile."""
+"""Groups whose votes show different states under one name are named, compared before the next step, or stopped."""
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.coordination.equality import alike, differing, is_checked, minority, runs_of, with_those_served
+from torchft_ckpt.core.coordination.equality import alike, differing, is_checked, runs_of
 from torchft_ckpt.core.coordination.messages import (
     MAX_LEAF_CHARS,
     MAX_LEAVES,
     MAX_MESSAGE_BYTES,
-    FollowWish,
     Leaf,
     LeafDigests,
     OnReplicasDiffer,
     Outcome,
-    Role,
+    Shows,
     StateVersion,
     encode,
 )
-from torchft_ckpt.core.coordination.recovery import Assignment, MemberRole
 
 
 def test_the_state_after_each_nth_committed_step_is_compared_and_the_first_one_is_not():
@@ -31,34 +30,20 @@ def test_the_state_after_each_nth_committed_step_is_compared_and_the_first_one_i
 
 
 @pytest.mark.parametrize(
-    ("states", "groups", "few"),
+    ("states", "groups"),
     [
-        ("aaa", [["0", "1", "2"]], []),
-        ("aba", [["0", "2"], ["1"]], ["1"]),
-        ("ab", [["0"], ["1"]], []),
-        ("abc", [["0"], ["1"], ["2"]], []),
-        ("aabb", [["0", "1"], ["2", "3"]], []),
-        ("aabc", [["0", "1"], ["2"], ["3"]], []),
-        ("bbbac", [["0", "1", "2"], ["3"], ["4"]], ["3", "4"]),
+        ("aaa", [["0", "1", "2"]]),
+        ("aba", [["0", "2"], ["1"]]),
+        ("aabb", [["0", "1"], ["2", "3"]]),
+        ("bbbac", [["0", "1", "2"], ["3"], ["4"]]),
     ],
 )
-def test_a_strict_majority_is_right_and_without_one_nobody_is(states, groups, few):
-    found = alike({str(number): [state] for number, state in enumerate(states)})
-    assert (found, minority(found)) == (groups, few)
+def test_those_that_are_the_most_come_first(states, groups):
+    assert alike({str(number): [state] for number, state in enumerate(states)}) == groups
 
 
 def test_groups_differ_where_one_of_their_ranks_does():
     assert alike({"a": ["x", "y"], "b": ["x", "z"], "c": ["x", "y"]}) == [["a", "c"], ["b"]]
-
-
-def test_who_loads_from_one_that_differs_in_the_same_step_differs_too():
-    roles = {"a": (Role.HEALTHY, ()), "b": (Role.HEALTHY, ()), "c": (Role.JOINER, (0,)), "d": (Role.JOINER, (1, 0))}
-    parts = tuple(
-        MemberRole(replica_id=m, role=role, contributor_rank=None, sources=s) for m, (role, s) in roles.items()
-    )
-    step = Assignment(version=StateVersion(), parts=parts, deferred=(), is_first=False, reason="")
-    assert with_those_served(["b"], step) == {"b", "d"}
-    assert with_those_served(["a"], step) == {"a", "c", "d"}
 
 
 @given(st.integers(0, 300), st.integers(1, 40))
@@ -101,7 +86,7 @@ def started(policy: OnReplicasDiffer, names: str = "abc", *, every: int = 2) -> 
     return job, members
 
 
-def compares(members: list[Member], states: str) -> None:
+def compares(members: list[Member], states: Sequence[str]) -> None:
     """They make the step that begins with the state to be compared, and that state is this."""
     for member in members:
         member.asks()
@@ -114,21 +99,6 @@ def test_equal_groups_commit_and_nobody_hears_of_it():
     compares(members, "xxx")
     assert [member.hears()[1:] for member in members] == [["commit"]] * 3
     assert not any("different states" in line for line in job.log)
-
-
-def test_who_differs_from_most_does_not_commit_and_heals_from_the_others():
-    _, (a, b, c) = started(OnReplicasDiffer.HEAL)
-    compares([a, b, c], "xyx")
-    assert [member.outcomes[-1] for member in (a, b, c)] == [Outcome.COMMIT, Outcome.LEFT_BEHIND, Outcome.COMMIT]
-    assert (b.replica.version, b.replica.is_behind) == (StateVersion(step=2), True)
-    for member in (a, b, c):
-        member.asks()
-    assert [m.formed.role for m in (a, b, c) if m.formed] == [Role.HEALTHY, Role.JOINER, Role.HEALTHY]
-    assert b.formed is not None and b.formed.contributor_rank is None
-    assert {source.replica_id for source in b.formed.sources} <= {"a:1", "c:1"}
-    for member in (a, b, c):
-        member.votes()
-    assert [member.step for member in (a, b, c)] == [4, 4, 4]
 
 
 def test_the_first_tensors_that_differ_are_asked_for_once_and_named_to_all():
@@ -149,11 +119,26 @@ def test_the_first_tensors_that_differ_are_asked_for_once_and_named_to_all():
     assert a.hears() == []
 
 
-def test_two_groups_that_differ_are_named_and_train_on():
+def test_groups_that_are_to_heal_are_named_and_show_all_of_their_states_before_the_next_step():
     job, members = started(OnReplicasDiffer.HEAL, "ab")
     compares(members, "xy")
     assert [member.step for member in members] == [3, 3]
-    assert any("No state has a majority" in line for line in job.log)
+    assert [member.replica.shows for member in members] == [Shows.ALL] * 2
+    assert any("They are compared before the next step" in line for line in job.log)
+    assert not any("leaves" in words for member in members for words in member.hears())
+
+
+def test_groups_of_other_layouts_are_not_compared_and_of_those_that_show_more_only_what_all_show():
+    job, members = started(OnReplicasDiffer.WARN, "ab")
+    compares(members, ["xy", "x"])
+    assert not any("different states" in line for line in job.log)
+    compares(members, "xx")
+    for member in members:
+        member.asks()
+    job.lighthouse.members["a:1"].layout = "another"
+    for member, state in zip(members, "xy", strict=True):
+        member.votes(state=state)
+    assert not any("different states" in line for line in job.log)
 
 
 def test_what_stays_different_is_named_once_a_minute():
@@ -197,135 +182,6 @@ def test_stop_ends_all_groups_although_nobody_names_the_tensors():
     assert not any(words.startswith("stop: ") for words in a.hears())
     compares([a, b, c], "xyx")  # the discarded step again
     assert any(words.startswith("stop: ") for words in a.hears())
-
-
-def test_the_memory_of_who_differs_outlives_its_connection_and_ends_when_it_has_healed():
-    job, (a, b, c) = started(OnReplicasDiffer.HEAL)
-    for member in (a, b, c):
-        member.asks()
-    a.votes(state="x")
-    b.votes(state="y")
-    vote, held = b.replica._vote, b.replica.version
-    deaf, b.connection = b.connection, "nowhere"  # what the lighthouse decides does not reach it
-    c.votes(state="x")
-    assert (b.replica.version, deaf in job.by_connection) == (held, True)
-    b.replica.decision_unknown()
-    b.connects()
-    assert job.lighthouse.members["b:1"].version == StateVersion(step=2)
-    assert vote is not None and vote.state_digests == ["y"]
-    b.says(vote)
-    assert b.hears()[-1] == "left_behind"
-    for member in (a, b, c):
-        member.asks()
-    assert b.formed is not None and (b.formed.role, b.formed.differs) == (Role.JOINER, True)
-    assert b.plan is not None and b.plan.load
-    b.loads()
-    for member in (a, b, c):
-        member.votes()
-        member.hears()
-    b.asks()
-    assert job.lighthouse.members["b:1"].version.proven
-
-
-def learns(job: Job, members: list[Member]) -> Member:
-    """A group warms up, and a state is kept for it that the others begin the step with which they compare."""
-    j = job.join("j", warm_up=True)
-    j.asks(reach_s=0.2, can_follow=True)
-    assert j.formed is not None and j.formed.warms_up
-    j.says(FollowWish(quorum_id=j.formed.quorum_id, step=j.formed.version.step, reach_s=60.0))
-    for member in members:
-        member.asks(can_serve=True)
-    assert j.hears()[-1] == "statekept"
-    return j
-
-
-def receives_what_was_kept(j: Member) -> list[str]:
-    """It has warmed up, and asks. Returns from whom it is to receive the state that was kept for it."""
-    j.votes()
-    j.replica.learned()
-    j.asks(reach_s=0.0, can_follow=True)
-    assert j.formed is not None and j.plan is not None and j.formed.follows and j.plan.load
-    return [source.replica_id for source in j.formed.sources]
-
-
-def test_a_group_that_warms_up_measures_no_way_to_one_that_differs():
-    job, members = started(OnReplicasDiffer.HEAL)
-    compares(members, "yxx")
-    j = job.join("j", warm_up=True)
-    j.asks()
-    assert j.formed is not None and j.formed.warms_up
-    assert [source.replica_id for source in j.formed.sources] == ["b:1", "c:1"]
-
-
-def test_nobody_receives_from_one_that_differs_what_was_kept_before_that_was_known():
-    job, members = started(OnReplicasDiffer.HEAL)
-    j = learns(job, members)
-    for member, state in zip(members, "yxx", strict=True):
-        member.votes(state=state)
-    assert receives_what_was_kept(j) == ["b:1", "c:1"]
-    j.follows()
-    assert not job.lighthouse._equality.differs("j:1", j.replica.version)
-
-
-@pytest.mark.parametrize("has_asked", [False, True])
-def test_a_learner_that_had_one_that_differs_as_a_source_holds_nothing_of_that_name(has_asked):
-    job, (a, b, c) = started(OnReplicasDiffer.HEAL)
-    j = learns(job, [a, b, c])
-    assert receives_what_was_kept(j) == ["a:1", "b:1", "c:1"]
-    j.follows()
-    if has_asked:
-        j.asks()
-        assert job.lighthouse.members["j:1"].version == a.replica.version
-    for member, state in zip((a, b, c), "yxx", strict=True):
-        member.votes(state=state)
-    assert (b.step, c.step, j.step) == (3, 3, 2) and j.replica.version.proven
-    if not has_asked:
-        j.asks()
-    assert job.lighthouse.members["j:1"].version == StateVersion(step=2)
-    for member in (a, b, c):
-        member.dies()
-    job.operator_allows_loss()
-    assert j.formed is not None and j.formed.names_state, "it may be trained from only as a state that is new"
-    assert j.formed.version.quorum_id == job.lighthouse.quorum_id
-
-
-@pytest.mark.parametrize(
-    ("cut_off", "back"),
-    [("before", "before"), ("before", "after"), ("after", "after")],
-    ids=["before it", "in it", "after it"],
-)
-def test_so_does_one_that_was_cut_off_while_it_received_that_state(cut_off, back):
-    job, members = started(OnReplicasDiffer.HEAL)
-    j = learns(job, members)
-    assert "a:1" in receives_what_was_kept(j)
-    for moment in ("before", "after"):
-        if cut_off == moment:
-            j.is_cut_off()
-        if back == moment:
-            j.connects()
-        for member, state in zip(members, "yxx", strict=True):
-            member.votes(state=state)
-    assert [member.step for member in members] == [2, 3, 3]
-    j.follows()
-    j.asks()
-    assert (j.step, j.replica.version.proven) == (2, True)
-    assert job.lighthouse.members["j:1"].version == StateVersion(step=2)
-
-
-def test_who_is_told_at_the_very_step_that_it_differs_loads_what_it_has_the_name_of():
-    _, (a, b, _) = started(OnReplicasDiffer.HEAL)
-    b.asks()
-    a.asks()
-    held = b.replica.version
-    formed = a.formed
-    assert formed is not None
-    plan = b.replica.formed(
-        msgspec.structs.replace(
-            formed, request_id=b.replica._request_id, version=held, role=Role.INLINE, differs=True, contributor_rank=0
-        )
-    )
-    assert plan is not None and plan.load and plan.load_before_forward
-    assert b.replica.participating_rank is None
 
 
 def test_a_group_with_another_wish_is_named_once():

@@ -66,6 +66,12 @@ MEMBERS = st.builds(
     data=st.none() | st.dictionaries(TEXTS, JSON, max_size=3),
 )
 SOURCES = st.builds(Source, replica_id=NAMES, replica_rank=RANKS, checkpoint_addresses=st.lists(TEXTS, max_size=3))
+SHOWN = st.builds(
+    messages.StateShown,
+    owned=DIGESTS,
+    common=DIGESTS,
+    open=st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
+)
 TIMES = st.builds(Timestamp, seconds=COUNTS, nanos=COUNTS)
 
 
@@ -92,6 +98,10 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "collectives_by_rank": st.lists(COUNTS, max_size=3),
         "on_replicas_differ": st.sampled_from(messages.OnReplicasDiffer),
         "state_digests": st.lists(DIGESTS, max_size=3),
+        "shows": st.sampled_from(messages.Shows),
+        "shown": st.lists(SHOWN, max_size=2),
+        "common": st.lists(TEXTS, max_size=3),
+        "own": st.lists(TEXTS, max_size=3),
         "leaves": st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
         "contributor_rank": st.none() | RANKS,
         "contributors": st.lists(RANKS, max_size=3),

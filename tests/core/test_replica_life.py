@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumBroken,
     QuorumFormed,
     Role,
+    Shows,
     Source,
     StateVersion,
 )
@@ -50,6 +52,8 @@ def formed(
     join_budget_s: float | None = None,
     unverified: bool = False,
     destinations: Sequence[int] = (),
+    follows: bool = False,
+    differs: bool = False,
 ) -> QuorumFormed:
     return QuorumFormed(
         request_id=request_id,
@@ -69,6 +73,8 @@ def formed(
         join_budget_s=join_budget_s,
         unverified=unverified,
         destinations=list(destinations),
+        follows=follows,
+        differs=differs,
     )
 
 
@@ -87,8 +93,9 @@ def test_a_view_says_what_the_state_says_and_stays_as_it_was() -> None:
 
 
 def test_who_waits_for_a_state_has_it_captured() -> None:
-    state = replica()
-    begun(state)
+    state = replica(V7)
+    begun(state, version=V7)
+    commit(state, 7)
     assert not state.wants_capture
     state.joiner_waits()
     assert state.wants_capture
@@ -429,62 +436,42 @@ def test_who_loaded_beside_its_forward_pass_says_so_until_its_state_was_found_eq
     commit(state, 8)
     assert asks(state) == (False, True, True)  # another rank of its group may have found a difference
     begun(state, version=StateVersion(step=9, quorum_id=5, epoch="e"))
+    commit(state, 9)
     assert asks(state) == (False, False, False)
 
 
-def test_who_is_found_equal_before_it_asks_is_verified_at_once() -> None:
+def test_who_was_found_equal_before_the_quorum_is_verified_by_its_part() -> None:
     state = healed()
-    assert state.compares_ahead and not state.serves_ahead
-    state.compared_ahead(Comparison.EQUAL)
-    assert asks(state) == (False, True, True)
+    assert asks(state) == (True, True, True)
     begun(state, version=V8)
     assert not state.unverified and state.participating_rank == 0
-    commit(state, 8)
-    assert not state.compares_ahead
 
 
-@pytest.mark.parametrize(
-    ("found", "wait_s"), [(None, 0.0), (Comparison.DIFFERENT, 0.25), (Comparison.BUFFERS_DIFFER, 0.25)]
-)
-def test_who_is_not_found_equal_before_it_asks_compares_in_the_step_and_waits_once(
-    found: Comparison | None, wait_s: float
-) -> None:
-    state = healed()
-    state.compared_ahead(found)
-    assert asks(state)[0]
-    plan = compares(state, join_budget_s=5.0)
-    assert (plan.compare, plan.transfer_wait_s) == (True, wait_s)
-
-
-def test_nobody_compares_ahead_of_a_step_that_follows_a_discarded_one_or_while_one_is_open() -> None:
-    state = healed()
-    compares(state)
-    assert not state.compares_ahead
+def test_a_state_is_shown_as_the_decision_says_and_after_a_step_that_does_not_count() -> None:
+    state = replica(V7)
+    assert state.shows is Shows.SAMPLES  # it begins
+    begun(state, version=V7)
     assert state.vote().approve
-    assert not state.compares_ahead
-    state.decided(decision(Outcome.DISCARD, step=8))
-    assert state.unverified and not state.compares_ahead
+    state.decided(decision(Outcome.COMMIT, step=7))
+    assert state.shows is Shows.NOTHING and not state.waits_for_quorum and not state.wants_capture
+    begun(state, version=V8)
+    state.vote()
+    state.decided(msgspec.structs.replace(decision(Outcome.COMMIT, step=8), shows=Shows.ALL))
+    assert state.shows is Shows.ALL and state.waits_for_quorum and state.wants_capture
+    begun(state, version=state.version)
+    state.vote()
+    state.decided(decision(Outcome.DISCARD, step=9))
+    assert state.shows is Shows.SAMPLES
 
 
-def test_who_trained_serves_ahead_after_a_step_that_counts_and_that_another_joined_in() -> None:
-    def trained(**wants: object) -> ReplicaState:
-        state = replica(V7)
-        begun(state, version=V7, **wants)
-        assert not state.serves_ahead
-        return state
-
-    joined = trained(destinations=[1])
-    commit(joined, 7)
-    assert joined.serves_ahead and not joined.compares_ahead
-    joined.begin(StepWishes(), StepFacts())
-    assert not joined.serves_ahead
-    for nobody in (trained(), trained(destinations=[2])):  # the second is a learner's place
-        commit(nobody, 7)
-        assert not nobody.serves_ahead
-    discarded = trained(destinations=[1])
-    discarded.vote()
-    discarded.decided(decision(Outcome.DISCARD, step=7))
-    assert not discarded.serves_ahead
+def test_who_has_to_correct_its_state_loads_one_of_the_same_name_and_is_not_behind_afterwards() -> None:
+    state = replica(V7)
+    plan = begun(state, version=V7, role=Role.LEARNER, has_sources=True, follows=True, differs=True)
+    assert plan.load and plan.load_before_forward and not plan.configure and not state.version.proven
+    state.load_finished(V7)
+    assert state.follows and state.is_corrected
+    state.learned()
+    assert state.version == V7 and not state.is_behind
 
 
 @pytest.mark.parametrize("found", Comparison)

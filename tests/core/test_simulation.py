@@ -15,14 +15,14 @@ from simulation.chaos import Fault, Moods, OuterPlan, Scenario
 from simulation.run import InvariantError, Report, Simulation, main, run_seeds, simulate
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.coordination import equality, lighthouse, recovery
+from torchft_ckpt.core.coordination import equality, lighthouse, recovery, trial
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.deciding import Deciding
-from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.group import GroupInstruction, GroupState, SendToRank
 from torchft_ckpt.core.coordination.history import StateHistory
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction
+from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     FromLighthouse,
@@ -38,6 +38,7 @@ from torchft_ckpt.core.coordination.patience import JoinAllowance
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds
 from torchft_ckpt.core.coordination.replica import Comparison, ReplicaState
 from torchft_ckpt.core.coordination.roster import Roster
+from torchft_ckpt.core.coordination.trial import Trials, Verdict
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 
 pytestmark = pytest.mark.slow
@@ -438,19 +439,32 @@ def run_with_drift(seed: int, **settings: object) -> Report:
 @pytest.mark.parametrize(
     "settings", [{}, {"warm_up": True, "tells_reach": True, "changing": 0.05}], ids=["", "beside learners"]
 )
-def test_a_group_that_differs_from_most_never_serves_and_all_are_equal_in_the_end(settings: dict[str, object]) -> None:
+def test_groups_that_drift_apart_load_before_a_step_and_all_are_equal_in_the_end(settings: dict[str, object]) -> None:
     num_seeds = by_default(40, thorough=300)
-    assert sum(run_with_drift(seed, **settings).num_apart for seed in range(num_seeds)) > num_seeds
+    assert sum(run_with_drift(seed, **settings).num_corrected for seed in range(num_seeds)) > num_seeds
 
 
-def broken_minority(patch: pytest.MonkeyPatch) -> None:
-    """Who holds another state than most goes on as the others do."""
-    patch.setattr(equality, "minority", lambda groups: [])
+def broken_comparison(patch: pytest.MonkeyPatch) -> None:
+    """What groups show is taken for the same."""
+    patch.setattr(trial, "_known", lambda shown: "the same")
 
 
-def broken_memory_of_the_minority(patch: pytest.MonkeyPatch) -> None:
-    """Who holds another state than most is taken by its word for what it holds."""
-    patch.setattr(Equality, "proven_of", lambda state, replica_id, version, **others: version)
+def broken_majority_of_voices(patch: pytest.MonkeyPatch) -> None:
+    """The few are right."""
+    patch.setattr(trial, "alike", lambda digests: equality.alike(digests)[::-1])
+
+
+def broken_voices(patch: pytest.MonkeyPatch) -> None:
+    """Who has just joined has a voice as all others."""
+    patch.setattr(Trials, "lost", lambda trials, replica_id: None)
+    right = Trials._judge_alike
+
+    def judge(trials: Trials, members: dict[str, Member], step: int, verdict: Verdict) -> None:
+        trials._voices |= dict.fromkeys(members)
+        trials._joined = {m: moved for m, moved in trials._joined.items() if m not in members}
+        right(trials, members, step, verdict)
+
+    patch.setattr(Trials, "_judge_alike", judge)
 
 
 def run_with_slow_transfers(seed: int) -> Report:
@@ -498,7 +512,7 @@ def test_the_simulation_finds_an_allowance_that_was_broken_on_purpose(
 
 @pytest.mark.parametrize(
     "break_it",
-    [broken_minority, broken_memory_of_the_minority],
+    [broken_comparison, broken_majority_of_voices, broken_voices],
     ids=lambda function: function.__name__,
 )
 def test_the_simulation_of_drift_finds_a_rule_that_was_broken_on_purpose(

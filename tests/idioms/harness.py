@@ -74,7 +74,10 @@ class MortalManager(Manager):
     life: Life
 
     def start_quorum(self, *args: Any, **options: Any) -> None:
+        num_corrected = self.statistics().num_corrected
         super().start_quorum(*args, **options)
+        if self.statistics().num_corrected > num_corrected:
+            self.life.history.pop(self.current_step(), None)  # what was here before is not what it trains from
         if not options:  # an outer loop's rounds begin in the middle of inner steps
             self.life.begin_step()
         if self.life.dies_at == self.current_step():

@@ -28,6 +28,7 @@ class Category(Enum):
     FLOW = "Skipped batches, stopping, resuming"
     DATA = "Data, logging, random numbers"
     STATE = "What is registered"
+    ORDER = "The order of the lines"
     SHARDED = "Sharded models"
     OUTER = "DiLoCo and LocalSGD"
     DURABLE = "Checkpoints: a job that is stopped and started again"

@@ -89,7 +89,7 @@ def _they_stay_for_others(state: LighthouseState, now: float) -> bool:
 
 
 def _is_beside(message: object) -> bool:
-    return isinstance(message, QuorumFormed) and (message.follows or message.warms_up)
+    return isinstance(message, QuorumFormed) and (message.follows or message.warms_up) and not message.differs
 
 
 def _copy_of(state: LighthouseState) -> LighthouseState:

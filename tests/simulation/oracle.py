@@ -11,8 +11,8 @@
   what a lighthouse without memory could not know: a commit of an earlier life none of whose holders has reached it.
 - Below what a life has been told of no quorum is formed, unless a restored state or the operator's word is behind it. What
   it is told of earlier lives when it has formed a quorum counts while somebody is connected who shows it.
-- Who is found not to hold the state that a strict majority of the compared groups holds does not commit, serves nobody and
-  contributes nothing until it has loaded another; it may forget that only where the lighthouse was lost before it heard of it.
+- Groups that show different states of one name are in no quorum together: one of them is told to load, and not one of a strict
+  majority of those that were found equal since they joined.
 - The ranks of a group have committed the same steps whenever the group asks for the next.
 - The ranks of a group that leaves leave after the same step.
 - No group is told to speak for the job while another one that is connected may write, because it was told so.
@@ -22,13 +22,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from simulation.beside import Beside
-from torchft_ckpt.core.coordination.commit import CommitDecision
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Event, Instruction, Received, Send
 from torchft_ckpt.core.coordination.lighthouse_records import Round
@@ -43,7 +42,6 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     Refused,
     Role,
-    StateKept,
     StateVersion,
     Welcome,
 )
@@ -83,6 +81,9 @@ class _Life:
         """Where the job was over before the present event."""
         self.beside = Beside()
         self.last_round: Round | None = None
+        self.voices: set[str] = set()
+        """Members that were found equal to all others that showed their state, after a step."""
+        self.told_to_load: dict[str, StateVersion] = {}
         self.stood: list[tuple[float, float]] = []
         """When those who train began to wait for joiners with their votes, and how long the lighthouse, which was not stopped,
         let them."""
@@ -108,18 +109,13 @@ class Oracle:
         self._epochs: dict[int, str] = {}
         self._seen_quorum_id: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._requests: dict[str, QuorumRequest] = {}
-        self._judged: dict[tuple[int, str, StateVersion], set[str]] = {}
-        """By step: who was found then to hold another state than most."""
         self._formed: set[tuple[int, str, StateVersion]] = set()
         self._rollbacks: list[StateVersion] = []
         self._asked: dict[str, QuorumRequest] = {}
         self._asked_on: dict[str, QuorumRequest] = {}
         """By connection, the latest."""
-        self._apart: set[tuple[str, int]] = set()
-        """Ranks of groups that were found to hold another state than most, until they have loaded one."""
-        self._know_apart: set[tuple[str, int]] = set()
-        """Those of them that have heard of it."""
-        self.num_apart = 0
+        self.num_corrected = 0
+        """So many groups were told to load a state before a quorum, as theirs was another."""
         self.num_followed = 0
         self.num_compared_without_learners = 0
         self._followed: dict[tuple[str, int], StateVersion] = {}
@@ -160,22 +156,15 @@ class Oracle:
             if self._expected(trainer, formed.version) != trainer.value:
                 self.fail(f"{trainer.address} stands in for {formed.version}, and others got another state of it")
         elif formed.role is Role.HEALTHY:
-            if key in self._apart and not formed.names_state:
-                self.fail(f"{trainer.address} is healthy in {formed.version}, and is known to hold another state")
             if trainer.replica.version != formed.version:
                 self.fail(f"{trainer.address} is healthy in {formed.version} with {trainer.replica.version}")
             self._holds(trainer, formed.version, trainer.value)
-            self._apart.discard(key)
             if formed.names_state:  # what it holds has another name now: there is nothing to compare it with
                 self._unknown = {known for known in self._unknown if known[0] != trainer.replica_id}
 
     def follows(self, trainer: Trainer) -> None:
         """A rank receives a state outside of the quorum."""
         self.num_followed += 1
-
-    def knows_apart(self, trainer: Trainer) -> None:
-        """A rank hears that its state is another than that of most."""
-        self._know_apart.add((trainer.replica_id, trainer.rank))
 
     def healed(self, trainer: Trainer, *, in_time: bool) -> None:
         """A rank has loaded the state of a version. `in_time`: its loop had not used what was there before for this step."""
@@ -184,8 +173,7 @@ class Oracle:
         if expected is None or expected != trainer.value:
             self.fail(f"{trainer.address} healed to {version}, which nobody holds: {trainer.value} is not {expected}")
         self.newest[trainer.replica_id, trainer.rank] = version
-        self._apart.discard((trainer.replica_id, trainer.rank))
-        if trainer.replica.follows:
+        if trainer.replica.follows and not trainer.replica.is_corrected:
             self._check_chain(trainer, version)
         if in_time:
             self.known_equal(trainer)
@@ -229,8 +217,6 @@ class Oracle:
         formed = trainer.replica.quorum
         if formed is not None and formed.role is Role.LEARNER:
             self.fail(f"{trainer.address} contributes, and is a learner")
-        if (trainer.replica_id, trainer.rank) in self._apart:
-            self.fail(f"{trainer.address} contributes, and is known to hold another state than most")
         if formed is None or self._expected(trainer, formed.version) != trainer.value:
             self.fail(f"{trainer.address} contributes without the state of {formed}")
         elif not formed.unverified:
@@ -318,7 +304,6 @@ class Oracle:
     def new_life(self, epoch: str, process: Process) -> None:
         """The lighthouse starts."""
         self._lives[epoch] = _Life(process)
-        self._apart &= self._know_apart
 
     def lighthouse_handled(self, state: LighthouseState, event: Event, instructions: Iterable[Instruction]) -> None:
         """The lighthouse took an event."""
@@ -357,14 +342,11 @@ class Oracle:
                 if isinstance(instruction.message, QuorumFormed) and not instruction.message.leaving:
                     self._check_goes_on(state, life, event, instruction.message)
                     self._check_formed(state, life, instruction.message)
-                    self._check_sources(state, instruction.message)
-                elif isinstance(instruction.message, StateKept):
-                    self._check_sources(state, instruction.message)
+                    self._check_trial(state, life, instruction.connection, instruction.message)
                 elif isinstance(instruction.message, Refused) and instruction.message.code == "finished":
                     self._check_late(instruction.connection, instruction.message)
                 elif isinstance(instruction.message, CommitDecided):
                     self._check_decided(state, life, instruction.message)
-                    self._check_apart(state, instruction.connection, instruction.message)
                     if instruction.message.speaks:
                         self._check_speaks(state, instruction.connection)
         life.finished_step = state.finished_step
@@ -480,43 +462,29 @@ class Oracle:
             if known.step >= version.step and not self._is_void(known) and version not in self._history(known):
                 self.fail(f"{version} is committed, although {known} was reported")
 
-    def _check_apart(self, state: LighthouseState, connection: str, decided: CommitDecided) -> None:
-        """A group hears that a step counts: what it began with must not be what few of those hold who compared it."""
-        current = state.round
-        if (
-            current is None
-            or (current.quorum_id, current.step) != (decided.quorum_id, decided.step)
-            or decided.epoch != state.epoch
-            or current.tally.verdict is not CommitDecision.COMMIT
-        ):
-            return
-        key = (decided.quorum_id, decided.epoch, current.assignment.version)
-        if key not in self._judged:
-            roles, lost = current.tally.roles, current.tally.lost
-            digests = {
-                member: tuple(vote.state_digests)
-                for member, vote in current.tally.votes.items()
-                if vote.state_digests and roles[member] is Role.HEALTHY and member not in lost
-            }
-            best, count = max(Counter(digests.values()).items(), key=lambda item: item[1], default=((), 0))
-            apart = {member for member, own in digests.items() if own != best} if 2 * count > len(digests) else set()
-            self._judged[key] = apart
-            for member in apart:
-                self.num_apart += 1
-                self._apart.update((member, rank) for rank in range(len(best)))
-                self._know_apart.difference_update((member, rank) for rank in range(len(best)))
-        told = next((m.replica_id for m in state.members.values() if m.connection == connection), None)
-        if told in self._judged[key] and decided.outcome is Outcome.COMMIT:
-            self.fail(f"{told} is told to commit {decided}, and holds another state than most")
-
-    def _check_sources(self, state: LighthouseState, message: QuorumFormed | StateKept) -> None:
-        """No source is named that is known to hold another state than most when that is said: what comes late was said before."""
-        assignment = state.round.assignment if state.round is not None else None
-        if assignment is not None and assignment.is_first and assignment.version == message.version:
-            return  # the state that its holders have now has a new name
-        serving = {source.replica_id for source in message.sources} & {group for group, _ in self._apart}
-        if serving:
-            self.fail(f"{serving} are named as sources of {message.version}, known to hold another state than most")
+    def _check_trial(self, state: LighthouseState, life: _Life, connection: str, formed: QuorumFormed) -> None:
+        """Groups that show different states are in no quorum together, and who is told to load is not one of most."""
+        life.voices &= state.members.keys()
+        asked = {m: self._asked[m] for m in state.members if m in self._asked}
+        shown = {
+            m: request.shown for m, request in asked.items() if request.shown and request.version == formed.version
+        }
+        if formed.differs:
+            told = next(m.replica_id for m in state.members.values() if m.connection == connection)
+            self.num_corrected += 1
+            life.told_to_load[told] = formed.version
+            theirs = [shown.get(source.replica_id) for source in formed.sources]
+            if not theirs or any(one is None or one != theirs[0] or one == shown.get(told) for one in theirs):
+                self.fail(f"{told} is told to load {formed.version} from {formed.sources}, who show {theirs}")
+            votes = [f"{shown[m]}" for m in life.voices & shown.keys()]
+            if told in life.voices and 2 * votes.count(f"{shown[told]}") > len(votes):
+                self.fail(f"{told} is told to load {formed.version}, and most hold what it holds")
+        elif formed.role is Role.HEALTHY and state.round is not None:
+            healthy = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY and m in shown]
+            able = [m for m in healthy if life.told_to_load.get(m) != formed.version]
+            if any(shown[m] != shown[able[0]] for m in able):
+                self.fail(f"{able} are in one quorum of {formed.version}, and show {[shown[m] for m in able]}")
+            life.voices.update(able)
 
     def _history(self, version: StateVersion) -> set[StateVersion]:
         history = {version}

@@ -65,7 +65,7 @@ class Report:
     num_faults: int
     num_rollbacks: int
     num_operator_words: int
-    num_apart: int
+    num_corrected: int
     """Times that a group was found to hold another state than most."""
     recovered_after_s: float
     num_followed: int
@@ -146,7 +146,7 @@ class Simulation:
             num_faults=self._num_faults,
             num_rollbacks=self.oracle.num_rollbacks,
             num_operator_words=self._num_words,
-            num_apart=self.oracle.num_apart,
+            num_corrected=self.oracle.num_corrected,
             recovered_after_s=recovered_after_s,
             num_followed=self.oracle.num_followed,
             num_compared_without_learners=self.oracle.num_compared_without_learners,
@@ -400,8 +400,8 @@ class Simulation:
         if len(shared) != 1 or any(commits[-1] not in next(iter(shared)) for commits in behind):
             return False
         held = Counter(tuple(trainer.held for trainer in group.trainers) for group in working)
-        if self.scenario.check_equal_every and len(held) > 1 and 2 * max(held.values()) > len(working):
-            return False  # the others have to heal yet
+        if self.scenario.check_equal_every and len(held) > 1:
+            return False  # one of them has to load yet
         return all(
             trainer.replica.quorum.num_contributors == len(working) for trainer in trainers if trainer.replica.quorum
         )

@@ -44,13 +44,14 @@ from torchft_ckpt.core.coordination.messages import (
     Receives,
     Refused,
     Role,
+    Shows,
     StallReport,
     StateLocated,
+    StateShown,
     StateVersion,
 )
 from torchft_ckpt.core.coordination.patience import StallWatch
 from torchft_ckpt.core.coordination.replica import (
-    FIRST_WAIT_S,
     Comparison,
     ReplicaSettings,
     ReplicaState,
@@ -150,6 +151,8 @@ class Trainer:
         self._watch = StallWatch()
         self._said_finished_at = StateVersion()
         self._goes_away = False
+        self._has_shown = False
+        """It asked for the open step with what it shows of its state."""
         self._digest = ""
         """Of the state that the open step was asked for with, where it is to be compared."""
 
@@ -178,55 +181,24 @@ class Trainer:
         self._is_loading, self._after_load, self._arrival = False, None, None
         self._plan = None
         self._is_spoiled = False
-        if self.replica.serves_ahead:
-            self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
-        if self.replica.compares_ahead:
-            self._compare_ahead(turn)
-        else:
-            self._ask(turn)
-
-    def _compare_ahead(self, turn: int) -> None:
-        """Compare the state with that of a rank that trained for it; ask for a quorum then, or when that takes long."""
-        is_over = False
-
-        def ask() -> None:
-            nonlocal is_over
-            if not is_over and turn == self._turn:
-                is_over = True
-                self._ask(turn)
-
-        def arrived(arrival: Arrival, value: object) -> None:
-            if not is_over and turn == self._turn:
-                is_equal = arrival is Arrival.WHOLE and value == self.held
-                self.replica.compared_ahead(Comparison.EQUAL if is_equal else Comparison.DIFFERENT)
-                if is_equal:
-                    self._oracle.known_equal(self)
-            ask()
-
-        def gives_up() -> None:
-            if not is_over and turn == self._turn:
-                self.replica.compared_ahead(None)
-            ask()
-
-        source = self.replica.quorum.sources[0] if self.replica.quorum is not None else None
-        if source is None:
-            ask()
-            return
-        self._transfers.fetch(
-            source.checkpoint_addresses[self.rank], self.replica.version, self.process, arrived, part=0.3
-        )
-        self._later(FIRST_WAIT_S, gives_up)
+        self._ask(turn)
 
     def _ask(self, turn: int) -> None:
         self._digest = f"{self.held:x}" if self.replica.is_checked else ""
+        shown: list[StateShown] = []
+        if self.uses_state and self.replica.shows is not Shows.NOTHING:
+            shown = [StateShown(owned=f"{self.held:x}")]
+            self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
         can_serve = self.replica.wants_capture
         facts = StepFacts(
             can_serve=can_serve,
             store_address="store:1",
             compares=self.uses_state,
+            shown=shown,
             reach_s=self._reach_s() if self._settings.tells_reach and self.replica.is_behind else None,
             can_follow=self._settings.changing is not None and self._distance.can_follow(*self._sizes()),
         )
+        self._has_shown = bool(shown)
         request = self.replica.begin(StepWishes(allow_heal=self._rng.random() >= self._moods.no_heal), facts)
         num_collectives = len(self._results) + self._num_late
         self._send(
@@ -262,6 +234,8 @@ class Trainer:
         plan = self.replica.formed(formed)
         if plan is None:
             return
+        if formed.role is Role.HEALTHY and self._has_shown and not formed.unverified:
+            self._oracle.known_equal(self)
         self._oracle.formed(self, formed)
         self._plan = plan
         self.pending = None
@@ -282,7 +256,8 @@ class Trainer:
         if formed.warms_up and not formed.leaving and self._settings.changing is not None:
             self._later(self._rng.uniform(0.0, 0.1), lambda: self._wish_to_follow(turn, formed))
         if formed.follows:
-            self._oracle.follows(self)
+            if not formed.differs:
+                self._oracle.follows(self)
             self._after_load = lambda: self._load(before_forward=True, then=lambda: self._end_following(turn))
             if self._is_loading:
                 self._check_load()
@@ -312,10 +287,14 @@ class Trainer:
         """It has received a state outside of the quorum, or not: it asks again."""
         if turn != self._turn or self.replica.phase is not StepPhase.TRAINING:
             return
-        if self._plan is not None and self.replica.version == self._plan.formed.version:
+        is_corrected = self.replica.is_corrected
+        if self._plan is not None and self.replica.version == self._plan.formed.version and not is_corrected:
             self._distance.followed()
         self.replica.learned()
-        self._next()
+        if is_corrected:
+            self._later(0.0, lambda: self.begin() if turn == self._turn else None)
+        else:
+            self._next()
 
     def _configured(self, turn: int) -> None:
         if turn != self._turn or self._plan is None:
@@ -612,8 +591,6 @@ class Trainer:
         if decided.broken and self._handle is not None and self.replica.is_open(decided):
             self._collectives.abort(self._handle)
         outcome = self.replica.decided(decided)
-        if outcome is not None and decided.differs:
-            self._oracle.knows_apart(self)
         if outcome is None:
             if self.replica.overtaken(decided):
                 self._is_cancelled = True

@@ -26,7 +26,8 @@ learning            who follows the others outside of the quorum before it joins
 leaving             when a group that is to leave may go
 patience            how long to wait before trying again
 speaking            which group writes for the job what all would write
-equality            which groups hold another state than the others of the same name
+equality            which votes show different states of one name
+trial               whether the groups that ask for a quorum hold one state, and what those load that do not
 callers             quorums of callers of `LighthouseClient.quorum`
 
 A replica group and its ranks:

@@ -175,7 +175,8 @@ class Equality:
             said = f"{what}. They train on (on_replicas_differ is 'warn')"
         self._last_logged = groups, now
         yield Log(said, is_warning=True)
-        yield from self._ask(groups, votes, version, said, stops=policy is OnReplicasDiffer.STOP)
+        if policy is not OnReplicasDiffer.HEAL:  # else who loads says what differed
+            yield from self._ask(groups, votes, version, said, stops=policy is OnReplicasDiffer.STOP)
 
     # ------------------------------------------------------------------------------------------------- what differs
 

@@ -81,7 +81,7 @@ class Trials:
         if differs:
             self._differed = step, Shows.ALL
         elif step in self._loaded.values() or any(replica_id not in self._voices for replica_id in approvers):
-            self._differed = max(self._differed, (step, Shows.SAMPLES))
+            self._differed = self._differed if self._differed[0] == step else (step, Shows.SAMPLES)
 
     def shows_after(self, step: int) -> Shows:
         """Return what members show at the boundary after a step that counts."""

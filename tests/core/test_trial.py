@@ -1,0 +1,170 @@
+"""Before a quorum forms the lighthouse compares what groups show: who is right, who loads, and what each group has for itself."""
+
+from __future__ import annotations
+
+import pytest
+from lighthouse_script import Job, Member
+
+from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Outcome, Role, Shows
+from torchft_ckpt.core.coordination.trial import MAX_IN_A_ROW, Corrections
+
+
+def at_work(names: str = "abc", policy: OnReplicasDiffer = OnReplicasDiffer.HEAL) -> tuple[Job, list[Member]]:
+    """A job whose groups were found equal after its first step."""
+    job = Job(least=1)
+    members = [job.join(name, on_replicas_differ=policy) for name in names]
+    job.step(*members)
+    assert {member.replica.shows for member in members} == {Shows.SAMPLES}
+    ask(members, "x" * len(names))
+    for member in members:
+        member.votes()
+        member.hears()
+    assert {member.replica.shows for member in members} == {Shows.NOTHING}
+    return job, members
+
+
+def ask(members: list[Member], states: str, **leaves: str) -> None:
+    for place, (member, state) in enumerate(zip(members, states, strict=True)):
+        member.asks(shows=state, **{name: values[place] for name, values in leaves.items()})
+
+
+def discards(members: list[Member]) -> None:
+    for member in members:
+        member.asks()
+    members[0].votes(error="a batch was of no use")
+    for member in members[1:]:
+        member.votes()
+    assert {member.outcomes[-1] for member in members} == {Outcome.DISCARD}
+
+
+def told_to_load(members: list[Member]) -> dict[str, set[str]]:
+    """Who is told to load before the step, from whom."""
+    formed = {m.replica_id[0]: m.formed for m in members if m.formed is not None and m.replica.is_corrected}
+    return {name: {source.replica_id[0] for source in f.sources} for name, f in formed.items() if f is not None}
+
+
+def load(member: Member, state: str, **leaves: str) -> None:
+    """It loads, and asks again at once."""
+    member.follows()
+    member.asks(shows=state, **leaves)
+
+
+def roles(members: list[Member]) -> list[Role]:
+    return [member.formed.role for member in members if member.formed is not None]
+
+
+def test_after_a_discarded_step_who_differs_from_most_loads_their_state_and_the_others_wait_for_it() -> None:
+    job, members = at_work()
+    a, b, c = members
+    quorum_id = job.lighthouse.quorum_id
+    discards(members)
+    ask(members, "xyx")
+    assert told_to_load(members) == {"b": {"a", "c"}}
+    a.hears(), c.hears()
+    job.passes(5.0)
+    assert not any(words.startswith("quorum") for member in (a, c) for words in member.hears()), "they wait"
+    load(b, "x")
+    assert roles(members) == [Role.HEALTHY] * 3 and job.lighthouse.quorum_id == quorum_id + 1
+    for member in members:
+        member.votes()
+    assert [member.step for member in members] == [3, 3, 3]
+    assert {member.replica.shows for member in members} == {Shows.SAMPLES}, "whether it stays so is looked at"
+
+
+def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -> None:
+    job, (a, b, c) = at_work()
+    b.dies()
+    c.dies()
+    b, c = job.join("b", life=2), job.join("c", life=2)
+    for member in (b, c, a):
+        member.asks(can_serve=True)
+    for member in (a, b, c):
+        member.votes()
+    assert a.replica.shows is Shows.SAMPLES
+    ask([a, b, c], "xyy")
+    assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
+
+
+def test_without_a_majority_the_state_of_the_longest_in_the_job_is_taken_and_that_is_said() -> None:
+    job, members = at_work("ab")
+    discards(members)
+    ask(members, "xy")
+    assert told_to_load(members) == {"b": {"a"}}
+    assert any("No state has a majority" in line for line in job.log)
+
+
+@pytest.mark.parametrize("policy", [OnReplicasDiffer.WARN, OnReplicasDiffer.STOP])
+def test_what_becomes_of_groups_that_were_equal_is_as_they_wish(policy: OnReplicasDiffer) -> None:
+    job, members = at_work("abc", policy)
+    discards(members)
+    ask(members, "xyx")
+    assert not told_to_load(members)
+    if policy is OnReplicasDiffer.WARN:
+        assert roles(members) == [Role.HEALTHY] * 3
+    else:
+        assert all(any(words.startswith("stop: ") for words in member.hears()) for member in members)
+    assert any("b:1 came to another state of step 2 than a:1, c:1" in line for line in job.log)
+
+
+def test_a_newcomer_loads_whatever_becomes_of_those_that_were_equal() -> None:
+    job, members = at_work("ab", OnReplicasDiffer.WARN)
+    c = job.join("c", on_replicas_differ=OnReplicasDiffer.WARN)
+    for member in (c, *members):
+        member.asks(can_serve=True)
+    for member in (*members, c):
+        member.votes()
+    ask([*members, c], "xxy")
+    assert told_to_load([*members, c]) == {"c": {"a", "b"}}
+
+
+def test_who_differs_although_it_has_just_loaded_trains_on_and_is_looked_at_again() -> None:
+    job, members = at_work()
+    discards(members)
+    ask(members, "xyx")
+    load(members[1], "y")
+    assert roles(members) == [Role.HEALTHY] * 3
+    assert any("cannot load it before this step" in line for line in job.log)
+    for member in members:
+        member.votes()
+    assert members[0].replica.shows is Shows.ALL
+
+
+def test_a_leaf_that_differs_after_a_step_that_all_began_alike_is_each_groups_own_and_the_others_are_common() -> None:
+    job = Job(least=1)
+    members = [job.join(name) for name in "ab"]
+    job.step(*members)
+    ask(members, "xx", mean="12", ema="33")
+    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
+    assert roles(members) == [Role.HEALTHY] * 2
+
+
+def test_a_group_that_came_in_is_given_an_unknown_leaf_once() -> None:
+    job = Job(least=1)
+    a = job.join("a")
+    job.step(a)
+    a.asks(shows="x", mean="1", ema="3")
+    a.votes()
+    b = job.join("b")
+    for member in (b, a):
+        member.asks(can_serve=True)
+    for member in (a, b):
+        member.votes()
+    ask([a, b], "xx", mean="12", ema="34")
+    assert told_to_load([a, b]) == {"b": {"a"}}, "its loop may have read another step before it came in"
+    load(b, "x", mean="1", ema="3")
+    assert a.formed is not None and (a.formed.common, a.formed.own) == ([], []), "it has just loaded them"
+    for member in (a, b):
+        member.votes()
+    ask([a, b], "xx", mean="12", ema="33")
+    assert a.formed is not None and (a.formed.common, a.formed.own) == (["ema"], ["mean"])
+    assert not told_to_load([a, b])
+
+
+def test_a_rank_ends_when_the_same_leaf_differs_at_three_boundaries_in_a_row() -> None:
+    seen = Corrections()
+    assert [seen.note(step, ["w", "v"]) for step in (5, 6)] == ["", ""]
+    assert seen.note(7, ["w"]) == "w" and MAX_IN_A_ROW == 3
+    apart = Corrections()
+    assert not any(apart.note(step, ["w"]) for step in (5, 6, 9, 10, 20))
+    other = Corrections()
+    assert not any(other.note(step, [f"w{step}"]) for step in range(5))

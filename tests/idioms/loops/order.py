@@ -1,0 +1,166 @@
+"""The order of a loop's lines: what it reads before a step begins, and what it does after `zero_grad`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from idioms.harness import Job, states
+from idioms.models import Box, error, mlp
+from idioms.table import Category, idiom
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+ORDER = Category.ORDER
+SAYS = "came to another state of step"
+READS = (
+    "Read the step after `zero_grad`, or expect a warning when a group comes back: what the loop made of the old value is loaded"
+    " from the others, before that group contributes."
+)
+TAIL = (
+    "These lines belong to the step before `zero_grad`. They may come after it: a group that comes back lacks them once, is told"
+    " so, and loads what it lacks before it contributes."
+)
+
+
+class Counter(Box):
+    """Counts what a loop counts."""
+
+
+def lerp(average: nn.Module, model: nn.Module, decay: float) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 1 - decay)
+
+
+def reads_at_top(name: str, *, manager: dict[str, Any], **options: Any) -> Callable[[Any], Any]:
+    def enter(loop: Callable[..., None]) -> Callable[..., None]:
+        def run(job: Job) -> None:
+            loop(job, **manager)
+
+        run.__name__ = f"{loop.__name__}{options.pop('suffix', '')}"
+        idiom(name, ORDER, READS, was="differed for ever, silently", says=SAYS, **options)(run)
+        return loop
+
+    return enter
+
+
+@reads_at_top("The decay of an average by the step, read at the top of the iteration", manager={})
+@reads_at_top("The same, with `use_async_quorum=False`", manager={"use_async_quorum": False}, suffix="_sync")
+@reads_at_top("The same, with three groups", manager={}, suffix="_three", num_groups=3)
+def ema_decay_read_at_top(job: Job, **options: Any) -> None:
+    model = mlp()
+    ema = copy.deepcopy(model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw, ema=ema), **options)
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        step = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step():
+            lerp(ema, model, min(0.9, (1 + step) / (10 + step)))
+
+
+@reads_at_top("Weight decay by hand, by the step that was read at the top", manager={})
+def decay_by_hand_read_at_top(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        step = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step():
+            with manager.state_dict_lock.write(), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 - 0.01 * (1 + step))
+
+
+@reads_at_top("A target network copied every third step, counted at the top", manager={})
+def hard_target_read_at_top(job: Job) -> None:
+    model = mlp()
+    target = copy.deepcopy(model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw, target=target))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        step = manager.current_step()
+        optimizer.zero_grad()
+        x, y = job.batch()
+        with torch.no_grad():
+            y = y + 0.1 * target(x)
+        error(ddp, (x, y)).backward()
+        if optimizer.step() and step % 3 == 0:
+            target.load_state_dict(model.state_dict())
+
+
+@reads_at_top("The learning rate of the next step, set after this one by the step that was read at the top", manager={})
+def rate_of_next_read_at_top(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        step = manager.current_step()
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step():
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (2 + step)
+
+
+@idiom("nanoGPT's order: `zero_grad`, then the count from which the learning rate comes", ORDER, TAIL, says=SAYS)
+def count_after_zero_grad(job: Job) -> None:
+    model, counter = mlp(), Box(iter_num=0)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw, counter=counter))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    optimizer.zero_grad()
+    while job.goes_on():
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + counter.iter_num)
+        error(ddp, job.batch()).backward()
+        counts = optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        counter.iter_num += counts
+
+
+@idiom("torchtune's order: `step`, `zero_grad`, then the count and the schedule", ORDER, TAIL, says=SAYS)
+def schedule_after_zero_grad(job: Job) -> None:
+    model, counter = mlp(), Box(global_step=0)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = StepLR(adamw, 2, 0.5)
+    job.manager(*states(model=model, adamw=adamw, counter=counter, schedule=schedule))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    optimizer.zero_grad()
+    while job.goes_on():
+        error(ddp, job.batch()).backward()
+        counts = optimizer.step()
+        optimizer.zero_grad()
+        if counts:
+            counter.global_step += 1
+            schedule.step()
+
+
+@idiom("diffusers' order: `step`, schedule, `zero_grad`, then the average of the weights", ORDER, TAIL, says=SAYS)
+def ema_after_zero_grad(job: Job) -> None:
+    model, counter = mlp(), Box(global_step=0)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = StepLR(adamw, 2, 0.5)
+    job.manager(*states(model=model, adamw=adamw, counter=counter, schedule=schedule, ema=ema))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        error(ddp, job.batch()).backward()
+        counts = optimizer.step()
+        if counts:
+            schedule.step()
+        optimizer.zero_grad()
+        if counts:
+            ema.update_parameters(model)
+            counter.global_step += 1
