@@ -92,12 +92,12 @@ def test_running_statistics_and_generators_of_each_groups_own_give_no_alarm(
     with caplog.at_level(logging.WARNING):
         train_to(replicas, 4 * EVERY + 1)
     assert len({str(replica.norm.running_mean) for replica in replicas}) == 3
-    assert len({digest for digest in compared if digest}) == 4  # a digest each third step, each another
-    assert not said(caplog, "different states")
+    assert len({digest[16:] for digest in compared if len(digest) == 32}) >= 4  # of all, each third step, each another
+    assert not said(caplog, "different states") and not said(caplog, "another state")
     shutdown(*replicas)
 
 
-def test_one_bit_of_one_weight_is_named_by_group_and_tensor_and_healed_by_the_majority(
+def test_one_bit_of_one_weight_is_named_by_group_and_tensor_and_loaded_from_the_majority(
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     replicas = groups(lighthouse, on_replicas_differ="heal")
@@ -105,13 +105,13 @@ def test_one_bit_of_one_weight_is_named_by_group_and_tensor_and_healed_by_the_ma
     at = replicas[1].manager.current_step()
     replicas[1].flip_a_bit()
     with caplog.at_level(logging.WARNING):
-        train_to(replicas, at + EVERY + 2)
-        (named, *_) = said(caplog, "different states", "differ in default.model.weight")
         train_to(replicas, at + EVERY + 8)
-    assert "group_b" in named and f"of step {2 * EVERY}:" in named and "default.model.bias" not in named
+    assert said(caplog, "different states", "group_b", "They are compared before the next step")
+    (named,) = said(caplog, "It has loaded theirs")
+    assert named.startswith("group_b") and "default.model.weight" in named
     assert len({str(replica.bits()) for replica in replicas}) == 1
-    assert replicas[1].manager.statistics().num_healed > 1  # after the first, by which all began
-    assert [replica.manager.statistics().num_left_behind for replica in replicas] == [0, 1, 0]
+    assert [replica.manager.statistics().num_corrected for replica in replicas] == [0, 1, 0]
+    assert [replica.manager.statistics().num_left_behind for replica in replicas] == [0, 0, 0]
     assert all(replica.manager.num_participants() == 3 for replica in replicas)
     assert all(replica.manager.statistics().num_discarded == 0 for replica in replicas)
     shutdown(*replicas)
@@ -127,7 +127,7 @@ def test_one_bit_of_one_weight_is_named_by_group_and_tensor_and_healed_by_the_ma
     ],
     ids=["weight", "momentum", "learning rate", "value"],
 )
-def test_two_groups_that_differ_are_named_with_what_differs_and_train_on(
+def test_of_two_groups_that_differ_the_one_that_is_shorter_in_the_job_loads_what_is_named(
     caplog: pytest.LogCaptureFixture, change: Callable[[Normed], None], name: str
 ) -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
@@ -135,8 +135,9 @@ def test_two_groups_that_differ_are_named_with_what_differs_and_train_on(
     train_to(replicas, EVERY)
     change(replicas[1])
     with caplog.at_level(logging.WARNING):
-        train_to(replicas, EVERY + 2)
-    assert said(caplog, "No state has a majority", name)
+        train_to(replicas, EVERY + 3)
+    assert said(caplog, "No state has a majority") and said(caplog, "It has loaded theirs", name)
+    assert len({str(replica.bits()) for replica in replicas}) == 1
     assert [replica.manager.statistics().num_left_behind for replica in replicas] == [0, 0]
     shutdown(*replicas)
     server.shutdown()

@@ -171,7 +171,9 @@ class EqualityCheck:
 
     def begin(self, version: StateVersion, leaves: Sequence[CheckedLeaf]) -> None:
         """A step begins with a state that is to be compared. Nothing of it may change before `digest` has returned."""
-        leaves = [leaf for leaf in leaves if self._known.counts(leaf)]
+        # A forward pass may write to what no optimizer owns, so that is read now.
+        counting = (leaf for leaf in leaves if self._known.counts(leaf))
+        leaves = [leaf if leaf.is_owned else leaf._replace(value=digest_of(leaf.value)) for leaf in counting]
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the thread has a stream of its own
         self._version = version

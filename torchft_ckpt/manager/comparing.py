@@ -139,7 +139,10 @@ def value_in_words(value: object) -> str | None:
 
     As values would travel: a NaN is equal to the same NaN, sets have no order, numpy's numbers are Python's.
     """
+    value = value.item() if isinstance(value, np.generic) else value
+    if type(value) in (bool, int, str, type(None)) or (type(value) is float and value == value):  # as nearly all are
+        return repr(value)
     try:
-        return repr(TreeEncoder().encode(value.item() if isinstance(value, np.generic) else value))
+        return repr(TreeEncoder().encode(value))
     except UnsupportedValueError:
         return None

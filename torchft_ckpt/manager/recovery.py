@@ -476,7 +476,8 @@ class Recovery:
             self.client.note_error(error)
             return
         user, paths = self._registry.keeping_own(state["user"], found.paths, self._own.known)
-        again = self._corrections.note(step, paths)
+        is_concerned = bool(paths) or self.is_alone  # else another rank of this group holds another state
+        again = self._corrections.note(step, paths) if is_concerned else ""
         why = (
             "Its training loop used something that it had read before it had this state (read the step after zero_grad), or"
             " changes what belongs to a step after zero_grad, or in this group alone"
@@ -489,10 +490,13 @@ class Recovery:
             )
             self.client.end(differs)
             raise differs
+        # What loads may be a collective of all ranks, which do not differ in the same.
         keys = {key for key in user if any(path == key or path.startswith(f"{key}.") for path in paths)}
-        self._load_received({**state, "user": user}, True, keys)
+        self._load_received({**state, "user": user}, True, keys if self.is_alone else None)
         with self.client.lock, self.client.replica as replica:
             replica.load_finished(formed.version, before_forward=True)
+        if not is_concerned:
+            return
         self.note_healed(formed)
         self.num_corrected += 1
         logger.warning(

@@ -28,7 +28,9 @@ SAMPLE_BYTES = 4096
 NUM_SAMPLES = 8
 """Of a large tensor in a trial; of all of them together in a vote."""
 MAX_WHOLE_BYTES = 1 << 16
-"""What is not larger is shown as a whole."""
+"""A tensor that is not larger is shown as a whole."""
+MAX_STATE_BYTES = 256 << 20
+"""So is a state: it takes some 20 ms."""
 _DIGEST_CHARS = 16
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -94,12 +96,14 @@ def shown(
     leaves: Sequence[CheckedLeaf], known: KnownLeaves, step: int, shows: Shows, *, group_world_size: int
 ) -> StateShown:
     """Return what this rank shows of the state of a step. On the thread that may change it."""
+    num_bytes = sum(leaf.value.nbytes for leaf in leaves if isinstance(leaf.value, torch.Tensor))
+    sampled_at = step if shows is Shows.SAMPLES and num_bytes > MAX_STATE_BYTES else None
     owned, common = xxhash.xxh3_128(), xxhash.xxh3_128()
     still_open: list[Leaf] = []
     for leaf in leaves:
         if not leaf.is_owned and leaf.key in known.own:
             continue
-        digest = _digest(leaf.value, step if shows is Shows.SAMPLES else None)
+        digest = _digest(leaf.value, sampled_at)
         if leaf.is_owned:
             owned.update(f"{leaf.key} {digest};".encode())
         elif leaf.key in known.common:

@@ -25,7 +25,7 @@ from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchEr
 from torchft_ckpt.manager.checking import ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
 from torchft_ckpt.manager.optimizer_settings import settings_of, take_settings, with_inner
-from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves, keeping, leaf_key
+from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves, keeping
 from torchft_ckpt.manager.volatile import (
     StateToSave,
     StateToServe,
@@ -52,6 +52,9 @@ class StateRegistry:
         self._moving: set[str] = set()
         self._unguarded: list[torch.optim.Optimizer] = []
         self._layout: tuple[int, ParameterLayout] | None = None
+        self._marks: list[tuple[int, int, int]] | None = None
+        self._cached: list[torch.Tensor] = []
+        """The parameters of all optimizers that are known, while `_marks` stay the same."""
         self._in_function = threading.local()
         self._unsteady = Unsteady()
         self._agreed_on: set[str] = set()
@@ -161,7 +164,12 @@ class StateRegistry:
         return frozen_in_words([parameter.requires_grad for parameter in self._parameters()])
 
     def _parameters(self) -> list[torch.Tensor]:
-        return _parameters_of(self._known())
+        known = self._known()
+        groups = [group["params"] for optimizer in known for group in optimizer.param_groups]
+        marks = [(len(group), id(group[0]), id(group[-1])) for group in groups if group]
+        if marks != self._marks:  # a pass over thousands takes as long as all else that each step does
+            self._marks, self._cached = marks, _parameters_of(known)
+        return self._cached
 
     def _known(self) -> list[torch.optim.Optimizer]:
         return with_inner([*self._optimizers, *self._unguarded])
@@ -282,7 +290,8 @@ class StateRegistry:
         """Return a received state with this group's own leaves in place of the source's, and what differs but for these."""
         here = self.capture()
         kept = {key: keeping(item, here[key], known.own, key) for key, item in user.items()}
-        return kept, [path for path in differing if leaf_key(path) not in known.own]
+        compared = {leaf.name for leaf in self.leaves_to_compare(here) if leaf.is_owned or leaf.key not in known.own}
+        return kept, [path for path in differing if path in compared or path.rpartition(".")[0] in compared]
 
     def take_settings(self, settings: object) -> list[str]:
         """Give optimizers the settings of the source, and say what differed. On the training thread."""

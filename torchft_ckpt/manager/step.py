@@ -256,7 +256,7 @@ class Steps:
             self._check.forget()
             return
         self._registry.glance(self._check.glance, now.version.step, self._own.known)
-        if now.is_checked:
+        if now.is_checked or now.shows is not Shows.NOTHING:
             self._check.begin(now.version, self._registry.leaves_to_compare())
         else:
             self._check.forget()

@@ -136,7 +136,7 @@ class Trials:
             verdict.stops = policy is OnReplicasDiffer.STOP
             verdict.said.append(f"{what}. on_replicas_differ is {policy.value!r}")
             wrong = [m for m in wrong if m not in drifted]
-        elif drifted and 2 * len(right) <= sum(m in self._voices for m in members):
+        elif self._voices.keys() & wrong and 2 * len(right) <= sum(m in self._voices for m in members):
             what += ". No state has a majority, so that of the longest in the job is taken"
         if wrong and not verdict.stops:
             verdict.said.append(self._give(members, right, wrong, step, verdict, what))
