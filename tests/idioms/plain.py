@@ -77,11 +77,14 @@ class PlainManager:
         self._plan = plan
         self._place = 0
         self._step = 0
+        self.lags = False
+        """As `Manager.script_lags`."""
         self._is_open = False
         self.sharing = SharedStep()
         self._batches_committed = 0
         self._has_skipped = False
         self.extras: dict[str, Callable[[], Any]] = {}
+        self.outer_schedulers: list[Any] = []
         self.state_dict_lock = StateDictLock()
 
     @property
@@ -114,6 +117,12 @@ class PlainManager:
         self.extras[name] = lambda: {key: value for key, value in scheduler.state_dict().items() if key != "step"}
         scheduler.step = lambda *metric: step(*metric) if self._counts and not self._has_skipped else None
         return scheduler
+
+    def outer_scheduler(self, scheduler: Any) -> Any:
+        """Have a scheduler of an outer optimizer step in rounds that are committed, and only there."""
+        self.extras["scheduler"] = lambda: scheduler.state_dict()
+        self.outer_schedulers.append(scheduler)
+        return types.SimpleNamespace(step=lambda: None)
 
     def grad_scaler(self, scaler: Any, name: str = "grad_scaler") -> Any:
         """Have a scaler change its scale only in iterations that are committed; one that overflows is one too."""
@@ -164,7 +173,7 @@ class PlainManager:
         return CompletedWork(tensor)
 
     def current_step(self) -> int:
-        return self._step
+        return self._step - self.lags
 
     def batches_committed(self) -> int:
         return self._batches_committed

@@ -2,7 +2,8 @@
 
 A group that did not contribute to a round takes its outcome and begins the next one as a new process would: from the global
 parameters, with an inner optimizer that remembers nothing. If the script has registered state of its own, the group first makes
-the rest of the iteration in which the others handed that out: the inner step in that changes nothing.
+the rest of the iteration in which the others handed that out: the inner step in that changes nothing, and to the script it is
+still the round of before.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class PlainOuterLoop:
         self._period = sync_every // len(fragments)
         self._delay, self._alpha = delay, alpha
         self._has_own_state, self._num_to_follow = has_own_state, 0
+        self._has_applied = False
         self._params = [dict(fragment.named_parameters()) for fragment in fragments]
         self._globals = [{name: param.detach().clone() for name, param in params.items()} for params in self._params]
         self._place = 0
@@ -72,13 +74,17 @@ class PlainOuterLoop:
         for hook in self._hooks:
             hook.remove()
 
+    def round_counted(self) -> bool:
+        counted, self._has_applied = self._has_applied, False
+        return counted
+
     def restore_parameters(self) -> None:
         for fragment in range(len(self._params)):
             self._go_back(fragment)
 
     @property
     def _fragment(self) -> int:
-        return self._manager.current_step() % len(self._params)
+        return (self._manager.current_step() + self._manager.lags) % len(self._params)
 
     def _trained(self, fragment: int) -> list[tuple[nn.Parameter, torch.Tensor]]:
         return [
@@ -106,6 +112,7 @@ class PlainOuterLoop:
     def _after_inner_step(self) -> None:
         if self._num_to_follow:
             self._num_to_follow -= 1
+            self._manager.lags = self._num_to_follow > 0
             return
         self._place += 1
         if self._place == self._period - self._delay:
@@ -121,10 +128,14 @@ class PlainOuterLoop:
             fragment = self._fragment
             if self._manager.should_commit():
                 self._apply(fragment)
+                self._has_applied = True
+                for scheduler in self._manager.outer_schedulers:
+                    scheduler.step()
                 if not contributes:
                     self.restore_parameters()
                     self._inner.state.clear()
                     self._num_to_follow = 1 + self._delay if self._has_own_state else 0
+                    self._manager.lags = self._num_to_follow > 0
                 return
             self._take()
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from torchft_ckpt.core.training.following import Follower
+from torchft_ckpt.core.training.following import Call, Follower
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.optimizer_settings import with_inner
 from torchft_ckpt.manager.state_registry import StateRegistry
@@ -32,7 +32,10 @@ class Followers:
     def __init__(self, registry: StateRegistry) -> None:
         self._registry = registry
         self._wrapped: list[torch.optim.Optimizer] = []
+        self._keys: dict[int, str] = {}
         self._schedulers: list[tuple[Follower, LRScheduler]] = []
+        self._outer: list[tuple[Follower, LRScheduler]] = []
+        """Of outer optimizers: they move with the rounds of these, and a script calls them in vain."""
         self._scalers: list[Follower] = []
 
     def wraps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -65,7 +68,29 @@ class Followers:
 
         _give_class(scheduler, follower, step=step)
         self._schedulers.append((follower, scheduler))
+        self._keys[id(follower)] = name
+        self.find_outer()
         return scheduler
+
+    def find_outer(self) -> None:
+        """An outer loop may be there now: find the schedulers of its optimizers.
+
+        Raises:
+            ConfigError: one waits for a metric, which a round does not have.
+        """
+        for follower, scheduler in list(self._schedulers):
+            if not any(_is_of(scheduler, outer) for outer in self._registry.outer_optimizers):
+                continue
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise ConfigError(
+                    f"{follower.name} needs a metric, and a scheduler of an outer optimizer moves within the round: register it"
+                    " by register_state_dict_fn, and step it where the loop's round_counted() is True",
+                    party=follower.name,
+                )
+            self._schedulers.remove((follower, scheduler))
+            self._outer.append((follower, scheduler))
+            self._registry.agree_on(self._keys[id(follower)])
+            follower.now = Call.IGNORED
 
     def grad_scaler(self, scaler: G, name: str) -> G:
         """See `Manager.grad_scaler`."""
@@ -128,8 +153,8 @@ class Followers:
         """
         if self._all() and self._registry.trains_apart:
             raise ConfigError(
-                "Manager.scheduler and grad_scaler follow the steps of the Manager, which are rounds of DiLoCo or LocalSGD: step"
-                " the scheduler of an inner optimizer yourself, or set its learning rate from manager.current_step()",
+                "the steps of the Manager are rounds of DiLoCo or LocalSGD, which Manager.scheduler follows for outer optimizers"
+                " alone: step the scheduler of an inner optimizer yourself, or set its learning rate from manager.current_step()",
                 party=self._all()[0].name,
             )
         if is_torn:
@@ -150,7 +175,12 @@ class Followers:
             follower.decided(counts=counts, is_wrapped=True)
 
     def optimizer_ended(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool) -> None:
-        """A wrapped optimizer has taken the step that counts, or skipped it."""
+        """A wrapped or outer optimizer has taken the step that counts, or skipped it."""
+        for follower, scheduler in self._outer:
+            if _is_of(scheduler, optimizer):
+                follower.now = Call.OWED
+                scheduler.step()
+                follower.now = Call.IGNORED
         for follower, scheduler in self._schedulers:
             if _is_of(scheduler, optimizer):
                 follower.optimizer_ended(has_stepped=has_stepped)

@@ -457,6 +457,7 @@ class Manager:
             local_between_syncs=local_between_syncs,
             after_restore=after_restore,
         )
+        self._followers.find_outer()
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
         """Deprecated by torchft: `register_state_dict_fn` with a key of its own."""
@@ -473,6 +474,9 @@ class Manager:
         It moves once for each step of its optimizer that counts, a `ReduceLROnPlateau` too: `scheduler.step(metric)`. Call `step`
         after `optimizer.step()`, before the next `zero_grad` or save. These refuse a scheduler that has not followed: a group
         that joins there would get the weights of one step with the learning rate of another. A group that heals gets its state.
+
+        The scheduler of an outer optimizer (DiLoCo) moves once for each step of that one that counts, within the round, and its
+        own `step()` does nothing: a loop may call it after each inner step, or leave it out.
 
         What moves otherwise, once an epoch say, is not for this method: register it by `register_state_dict_fn`, and step it
         where `optimizer.step()` has returned True.
@@ -603,7 +607,7 @@ class Manager:
 
     def state_dict(self) -> dict[str, int]:
         """Return what has to be saved with a checkpoint: the step and the batches committed."""
-        return self._own.saved(self.current_step())
+        return self._own.saved(self.current_step() + self.script_lags)
 
     # --------------------------------------------------------------------------------------------------------- quorum
 
@@ -894,6 +898,13 @@ class Manager:
         """
         return self._between_steps.cold_start(config.not_negative(timeout) or self._timeouts.quorum)
 
+    script_lags: bool = False
+    """The state that is here has one step more than the script has come to: of an outer loop, which sets it.
+
+    A group that came in with a round is to end the iteration in which the other groups took that. Until then `current_step` is
+    what it is for them in that iteration.
+    """
+
     @property
     def place(self) -> RoundPlace:
         """Where the script is in a round of its outer loop, which sets it. It goes with the state to those who load that."""
@@ -923,9 +934,9 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ what it is now
 
     def current_step(self) -> int:
-        """Return the number of committed steps that this replica's state holds."""
+        """Return the number of committed steps that this replica's state holds; but see `script_lags`."""
         replayed = self._replay.step
-        return self._client.view().version.step if replayed is None else replayed
+        return self._client.view().version.step - self.script_lags if replayed is None else replayed
 
     def quorum_step(self) -> int:
         """Return the committed steps in the state that the open quorum trains from, whether this replica holds it or not.

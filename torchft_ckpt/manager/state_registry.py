@@ -48,6 +48,8 @@ class StateRegistry:
         self._load: dict[str, Callable[[Any], None]] = {}
         self._get: dict[str, Callable[[], Any]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
+        self.outer_optimizers: list[torch.optim.Optimizer] = []
+        """They step when groups that train apart agree, and only then."""
         self._moving: set[str] = set()
         self._unguarded: list[torch.optim.Optimizer] = []
         self._layout: tuple[int, ParameterLayout] | None = None
@@ -83,11 +85,17 @@ class StateRegistry:
         self._unguarded += optimizers
         self._after_restore += [] if after_restore is None else [after_restore]
         if local_between_syncs:
+            self.outer_optimizers += optimizers
             self._agreed_on.add(key)
             self._frozen_for_rounds = self.frozen()
         if not explicitly_locked:
             self._moving.add(key)
             self._has_unannounced = self._has_unannounced or bool(optimizers)
+
+    def agree_on(self, key: str) -> None:
+        """What is registered under a key changes only where groups that train apart agree, under the lock."""
+        self._moving.discard(key)
+        self._agreed_on.add(key)
 
     @property
     def is_empty(self) -> bool:
