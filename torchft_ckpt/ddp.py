@@ -160,7 +160,7 @@ class _BucketReduction(ProcessGroupDummy):
         """Start to average a bucket, and with the last one to count the groups in which each parameter has a gradient."""
         gradients = bucket.buffer()
         if not bucket.is_last():
-            return self._manager.allreduce(gradients).get_future()
+            return self._manager.allreduce(gradients, of=self.parameters).get_future()
         have_gradient = [parameter.grad is not None for parameter in self.parameters]
         is_carried = not gradients.is_sparse and gradients.nbytes <= self.max_carrier_bytes
         counts = torch.tensor(
@@ -169,10 +169,10 @@ class _BucketReduction(ProcessGroupDummy):
         if is_carried:
             num = gradients.numel()
             both = torch.cat([gradients, counts])
-            work, counts = self._manager.allreduce(both), both[num:]
+            work, counts = self._manager.allreduce(both, of=self.parameters), both[num:]
             future = work.get_future().then(lambda _: both[:num])
         else:
-            future = self._manager.allreduce(gradients).get_future()
+            future = self._manager.allreduce(gradients, of=self.parameters).get_future()
             work = self._manager.allreduce(counts, reduce_op=ReduceOp.SUM)
         self._counting = work, counts
         if not self._manager.is_participating():
@@ -321,7 +321,7 @@ class GradientAverage:
         works, averages = [], []
         for bucket in _buckets(here):
             flat = torch.cat([_flat_gradient(parameters[number], own[number]) for number in bucket])
-            works.append(self._manager.allreduce(flat))
+            works.append(self._manager.allreduce(flat, of=parameters))
             averages += flat.split([here[number].numel() for number in bucket])
         works.append(self._manager.allreduce(counts, reduce_op=ReduceOp.SUM))
         for work in works:

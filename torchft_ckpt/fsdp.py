@@ -53,11 +53,13 @@ def set_all_reduce_hook(manager: Manager, model: nn.Module) -> None:
         )
         raise ConfigError(message, party="model")
 
+    parameters = list(model.parameters())
+
     def average(gradients: torch.Tensor) -> None:
         if gradients.is_cuda:
             # FSDP allocated it on another stream and frees it once it is cast, which may be before we are done with it.
             gradients.record_stream(torch.cuda.current_stream(gradients.device))
-        manager.allreduce(gradients).wait()
+        manager.allreduce(gradients, of=parameters).wait()
 
     for name, module in sharded.items():
         try:

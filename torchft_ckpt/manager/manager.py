@@ -50,6 +50,7 @@ from torchft_ckpt.manager.followers import Followers, G, S
 from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.leaving import DEADLINE, Leaving
+from torchft_ckpt.manager.left_out import Averaged
 from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
@@ -277,6 +278,7 @@ class Manager:
             self._registry.register("default", load_state_dict, state_dict)
         self._followers = Followers(self._registry)
         self._own = OwnState()
+        self._averaged = Averaged(party)
         self.events = EventQueue(on_event, party)
         """What happens on its way to `on_event`, for what adds to it."""
         self._check = EqualityCheck(lock)
@@ -373,6 +375,7 @@ class Manager:
             check=self._check,
             outcomes=self._outcomes,
             followers=self._followers,
+            averaged=self._averaged,
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
@@ -570,6 +573,8 @@ class Manager:
         none, as before the first step. Optimizers that count their steps count it, which a plain loop does not.
         """
         self._registry.guard(optimizer)
+        self._averaged.watch(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self._steps.check_averaged(optimizer))
         guard_steps(optimizer, self._enter_optimizer_step, self._leave_optimizer_step, self._recorder)
 
     def _enter_optimizer_step(self) -> None:
@@ -720,6 +725,8 @@ class Manager:
         tensor: torch.Tensor,
         should_quantize: bool | Quantization = False,
         reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
+        *,
+        of: Sequence[torch.nn.Parameter] | None = None,
     ) -> Work:
         """Reduce a tensor in place over the replica groups; by default average it over those that contribute.
 
@@ -737,6 +744,8 @@ class Manager:
                 ranks get the same bits; how far they may be off is in `process_group/quantization.py`. A value that is not
                 finite turns its block into NaNs. Exact where the process group has one member. The same on all ranks.
             reduce_op: `ReduceOp.AVG`, or any that the process group knows; AVG or SUM where it is quantised.
+            of: the parameters whose gradients it holds, where these are not in its memory. In the first step of several groups
+                a warning names the parameters of wrapped and guarded optimizers whose gradients nobody averages.
 
         Returns:
             work; its future completes with the tensor and never fails. Its `wait` is False where the tensor must not be used.
@@ -752,6 +761,8 @@ class Manager:
         if codec is not None and reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ValueError(f"{codec.name} is for AVG and SUM, not for {reduce_op}")
         with record_function("torchft::manager::allreduce"):
+            if self._averaged.is_noting:
+                self._averaged.note(tensor, reduce_op, of)
             return self._steps.allreduce(tensor, codec, reduce_op)
 
     def report_error(self, e: Exception) -> None:

@@ -35,6 +35,7 @@ from torchft_ckpt.manager.flight_recorder import name_dumps
 from torchft_ckpt.manager.followers import Followers
 from torchft_ckpt.manager.foreign_transport import agree_who_sends
 from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.left_out import Averaged
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import RankConfig, Timeouts
 from torchft_ckpt.manager.recovery import Prepared, Recovery
@@ -92,6 +93,7 @@ class Steps:
         check: EqualityCheck,
         outcomes: StepOutcomes,
         followers: Followers,
+        averaged: Averaged,
         events: EventQueue,
         use_async_quorum: bool,
         quorum_retries: int | None,
@@ -115,6 +117,7 @@ class Steps:
         self._follows = follows
         self._is_spare = is_spare
         self._followers = followers
+        self._averaged = averaged
         self._events = events
         self._use_async_quorum = use_async_quorum
         self._quorum_retries = quorum_retries
@@ -176,6 +179,7 @@ class Steps:
         if self._recorder is not None:
             self._recorder.close()
         self._started_at = time.monotonic()
+        self._averaged.begin_step()
         self._compare_ahead(wishes)
         self._begin(wishes, limit)
         while (now := self._client.view()).follows and now.quorum is not None:
@@ -616,6 +620,15 @@ class Steps:
             else StepDiscarded(step=vote.step, quorum_id=vote.quorum_id, replica_id=name, reason=reason, took_s=took_s)
         )
         self._outcomes.ended(vote, outcome, reason, now, took_s)
+
+    def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """A guarded optimizer begins a step: name what it trains that nobody averaged, in the first step of several groups."""
+        if not self._averaged.is_noting or not self._is_committed or self._registry.trains_apart:
+            return
+        now = self._client.view()
+        if now.num_participants > 1 and now.participating_rank is not None:
+            step, num_participants = now.version.step - 1, now.num_participants
+            self._averaged.check(optimizer, self._registry.names, step=step, num_participants=num_participants)
 
     def shutdown(self, timeout_s: float) -> None:
         """End the threads; wait so long for each at most."""
