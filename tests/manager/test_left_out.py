@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.manager.checking import leaves_to_compare
 from torchft_ckpt.manager.left_out import Averaged, left_out_of
-from torchft_ckpt.manager.optimizer_settings import with_inner
 from torchft_ckpt.manager.state_registry import StateRegistry
 
 LIMIT = timedelta(seconds=20)
@@ -28,21 +28,20 @@ def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def left_out(state: Any, optimizer: torch.optim.Optimizer) -> list[str]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return left_out_of(state, with_inner([optimizer]), {id(p): f"parameter {n}" for n, p in enumerate(parameters)})
+def left_out(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> list[str]:
+    return left_out_of(state, leaves_to_compare(state, [optimizer]))
 
 
 def test_what_an_optimizer_remembers_and_no_state_holds_is_named_beside_averaged_weights_of_the_same_shapes() -> None:
     model, optimizer = trained()
     state = {"model": model.state_dict(), "average": copy.deepcopy(model).state_dict()}
-    assert left_out(state, optimizer) == [f"momentum_buffer of parameter {number} in SGD" for number in range(4)]
+    assert left_out(state, optimizer) == [f"optimizer 0.state.{number}.momentum_buffer" for number in range(4)]
 
 
 def test_a_parameter_that_is_in_no_state_is_named_unless_it_is_frozen() -> None:
     model, optimizer = trained()
     state = {"first": model[0].state_dict(), "sgd": optimizer.state_dict()}
-    assert left_out(state, optimizer) == ["parameter 2", "parameter 3"]
+    assert left_out(state, optimizer) == ["optimizer 0.parameter 2", "optimizer 0.parameter 3"]
     model[1].requires_grad_(False)
     assert left_out(state, optimizer) == []
 
@@ -86,7 +85,7 @@ def test_it_is_named_once_as_soon_as_there_is_something_to_remember(caplog: pyte
     optimizer.step()
     assert [registry.layout() for _ in range(3)] == [first] * 3
     (record,) = caplog.records
-    assert "momentum_buffer of parameter 0, default.model.weight in SGD" in record.getMessage()
+    assert "optimizer 0.state.0.momentum_buffer, optimizer 0.state.1.momentum_buffer" in record.getMessage()
     assert num_captured == 2, "state_dict functions are asked no oftener than that"
 
 
@@ -102,11 +101,12 @@ def warnings(
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     model(torch.randn(4, 2)).square().sum().backward()
     averaged, sgd = Averaged("group_0"), optimizer(model)
-    averaged.watch(sgd)
+    averaged.unchecked.append(sgd)
     averaged.begin_step()
     average(averaged, model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for _ in range(2):
-        averaged.check(sgd, {}, step=7, num_participants=2)
+        averaged.check(sgd, names, step=7, num_groups=2)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -135,6 +135,9 @@ AVERAGES: dict[str, Callable[[Averaged, nn.Sequential], object]] = {
         averaged.note(torch.ones(1), ReduceOp.AVG, list(model[0].parameters())),
         by_hand(averaged, model[1].parameters()),
     ),
+    "those of which the optimizer trains copies": lambda averaged, model: averaged.note(
+        torch.ones(1), ReduceOp.AVG, list(copy.deepcopy(model).parameters())
+    ),
     "nothing at all, which is said elsewhere": lambda averaged, model: None,
     "where only the rest is frozen": lambda averaged, model: (
         by_hand(averaged, model[0].parameters()),
@@ -161,4 +164,4 @@ def test_parameters_beside_the_averaged_ones_are_named_once_also_where_a_metric_
 
     (warning,) = warnings(caplog, average)
     assert "group_0: step 7 was committed by 2 replica groups, and nobody averaged the gradients of 2" in warning
-    assert "one of shape (2, 3), one of shape (2,)" in warning
+    assert "2 parameters that SGD trains: 1.weight, 1.bias. Each group" in warning

@@ -231,16 +231,6 @@ class ParameterLayout:
     is_sharded: bool = False
 
 
-def places_of_memory(state: Mapping[str, Any]) -> dict[int, str]:
-    """Return by address where in a state the tensors are; of a tensor that is at several places the first by name."""
-    places: dict[int, str] = {}
-    for key, item in state.items():
-        for path, value in _leaves(item, key):
-            for part in memory_of(value) if isinstance(value, torch.Tensor) and value.numel() else ():
-                places[part.data_ptr()] = min(path, places.get(part.data_ptr(), path))
-    return places
-
-
 def layout_of(parameters: Iterable[tuple[str, torch.Tensor]], *, only_sharded: bool) -> ParameterLayout:
     """Describe parameters.
 

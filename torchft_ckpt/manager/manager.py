@@ -573,7 +573,7 @@ class Manager:
         none, as before the first step. Optimizers that count their steps count it, which a plain loop does not.
         """
         self._registry.guard(optimizer)
-        self._averaged.watch(optimizer)
+        self._averaged.unchecked.append(optimizer)
         optimizer.register_step_pre_hook(lambda *_: self._steps.check_averaged(optimizer))
         guard_steps(optimizer, self._enter_optimizer_step, self._leave_optimizer_step, self._recorder)
 
@@ -761,7 +761,7 @@ class Manager:
         if codec is not None and reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
             raise ValueError(f"{codec.name} is for AVG and SUM, not for {reduce_op}")
         with record_function("torchft::manager::allreduce"):
-            if self._averaged.is_noting:
+            if self._averaged.unchecked:
                 self._averaged.note(tensor, reduce_op, of)
             return self._steps.allreduce(tensor, codec, reduce_op)
 

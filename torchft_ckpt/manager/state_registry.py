@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from torchft_ckpt.manager.checking import (
     frozen_in_words,
     layout_of,
     leaves_to_compare,
-    places_of_memory,
 )
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
 from torchft_ckpt.manager.left_out import left_out_of
@@ -169,18 +168,16 @@ class StateRegistry:
         remembers = not self._has_state and any(optimizer.state for optimizer in known)
         if self._layout is None or self._layout[0] != len(parameters) or remembers:
             self._has_state, captured = self._has_state or remembers, self.capture()
-            self.names = _names_of(parameters, known, places_of_memory(captured))
-            named: Iterable[tuple[str, torch.Tensor]] = [(self.names[id(p)], p) for p in parameters]
-            if not known:
-                named = tensors_but_optimizer_state(captured)
+            owned = leaves_to_compare(captured, known)
+            self.names = _names_of(parameters, known, owned)
+            named = [(self.names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
             self._layout = len(parameters), layout_of(named, only_sharded=not known)
-            self._warn_of_left_out(captured, known)
+            self._warn_of_left_out(captured, owned)
         return self._layout[1]
 
-    def _warn_of_left_out(self, captured: dict[str, Any], known: Sequence[torch.optim.Optimizer]) -> None:
-        if self.is_empty or self._has_warned_of_left_out or not self.is_used_by_loops:
-            return
-        if left_out := left_out_of(captured, known, self.names):
+    def _warn_of_left_out(self, captured: dict[str, Any], owned: Sequence[CheckedLeaf]) -> None:
+        is_wanted = self.is_used_by_loops and not self.is_empty and not self._has_warned_of_left_out
+        if is_wanted and (left_out := left_out_of(captured, owned)):
             self._has_warned_of_left_out = True
             logger.warning(
                 "optimizers change what no registered state_dict returns: %s. A replica group that comes back has its own values"
@@ -442,20 +439,16 @@ def _trained_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 
 
 def _names_of(
-    parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer], places: Mapping[int, str]
+    parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer], owned: Sequence[CheckedLeaf]
 ) -> dict[int, str]:
     """Call parameters by their number, and by their place in the state, or else as their optimizers call them; by `id`."""
-    names = {
-        id(parameter): name
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for name, parameter in zip(group.get("param_names") or (), group["params"], strict=False)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = {id(p): name for g in groups for name, p in zip(g.get("param_names") or (), g["params"], strict=False)}
+    names |= {id(leaf.value): leaf.name for leaf in owned if leaf.name != leaf.place}
+    return {
+        id(p): f"parameter {n}, {names[id(p)]}" if id(p) in names else f"parameter {n}"
+        for n, p in enumerate(parameters)
     }
-    for number, parameter in enumerate(parameters):
-        place = next((places.get(part.data_ptr()) for part in memory_of(parameter)), None)
-        name = place or names.get(id(parameter))
-        names[id(parameter)] = f"parameter {number}, {name}" if name else f"parameter {number}"
-    return names
 
 
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

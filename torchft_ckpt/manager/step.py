@@ -623,12 +623,11 @@ class Steps:
 
     def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """A guarded optimizer begins a step: name what it trains that nobody averaged, in the first step of several groups."""
-        if not self._averaged.is_noting or not self._is_committed or self._registry.trains_apart:
+        if not self._averaged.unchecked or not self._is_committed or self._registry.trains_apart:
             return
         now = self._client.view()
         if now.num_participants > 1 and now.participating_rank is not None:
-            step, num_participants = now.version.step - 1, now.num_participants
-            self._averaged.check(optimizer, self._registry.names, step=step, num_participants=num_participants)
+            self._averaged.check(optimizer, self._registry.names, now.version.step - 1, now.num_participants)
 
     def shutdown(self, timeout_s: float) -> None:
         """End the threads; wait so long for each at most."""

@@ -286,7 +286,7 @@ class SAM(torch.optim.Optimizer):
     STATE,
     "A warning names the momentum: it is in no state dict. Register `optimizer.base_optimizer` too.",
     was="nothing was said, and a group that came back went on with a momentum of its own",
-    says="no registered state_dict returns: momentum_buffer of parameter 0, default.model.0.weight in SGD",
+    says="no registered state_dict returns: optimizer 1.state.0.momentum_buffer",
     compare="nothing",
 )
 def sam_as_published(job: Job) -> None:
