@@ -77,8 +77,6 @@ class PlainManager:
         self._plan = plan
         self._place = 0
         self._step = 0
-        self.lags = False
-        """As `Manager.script_lags`."""
         self._is_open = False
         self.sharing = SharedStep()
         self._batches_committed = 0
@@ -173,7 +171,7 @@ class PlainManager:
         return CompletedWork(tensor)
 
     def current_step(self) -> int:
-        return self._step - self.lags
+        return self._step
 
     def batches_committed(self) -> int:
         return self._batches_committed

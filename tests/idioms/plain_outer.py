@@ -2,8 +2,7 @@
 
 A group that did not contribute to a round takes its outcome and begins the next one as a new process would: from the global
 parameters, with an inner optimizer that remembers nothing. If the script has registered state of its own, the group first makes
-the rest of the iteration in which the others handed that out: the inner step in that changes nothing, and to the script it is
-still the round of before.
+the rest of the iteration in which the others handed that out: the inner step in that changes nothing.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class PlainOuterLoop:
 
     @property
     def _fragment(self) -> int:
-        return (self._manager.current_step() + self._manager.lags) % len(self._params)
+        return self._manager.current_step() % len(self._params)
 
     def _trained(self, fragment: int) -> list[tuple[nn.Parameter, torch.Tensor]]:
         return [
@@ -112,7 +111,6 @@ class PlainOuterLoop:
     def _after_inner_step(self) -> None:
         if self._num_to_follow:
             self._num_to_follow -= 1
-            self._manager.lags = self._num_to_follow > 0
             return
         self._place += 1
         if self._place == self._period - self._delay:
@@ -135,7 +133,6 @@ class PlainOuterLoop:
                     self.restore_parameters()
                     self._inner.state.clear()
                     self._num_to_follow = 1 + self._delay if self._has_own_state else 0
-                    self._manager.lags = self._num_to_follow > 0
                 return
             self._take()
 

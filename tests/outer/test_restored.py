@@ -352,7 +352,7 @@ def test_a_group_that_comes_back_alone_takes_the_newest_of_the_others(
                 restored = group.checkpointer.restore()
                 with group.loop:
                     group.model(torch.zeros(1, 4))  # the loop begins
-                    entered_at, found, model = group.manager.statistics().step, group.global_bits(), group.model_bits()
+                    entered_at, found, model = group.manager.current_step(), group.global_bits(), group.model_bits()
                     is_back.set()
                     # The others handed a state of the script's own out within an iteration, whose rest is made here first.
                     group.train(SYNC_EVERY + (functions != "none"))

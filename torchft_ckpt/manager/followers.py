@@ -32,9 +32,8 @@ class Followers:
     def __init__(self, registry: StateRegistry) -> None:
         self._registry = registry
         self._wrapped: list[torch.optim.Optimizer] = []
-        self._keys: dict[int, str] = {}
-        self._schedulers: list[tuple[Follower, LRScheduler]] = []
-        self._outer: list[tuple[Follower, LRScheduler]] = []
+        self._schedulers: dict[str, tuple[Follower, LRScheduler]] = {}
+        self._outer: dict[str, tuple[Follower, LRScheduler]] = {}
         """Of outer optimizers: they move with the rounds of these, and a script calls them in vain."""
         self._scalers: list[Follower] = []
 
@@ -67,18 +66,13 @@ class Followers:
                 follower.moved()
 
         _give_class(scheduler, follower, step=step)
-        self._schedulers.append((follower, scheduler))
-        self._keys[id(follower)] = name
+        self._schedulers[name] = follower, scheduler
         self.find_outer()
         return scheduler
 
     def find_outer(self) -> None:
-        """An outer loop may be there now: find the schedulers of its optimizers.
-
-        Raises:
-            ConfigError: one waits for a metric, which a round does not have.
-        """
-        for follower, scheduler in list(self._schedulers):
+        """An outer loop may be there now: find the schedulers of its optimizers. Raises `ConfigError` if one needs a metric."""
+        for name, (follower, scheduler) in list(self._schedulers.items()):
             if not any(_is_of(scheduler, outer) for outer in self._registry.outer_optimizers):
                 continue
             if isinstance(scheduler, ReduceLROnPlateau):
@@ -87,9 +81,8 @@ class Followers:
                     " by register_state_dict_fn, and step it where the loop's round_counted() is True",
                     party=follower.name,
                 )
-            self._schedulers.remove((follower, scheduler))
-            self._outer.append((follower, scheduler))
-            self._registry.agree_on(self._keys[id(follower)])
+            self._outer[name] = self._schedulers.pop(name)
+            self._registry.agree_on(name)
             follower.now = Call.IGNORED
 
     def grad_scaler(self, scaler: G, name: str) -> G:
@@ -144,7 +137,7 @@ class Followers:
         self._registry.register(name, lambda state: follows.load_state_dict(state), lambda: follows.state_dict())
 
     def _all(self) -> list[Follower]:
-        return [follower for follower, _ in self._schedulers] + self._scalers
+        return [follower for follower, _ in self._schedulers.values()] + self._scalers
 
     def begins(self, *, is_torn: bool) -> None:
         """A step begins. Raises `ConfigError` where something is owed, or where groups train apart.
@@ -169,19 +162,19 @@ class Followers:
 
     def decided(self, *, counts: bool) -> None:
         """The open step was decided."""
-        for follower, scheduler in self._schedulers:
+        for follower, scheduler in self._schedulers.values():
             follower.decided(counts=counts, is_wrapped=any(_is_of(scheduler, wrapped) for wrapped in self._wrapped))
         for follower in self._scalers:
             follower.decided(counts=counts, is_wrapped=True)
 
     def optimizer_ended(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool) -> None:
         """A wrapped or outer optimizer has taken the step that counts, or skipped it."""
-        for follower, scheduler in self._outer:
+        for follower, scheduler in self._outer.values():
             if _is_of(scheduler, optimizer):
                 follower.now = Call.OWED
                 scheduler.step()
                 follower.now = Call.IGNORED
-        for follower, scheduler in self._schedulers:
+        for follower, scheduler in self._schedulers.values():
             if _is_of(scheduler, optimizer):
                 follower.optimizer_ended(has_stepped=has_stepped)
 

@@ -612,7 +612,7 @@ class Manager:
 
     def state_dict(self) -> dict[str, int]:
         """Return what has to be saved with a checkpoint: the step and the batches committed."""
-        return self._own.saved(self.current_step() + self.script_lags)
+        return self._own.saved(self.current_step())
 
     # --------------------------------------------------------------------------------------------------------- quorum
 
@@ -909,13 +909,6 @@ class Manager:
         """
         return self._between_steps.cold_start(config.not_negative(timeout) or self._timeouts.quorum)
 
-    script_lags: bool = False
-    """The state that is here has one step more than the script has come to: of an outer loop, which sets it.
-
-    A group that came in with a round is to end the iteration in which the other groups took that. Until then `current_step` is
-    what it is for them in that iteration.
-    """
-
     @property
     def place(self) -> RoundPlace:
         """Where the script is in a round of its outer loop, which sets it. It goes with the state to those who load that."""
@@ -945,9 +938,9 @@ class Manager:
     # ------------------------------------------------------------------------------------------------ what it is now
 
     def current_step(self) -> int:
-        """Return the number of committed steps that this replica's state holds; but see `script_lags`."""
+        """Return the number of committed steps that this replica's state holds."""
         replayed = self._replay.step
-        return self._client.view().version.step - self.script_lags if replayed is None else replayed
+        return self._client.view().version.step if replayed is None else replayed
 
     def quorum_step(self) -> int:
         """Return the committed steps in the state that the open quorum trains from, whether this replica holds it or not.

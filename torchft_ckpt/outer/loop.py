@@ -176,9 +176,8 @@ class OuterLoop(Generic[F]):
     def round_counted(self) -> bool:
         """Return whether a round has counted since this was asked last: `if loop.round_counted(): ...` after each inner step.
 
-        It is True once for each round that this group takes the outcome of, in the iteration in which the others do: also for
-        the round that it comes in with. `Manager.current_step` does not say that to a script which compares it with what it was
-        before the group came in.
+        It is True once for each round that this group takes the outcome of, in the iteration in which the others do. That is so
+        for the round that it comes in with too, which a script cannot tell from `Manager.current_step`.
         """
         counted, self._round_counted = self._round_counted, False
         return counted
@@ -341,7 +340,7 @@ class OuterLoop(Generic[F]):
 
     def _end_inner_step(self) -> None:
         if self._num_to_follow:
-            self._set_to_follow(self._num_to_follow - 1)
+            self._num_to_follow -= 1
             for group, before in zip(self._inner_optimizer.param_groups, self._settings, strict=False):
                 group.update(before)  # some optimizers count their steps here, also those without a gradient
             self._settings, self._is_made = [], False
@@ -391,7 +390,6 @@ class OuterLoop(Generic[F]):
         if self._exchange.in_flight:
             self._exchange.wait()  # an exception came in the way of its end; its values are in the same memory
         self._left_out.warn()
-        self._manager.script_lags = False
         fragment = self._fragment_of(self._manager.current_step())
         fragment.check_inner_state()
         fragment.prepare()
@@ -483,7 +481,7 @@ class OuterLoop(Generic[F]):
         manager, loads_before = self._manager, self._num_loads
         left_over, self._left_over = self._left_over, None
         manager.place = place or left_over or self._place()
-        self._set_to_follow(0)
+        self._num_to_follow = 0
         try:
             while True:
                 if manager.is_behind:
@@ -516,24 +514,21 @@ class OuterLoop(Generic[F]):
 
     def _follow(self, place: RoundPlace) -> None:
         """Bring the script to where the others are, from the place at which they handed out its state."""
-        num_to_follow = place.num_ends_left - self._is_in_step
-        self._set_to_follow(max(num_to_follow, 0))
-        if self._num_to_follow:
+        self._num_to_follow = place.num_ends_left - self._is_in_step
+        if self._num_to_follow > 0:
             logger.info(
                 "%s: the next %d inner steps change nothing: they bring the script to where the other groups are",
                 self._manager.replica_id(),
                 self._num_to_follow,
             )
         self._is_made = place.num_ends_left > 0 and not self._is_in_step
-        if num_to_follow < 0:
+        if self._num_to_follow < 0:
+            self._num_to_follow = 0
             logger.warning(
                 "%s came back in the middle of an iteration, with a state of between two of them: what the script does after its"
                 " inner step is done once more here than in the other groups, a learning-rate schedule is one step ahead",
                 self._manager.replica_id(),
             )
-
-    def _set_to_follow(self, num: int) -> None:
-        self._num_to_follow, self._manager.script_lags = num, num > 0
 
     def _begins_here(self) -> bool:
         """Nobody trains yet: the round begins here, once all ranks of this group hold the state that it begins from.

@@ -61,9 +61,6 @@ class OuterManager(Protocol):
     place: RoundPlace
     """Where the script is with the state of now. It goes with the state to those who load it, and not into checkpoints."""
 
-    script_lags: bool
-    """See `Manager.script_lags`."""
-
     outer_schedule: OuterSchedule | None
     """When the fragments are exchanged, so at which places others can be."""
 

@@ -82,7 +82,6 @@ class FakeOuterManager:
         self._step = 0
         self.num_votes = 0
         self.place = RoundPlace()
-        self.script_lags = False
         self.outer_schedule: OuterSchedule | None = None
         self.state_dict_lock = StateDictLock()
         self.num_reduced: list[int] = []

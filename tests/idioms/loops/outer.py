@@ -355,15 +355,25 @@ def outer_scheduler(job: Job) -> None:
     OUTER,
     "Register it. `round_counted` is True once for each round, in the iteration in which the other groups see it too.",
     was="a script could not ask whether a round had counted",
+    own=("/lr", "/scheduler/"),  # until its first inner step, a group that came back has them as they came to it
 )
 def outer_scheduler_asks(job: Job) -> None:
-    outer_loop(job, registers=True, after=lambda _outer, loop, scheduler, _: loop.round_counted() and scheduler.step())
+    def after(_: torch.optim.Optimizer, loop: Any, scheduler: Any, __: int) -> None:
+        if loop.round_counted():
+            scheduler.step()
+        assert scheduler.last_epoch == job.step, "it has not followed a round"
+
+    outer_loop(job, registers=True, after=after)
 
 
 @idiom(
     "An outer scheduler, registered, stepped if `inner.step()` has moved current_step()",
     OUTER,
-    was="a group that came back did not see its first round count, and stayed a learning rate behind",
+    "A group that comes back does not see its first round count: its scheduler stays one behind, and a warning names the rate."
+    " Each round is applied with the other groups' rate. Ask `loop.round_counted()` instead.",
+    was="each round was applied with another learning rate in the group that came back",
+    says="sets its outer optimizer otherwise",
+    own=("/lr", "/scheduler/"),
 )
 def outer_scheduler_late(job: Job) -> None:
     outer_loop(job, registers=True, after=lambda _outer, _loop, scheduler, moved: moved and scheduler.step())
