@@ -114,13 +114,13 @@ class Averaged:
         num_others = sum(others.values()) + sum(p.numel() for key, p in named.items() if key not in names)
         if sum(parameter.numel() for parameter in own.values()) > num_others:
             logger.warning(
-                "%s: step %d was committed by %d replica groups, and nobody averaged the gradients of %d parameters that %s"
-                " trains: %s. Each group goes on with its own, and they drift apart. Put them into a module that"
+                "%s: step %d was committed by %d replica groups, and nobody averaged the gradients of parameters that %s"
+                " trains (%d: %s). Each group goes on with its own, and they drift apart. Put them into a module that"
                 " DistributedDataParallel wraps, or average their gradients by Manager.allreduce",
                 self._party,
                 step,
                 num_groups,
-                len(own),
                 type(optimizer).__name__,
+                len(own),
                 name_some(names.get(key) or f"one of shape {tuple(p.shape)}" for key, p in own.items()),
             )

@@ -300,7 +300,7 @@ def quantised_gradients(job: Job) -> None:
     "A warning says that nobody averages their gradients. Put them into a module that you wrap, or average `p.grad` by"
     " `manager.allreduce`.",
     was="nothing was said, and the groups drifted apart from the first step on",
-    says=r"nobody averaged the gradients of 1 parameters that SGD trains: parameter 4, default\.scales\.",
+    says=r"nobody averaged the gradients of parameters that SGD trains \(1: parameter 4, default\.scales\.0\)",
     compare="nothing",
 )
 def loss_weights(job: Job) -> None:

@@ -314,12 +314,13 @@ def sam_as_published(job: Job) -> None:
     was="a group that came back differed from then on, and nothing was said",
     compare="nothing",
     waits=True,
-    says=r"it has parameter 0, default\.model\.2\.bias: 3 float32, they have parameter 0, default\.model\.0\.weight: 8x6",
+    says=r"it has parameter 0, default\.model\.1\.weight: 6x6 float32, they have parameter 0, default\.model\.0\.weight: 6x6",
 )
 def parameters_in_another_order(job: Job) -> None:
-    model = mlp()
-    parameters = list(model.parameters())
-    sgd = torch.optim.SGD(parameters[::-1] if job.group else parameters, lr=0.1, momentum=0.9)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    first, second, last = (list(layer.parameters()) for layer in model)
+    parameters = [*second, *first, *last] if job.group else [*first, *second, *last]
+    sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     job.manager(*states(model=model, sgd=sgd))
     loop(job, model, sgd)
 

@@ -136,14 +136,9 @@ def is_part_of(own: str, theirs: str) -> bool:
     """
     ranks, *mine = own.split(SEPARATOR)
     their_ranks, *others = theirs.split(SEPARATOR)
-    if mine != others and Counter(map(_without_number, mine)) == Counter(map(_without_number, others)):
-        return False
-    count = Counter(item.rpartition(": ")[2] for item in mine)
-    return bool(mine) and ranks == their_ranks and count <= Counter(item.rpartition(": ")[2] for item in others)
-
-
-def _without_number(item: str) -> str:
-    return item.split(" ", 2)[-1] if item.startswith("parameter ") else item
+    count, their_count = (Counter(item.rpartition(": ")[2] for item in items) for items in (mine, others))
+    is_reordered = count == their_count and mine != others
+    return bool(mine) and ranks == their_ranks and count <= their_count and not is_reordered
 
 
 def pause_before_learning_again_s(num_learned: int) -> float:
