@@ -142,6 +142,17 @@ def test_a_group_that_has_yet_to_add_parameters_to_its_optimizer_trains_part_of_
     assert not is_part_of("2 ranks; p 0: 4x4", "1 ranks; p 0: 4x4")
 
 
+def test_the_same_parameters_in_another_order_are_no_part_that_a_state_could_mend() -> None:
+    own = "1 ranks; parameter 0, a.w: 4x4 float32; parameter 1, b.w: 4x4 float32"
+    theirs = "1 ranks; parameter 0, b.w: 4x4 float32; parameter 1, a.w: 4x4 float32"
+    assert not is_part_of(own, theirs)
+    assert is_part_of(own, own)
+    assert is_part_of("1 ranks; parameter 0, b.w: 4x4 float32", own), "its optimizer has yet to get the other one"
+    assert what_differs(own, theirs) == (
+        "it has parameter 0, a.w: 4x4 float32, they have parameter 0, b.w: 4x4 float32"
+    )
+
+
 # --------------------------------------------------------------------------------- the same parameters, others of them frozen
 
 

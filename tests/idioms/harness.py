@@ -226,6 +226,10 @@ class Job:
     ) -> Any:
         raise NotImplementedError
 
+    def outer_scheduler(self, scheduler: Any) -> Any:
+        """Return `manager.scheduler` of the scheduler of an outer optimizer."""
+        return self.current.scheduler(scheduler)
+
     def checkpointer(self) -> Any:
         """Return a `Checkpointer` of the job, for loops that are stopped and started again."""
         raise NotImplementedError
@@ -525,6 +529,9 @@ class PlainLife(Job):
             has_own_state=self._state_dict is not None,
             key="diloco",
         )
+
+    def outer_scheduler(self, scheduler: Any) -> Any:
+        return self.current.outer_scheduler(scheduler)
 
     def checkpointer(self) -> NoCheckpointer:
         return NoCheckpointer()

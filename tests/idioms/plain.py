@@ -82,6 +82,7 @@ class PlainManager:
         self._batches_committed = 0
         self._has_skipped = False
         self.extras: dict[str, Callable[[], Any]] = {}
+        self.outer_schedulers: list[Any] = []
         self.state_dict_lock = StateDictLock()
 
     @property
@@ -114,6 +115,12 @@ class PlainManager:
         self.extras[name] = lambda: {key: value for key, value in scheduler.state_dict().items() if key != "step"}
         scheduler.step = lambda *metric: step(*metric) if self._counts and not self._has_skipped else None
         return scheduler
+
+    def outer_scheduler(self, scheduler: Any) -> Any:
+        """Have a scheduler of an outer optimizer step in rounds that are committed, and only there."""
+        self.extras["scheduler"] = lambda: scheduler.state_dict()
+        self.outer_schedulers.append(scheduler)
+        return types.SimpleNamespace(step=lambda: None)
 
     def grad_scaler(self, scaler: Any, name: str = "grad_scaler") -> Any:
         """Have a scaler change its scale only in iterations that are committed; one that overflows is one too."""

@@ -49,6 +49,7 @@ class PlainOuterLoop:
         self._period = sync_every // len(fragments)
         self._delay, self._alpha = delay, alpha
         self._has_own_state, self._num_to_follow = has_own_state, 0
+        self._has_applied = False
         self._params = [dict(fragment.named_parameters()) for fragment in fragments]
         self._globals = [{name: param.detach().clone() for name, param in params.items()} for params in self._params]
         self._place = 0
@@ -71,6 +72,10 @@ class PlainOuterLoop:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def round_counted(self) -> bool:
+        counted, self._has_applied = self._has_applied, False
+        return counted
 
     def restore_parameters(self) -> None:
         for fragment in range(len(self._params)):
@@ -121,6 +126,9 @@ class PlainOuterLoop:
             fragment = self._fragment
             if self._manager.should_commit():
                 self._apply(fragment)
+                self._has_applied = True
+                for scheduler in self._manager.outer_schedulers:
+                    scheduler.step()
                 if not contributes:
                     self.restore_parameters()
                     self._inner.state.clear()

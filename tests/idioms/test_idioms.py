@@ -18,6 +18,8 @@ from torchft_ckpt.core.coordination import learning
 TABLE = table()
 FOLLOW_ALWAYS = ("forward_before_zero_grad",)
 """Loops of which one was wrong once, where a group follows."""
+ALARMS = ("came to another state of step", "no registered state_dict returns", "sets its outer optimizer otherwise")
+"""No loop gets one of these warnings, but those that it is made for."""
 torch.set_num_threads(1)
 
 
@@ -53,6 +55,8 @@ def test_a_group_dies_and_returns_and_all_compute_what_the_plain_loop_computes(
     with caplog.at_level(logging.WARNING, "torchft_ckpt"):
         harness.check(entry, dies=entry.dies and entry.compare != "nothing")
     assert not entry.says or re.search(entry.says, caplog.text), caplog.text
+    for alarm in ALARMS:
+        assert alarm not in caplog.text or alarm in entry.says, caplog.text
 
 
 def loops_that_follow() -> list[object]:

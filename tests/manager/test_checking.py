@@ -13,7 +13,7 @@ from torch import nn
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.coordination.messages import MAX_LEAVES, LeavesWanted, StateVersion
-from torchft_ckpt.manager.checking import EqualityCheck, digest_of, leaves_to_compare
+from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout, digest_of, layout_of, leaves_to_compare
 from torchft_ckpt.manager.showing import CheckedLeaf, KnownLeaves
 from torchft_ckpt.manager.state_registry import StateRegistry
 
@@ -104,3 +104,16 @@ def test_an_answer_is_of_the_version_that_was_digested_and_of_no_other() -> None
     assert (len(answer.leaves), answer.leaves[0].name, answer.group_rank) == (2049, "w00000 to w00001", 2)
     assert check.answer(LeavesWanted(version=StateVersion(step=6, quorum_id=1), group_rank=2)).leaves == []
     check.shutdown(5.0)
+
+
+def test_a_layout_tells_the_first_parameters_by_their_places_and_counts_the_places_of_all() -> None:
+    def layout(*places: str) -> ParameterLayout:
+        named = [(f"parameter {n}, {place}", torch.zeros(2, 2)) for n, place in enumerate(places)]
+        return layout_of(named, only_sharded=False)
+
+    places = [f"default.model.layers.{number}.attention.weight" for number in range(60)]
+    here = layout(*places)
+    assert here.text.startswith("parameter 0, default.model.layers.0.attention.weight: 2x2 float32; parameter 1, ")
+    assert here.text.endswith("; parameter 59: 2x2 float32") and len(here.text) < 4000
+    assert here == layout(*places)
+    assert here.digest != layout(*places[:-2], places[-1], places[-2]).digest

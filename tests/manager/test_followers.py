@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from torchft_ckpt import Checkpointer, LighthouseServer, LocalSGD, Manager, Optimizer
+from torchft_ckpt import Checkpointer, DiLoCo, LighthouseServer, LocalSGD, Manager, Optimizer
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.followers import Followers
@@ -341,7 +341,36 @@ def test_the_parts_of_a_container_of_optimizers_each_have_a_scheduler() -> None:
         assert (group.rate(0), group.rate(1)) == (0.05, 0.05)
 
 
-def test_the_schedulers_of_an_outer_loop_are_refused() -> None:
+@pytest.mark.parametrize("is_early", [True, False], ids=["given before the loop is made", "given after it"])
+def test_the_scheduler_of_an_outer_optimizer_moves_with_each_round_that_counts_however_it_is_called(
+    is_early: bool,
+) -> None:
+    with alone() as group:
+        outer = torch.optim.SGD(group.models[0].parameters(), lr=0.8)
+        scheduler = group.manager.scheduler(halving(outer)) if is_early else None
+        loop = DiLoCo(group.manager, [group.models[0]], group.inner[0], outer, sync_every=2)
+        scheduler = scheduler or group.manager.scheduler(halving(outer))
+        assert "scheduler" not in group.manager.registry._moving, "inner steps would have to wait for it"
+        rates = []
+        with loop:
+            for inner_step in range(6):
+                group.models[0](torch.ones(1, 3)).sum().backward()
+                group.inner[0].step()
+                for _ in range(inner_step % 3):
+                    scheduler.step()
+                rates.append(outer.param_groups[0]["lr"])
+        assert rates == [0.8, 0.4, 0.4, 0.2, 0.2, 0.1]
+
+
+def test_an_outer_scheduler_that_needs_a_metric_is_refused_when_the_loop_is_made() -> None:
+    with alone() as group:
+        outer = torch.optim.SGD(group.models[0].parameters(), lr=0.8)
+        group.manager.scheduler(lr_scheduler.ReduceLROnPlateau(outer))
+        with pytest.raises(ConfigError, match=r"needs a metric.*round_counted"):
+            DiLoCo(group.manager, [group.models[0]], group.inner[0], outer, sync_every=2)
+
+
+def test_the_schedulers_of_inner_optimizers_of_an_outer_loop_are_refused() -> None:
     with alone() as group:
         group.manager.scheduler(halving(group.inner[0]))
         loop = LocalSGD(group.manager, group.models[0], group.inner[0], sync_every=1)

@@ -28,7 +28,7 @@ class Averages:
         self.average = average
         self.seen: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
-    def allreduce(self, tensor: torch.Tensor, reduce_op: object = None) -> Any:
+    def allreduce(self, tensor: torch.Tensor, reduce_op: object = None, of: object = None) -> Any:
         self.seen.append((tensor.dtype, tuple(tensor.shape)))
         self.average(tensor)
         return done_work(tensor, lambda: False)

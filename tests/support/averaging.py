@@ -36,7 +36,9 @@ class Averaging:
     def is_participating(self) -> bool:
         return self.contributes
 
-    def allreduce(self, tensor: torch.Tensor, *, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG) -> Work:
+    def allreduce(
+        self, tensor: torch.Tensor, *, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG, of: object = None
+    ) -> Work:
         self.asked.append((tensor.dtype, tuple(tensor.shape), reduce_op))
         if self.errors:
             return done_work(tensor, self._has_failed)

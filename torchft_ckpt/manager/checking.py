@@ -45,6 +45,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 _NUM_PYTHON_WORDS = 625
 _LEAF_CHARS = 16
 _MAX_TEXT_CHARS = 3000
+_MAX_PLACE_CHARS = 900
 _MAX_FROZEN_CHARS = 150
 
 
@@ -233,7 +234,7 @@ def layout_of(parameters: Iterable[tuple[str, torch.Tensor]], *, only_sharded: b
     """Describe parameters.
 
     Args:
-        parameters: with what each is called.
+        parameters: with what each is called, and after a comma where it is in the state, which counts too.
         only_sharded: look at those that are sharded alone: which of the others have to be alike is not known.
 
     Raises:
@@ -241,21 +242,23 @@ def layout_of(parameters: Iterable[tuple[str, torch.Tensor]], *, only_sharded: b
     """
     hasher = xxhash.xxh3_64()
     items: list[str] = []
-    num_chars = 0
+    num_chars = num_place_chars = 0
     is_sharded = False
     for name, parameter in parameters:
         adapter = adapter_of(parameter)
         if adapter is None and only_sharded:
             continue
         shape = "x".join(map(str, parameter.shape)) or "scalar"
-        item = f"{name}: {shape} {str(parameter.dtype).removeprefix('torch.')}"
+        item = f": {shape} {str(parameter.dtype).removeprefix('torch.')}"
         if adapter is not None:
             is_sharded = True
             item += f" [{' '.join(map(str, adapter.boxes(parameter, name)))}]"
-        hasher.update(f"{item};".encode())
-        num_chars += len(item) + len(SEPARATOR)
+        hasher.update(f"{name}{item};".encode())
+        number, _, place = name.partition(", ")
+        num_chars += len(number) + len(item) + len(SEPARATOR)
+        num_place_chars += len(place)
         if num_chars <= _MAX_TEXT_CHARS:
-            items.append(item)
+            items.append(f"{name if num_place_chars <= _MAX_PLACE_CHARS else number}{item}")
     return ParameterLayout(hasher.hexdigest() if num_chars else "", SEPARATOR.join(items), is_sharded)
 
 

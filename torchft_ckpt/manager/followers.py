@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from torchft_ckpt.core.training.following import Follower
+from torchft_ckpt.core.training.following import Call, Follower
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.optimizer_settings import with_inner
 from torchft_ckpt.manager.state_registry import StateRegistry
@@ -32,7 +32,9 @@ class Followers:
     def __init__(self, registry: StateRegistry) -> None:
         self._registry = registry
         self._wrapped: list[torch.optim.Optimizer] = []
-        self._schedulers: list[tuple[Follower, LRScheduler]] = []
+        self._schedulers: dict[str, tuple[Follower, LRScheduler]] = {}
+        self._outer: dict[str, tuple[Follower, LRScheduler]] = {}
+        """Of outer optimizers: they move with the rounds of these, and a script calls them in vain."""
         self._scalers: list[Follower] = []
 
     def wraps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -64,8 +66,24 @@ class Followers:
                 follower.moved()
 
         _give_class(scheduler, follower, step=step)
-        self._schedulers.append((follower, scheduler))
+        self._schedulers[name] = follower, scheduler
+        self.find_outer()
         return scheduler
+
+    def find_outer(self) -> None:
+        """An outer loop may be there now: find the schedulers of its optimizers. Raises `ConfigError` if one needs a metric."""
+        for name, (follower, scheduler) in list(self._schedulers.items()):
+            if not any(_is_of(scheduler, outer) for outer in self._registry.outer_optimizers):
+                continue
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise ConfigError(
+                    f"{follower.name} needs a metric, and a scheduler of an outer optimizer moves within the round: register it"
+                    " by register_state_dict_fn, and step it where the loop's round_counted() is True",
+                    party=follower.name,
+                )
+            self._outer[name] = self._schedulers.pop(name)
+            self._registry.agree_on(name)
+            follower.now = Call.IGNORED
 
     def grad_scaler(self, scaler: G, name: str) -> G:
         """See `Manager.grad_scaler`."""
@@ -119,7 +137,7 @@ class Followers:
         self._registry.register(name, lambda state: follows.load_state_dict(state), lambda: follows.state_dict())
 
     def _all(self) -> list[Follower]:
-        return [follower for follower, _ in self._schedulers] + self._scalers
+        return [follower for follower, _ in self._schedulers.values()] + self._scalers
 
     def begins(self, *, is_torn: bool) -> None:
         """A step begins. Raises `ConfigError` where something is owed, or where groups train apart.
@@ -128,8 +146,8 @@ class Followers:
         """
         if self._all() and self._registry.trains_apart:
             raise ConfigError(
-                "Manager.scheduler and grad_scaler follow the steps of the Manager, which are rounds of DiLoCo or LocalSGD: step"
-                " the scheduler of an inner optimizer yourself, or set its learning rate from manager.current_step()",
+                "the steps of the Manager are rounds of DiLoCo or LocalSGD, which Manager.scheduler follows for outer optimizers"
+                " alone: step the scheduler of an inner optimizer yourself, or set its learning rate from manager.current_step()",
                 party=self._all()[0].name,
             )
         if is_torn:
@@ -144,14 +162,19 @@ class Followers:
 
     def decided(self, *, counts: bool) -> None:
         """The open step was decided."""
-        for follower, scheduler in self._schedulers:
+        for follower, scheduler in self._schedulers.values():
             follower.decided(counts=counts, is_wrapped=any(_is_of(scheduler, wrapped) for wrapped in self._wrapped))
         for follower in self._scalers:
             follower.decided(counts=counts, is_wrapped=True)
 
     def optimizer_ended(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool) -> None:
-        """A wrapped optimizer has taken the step that counts, or skipped it."""
-        for follower, scheduler in self._schedulers:
+        """A wrapped or outer optimizer has taken the step that counts, or skipped it."""
+        for follower, scheduler in self._outer.values():
+            if _is_of(scheduler, optimizer):
+                follower.now = Call.OWED
+                scheduler.step()
+                follower.now = Call.IGNORED
+        for follower, scheduler in self._schedulers.values():
             if _is_of(scheduler, optimizer):
                 follower.optimizer_ended(has_stepped=has_stepped)
 

@@ -457,6 +457,7 @@ class Manager:
             local_between_syncs=local_between_syncs,
             after_restore=after_restore,
         )
+        self._followers.find_outer()
 
     def set_state_dict_fns(self, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]) -> None:
         """Deprecated by torchft: `register_state_dict_fn` with a key of its own."""
@@ -473,6 +474,9 @@ class Manager:
         It moves once for each step of its optimizer that counts, a `ReduceLROnPlateau` too: `scheduler.step(metric)`. Call `step`
         after `optimizer.step()`, before the next `zero_grad` or save. These refuse a scheduler that has not followed: a group
         that joins there would get the weights of one step with the learning rate of another. A group that heals gets its state.
+
+        The scheduler of an outer optimizer (DiLoCo) moves once for each step of that one that counts, within the round, and its
+        own `step()` does nothing: a loop may call it after each inner step, or leave it out.
 
         What moves otherwise, once an epoch say, is not for this method: register it by `register_state_dict_fn`, and step it
         where `optimizer.step()` has returned True.

@@ -89,7 +89,7 @@ def take_settings(optimizers: Sequence[torch.optim.Optimizer], settings: object)
                     said.append(
                         f"optimizer {number}.param_groups.{place}.{key}: {group[key]!r}, at the source {value!r}"
                     )
-                    _set(group, key, value)
+                    set_value(group, key, value)
     return said
 
 
@@ -99,7 +99,8 @@ def _is_same(here: object, there: object) -> bool:
     return value_in_words(here) == value_in_words(there)
 
 
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
+def set_value(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a setting of a parameter group; one that is a tensor stays that tensor."""
     here = group[key]
     if isinstance(here, torch.Tensor):
         with torch.no_grad():  # a captured graph reads this memory

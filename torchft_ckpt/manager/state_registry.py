@@ -7,6 +7,7 @@ training thread alone. What is loaded is checked against what is registered befo
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -19,11 +20,12 @@ from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept, with_o
 from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
-from torchft_ckpt.core.coordination.messages import StateVersion
+from torchft_ckpt.core.coordination.messages import StateVersion, name_some
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.manager.checking import ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
+from torchft_ckpt.manager.left_out import left_out_of
 from torchft_ckpt.manager.optimizer_settings import settings_of, take_settings, with_inner
 from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves, keeping
 from torchft_ckpt.manager.volatile import (
@@ -35,6 +37,8 @@ from torchft_ckpt.manager.volatile import (
     owned_by,
     tensors_in,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class StateRegistry:
@@ -49,12 +53,18 @@ class StateRegistry:
         self._load: dict[str, Callable[[Any], None]] = {}
         self._get: dict[str, Callable[[], Any]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
+        self.outer_optimizers: list[torch.optim.Optimizer] = []
+        """They step when groups that train apart agree, and only then."""
         self._moving: set[str] = set()
         self._unguarded: list[torch.optim.Optimizer] = []
         self._layout: tuple[int, ParameterLayout] | None = None
         self._marks: list[tuple[int, int, int]] | None = None
         self._cached: list[torch.Tensor] = []
         """The parameters of all optimizers that are known, while `_marks` stay the same."""
+        self._has_state = self._has_warned_of_left_out = False
+        """Optimizers remember something of what they train."""
+        self.names: dict[int, str] = {}
+        """What the parameters of optimizers are called, by `id`."""
         self._in_function = threading.local()
         self._unsteady = Unsteady()
         self._agreed_on: set[str] = set()
@@ -84,14 +94,21 @@ class StateRegistry:
             raise ConfigError(f"state dict functions are registered under {key!r} already", party=key)
         self._load[key] = load
         self._get[key] = get
+        self._layout = None
         self._unguarded += optimizers
         self._after_restore += [] if after_restore is None else [after_restore]
         if local_between_syncs:
+            self.outer_optimizers += optimizers
             self._agreed_on.add(key)
             self._frozen_for_rounds = self.frozen()
         if not explicitly_locked:
             self._moving.add(key)
             self._has_unannounced = self._has_unannounced or bool(optimizers)
+
+    def agree_on(self, key: str) -> None:
+        """What is registered under a key changes only where groups that train apart agree, under the lock."""
+        self._moving.discard(key)
+        self._agreed_on.add(key)
 
     @property
     def is_empty(self) -> bool:
@@ -138,21 +155,33 @@ class StateRegistry:
     def layout(self) -> ParameterLayout:
         """Return what has to be alike in all groups of the parameters that are here.
 
-        Parameters are those of guarded optimizers; without one, all sharded tensors that are registered, but state of
-        optimizers. On the training thread.
+        Parameters are those of guarded optimizers, in their order; without one, all sharded tensors that are registered, but
+        state of optimizers. On the training thread.
 
         Raises:
             UnsupportedValueError: what is here of a parameter is no box.
         """
-        parameters = self._parameters()
-        if self._layout is None or self._layout[0] != len(parameters):
-            named = (
-                [(f"parameter {number}", parameter) for number, parameter in enumerate(parameters)]
-                if self.knows_optimizers
-                else tensors_but_optimizer_state(self.capture())
-            )
-            self._layout = len(parameters), layout_of(named, only_sharded=not self.knows_optimizers)
+        known = self._known()
+        parameters = _parameters_of(known)
+        remembers = not self._has_state and any(optimizer.state for optimizer in known)
+        if self._layout is None or self._layout[0] != len(parameters) or remembers:
+            self._has_state, captured = self._has_state or remembers, self.capture()
+            owned = leaves_to_compare(captured, known)
+            self.names = _names_of(parameters, known, owned)
+            named = [(self.names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
+            self._layout = len(parameters), layout_of(named, only_sharded=not known)
+            self._warn_of_left_out(captured, owned)
         return self._layout[1]
+
+    def _warn_of_left_out(self, captured: dict[str, Any], owned: Sequence[CheckedLeaf]) -> None:
+        is_wanted = self.is_used_by_loops and not self.is_empty and not self._has_warned_of_left_out
+        if is_wanted and (left_out := left_out_of(captured, owned)):
+            self._has_warned_of_left_out = True
+            logger.warning(
+                "optimizers change what no registered state_dict returns: %s. A replica group that comes back has its own values"
+                " there, and all that is trained with them differs from then on: return it in a state_dict function",
+                name_some(left_out),
+            )
 
     def frozen(self) -> str:
         """Say which parameters of the optimizers need no gradient now; empty where no optimizer is known.
@@ -438,6 +467,19 @@ class OwnState:
 def _trained_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     trained = (parameter for parameter in _parameters_of(optimizers) if parameter.requires_grad)
     return sum(part.nbytes for parameter in trained for part in memory_of(parameter))
+
+
+def _names_of(
+    parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer], owned: Sequence[CheckedLeaf]
+) -> dict[int, str]:
+    """Call parameters by their number, and by their place in the state, or else as their optimizers call them; by `id`."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    names = {id(p): name for g in groups for name, p in zip(g.get("param_names") or (), g["params"], strict=False)}
+    names |= {id(leaf.value): leaf.name for leaf in owned if leaf.name != leaf.place}
+    return {
+        id(p): f"parameter {n}, {names[id(p)]}" if id(p) in names else f"parameter {n}"
+        for n, p in enumerate(parameters)
+    }
 
 
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

@@ -108,7 +108,7 @@ def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Opt
     foreign: set[int] = set()
     unguarded_addresses: set[int] = set()
     unannounced_changes = False
-    for leaf in _leaves(held, (torch.Tensor, np.ndarray)):
+    for leaf in leaves_in(held, (torch.Tensor, np.ndarray)):
         if isinstance(leaf, np.ndarray):
             if leaf.nbytes > MAX_COPIED_BYTES:
                 unguarded_addresses.add(leaf.ctypes.data)
@@ -123,18 +123,19 @@ def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Opt
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a state, in dicts, lists, tuples and deques."""
-    return _leaves(state, (torch.Tensor,))
+    return leaves_in(state, (torch.Tensor,))
 
 
-def _leaves(state: Any, kinds: tuple[type, ...]) -> Iterator[Any]:
+def leaves_in(state: Any, kinds: tuple[type, ...] = (torch.Tensor, np.ndarray, bytes)) -> Iterator[Any]:
+    """Yield the tensors, arrays and bytes of a state, or what else is of these kinds."""
     if isinstance(state, kinds):
         yield state
     elif isinstance(state, Mapping):
         for item in state.values():
-            yield from _leaves(item, kinds)
+            yield from leaves_in(item, kinds)
     elif isinstance(state, SEQUENCES):
         for item in state:
-            yield from _leaves(item, kinds)
+            yield from leaves_in(item, kinds)
 
 
 def _memory_not_in(owned: Mapping[int, torch.Tensor], tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ReduceOp
 from torch.profiler import record_function
 
 from torchft_ckpt.threads import in_background
@@ -37,7 +38,7 @@ class RoundAverager:
         return self._round is not None
 
     def start(self, choose: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Average tensors in place once the quorum that was asked for is there.
+        """Average tensors in place, and sum those of integers, once the quorum that was asked for is there.
 
         Args:
             choose: returns them; called on the thread of the exchange.
@@ -80,6 +81,11 @@ class RoundAverager:
         self._manager.cast_vote()
 
     def _average(self, tensors: Iterable[torch.Tensor]) -> None:
-        works = [self._manager.allreduce(tensor, should_quantize=self._should_quantize) for tensor in tensors]
+        works = [
+            self._manager.allreduce(tensor, should_quantize=self._should_quantize)
+            if tensor.is_floating_point()
+            else self._manager.allreduce(tensor, reduce_op=ReduceOp.SUM)
+            for tensor in tensors
+        ]
         for work in works:
             work.wait()

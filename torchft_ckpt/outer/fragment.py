@@ -37,6 +37,9 @@ class Fragment(ABC):
         keep_inner_state: copy the inner optimizer's state when a round begins, so that it can go back.
     """
 
+    outer_optimizer: torch.optim.Optimizer | None = None
+    """Steps the global parameters."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -189,7 +192,7 @@ class PseudoGradientFragment(Fragment):
         **options: Any,
     ) -> None:
         super().__init__(module, *arguments, **options)
-        self._outer_optimizer = outer_optimizer
+        self.outer_optimizer: torch.optim.Optimizer = outer_optimizer
         self._update_alpha = update_alpha
         owned = {id(param) for group in outer_optimizer.param_groups for param in group["params"]}
         for name, param in self.trained.items():
@@ -209,7 +212,7 @@ class PseudoGradientFragment(Fragment):
         kept = [local.clone() for local in self._locals()] if alpha else []
         self.restore_parameters()
         with self._outer_gradients():
-            self._outer_optimizer.step()
+            self.outer_optimizer.step()
         self.save_parameters()
         for local, before in zip(self._locals(), kept, strict=False):
             local.lerp_(before, alpha)
@@ -218,7 +221,7 @@ class PseudoGradientFragment(Fragment):
     def _outer_gradients(self) -> Iterator[None]:
         """Give the outer optimizer this fragment's averages as its only gradients; give back what was there."""
         owned: Sequence[torch.Tensor] = [
-            param for group in self._outer_optimizer.param_groups for param in group["params"]
+            param for group in self.outer_optimizer.param_groups for param in group["params"]
         ]
         before = [param.grad for param in owned]
         try:

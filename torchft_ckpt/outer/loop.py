@@ -43,6 +43,7 @@ from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.outer.averaging import RoundAverager
 from torchft_ckpt.outer.fragment import Fragment
 from torchft_ckpt.outer.memory import buckets_of
+from torchft_ckpt.outer.settings import RoundSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,6 +96,7 @@ class OuterLoop(Generic[F]):
         self._bucket_cap_bytes = bucket_cap_bytes
         self._round_retries = round_retries
         self._exchange = RoundAverager(manager, should_quantize)
+        self._outer_settings = RoundSettings(manager, outer_optimizers)
         self._hooks: list[RemovableHandle] = []
         self._num_open = 0
         """Calls of `step` that are open, each within the one before: torch runs the hooks in all of them."""
@@ -122,6 +124,8 @@ class OuterLoop(Generic[F]):
         """
         self._is_in_step = False
         """In the hook of an inner step, after which the script still ends its iteration."""
+        self._has_applied = self._round_counted = False
+        """A round is applied; and the script has come to the end of the iteration in which the others applied it."""
         self._began_at = time.monotonic()
         self._patience_s = 0.0
         _refuse_shared_parameters(self._fragments)
@@ -168,6 +172,15 @@ class OuterLoop(Generic[F]):
         with self._changing_model():
             for fragment in self._fragments:
                 fragment.restore_parameters()
+
+    def round_counted(self) -> bool:
+        """Return whether a round has counted since this was asked last: `if loop.round_counted(): ...` after each inner step.
+
+        It is True once for each round that this group takes the outcome of, in the iteration in which the others do. That is so
+        for the round that it comes in with too, which a script cannot tell from `Manager.current_step`.
+        """
+        counted, self._round_counted = self._round_counted, False
+        return counted
 
     def state_dict(self) -> dict[str, Any]:
         """Return what all replicas have in common: global parameters and outer optimizers. It refers to live tensors.
@@ -316,6 +329,16 @@ class OuterLoop(Generic[F]):
         self._num_open = max(self._num_open - 1, 0)
         if self._num_open:
             return
+        try:
+            self._end_inner_step()
+        finally:
+            self._note_counted()
+
+    def _note_counted(self) -> None:
+        if not self._num_to_follow:
+            self._round_counted, self._has_applied = self._round_counted or self._has_applied, False
+
+    def _end_inner_step(self) -> None:
         if self._num_to_follow:
             self._num_to_follow -= 1
             for group, before in zip(self._inner_optimizer.param_groups, self._settings, strict=False):
@@ -338,6 +361,7 @@ class OuterLoop(Generic[F]):
         if self._first_forward is not None:
             self._begin_late()
         self._carry_out([Action.PREPARE, Action.SYNC])
+        self._note_counted()
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         try:
@@ -369,6 +393,7 @@ class OuterLoop(Generic[F]):
         fragment = self._fragment_of(self._manager.current_step())
         fragment.check_inner_state()
         fragment.prepare()
+        self._outer_settings.note()
         self._manager.place = self._place(retries_left)
         self._manager.start_quorum(patience=timedelta(seconds=self._patience_s), wait=False)
         self._exchange.start(lambda: self._tensors_of(fragment))
@@ -382,9 +407,11 @@ class OuterLoop(Generic[F]):
         fragment = self._fragment_of(self._manager.quorum_step())
         if fragment is not prepared or not self._manager.is_participating():
             fragment.prepare_nothing()
+        values = [value for value in fragment.values() if value.numel()]
+        settings = self._outer_settings.rows(values[0].device) if values else []
         if self._bucket_cap_bytes is None:
-            return [value for value in fragment.values() if value.numel()]
-        return buckets_of(fragment.flat_values(), self._bucket_cap_bytes)
+            return [*values, *settings]
+        return [*buckets_of(fragment.flat_values(), self._bucket_cap_bytes), *settings]
 
     def _sync(self) -> None:
         """End the round that is in flight."""
@@ -434,8 +461,13 @@ class OuterLoop(Generic[F]):
             self._go_to_backup()
         self._manager.disallow_state_dict_read()
         with self._manager.taking_step():
+            self._outer_settings.take()
             fragment.apply(merge=merge)
+            if fragment.outer_optimizer is not None:
+                self._manager.took_step(fragment.outer_optimizer)
             _synchronize()
+        self._has_applied = True
+        self._outer_settings.num_rounds += 1
 
     # Into the job
 
@@ -476,6 +508,7 @@ class OuterLoop(Generic[F]):
         for fragment in self._fragments:
             fragment.begin_round()
         self._is_in_job = True
+        self._outer_settings.num_rounds = 0
         self._begin_round()
         manager.offer_state()
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.distributed import Work
+from torch.distributed import ReduceOp, Work
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing import StateDictLock
@@ -56,6 +56,8 @@ class OuterManager(Protocol):
 
     def taking_step(self) -> AbstractContextManager[None]: ...
 
+    def took_step(self, optimizer: torch.optim.Optimizer, /) -> None: ...
+
     place: RoundPlace
     """Where the script is with the state of now. It goes with the state to those who load it, and not into checkpoints."""
 
@@ -70,7 +72,13 @@ class OuterManager(Protocol):
 
     def wait_quorum(self) -> None: ...
 
-    def allreduce(self, tensor: torch.Tensor, /, should_quantize: bool | Quantization = False) -> Work: ...
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        /,
+        should_quantize: bool | Quantization = False,
+        reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
+    ) -> Work: ...
 
     def cast_vote(self) -> None: ...
 
@@ -86,6 +94,10 @@ class OuterManager(Protocol):
     def quorum_step(self) -> int: ...
 
     def is_participating(self) -> bool: ...
+
+    def participating_rank(self) -> int | None: ...
+
+    def num_participants(self) -> int: ...
 
     def is_counted(self) -> bool: ...
 

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import Work
+from torch.distributed import ReduceOp, Work
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
@@ -42,13 +42,13 @@ class Hub:
         self._barrier = threading.Barrier(num_replicas, timeout=WAIT_S)
         self._brought: list[torch.Tensor | None] = [None] * num_replicas
 
-    def mean(self, rank: int, tensor: torch.Tensor) -> None:
-        """Replace a tensor by the mean of what all replicas bring; returns when all have."""
+    def mean(self, rank: int, tensor: torch.Tensor, *, is_sum: bool = False) -> None:
+        """Replace a tensor by the mean, or the sum, of what all replicas bring; returns when all have."""
         self._brought[rank] = tensor.clone()
         self._barrier.wait()
         brought = [tensor for tensor in self._brought if tensor is not None]
         self._barrier.wait()
-        tensor.copy_(mean_of(brought))
+        tensor.copy_(sum(brought) if is_sum else mean_of(brought))  # type: ignore[arg-type]
 
     def outcome(self, number: int) -> bool:
         """Whether the vote of this number commits."""
@@ -131,6 +131,12 @@ class FakeOuterManager:
     def is_participating(self) -> bool:
         return True
 
+    def participating_rank(self) -> int:
+        return self._rank
+
+    def num_participants(self) -> int:
+        return self._hub.num_replicas
+
     def is_counted(self) -> bool:
         return True
 
@@ -140,10 +146,17 @@ class FakeOuterManager:
     def quorum_step(self) -> int:
         return self._step
 
-    def allreduce(self, tensor: torch.Tensor, /, should_quantize: bool | Quantization = False) -> Work:
-        self.num_reduced.append(tensor.numel())
-        self.dtypes.add(tensor.dtype)
-        self._hub.mean(self._rank, tensor)
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        /,
+        should_quantize: bool | Quantization = False,
+        reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
+    ) -> Work:
+        if reduce_op == ReduceOp.AVG:
+            self.num_reduced.append(tensor.numel())
+            self.dtypes.add(tensor.dtype)
+        self._hub.mean(self._rank, tensor, is_sum=reduce_op != ReduceOp.AVG)
         return CompletedWork([tensor])
 
     def should_commit(self) -> bool:
@@ -160,6 +173,8 @@ class FakeOuterManager:
 
     def report_torn_state(self) -> None:
         self.is_torn = True
+
+    def took_step(self, optimizer: torch.optim.Optimizer, /) -> None: ...
 
     @contextmanager
     def taking_step(self) -> Iterator[None]:

@@ -292,3 +292,40 @@ def quantised_gradients(job: Job) -> None:
         for parameter in model.parameters():
             manager.allreduce(parameter.grad, should_quantize=True)
         optimizer.step()
+
+
+@idiom(
+    "Weights of losses that are trained too, in no DistributedDataParallel (Kendall)",
+    GRADIENT,
+    "They differ between the groups after each step: the lighthouse finds that, and one group ends at the third time. Put"
+    " them into a module that you wrap, or average `p.grad` by `manager.allreduce`.",
+    was="nothing was said, and the groups drifted apart from the first step on",
+    refused="ReplicasDifferError",
+    says=r"default\.scales\.0",
+)
+def loss_weights(job: Job) -> None:
+    model, scales = mlp(), nn.ParameterList([torch.zeros(2)])
+    sgd = torch.optim.SGD([*model.parameters(), *scales], lr=0.1)
+    job.manager(*states(model=model, scales=scales, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        losses = torch.stack([error(ddp, job.batch()), error(ddp, job.batch())])
+        (losses * torch.exp(-scales[0]) + scales[0]).sum().backward()
+        optimizer.step()
+
+
+@idiom("The same, with their gradients averaged by manager.allreduce", GRADIENT)
+def loss_weights_averaged(job: Job) -> None:
+    model, scales = mlp(), nn.ParameterList([torch.zeros(2)])
+    sgd = torch.optim.SGD([*model.parameters(), *scales], lr=0.1)
+    manager = job.manager(*states(model=model, scales=scales, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        (loss * torch.exp(-scales[0]) + scales[0]).sum().backward()
+        gradient = scales[0].grad.clone()
+        manager.allreduce(gradient).wait()
+        scales[0].grad = 2 * gradient
+        optimizer.step()

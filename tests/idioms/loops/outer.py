@@ -10,7 +10,7 @@ from idioms.harness import Job, states
 from idioms.models import error, mlp
 from idioms.table import Category, idiom
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, StepLR
 
 OUTER = Category.OUTER
 
@@ -284,3 +284,113 @@ def diloco_with_own_state(job: Job) -> None:
             error(model, job.batch()).backward()
             sgd.step()
             scheduler.last_epoch = manager.current_step()
+
+
+def outer_loop(
+    job: Job,
+    *,
+    make: Callable[[torch.optim.Optimizer, Any], Any] = lambda *_: None,
+    before: Callable[[torch.optim.Optimizer, Any], object] = lambda *_: None,
+    after: Callable[[torch.optim.Optimizer, Any, Any, int], object] = lambda *_: None,
+    registers: bool = False,
+) -> None:
+    """DiLoCo whose outer optimizer is set to something else with each round.
+
+    `after` gets, besides what `make` made, by how much the inner step has moved `manager.current_step()`.
+    """
+    model = mlp()
+    sgd, outer = torch.optim.SGD(model.parameters(), lr=0.05), nesterov(model)
+    own = ExponentialLR(outer, 0.8) if registers else None
+    manager = job.manager(*(states(scheduler=own) if registers else ()), use_async_quorum=False)
+    scheduler = make(outer, manager) or own
+    with job.diloco([model], sgd, outer, 2) as loop:
+        while job.goes_on():
+            before(outer, manager)
+            sgd.zero_grad()
+            error(model, job.batch()).backward()
+            step = manager.current_step()
+            sgd.step()
+            after(outer, loop, scheduler, manager.current_step() - step)
+
+
+def by_round(outer: torch.optim.Optimizer, manager: Any) -> None:
+    outer.param_groups[0]["lr"] = 0.7 * 0.8 ** manager.current_step()
+
+
+@idiom(
+    "Set the outer learning rate by the round, before it",
+    OUTER,
+    was="the group that came back took its first round with the learning rate of round 0, and differed from then on",
+)
+def outer_rate_before(job: Job) -> None:
+    outer_loop(job, before=by_round)
+
+
+@idiom(
+    "Set the outer learning rate by the round, after each inner step",
+    OUTER,
+    was="as with the rate that is set before a round",
+    own=("/lr",),  # until its first inner step, a group that came back has what its round was applied with
+)
+def outer_rate_after(job: Job) -> None:
+    held: list[Any] = []
+    outer_loop(job, make=lambda _, manager: held.append(manager), after=lambda outer, *_: by_round(outer, held[0]))
+
+
+@idiom(
+    "manager.scheduler of an outer optimizer (DiLoCo)",
+    OUTER,
+    "It moves within each round that counts. Its `step` does nothing: call it after each inner step, or leave it out.",
+    was="ConfigError: the Manager followed no schedulers in an outer loop",
+)
+def outer_scheduler(job: Job) -> None:
+    def make(outer: torch.optim.Optimizer, manager: Any) -> Any:
+        return job.outer_scheduler(ExponentialLR(outer, 0.8))
+
+    outer_loop(job, make=make, after=lambda _outer, _loop, scheduler, _: scheduler.step())
+
+
+@idiom(
+    "An outer scheduler of your own, stepped if a round has counted (loop.round_counted())",
+    OUTER,
+    "Register it. `round_counted` is True once for each round, in the iteration in which the other groups see it too.",
+    was="a script could not ask whether a round had counted",
+    own=("/lr", "/scheduler/"),  # until its first inner step, a group that came back has them as they came to it
+)
+def outer_scheduler_asks(job: Job) -> None:
+    def after(_: torch.optim.Optimizer, loop: Any, scheduler: Any, __: int) -> None:
+        if loop.round_counted():
+            scheduler.step()
+        assert scheduler.last_epoch == job.step, "it has not followed a round"
+
+    outer_loop(job, registers=True, after=after)
+
+
+@idiom(
+    "An outer scheduler, registered, stepped if `inner.step()` has moved current_step()",
+    OUTER,
+    "A group that comes back does not see its first round count: its scheduler stays one behind, and a warning names the rate."
+    " Each round is applied with the other groups' rate. Ask `loop.round_counted()` instead.",
+    was="each round was applied with another learning rate in the group that came back",
+    says="sets its outer optimizer otherwise",
+    own=("/lr", "/scheduler/"),
+)
+def outer_scheduler_late(job: Job) -> None:
+    outer_loop(job, registers=True, after=lambda _outer, _loop, scheduler, moved: moved and scheduler.step())
+
+
+@idiom(
+    "An outer scheduler that is not registered",
+    OUTER,
+    "Each round is applied with the settings of the group that has been in the job longest. So the groups stay equal, and a"
+    " warning names what differs. Give the scheduler to `manager.scheduler`.",
+    was="the group that came back took its rounds with learning rates of its own, and differed from then on",
+    says="sets its outer optimizer otherwise",
+    own=("/lr",),  # between two rounds
+)
+def outer_scheduler_alone(job: Job) -> None:
+    outer_loop(
+        job,
+        make=lambda outer, _: LambdaLR(outer, lambda epoch: 0.8**epoch),
+        after=lambda _outer, _loop, scheduler, moved: moved and scheduler.step(),
+    )

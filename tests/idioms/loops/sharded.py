@@ -135,10 +135,10 @@ def fsdp_unfreeze(job: Job) -> None:
 @idiom(
     "The hook forgotten: no DistributedDataParallel, no set_all_reduce_hook",
     SHARDED,
-    "One warning says that nothing was averaged.",
+    "A warning says that nothing was averaged. One group ends when its weights differ for the third time.",
     was="all steps were committed, and the groups drifted apart without a word",
-    says="none of them averaged anything",
-    compare="nothing",
+    refused="ReplicasDifferError",
+    says=r"default\.model\.\d.weight",
 )
 def hook_forgotten(job: Job) -> None:
     model = mlp()
@@ -154,9 +154,10 @@ def hook_forgotten(job: Job) -> None:
 @idiom(
     "A plain parameter beside the sharded ones, in no module that fully_shard was applied to",
     SHARDED,
-    "A warning says that it is not averaged. Average it with `manager.allreduce`, or give it to `fully_shard`.",
-    says="are not averaged",
-    compare="nothing",
+    "A warning says that it is not averaged, and one group ends when it differs for the third time. Average it with"
+    " `manager.allreduce`, or give it to `fully_shard`.",
+    refused="ReplicasDifferError",
+    says=r"default\.model\.2\.weight",
 )
 def plain_beside_sharded(job: Job) -> None:
     model = mlp()
@@ -167,10 +168,10 @@ def plain_beside_sharded(job: Job) -> None:
 @idiom(
     "Tensor-parallel parameters outside of fully_shard",
     SHARDED,
-    "A warning says that they are not averaged.",
+    "A warning says that they are not averaged, and one group ends when they differ for the third time.",
     was="nothing was said, and they drifted apart",
-    says="are not averaged",
-    compare="nothing",
+    refused="ReplicasDifferError",
+    says=r"default\.model\.0\.0\.weight",
 )
 def tensor_parallel_outside(job: Job) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -242,14 +242,85 @@ def dcp_model_state_dict(job: Job) -> None:
 @idiom(
     "Part of the model left out of the state",
     STATE,
-    "There is no error. After a group has died, each group has its own values of this part. Register"
-    " everything that you train.",
-    compare="nothing",
+    "A warning names it. One group ends when it differs for the third time. Register everything that you train.",
+    was="nothing was said",
+    refused="ReplicasDifferError",
+    says="no state_dict function returns",
 )
 def left_out(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     job.manager(*states(first=model[0], sgd=sgd))
+    loop(job, model, sgd)
+
+
+class SAM(torch.optim.Optimizer):
+    """As in github.com/davda54/sam, without its options."""
+
+    def __init__(self, params: Any, base_optimizer: type[torch.optim.Optimizer], **kwargs: Any) -> None:
+        super().__init__(params, {"rho": 0.05, **kwargs})
+        self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * (0.05 / norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+@idiom(
+    "SAM as published, with an optimizer in it that has a momentum",
+    STATE,
+    "A warning names the momentum: it is in no state dict. Register `optimizer.base_optimizer` too.",
+    was="nothing was said, and a group that came back went on with a momentum of its own",
+    says="no registered state_dict returns: optimizer 1.state.0.momentum_buffer",
+    compare="nothing",
+)
+def sam_as_published(job: Job) -> None:
+    model = mlp()
+    sam = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sam=sam))
+    manager.guard_optimizer(sam)
+    ddp = job.ddp(model)
+    while job.goes_on():
+        batch = job.batch()
+        manager.start_quorum()
+        sam.zero_grad()
+        error(ddp, batch).backward()
+        sam.first_step()
+        error(ddp, batch).backward()
+        if manager.should_commit():
+            sam.second_step()
+
+
+@idiom(
+    "Parameters in another order in each group's optimizer (names in a set, PYTHONHASHSEED)",
+    STATE,
+    "What an optimizer remembers would land at other parameters. The group that differs waits, and its log names the first"
+    " parameter. Sort the names.",
+    was="a group that came back differed from then on, and nothing was said",
+    compare="nothing",
+    waits=True,
+    says=r"it has parameter 0, default\.model\.1\.weight: 6x6 float32, they have parameter 0, default\.model\.0\.weight: 6x6",
+)
+def parameters_in_another_order(job: Job) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    first, second, last = (list(layer.parameters()) for layer in model)
+    parameters = [*second, *first, *last] if job.group else [*first, *second, *last]
+    sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
     loop(job, model, sgd)
 
 

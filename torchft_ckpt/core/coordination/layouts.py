@@ -108,7 +108,7 @@ def groups_apart(
 def _why_apart(own: str, replica_id: str, theirs: str, like: str) -> str:
     return (
         f"{replica_id} cannot train with {like}: {clip(what_differs(own, theirs))}. It waits until its parameters are the same,"
-        " or until those groups are gone"
+        " in the same order, or until those groups are gone"
     )
 
 
@@ -130,11 +130,15 @@ def what_differs(own: str, theirs: str) -> str:
 
 
 def is_part_of(own: str, theirs: str) -> bool:
-    """Return whether all parameters of one layout in words are among those of another, in ranks of the same number."""
+    """Return whether all parameters of one layout in words are among those of another, in ranks of the same number.
+
+    The same ones in another order are no part: no state that such a group gets changes its order.
+    """
     ranks, *mine = own.split(SEPARATOR)
     their_ranks, *others = theirs.split(SEPARATOR)
-    count = Counter(item.rpartition(": ")[2] for item in mine)
-    return bool(mine) and ranks == their_ranks and count <= Counter(item.rpartition(": ")[2] for item in others)
+    count, their_count = (Counter(item.rpartition(": ")[2] for item in items) for items in (mine, others))
+    is_reordered = count == their_count and mine != others
+    return bool(mine) and ranks == their_ranks and count <= their_count and not is_reordered
 
 
 def pause_before_learning_again_s(num_learned: int) -> float:

@@ -13,6 +13,7 @@ the state knows what comes next. A round that was discarded comes again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -152,3 +153,13 @@ def after_vote(*, committed: bool, is_behind: bool, retries_left: int) -> RoundO
     if is_behind:
         return RoundOutcome.REJOIN
     return RoundOutcome.RETRY if retries_left > 0 else RoundOutcome.RESTORE
+
+
+def whose_settings_count(num_rounds: Sequence[int]) -> int | None:
+    """Return with whose settings of the outer optimizers a round is applied: of those longest in the job, the first.
+
+    Args:
+        num_rounds: of each contributor, one more than it has applied since it came into the job; 0: it has said nothing.
+    """
+    longest = max(num_rounds, default=0)
+    return num_rounds.index(longest) if longest else None
