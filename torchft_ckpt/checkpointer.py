@@ -27,10 +27,15 @@ from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
 from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed, list_checkpoints
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
+    Checkpoint,
+    beside_whole_ones,
+    is_closed,
+    list_checkpoints,
+)
 from torchft_ckpt.checkpointing.durable.reading.directory import give_back
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import state_of_value, template_of
-from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
+from torchft_ckpt.checkpointing.durable.reading.loading import keys_of, load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
@@ -71,6 +76,7 @@ from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.saving import (
     NotSaving,
     SaveIdentity,
+    check_keys,
     check_optimizers_known,
     end_restore,
     group_name,
@@ -564,6 +570,8 @@ class Checkpointer:
     def restore(self, *, step: SupportsIndex | None = None, timeout: timedelta | None = None) -> Restored:
         """Find the newest state and load it, before the first step: of memory, peers, local disk and storage.
 
+        Registered functions get what they would get from a peer: what came into being while training, or has another shape than
+        here, arrives whole, in memory of its own.
         Where peers hold it nothing is loaded here: the first step heals from them. All ranks of all groups that start call it.
         Groups that start together are led by the first of them, read each byte of a checkpoint once, and send it to each other.
         Where the first one is lost before it has said that all go on, the others meet again, led by another.
@@ -578,8 +586,9 @@ class Checkpointer:
         Raises:
             ConfigError: there is no Manager: use `load`. Or the Manager has to be told of the optimizers first
                 (`Optimizer(manager, ...)`), because parameters are sharded. Or `step` is none.
-            StateMismatchError: the state does not fit what is registered here, or there is no class for a named tuple or an
-                enum in it (`register_state_class`).
+            StateMismatchError: the checkpoint was saved without a Manager, or with other state registered; or a sharded tensor
+                of it has no counterpart here, or one of another shape; or there is no class for a named tuple or an enum in it
+                (`register_state_class`). Nothing was loaded.
             StorageError: the storage failed.
             CheckpointNotFoundError: there is none of that step; or there are checkpoints that were saved whole, and none can be
                 read now: the job does not begin at step 0 beside them.
@@ -620,6 +629,8 @@ class Checkpointer:
             with torn_where_it_raises("restoring a checkpoint", "restore", lambda: cold_start.has_written):
                 for reading in cold_start.attempts():
                     with reading as attempt:
+                        keys = keys_of(attempt.checkpoint, replica_id=name, rank=rank)
+                        check_keys(manager, keys, attempt.checkpoint.name)
                         local = LocalState(template_to_load(manager))
                         state = load_state(
                             attempt.checkpoint, attempt.fill, local, replica_id=name, rank=rank, in_place=True
@@ -637,7 +648,11 @@ class Checkpointer:
                     "what is there to begin at step 0",
                     error.party,
                 ) from error
-            return Restored(source=RestoreSource.NOTHING, step=None, reason=f"there is no state to go on from: {error}")
+            reason = f"there is no state to go on from: {error}"
+            if beside := beside_whole_ones(self._all_storages()):
+                reason = f"{reason}; {beside}"
+                logger.warning("the job begins at step 0 beside what is there: %s", reason)
+            return Restored(source=RestoreSource.NOTHING, step=None, reason=reason)
         chosen = attempt.checkpoint.name.step
         if step is not None and any(other is not None and other > step for other in found.values()):
             logger.warning(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from idioms import harness, page
-from idioms.table import Idiom, table
+from idioms.table import Category, Idiom, table
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination import learning
@@ -18,6 +18,7 @@ from torchft_ckpt.core.coordination import learning
 TABLE = table()
 FOLLOW_ALWAYS = ("forward_before_zero_grad",)
 """Loops of which one was wrong once, where a group follows."""
+RESTARTS_ALWAYS = ("best_weights", "ema", "history", "grad_scaler", "optimizer_state_of_any_shape")
 torch.set_num_threads(1)
 
 
@@ -77,6 +78,20 @@ def test_a_group_follows_before_it_joins_and_all_compute_what_the_plain_loop_com
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", entries(restarts=True))
 def test_a_job_is_stopped_and_started_again_and_no_bit_differs(entry: Idiom, tmp_path: Path) -> None:
+    harness.check_restart(entry, str(tmp_path))
+
+
+def loops_that_register() -> list[object]:
+    """Return those that say "Register it" of something of their own: a few by default, all in a thorough run."""
+    chapters = (Category.PRECISION, Category.WEIGHTS, Category.STATE)
+    plain = [e for e in TABLE if e.compare == "plain" and not (e.restarts or e.refused or e.waits or e.gloo)]
+    few = [e for e in plain if e.key in RESTARTS_ALWAYS]
+    return [pytest.param(e, id=e.key) for e in by_default(few, thorough=[e for e in plain if e.category in chapters])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", loops_that_register())
+def test_what_a_loop_has_registered_comes_back_from_storage_as_from_a_peer(entry: Idiom, tmp_path: Path) -> None:
     harness.check_restart(entry, str(tmp_path))
 
 

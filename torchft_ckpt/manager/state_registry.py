@@ -89,6 +89,10 @@ class StateRegistry:
             self._moving.add(key)
             self._has_unannounced = self._has_unannounced or bool(optimizers)
 
+    def keys(self) -> Collection[str]:
+        """Return the keys of the pairs."""
+        return self._get.keys()
+
     @property
     def is_empty(self) -> bool:
         return not self._get
