@@ -98,6 +98,7 @@ logger = logging.getLogger(__name__)
 _STAGING_SHARE = 2
 _BLOCK_BYTES = HUGE_PAGE_BYTES
 """Memory is copied aside in blocks of this size. Smaller ones copy less beside the shares; below a huge page they are slow."""
+_TO_SAY = timedelta(seconds=3)
 _TO_CLOSE = timedelta(seconds=10)
 _TO_GIVE_UP = timedelta(seconds=30)
 __getattr__ = moved_names(__name__, Rung="torchft_ckpt.core.durable.restore_source:RestoreSource")
@@ -363,7 +364,12 @@ class Checkpointer:
                 versions=held.versions,
             )
             worker = SaveWorker(
-                task, captured, self._book, who_is_lost=self._who_is_lost(identity), on_progress=self._on_progress
+                task,
+                captured,
+                self._book,
+                who_is_lost=self._who_is_lost(identity),
+                group_names=self._group_names(identity),
+                on_progress=self._on_progress,
             )
             if is_unannounced:
                 worker.detach()
@@ -448,8 +454,9 @@ class Checkpointer:
     def shutdown(self, *, wait: bool = True) -> None:
         """End: let this rank write its share, and others theirs, or give the save up. May be called twice; at exit it is.
 
-        This rank's share may take as long as `timeout`, what others left out as long as it takes to fill it. A place that does
-        not answer then is waited for half a minute more; what it was to write counts for nothing. Does nothing in a forked
+        This rank's share may take as long as `timeout`, what others left out as long as it takes to fill it, and no longer than
+        `fill_after` where only groups that have written nothing could do that; a warning says who. A place that does not answer
+        then is waited for half a minute more; what it was to write counts for nothing. Does nothing in a forked
         child.
         """
         if os.getpid() != self._owner:
@@ -460,7 +467,7 @@ class Checkpointer:
             if wait and worker.wait_written(self._timeout.total_seconds()):
                 if self._manager is not None and self._manager.is_leaving:
                     worker.leave()  # the others see to it
-                self.wait((self._redundancy + 1) * self._fill_after + _TO_CLOSE)
+                self._wait_for_others(worker)
             worker.cancel()
         if not self.wait(_TO_GIVE_UP):
             logger.error(
@@ -469,6 +476,16 @@ class Checkpointer:
         atexit.unregister(self.shutdown)
         self._lock.remove_before_write(self._detach)
         self._pool.close("checkpointer")
+
+    def _wait_for_others(self, worker: SaveWorker) -> None:
+        """Wait until a save is whole, as long as it takes to fill what others left out; say so where that is long."""
+        if self.wait(_TO_SAY):
+            return
+        limit = (self._redundancy + 1) * self._fill_after + _TO_CLOSE
+        if worker.is_hopeless():
+            limit = min(limit, self._fill_after)
+        logger.warning("shutdown waits for the last save for up to %d s: %s", limit.total_seconds(), worker.waits_for())
+        self.wait(limit)
 
     def _is_busy(self) -> bool:
         return self._worker is not None and not self._worker.future.done()
@@ -482,6 +499,10 @@ class Checkpointer:
             return None
         manager, state = self._manager, identity.state
         return lambda asks: manager.lost_contributors(state, asks=asks)
+
+    def _group_names(self, identity: SaveIdentity) -> Callable[[], Sequence[str]]:
+        manager, state = self._manager, identity.state
+        return tuple if manager is None or state is None else lambda: manager.contributor_names(state)
 
     def _say_once_if_alone(self, task: SaveTask) -> None:
         if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_logged_no_backups:
