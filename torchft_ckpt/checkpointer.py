@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import operator
 import os
@@ -51,9 +52,11 @@ from torchft_ckpt.checkpointing.durable.saving.saver import (
 )
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
+from torchft_ckpt.checkpointing.state.containers import largest_part
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.compat.deprecated import moved_names, renamed_parameters, warn_renamed
 from torchft_ckpt.config import TOKEN, not_negative, resolve
@@ -78,6 +81,7 @@ from torchft_ckpt.manager.saving import (
     SaveIdentity,
     check_keys,
     check_optimizers_known,
+    check_state,
     end_restore,
     group_name,
     load_saved,
@@ -98,6 +102,8 @@ logger = logging.getLogger(__name__)
 _STAGING_SHARE = 2
 _BLOCK_BYTES = HUGE_PAGE_BYTES
 """Memory is copied aside in blocks of this size. Smaller ones copy less beside the shares; below a huge page they are slow."""
+_MANY_VALUES = 10_000
+_NEVER_A_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 _TO_SAY = timedelta(seconds=3)
 _TO_CLOSE = timedelta(seconds=10)
 _TO_GIVE_UP = timedelta(seconds=30)
@@ -235,7 +241,7 @@ class Checkpointer:
         self._threads: list[Thread] = []
         self._last: dict[Tier, tuple[CheckpointName, Future[SavedCheckpoint]]] = {}
         self._is_over = False
-        self._has_logged_no_backups = False
+        self._has_logged_no_backups = self._has_logged_many_values = False
         self._owner = os.getpid()
         """The process whose threads save."""
         self._num_loads = self._num_saves = 0
@@ -363,6 +369,7 @@ class Checkpointer:
                 group_local_ids=held.group_local_ids,
                 versions=held.versions,
             )
+            self._say_once_if_many(captured)
             worker = SaveWorker(
                 task,
                 captured,
@@ -504,6 +511,27 @@ class Checkpointer:
         manager, state = self._manager, identity.state
         return tuple if manager is None or state is None else lambda: manager.contributor_names(state)
 
+    def _check_places(self) -> None:
+        """See that nothing but a directory is, or can be, where saves go to; others' storages make what they need."""
+        for storage in self._all_storages():
+            if isinstance(storage, LocalStorage):
+                try:
+                    storage.make_directory("")
+                except StorageError as error:
+                    if error.errno in _NEVER_A_PLACE:
+                        raise
+                    logger.warning("nothing can be saved in %s now: %s", storage.location, error)
+
+    def _say_once_if_many(self, captured: CapturedState) -> None:
+        if len(captured.values) > _MANY_VALUES and not self._has_logged_many_values:
+            self._has_logged_many_values = True
+            logger.warning(
+                "the state has %d plain values, most of them in %r: each of them costs every save time on the training thread,"
+                " and a record of its own. Put them into a tensor, or as bytes into rank_state",
+                len(captured.values),
+                ".".join(map(str, largest_part([value.path for value in captured.values]))),
+            )
+
     def _say_once_if_alone(self, task: SaveTask) -> None:
         if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_logged_no_backups:
             self._has_logged_no_backups = True
@@ -610,7 +638,8 @@ class Checkpointer:
             StateMismatchError: the checkpoint was saved without a Manager, or with other state registered; or a sharded tensor
                 of it has no counterpart here, or one of another shape; or there is no class for a named tuple or an enum in it
                 (`register_state_class`). Nothing was loaded.
-            StorageError: the storage failed.
+            UnsupportedValueError: what is registered here could not be saved: the message has the path of what cannot be carried.
+            StorageError: the storage failed, or the place is no directory.
             CheckpointNotFoundError: there is none of that step; or there are checkpoints that were saved whole, and none can be
                 read now: the job does not begin at step 0 beside them.
             CheckpointDamagedError: this rank could not read what the others begin from.
@@ -622,6 +651,8 @@ class Checkpointer:
             raise ConfigError("restore needs a Manager; use load", "manager")
         step = _plain_step(step)
         check_optimizers_known(manager)
+        check_state(manager)
+        self._check_places()
         for number in range(_MAX_STARTS - 1):
             try:
                 return _logged_restored(self._start(manager, step, timeout, is_first=number == 0))

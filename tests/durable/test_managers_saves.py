@@ -22,6 +22,8 @@ from torchft_ckpt.errors import (
     ConfigError,
     SourceLostError,
     StateMismatchError,
+    StorageError,
+    UnsupportedValueError,
 )
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.volatile import tensors_in
@@ -394,6 +396,38 @@ def test_a_job_that_begins_at_step_0_beside_other_checkpoints_is_warned_by_their
     assert restored.source is RestoreSource.NOTHING and expected in restored.reason
     (warning,) = [record for record in caplog.records if "begins at step 0 beside" in record.message]
     assert warning.levelname == "WARNING" and expected in warning.message
+    checkpointer.shutdown()
+    group.manager.shutdown()
+
+
+# What could never be saved
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"best": object()}, "at 'best'"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, r"a\.b"),
+        ({1: torch.ones(1), "1": torch.ones(1)}, "1"),
+    ],
+)
+def test_a_state_that_could_not_be_saved_is_refused_before_the_first_step(
+    tmp_path: Path, address: str, state: dict[Any, Any], named: str
+) -> None:
+    manager = make_manager(address, lambda state: None, lambda: state)
+    checkpointer = Checkpointer(tmp_path, manager=manager)
+    with pytest.raises(UnsupportedValueError, match=named):
+        checkpointer.restore()
+    checkpointer.shutdown()
+    manager.shutdown()
+
+
+def test_a_place_that_is_no_directory_is_refused_before_the_first_step(tmp_path: Path, address: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    group = Group(address)
+    checkpointer = Checkpointer(tmp_path / "file", manager=group.manager)
+    with pytest.raises(StorageError, match="file"):
+        checkpointer.restore()
     checkpointer.shutdown()
     group.manager.shutdown()
 

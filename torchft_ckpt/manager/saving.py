@@ -10,10 +10,11 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
-from torchft_ckpt.checkpointing.state.containers import optimizer_states
+from torchft_ckpt.checkpointing.state.containers import flattened, optimizer_states
+from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.core.coordination.messages import StateVersion
-from torchft_ckpt.errors import ConfigError, StateMismatchError
+from torchft_ckpt.errors import ConfigError, StateFormatError, StateMismatchError, UnsupportedValueError
 from torchft_ckpt.manager.volatile import StateToSave
 
 if TYPE_CHECKING:
@@ -134,6 +135,21 @@ def _at_root(captured: dict[str, Any]) -> dict[str, Any]:
 def template_to_load(manager: Manager) -> dict[str, Any]:
     """Return the state that is here, laid out as `state_to_save` lays it out; what is loaded takes its layout and memory."""
     return with_managers_state(_at_root(manager.registry.capture_to_receive()), manager)
+
+
+def check_state(manager: Manager) -> None:
+    """See that the state that is here could be saved, by its names and kinds. On the training thread; nothing is copied.
+
+    Raises:
+        UnsupportedValueError: it holds something that cannot be carried, or two things of one name; the message has its path.
+    """
+    state = template_to_load(manager)
+    try:
+        flattened(state)
+    except (StateFormatError, ValueError) as error:
+        raise UnsupportedValueError(f"state dict: {error}", "state_dict") from error
+    if doubled := LocalState(state).doubled:
+        raise UnsupportedValueError(f"state dict: two tensors are named {doubled[0]!r}", doubled[0])
 
 
 def check_optimizers_known(manager: Manager) -> None:
