@@ -31,13 +31,18 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.fetching.options import MAX_MANIFEST_BYTES
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import Buffer, BufferPool
 from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
-from torchft_ckpt.checkpointing.state.format import Elsewhere, Manifest, build_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.format import (
+    MAX_MANIFEST_BYTES,
+    Elsewhere,
+    Manifest,
+    build_manifest,
+    encode_manifest,
+)
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.space import Memory, Space, plan_space, segment_ranges
