@@ -56,8 +56,8 @@ from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorag
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
-from torchft_ckpt.checkpointing.state.containers import largest_part
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.tree import largest_value
 from torchft_ckpt.compat.deprecated import moved_names, renamed_parameters, warn_renamed
 from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
@@ -461,10 +461,9 @@ class Checkpointer:
     def shutdown(self, *, wait: bool = True) -> None:
         """End: let this rank write its share, and others theirs, or give the save up. May be called twice; at exit it is.
 
-        This rank's share may take as long as `timeout`, what others left out as long as it takes to fill it, and no longer than
-        `fill_after` where only groups that have written nothing could do that; a warning says who. A place that does not answer
-        then is waited for half a minute more; what it was to write counts for nothing. Does nothing in a forked
-        child.
+        This rank's share may take as long as `timeout`, what others left out as long as it takes to fill it; a warning says who
+        they are. A place that does not answer then is waited for half a minute more; what it was to write counts for nothing.
+        Does nothing in a forked child.
         """
         if os.getpid() != self._owner:
             return
@@ -474,7 +473,12 @@ class Checkpointer:
             if wait and worker.wait_written(self._timeout.total_seconds()):
                 if self._manager is not None and self._manager.is_leaving:
                     worker.leave()  # the others see to it
-                self._wait_for_others(worker)
+                limit = (self._redundancy + 1) * self._fill_after + _TO_CLOSE
+                if not self.wait(min(limit, _TO_SAY)):
+                    logger.warning(
+                        "shutdown waits up to %g s for a save: %s", limit.total_seconds(), worker.waits_for()
+                    )
+                    self.wait(limit)
             worker.cancel()
         if not self.wait(_TO_GIVE_UP):
             logger.error(
@@ -483,16 +487,6 @@ class Checkpointer:
         atexit.unregister(self.shutdown)
         self._lock.remove_before_write(self._detach)
         self._pool.close("checkpointer")
-
-    def _wait_for_others(self, worker: SaveWorker) -> None:
-        """Wait until a save is whole, as long as it takes to fill what others left out; say so where that is long."""
-        if self.wait(_TO_SAY):
-            return
-        limit = (self._redundancy + 1) * self._fill_after + _TO_CLOSE
-        if worker.is_hopeless():
-            limit = min(limit, self._fill_after)
-        logger.warning("shutdown waits for the last save for up to %d s: %s", limit.total_seconds(), worker.waits_for())
-        self.wait(limit)
 
     def _is_busy(self) -> bool:
         return self._worker is not None and not self._worker.future.done()
@@ -529,7 +523,7 @@ class Checkpointer:
                 "the state has %d plain values, most of them in %r: each of them costs every save time on the training thread,"
                 " and a record of its own. Put them into a tensor, or as bytes into rank_state",
                 len(captured.values),
-                ".".join(map(str, largest_part([value.path for value in captured.values]))),
+                largest_value(captured.manifest.tree),
             )
 
     def _say_once_if_alone(self, task: SaveTask) -> None:

@@ -176,7 +176,7 @@ class _ReachedParameters:
         """A forward pass has ended, and the backward pass to average has not begun."""
         self._ddp = weakref.ref(ddp)  # what hooks of autograd refer to is not collected
         self._parameters = parameters
-        self._nodes = [_accumulator_of(parameter) for parameter in parameters]
+        self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self._lock = threading.Lock()
         self._graph_task = -1
         self._is_over = True
@@ -233,12 +233,6 @@ class _ReachedParameters:
 def _reach(reached: "weakref.ref[_ReachedParameters]", number: int, _: object) -> None:
     if (there := reached()) is not None:
         there.reach(number)
-
-
-def _accumulator_of(parameter: nn.Parameter) -> Any:
-    with torch.enable_grad():
-        node = parameter.expand_as(parameter).grad_fn
-    return None if node is None else node.next_functions[0][0]
 
 
 class _Touched(torch.autograd.Function):

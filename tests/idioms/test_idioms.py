@@ -130,7 +130,7 @@ def test_a_save_by_the_first_of_three_groups_alone_is_said_at_once_by_the_names_
     assert f"the next save began before this one was whole: {expected}" in first
     assert "given up before it was whole: group_1" in last
     assert f"cannot become whole: {expected}" in caplog.text
-    assert "shutdown waits for the last save for up to" in caplog.text
+    assert "shutdown waits up to 16 s for a save: group_1" in caplog.text
 
 
 def test_the_page_is_that_of_the_table() -> None:

@@ -143,7 +143,7 @@ def check_state(manager: Manager) -> None:
     Raises:
         UnsupportedValueError: it holds something that cannot be carried, or two things of one name; the message has its path.
     """
-    state = template_to_load(manager)
+    state = with_managers_state(_at_root(manager.registry.capture()), manager)
     try:
         flattened(state)
     except (StateFormatError, ValueError) as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchft_ckpt.checkpointing.state.classes import is_named_tuple
@@ -55,19 +55,6 @@ def walk(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     yield path, value
     for key, item in items_of(value):
         yield from walk(item, (*path, key))
-
-
-def largest_part(paths: Sequence[Path]) -> Path:
-    """Return the path of the innermost container that has more than half of these leaves."""
-    most: Path = ()
-    while True:
-        below = Counter(
-            path[: len(most) + 1] for path in paths if path[: len(most)] == most and len(path) > len(most) + 1
-        )
-        larger, count = below.most_common(1)[0] if below else ((), 0)
-        if 2 * count <= len(paths):
-            return most
-        most = larger
 
 
 def optimizer_states(state: object) -> Iterator[tuple[Path, Mapping[Any, Any]]]:

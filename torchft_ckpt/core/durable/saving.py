@@ -222,15 +222,6 @@ class SaveWatch:
         waits_s = max(min(_ABSENT_AFTER_S, self.fill_after_s), self.took_s)
         return self._began_at_s is not None and now >= self._began_at_s + waits_s
 
-    def is_hopeless(self) -> bool:
-        """Whether a share is missing that only groups can write that have written nothing."""
-        absent = {*self.absent()}
-        holders = range(self.writers.num_holders)
-        return any(
-            all(self.writers.holder_of(share, number).replica in absent for number in holders)
-            for share in (self.missing() if absent else ())
-        )
-
     def watched(self, now: float) -> set[SavingRank]:
         """Return the writers of whom it matters whether what they write grows."""
         shares = [*self.backs_up.values()]

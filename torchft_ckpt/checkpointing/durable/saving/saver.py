@@ -201,10 +201,6 @@ class SaveWorker:
             " group has to call save for it, into the same directory"
         )
 
-    def is_hopeless(self) -> bool:
-        """Whether it becomes whole only if a group that has written nothing begins to. Any thread."""
-        return self._watch is not None and self._watch.is_hopeless()
-
     def wait_written(self, timeout_s: float) -> bool:
         """Wait until this rank's share is written, or will not be. Return whether that is so. Any thread."""
         return self._share_over.wait(timeout_s)
