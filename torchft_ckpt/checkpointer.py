@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import operator
 import os
@@ -27,10 +28,15 @@ from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
 from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed, list_checkpoints
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
+    Checkpoint,
+    beside_whole_ones,
+    is_closed,
+    list_checkpoints,
+)
 from torchft_ckpt.checkpointing.durable.reading.directory import give_back
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import state_of_value, template_of
-from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
+from torchft_ckpt.checkpointing.durable.reading.loading import keys_of, load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
@@ -46,10 +52,12 @@ from torchft_ckpt.checkpointing.durable.saving.saver import (
 )
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.tree import largest_value
 from torchft_ckpt.compat.deprecated import moved_names, renamed_parameters, warn_renamed
 from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
@@ -71,7 +79,9 @@ from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.saving import (
     NotSaving,
     SaveIdentity,
+    check_keys,
     check_optimizers_known,
+    check_state,
     end_restore,
     group_name,
     load_saved,
@@ -92,6 +102,9 @@ logger = logging.getLogger(__name__)
 _STAGING_SHARE = 2
 _BLOCK_BYTES = HUGE_PAGE_BYTES
 """Memory is copied aside in blocks of this size. Smaller ones copy less beside the shares; below a huge page they are slow."""
+_MANY_VALUES = 10_000
+_NEVER_A_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+_TO_SAY = timedelta(seconds=3)
 _TO_CLOSE = timedelta(seconds=10)
 _TO_GIVE_UP = timedelta(seconds=30)
 __getattr__ = moved_names(__name__, Rung="torchft_ckpt.core.durable.restore_source:RestoreSource")
@@ -228,7 +241,7 @@ class Checkpointer:
         self._threads: list[Thread] = []
         self._last: dict[Tier, tuple[CheckpointName, Future[SavedCheckpoint]]] = {}
         self._is_over = False
-        self._has_logged_no_backups = False
+        self._has_logged_no_backups = self._has_logged_many_values = False
         self._owner = os.getpid()
         """The process whose threads save."""
         self._num_loads = self._num_saves = 0
@@ -356,8 +369,14 @@ class Checkpointer:
                 group_local_ids=held.group_local_ids,
                 versions=held.versions,
             )
+            self._say_once_if_many(captured)
             worker = SaveWorker(
-                task, captured, self._book, who_is_lost=self._who_is_lost(identity), on_progress=self._on_progress
+                task,
+                captured,
+                self._book,
+                who_is_lost=self._who_is_lost(identity),
+                group_names=self._group_names(identity),
+                on_progress=self._on_progress,
             )
             if is_unannounced:
                 worker.detach()
@@ -442,9 +461,9 @@ class Checkpointer:
     def shutdown(self, *, wait: bool = True) -> None:
         """End: let this rank write its share, and others theirs, or give the save up. May be called twice; at exit it is.
 
-        This rank's share may take as long as `timeout`, what others left out as long as it takes to fill it. A place that does
-        not answer then is waited for half a minute more; what it was to write counts for nothing. Does nothing in a forked
-        child.
+        This rank's share may take as long as `timeout`, what others left out as long as it takes to fill it; a warning says who
+        they are. A place that does not answer then is waited for half a minute more; what it was to write counts for nothing.
+        Does nothing in a forked child.
         """
         if os.getpid() != self._owner:
             return
@@ -454,7 +473,12 @@ class Checkpointer:
             if wait and worker.wait_written(self._timeout.total_seconds()):
                 if self._manager is not None and self._manager.is_leaving:
                     worker.leave()  # the others see to it
-                self.wait((self._redundancy + 1) * self._fill_after + _TO_CLOSE)
+                limit = (self._redundancy + 1) * self._fill_after + _TO_CLOSE
+                if not self.wait(min(limit, _TO_SAY)):
+                    logger.warning(
+                        "shutdown waits up to %g s for a save: %s", limit.total_seconds(), worker.waits_for()
+                    )
+                    self.wait(limit)
             worker.cancel()
         if not self.wait(_TO_GIVE_UP):
             logger.error(
@@ -476,6 +500,31 @@ class Checkpointer:
             return None
         manager, state = self._manager, identity.state
         return lambda asks: manager.lost_contributors(state, asks=asks)
+
+    def _group_names(self, identity: SaveIdentity) -> Callable[[], Sequence[str]]:
+        manager, state = self._manager, identity.state
+        return tuple if manager is None or state is None else lambda: manager.contributor_names(state)
+
+    def _check_places(self) -> None:
+        """See that nothing but a directory is, or can be, where saves go to; others' storages make what they need."""
+        for storage in self._all_storages():
+            if isinstance(storage, LocalStorage):
+                try:
+                    storage.make_directory("")
+                except StorageError as error:
+                    if error.errno in _NEVER_A_PLACE:
+                        raise
+                    logger.warning("nothing can be saved in %s now: %s", storage.location, error)
+
+    def _say_once_if_many(self, captured: CapturedState) -> None:
+        if len(captured.values) > _MANY_VALUES and not self._has_logged_many_values:
+            self._has_logged_many_values = True
+            logger.warning(
+                "the state has %d plain values, most of them in %r: each of them costs every save time on the training thread,"
+                " and a record of its own. Put them into a tensor, or as bytes into rank_state",
+                len(captured.values),
+                largest_value(captured.manifest.tree),
+            )
 
     def _say_once_if_alone(self, task: SaveTask) -> None:
         if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_logged_no_backups:
@@ -564,6 +613,8 @@ class Checkpointer:
     def restore(self, *, step: SupportsIndex | None = None, timeout: timedelta | None = None) -> Restored:
         """Find the newest state and load it, before the first step: of memory, peers, local disk and storage.
 
+        Registered functions get what they would get from a peer: what came into being while training, or has another shape than
+        here, arrives whole, in memory of its own.
         Where peers hold it nothing is loaded here: the first step heals from them. All ranks of all groups that start call it.
         Groups that start together are led by the first of them, read each byte of a checkpoint once, and send it to each other.
         Where the first one is lost before it has said that all go on, the others meet again, led by another.
@@ -578,9 +629,11 @@ class Checkpointer:
         Raises:
             ConfigError: there is no Manager: use `load`. Or the Manager has to be told of the optimizers first
                 (`Optimizer(manager, ...)`), because parameters are sharded. Or `step` is none.
-            StateMismatchError: the state does not fit what is registered here, or there is no class for a named tuple or an
-                enum in it (`register_state_class`).
-            StorageError: the storage failed.
+            StateMismatchError: the checkpoint was saved without a Manager, or with other state registered; or a sharded tensor
+                of it has no counterpart here, or one of another shape; or there is no class for a named tuple or an enum in it
+                (`register_state_class`). Nothing was loaded.
+            UnsupportedValueError: what is registered here could not be saved: the message has the path of what cannot be carried.
+            StorageError: the storage failed, or the place is no directory.
             CheckpointNotFoundError: there is none of that step; or there are checkpoints that were saved whole, and none can be
                 read now: the job does not begin at step 0 beside them.
             CheckpointDamagedError: this rank could not read what the others begin from.
@@ -592,6 +645,8 @@ class Checkpointer:
             raise ConfigError("restore needs a Manager; use load", "manager")
         step = _plain_step(step)
         check_optimizers_known(manager)
+        check_state(manager)
+        self._check_places()
         for number in range(_MAX_STARTS - 1):
             try:
                 return _logged_restored(self._start(manager, step, timeout, is_first=number == 0))
@@ -620,6 +675,8 @@ class Checkpointer:
             with torn_where_it_raises("restoring a checkpoint", "restore", lambda: cold_start.has_written):
                 for reading in cold_start.attempts():
                     with reading as attempt:
+                        keys = keys_of(attempt.checkpoint, replica_id=name, rank=rank)
+                        check_keys(manager, keys, attempt.checkpoint.name)
                         local = LocalState(template_to_load(manager))
                         state = load_state(
                             attempt.checkpoint, attempt.fill, local, replica_id=name, rank=rank, in_place=True
@@ -637,7 +694,11 @@ class Checkpointer:
                     "what is there to begin at step 0",
                     error.party,
                 ) from error
-            return Restored(source=RestoreSource.NOTHING, step=None, reason=f"there is no state to go on from: {error}")
+            reason = f"there is no state to go on from: {error}"
+            if beside := beside_whole_ones(self._all_storages()):
+                reason = f"{reason}; {beside}"
+                logger.warning("the job begins at step 0 beside what is there: %s", reason)
+            return Restored(source=RestoreSource.NOTHING, step=None, reason=reason)
         chosen = attempt.checkpoint.name.step
         if step is not None and any(other is not None and other > step for other in found.values()):
             logger.warning(

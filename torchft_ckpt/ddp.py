@@ -12,8 +12,11 @@ none.) And all groups start the same collectives in the same order: the gradient
 """
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -46,6 +49,7 @@ _REFUSED = {
     "process_group": _ONLY_REPLICAS,
     "device_mesh": _ONLY_REPLICAS,
     "forward_sync_buffers": _OWN_BUFFERS,
+    "broadcast_buffers": _OWN_BUFFERS,
 }
 """Arguments of PyTorch's DDP that would leave groups apart, and why; None and False are what they are without."""
 
@@ -55,7 +59,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Initial weights are made equal by the manager (`init_sync`), not by a broadcast. Buffers are not broadcast at all:
     what must be equal belongs into the state dict. A group may use other parameters in a step than another does, and parameters
-    may be frozen and unfrozen, by all groups in the same step.
+    may be frozen and unfrozen, by all groups in the same step. What the backward pass reaches counts as used, whatever the
+    module returns, and whether a parameter is used in its forward pass or elsewhere.
 
     Args:
         manager: of this rank.
@@ -80,11 +85,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._reduction = reduction
         self._manager = manager
         self._is_known_to_work = False
+        self._reached: _ReachedParameters | None = None
         self._connect()
 
     def _connect(self) -> None:
         """Tell the reducer how to average, and find out which parameters it has."""
         self._reduction.parameters = self._build_params_for_reducer()[0]
+        if self._reached is not None:
+            self._reached.leave()
+        self._reached = _ReachedParameters(self, self._reduction.parameters)
         known = set(self._reduction.parameters)
         ignored = self.parameters_to_ignore
         self._frozen = [p for name, p in self.module.named_parameters() if p not in known and name not in ignored]
@@ -102,9 +111,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Call the module; in training, begin a step where none is open.
 
         Raises:
-            ConfigError: it checkpoints activations in the way that DDP cannot follow.
+            ConfigError: it checkpoints activations in the way that DDP cannot follow, or another DDP holds this one.
             Also as `Manager.start_quorum`.
         """
+        outer = parallel.DistributedDataParallel._get_active_ddp_module()
+        if outer is not None and outer is not self and any(module is self for module in outer.modules()):
+            _refuse_inside_another()
         if torch.is_grad_enabled() and self.training:
             self._manager.ensure_step()
         if any(parameter.requires_grad for parameter in self._frozen):
@@ -113,6 +125,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if not self._is_known_to_work and torch.is_grad_enabled():
             _refuse_reentrant_checkpoints(output)
             self._is_known_to_work = True
+        if self._reached is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._reached.is_awaited = True
         return output
 
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
@@ -135,6 +149,98 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 def _refuse(name: str, why: str) -> NoReturn:
     raise ConfigError(f"DistributedDataParallel takes no {name}: {why}", party=name)
+
+
+def _refuse_inside_another() -> NoReturn:
+    message = (
+        "torch's DistributedDataParallel holds this one, and writes gradients of this group alone over the average (accelerate"
+        " and Fabric wrap a model so under a launcher): wrap in the other order,"
+        " DistributedDataParallel(manager, accelerator.prepare(model))"
+    )
+    raise ConfigError(message, party="DistributedDataParallel")
+
+
+class _ReachedParameters:
+    """Tells a reducer which parameters a backward pass reaches, as the pass reaches the first of them.
+
+    torch looks for them in the forward pass's output, and takes all others for unused: where a module returns an object, or a
+    parameter is used outside of the forward pass, it would get a gradient after its bucket has gone. The pass itself knows.
+
+    Args:
+        ddp: has the reducer.
+        parameters: of the reducer, in its order.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
+        self.is_awaited = False
+        """A forward pass has ended, and the backward pass to average has not begun."""
+        self._ddp = weakref.ref(ddp)  # what hooks of autograd refer to is not collected
+        self._parameters = parameters
+        self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+        self._lock = threading.Lock()
+        self._graph_task = -1
+        self._is_over = True
+        self._unused: frozenset[int] = frozenset()
+        this = weakref.ref(self)
+        self._hooks = [node.register_prehook(partial(_reach, this, number)) for number, node in enumerate(self._nodes)]
+        self._all = _Touched.apply(*parameters)
+
+    def leave(self) -> None:
+        """Take no more notice of these parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def reach(self, number: int) -> None:
+        """A backward pass is about to accumulate into this parameter. On a thread of autograd's.
+
+        Raises:
+            ConfigError: the pass is one within another, and neither knows what the other one reaches.
+        """
+        if self.is_awaited:
+            with self._lock:  # of several devices' threads
+                if self.is_awaited:
+                    self._find()
+                    self.is_awaited = False
+        if self._unused and number in self._unused:
+            task = torch._C._current_graph_task_id()
+            if task < self._graph_task or (task > self._graph_task and not self._is_over):
+                message = (
+                    "a backward pass within the backward pass (of a checkpoint, or of an autograd.Function) reaches parameters"
+                    " that DistributedDataParallel could not find: use PureDistributedDataParallel"
+                )
+                raise ConfigError(message, party="DistributedDataParallel")
+
+    def _find(self) -> None:
+        ddp = self._ddp()
+        if ddp is None:
+            return
+        will_execute = torch._C._will_engine_execute_node
+        self._unused = frozenset(number for number, node in enumerate(self._nodes) if not will_execute(node))
+        self._graph_task = torch._C._current_graph_task_id()
+        reached = self._all
+        if self._unused:
+            self._is_over = False
+            Variable._execution_engine.queue_callback(self._note_over)
+            with torch.enable_grad():
+                used = [one for number, one in enumerate(self._parameters) if number not in self._unused]
+                reached = _Touched.apply(*used)
+        ddp.reducer.prepare_for_backward([reached])
+
+    def _note_over(self) -> None:
+        self._is_over = True
+
+
+def _reach(reached: "weakref.ref[_ReachedParameters]", number: int, _: object) -> None:
+    if (there := reached()) is not None:
+        there.reach(number)
+
+
+class _Touched(torch.autograd.Function):
+    """A tensor in whose graph a reducer finds the parameters that it was made of. Nobody goes back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        return torch.empty(())
 
 
 class _BucketReduction(ProcessGroupDummy):

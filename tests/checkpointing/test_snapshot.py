@@ -46,6 +46,21 @@ class Scene:
         return b"".join(self.snapshot.read(at, min(at + step, total)) for at in range(0, total, step))
 
 
+def test_a_state_that_no_receiver_takes_is_said_once_by_its_largest_value(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.snapshot.MAX_MANIFEST_BYTES", 2000)
+    for step in (1, 2):
+        state = {"w": torch.ones(2), "user": {"replay": [b"x" * 3000, b"y" * 10], "lr": 0.1}, "step": step}
+        snapshot = Snapshot(
+            state, step=step, lock=StateDictLock(timedelta(seconds=5)), pool=BufferPool(BLOCK), num_expected=1
+        )
+        snapshot.manifest_bytes()
+        snapshot.close()
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "no group can heal from here" in said and "'user.replay.0'" in said
+
+
 def test_a_live_snapshot_is_read_without_any_buffer():
     scene = Scene()
     assert (scene.read_all(), scene.pool.held_bytes()) == (scene.old_bytes, 0)

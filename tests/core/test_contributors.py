@@ -37,6 +37,13 @@ def test_those_who_are_not_connected_are_gone_whatever_quorum_it_is_now() -> Non
     assert lost_of(known, version_of(5)) == [0, 1, 2]
 
 
+def test_their_names_are_told_by_number_without_their_incarnations() -> None:
+    known = RecentContributors()
+    known.note(1, 0, {1: "b:1", 0: "host:a:1", 2: "c"})
+    told = known.answer(LostAsked(version=version_of(5)), EPOCH, ())
+    assert told is not None and told.group_names == ["host:a", "b", "c"]
+
+
 def test_within_a_quorum_numbers_count_from_the_step_on_that_they_were_given() -> None:
     """A joiner has loaded the state and contributes."""
     known = RecentContributors()

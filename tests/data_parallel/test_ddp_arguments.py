@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ REFUSED = {
     "process_group": object(),
     "device_mesh": object(),
     "forward_sync_buffers": True,
+    "broadcast_buffers": True,
 }
 
 
@@ -78,6 +80,16 @@ class Checkpointed(nn.Module):
 def test_a_reentrant_checkpoint_is_refused_and_the_error_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match="pass use_reentrant=False, or use PureDistributedDataParallel"):
         wrapped(Checkpointed(use_reentrant=True))(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_where_nobody_sees_a_reentrant_checkpoint_its_backward_pass_is_refused(is_last: bool) -> None:
+    module = Checkpointed(use_reentrant=True)
+    module.after = nn.Identity() if is_last else module.after
+    module.register_forward_hook(lambda *call: SimpleNamespace(**call[-1]))
+    ddp = wrapped(module)
+    with pytest.raises(ConfigError, match="use PureDistributedDataParallel"):
+        ddp(torch.ones(1, 4)).logits.sum().backward()
 
 
 def test_another_checkpoint_is_averaged() -> None:

@@ -476,6 +476,19 @@ def test_a_place_that_cannot_be_written_to_fails_the_save_and_not_the_training(t
     checkpointer.shutdown()
 
 
+def test_very_many_plain_values_are_said_once_with_where_most_of_them_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_ckpt.checkpointer._MANY_VALUES", 50)
+    checkpointer = Checkpointer(tmp_path)
+    state = {"lr": 0.1, "user": {"replay": [{"reward": 1.0, "done": False} for _ in range(30)], "name": "n"}}
+    for step in (1, 2):
+        checkpointer.save(state, step=step).result(LONG_S)
+    (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "62 plain values, most of them in 'user.replay'" in said
+    checkpointer.shutdown()
+
+
 @pytest.mark.parametrize(
     ("state", "path"),
     [

@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Tier, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart
 from torchft_ckpt.core.durable.restore_source import RestoreSource
-from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError, SourceLostError
+from torchft_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigError,
+    SourceLostError,
+    StateMismatchError,
+    StorageError,
+    UnsupportedValueError,
+)
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.volatile import tensors_in
 
@@ -328,3 +337,131 @@ def test_what_inner_steps_change_without_the_lock_is_to_be_copied_at_once() -> N
     assert given.unannounced_changes and len(given.group_local_ids) == 2
     agreed_on = registry.capture_for_save(registry.capture(), by_key=True)
     assert not agreed_on.unannounced_changes and not agreed_on.group_local_ids
+
+
+# What else is in the place
+
+
+def test_a_checkpoint_that_was_saved_without_a_manager_is_refused_before_anything_is_touched(
+    tmp_path: Path, address: str
+) -> None:
+    group = Group(address)
+    alone = Checkpointer(tmp_path)
+    alone.save({"model": group.model.state_dict()}, step=7).result(LONG_S)
+    alone.shutdown()
+    with torch.no_grad():
+        group.model[0].weight.fill_(3)
+    before = group.bits()
+    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    with pytest.raises(StateMismatchError, match=r"without a Manager.*load_checkpoint.*'step': 7") as caught:
+        checkpointer.restore()
+    assert not caught.value.state_overwritten and group.bits() == before
+    checkpointer.shutdown()
+    group.manager.shutdown()
+
+
+def test_a_checkpoint_of_other_registered_functions_is_refused_before_anything_is_touched(
+    tmp_path: Path, address: str
+) -> None:
+    group = Group(address)
+    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    group.step()
+    checkpointer.save().result(LONG_S)
+    group.manager.register_state_dict_fn("average", lambda state: None, lambda: {"decay": 0.9})
+    with torch.no_grad():
+        group.model[0].weight.fill_(3)
+    before = group.bits()
+    with pytest.raises(StateMismatchError, match=r"\['average', 'default'\] are registered here") as caught:
+        checkpointer.restore(step=1)
+    assert not caught.value.state_overwritten and group.bits() == before
+    checkpointer.shutdown()
+    group.manager.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["of DCP itself", "torchtitan's", "begun and left"])
+def test_a_job_that_begins_at_step_0_beside_other_checkpoints_is_warned_by_their_names(
+    tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    named = {"of DCP itself": str(tmp_path), "torchtitan's": f"{tmp_path}/step-7"}.get(kind)
+    if named is not None:
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=named, no_dist=True)
+        expected = f"{named} was not written by a Checkpointer: load_checkpoint reads it"
+    else:
+        (tmp_path / "step-000000000005.q1-a").mkdir()
+        (tmp_path / "notes.txt").write_text("mine")
+        expected = "of 1 checkpoints that were begun none is whole, the newest is step-000000000005.q1-a"
+    group = Group(address)
+    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    restored = checkpointer.restore()
+    assert restored.source is RestoreSource.NOTHING and expected in restored.reason
+    (warning,) = [record for record in caplog.records if "begins at step 0 beside" in record.message]
+    assert warning.levelname == "WARNING" and expected in warning.message
+    checkpointer.shutdown()
+    group.manager.shutdown()
+
+
+# What could never be saved
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"best": object()}, "at 'best'"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, r"a\.b"),
+        ({1: torch.ones(1), "1": torch.ones(1)}, "1"),
+    ],
+)
+def test_a_state_that_could_not_be_saved_is_refused_before_the_first_step(
+    tmp_path: Path, address: str, state: dict[Any, Any], named: str
+) -> None:
+    manager = make_manager(address, lambda state: None, lambda: state)
+    checkpointer = Checkpointer(tmp_path, manager=manager)
+    with pytest.raises(UnsupportedValueError, match=named):
+        checkpointer.restore()
+    checkpointer.shutdown()
+    manager.shutdown()
+
+
+def test_a_place_that_is_no_directory_is_refused_before_the_first_step(tmp_path: Path, address: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    group = Group(address)
+    checkpointer = Checkpointer(tmp_path / "file", manager=group.manager)
+    with pytest.raises(StorageError, match="file"):
+        checkpointer.restore()
+    checkpointer.shutdown()
+    group.manager.shutdown()
+
+
+# What came into being while training
+
+
+def test_storage_gives_back_what_a_peer_would_give(tmp_path: Path, address: str) -> None:
+    """A value that came into being, one that grew, one that was a number, and one that is here alone."""
+    state: dict[str, Any] = {"best": None, "history": torch.zeros(0), "count": 0, "weight": torch.zeros(2), "old": 1}
+    manager = make_manager(address, state.update, lambda: dict(state))
+    checkpointer = Checkpointer(tmp_path, manager=manager)
+
+    def step() -> None:
+        manager.start_quorum()
+        assert manager.should_commit()
+
+    step()
+    saved = {
+        "best": {"weight": torch.ones(3)},
+        "history": torch.arange(3.0),
+        "count": torch.tensor(5),
+        "weight": torch.full((2,), 7.0),
+        "old": 1,
+    }
+    state.update(saved)
+    checkpointer.save().result(LONG_S)
+    weight = torch.zeros(2)
+    state.update(best=None, history=torch.zeros(0), count=0, weight=weight, old=torch.zeros(1))
+    checkpointer.restore(step=1)
+    assert {key: bits_of({"": torch.as_tensor(value)}) for key, value in state.items() if key != "best"} == {
+        key: bits_of({"": torch.as_tensor(value)}) for key, value in saved.items() if key != "best"
+    }
+    assert state["best"]["weight"].tolist() == [1.0, 1.0, 1.0]
+    assert state["weight"] is weight, "what fits is loaded in place"
+    checkpointer.shutdown()
+    manager.shutdown()

@@ -197,6 +197,29 @@ def test_who_only_waits_for_others_leaves_and_frees_its_copies() -> None:
     assert all(worker._state.snapshot.closed for worker in story.workers.values())
 
 
+def test_a_save_that_one_group_alone_has_called_says_who_wrote_nothing_and_does_not_look_like_success(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As `if rank == 0: save()` does, which never makes a whole checkpoint."""
+    plan = Plan(num_replicas=3, num_ranks=1, absent=frozenset([1, 2]), fill_after_s=30.0)
+    story = save(plan, leaves_s={0: 1.0})
+    expected = "replica 1, replica 2 have written nothing for step 120: every replica group has to call save for it"
+    assert expected in str(story.errors()[0]) and "the next save began" in str(story.errors()[0])
+    assert story.time.now_s < 6.0
+    assert [record.levelname for record in caplog.records if f"cannot become whole: {expected}" in record.message] == [
+        "WARNING"
+    ]
+
+
+def test_a_group_that_begins_late_is_not_taken_for_one_that_has_not_called_save(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = Plan(num_replicas=3, num_ranks=1, fill_after_s=30.0)
+    story = save(plan, starts_s={1: 3.0, 2: 4.5}, leaves_s={0: 1.0})
+    assert not story.errors() and newest_step(story.disk) == 120
+    assert "written nothing" not in caplog.text
+
+
 @pytest.mark.slow
 def test_whenever_they_leave_the_last_writer_closes_the_checkpoint() -> None:
     for seed in range(60):

@@ -55,6 +55,8 @@ MAX_STEPS = 60
 """Of a run in which the group that died does not come to contribute."""
 DIES_AT_STEP = 3
 IS_BACK_BEFORE_STEP = 5
+SAVED_STEP = 4
+"""Of a job that is stopped there and started again."""
 LIMIT_S = 30.0
 LIMIT_WHILE_PENDING_S = 4.0
 LEFT_ALONE_S = 5.0
@@ -106,6 +108,8 @@ class Run:
     limit_s: float
     gloo: bool = False
     directory: str = ""
+    saves: bool = False
+    """Whatever the loop does, the job is restored as it begins, and saved at one step."""
     fabric: FakeFabric = field(default_factory=FakeFabric)
     lock: threading.Lock = field(default_factory=threading.Lock)
     contributors: dict[Vote, set[int]] = field(default_factory=dict)
@@ -306,6 +310,7 @@ class Life(Job):
         self.error: BaseException | None = None
         self.current: MortalManager | None = None  # type: ignore[assignment]
         self.contributed: list[int] = []
+        self._checkpointer: Checkpointer | None = None
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._loop: Callable[[Job], None]
 
@@ -349,7 +354,8 @@ class Life(Job):
         if self.comes_back:
             self.run.is_awaited.wait(self.run.limit_s)
         limit = timedelta(seconds=self.run.limit_s)
-        options = {"min_replica_size": 1, "timeout": limit, "follow": self.run.follows, **options}
+        min_replica_size = self.run.num_groups if self.run.saves else 1
+        options = {"min_replica_size": min_replica_size, "timeout": limit, "follow": self.run.follows, **options}
         self.current = MortalManager(
             ProcessGroupGloo(timeout=limit) if self.run.gloo else FakeProcessGroup(self.run.fabric, limit),
             load_state_dict,
@@ -397,7 +403,18 @@ class Life(Job):
             time.sleep(0.05)  # who is not waited for can only come in where a step takes some time
         return super().randn(*shape)
 
+    def _save(self) -> None:
+        if self._checkpointer is None:
+            self._checkpointer = self.checkpointer()
+            self._checkpointer.restore()
+        elif self.step == SAVED_STEP:
+            self._checkpointer.save()
+        if self.step >= self.run.stops_at:
+            self._checkpointer.shutdown()
+
     def goes_on(self) -> bool:
+        if self.run.saves:
+            self._save()
         self.look()
         if self.group == 0:
             is_alone = self.run.has_ended.is_set() or not self.run.returns  # the other may not have come in yet
@@ -631,6 +648,7 @@ def run_groups(
     refused: bool = False,
     num_steps: int = NUM_STEPS,
     directory: str = "",
+    saves: bool = False,
     seed: int = 100,
     limit_s: float = LIMIT_S,
     follows: bool = False,
@@ -641,7 +659,17 @@ def run_groups(
         AssertionError: a group did not come to its end.
     """
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    run = Run(num_groups, num_steps, lighthouse, limit_s, gloo=gloo, directory=directory, returns=dies, follows=follows)
+    run = Run(
+        num_groups,
+        num_steps,
+        lighthouse,
+        limit_s,
+        gloo=gloo,
+        directory=directory,
+        saves=saves,
+        returns=dies,
+        follows=follows,
+    )
     lives = [
         Life(run, group, seed=seed + group, dies_at=DIES_AT_STEP if dies and group == 1 else None)
         for group in range(num_groups)
@@ -762,7 +790,7 @@ def check_restart(entry: Idiom, directory: str) -> None:
     """Run an idiom to the middle, start the whole job again in new threads with other weights, and compare its end.
 
     Args:
-        entry: its loop saves and restores by `Job.checkpointer`.
+        entry: its loop saves and restores by `Job.checkpointer`; for any other that is done for it.
         directory: where to.
 
     Raises: as `check`.
@@ -770,9 +798,17 @@ def check_restart(entry: Idiom, directory: str) -> None:
     limit_s = LIMIT_WHILE_PENDING_S if entry.pending else LIMIT_S
     plan: list[Iteration] = []
     outcomes = []
-    for num_steps, seed in ((NUM_STEPS // 2, 100), (NUM_STEPS, 500)):
+    for num_steps, seed in ((SAVED_STEP, 100), (NUM_STEPS, 500)):
         outcomes.append(
-            run_groups(entry.loop, dies=False, num_steps=num_steps, seed=seed, directory=directory, limit_s=limit_s)
+            run_groups(
+                entry.loop,
+                dies=False,
+                num_steps=num_steps,
+                seed=seed,
+                directory=directory,
+                saves=not entry.restarts,
+                limit_s=limit_s,
+            )
         )
         _raise_errors(outcomes[-1])
         plan += outcomes[-1].run.plan()

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from idioms import harness, page
-from idioms.table import Idiom, table
+from idioms.models import error, mlp
+from idioms.table import Category, Idiom, table
 from support.thoroughness import by_default
 
+from torchft_ckpt import Checkpointer, SavedCheckpoint
 from torchft_ckpt.core.coordination import learning
 
 TABLE = table()
@@ -20,6 +25,7 @@ FOLLOW_ALWAYS = ("forward_before_zero_grad",)
 """Loops of which one was wrong once, where a group follows."""
 ALARMS = ("came to another state of step", "no registered state_dict returns", "sets its outer optimizer otherwise")
 """No loop gets one of these warnings, but those that it is made for."""
+RESTARTS_ALWAYS = ("best_weights", "ema", "history", "grad_scaler", "optimizer_state_of_any_shape")
 torch.set_num_threads(1)
 
 
@@ -82,6 +88,53 @@ def test_a_group_follows_before_it_joins_and_all_compute_what_the_plain_loop_com
 @pytest.mark.parametrize("entry", entries(restarts=True))
 def test_a_job_is_stopped_and_started_again_and_no_bit_differs(entry: Idiom, tmp_path: Path) -> None:
     harness.check_restart(entry, str(tmp_path))
+
+
+def loops_that_register() -> list[object]:
+    """Return those that say "Register it" of something of their own: a few by default, all in a thorough run."""
+    chapters = (Category.PRECISION, Category.WEIGHTS, Category.STATE)
+    plain = [e for e in TABLE if e.compare == "plain" and not (e.restarts or e.refused or e.waits or e.gloo)]
+    few = [e for e in plain if e.key in RESTARTS_ALWAYS]
+    return [pytest.param(e, id=e.key) for e in by_default(few, thorough=[e for e in plain if e.category in chapters])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", loops_that_register())
+def test_what_a_loop_has_registered_comes_back_from_storage_as_from_a_peer(entry: Idiom, tmp_path: Path) -> None:
+    harness.check_restart(entry, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_save_by_the_first_of_three_groups_alone_is_said_at_once_by_the_names_of_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`if rank == 0: checkpointer.save()`."""
+    saved: list[Future[SavedCheckpoint]] = []
+    has_ended = threading.Event()
+
+    def loop(job: harness.Job) -> None:
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        manager = job.manager(*harness.states(model=model, sgd=sgd), min_replica_size=3)
+        ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+        checkpointer = Checkpointer(tmp_path, manager=manager, fill_after=timedelta(seconds=2))
+        while job.goes_on():
+            optimizer.zero_grad()
+            error(ddp, job.batch()).backward()
+            if optimizer.step() and job.group == 0 and manager.current_step() in (1, 3):
+                saved.append(checkpointer.save())
+                assert checkpointer._worker is not None and checkpointer._worker.wait_written(20)
+        checkpointer.shutdown()
+        has_ended.set() if job.group == 0 else has_ended.wait(20)  # who is gone is no one that has not called save
+
+    outcome = harness.run_groups(loop, dies=False, num_groups=3, num_steps=harness.NUM_STEPS_UNDISTURBED)
+    assert not outcome.errors
+    first, last = (str(one.exception(20)) for one in saved)
+    expected = "group_1, group_2 have written nothing for step 1: every replica group has to call save for it"
+    assert f"the next save began before this one was whole: {expected}" in first
+    assert "given up before it was whole: group_1" in last
+    assert f"cannot become whole: {expected}" in caplog.text
+    assert "shutdown waits up to 16 s for a save: group_1" in caplog.text
 
 
 def test_the_page_is_that_of_the_table() -> None:

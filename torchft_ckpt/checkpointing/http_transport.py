@@ -23,7 +23,6 @@ import torch
 from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.fetching.fetch import Fetch
 from torchft_ckpt.checkpointing.fetching.options import (
-    MAX_MANIFEST_BYTES,
     MAX_STREAMS,
     FetchOptions,
     default_num_streams,
@@ -41,7 +40,7 @@ from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
-from torchft_ckpt.checkpointing.state.format import Elsewhere, Manifest
+from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES, Elsewhere, Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.versions import StateVersions

@@ -109,6 +109,9 @@ def _owned(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Found]:
             yield f"{path}.parameter {number}", parameter
             yield from _leaves(optimizer.state.get(parameter, {}), f"{path}.state.{number}")
             number += 1
+    for key, item in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):  # an entry of the optimizer's own, beside those of parameters
+            yield from _leaves(item, f"{path}.state.{key}")
 
 
 def _is_random_state(value: object) -> bool:

@@ -1049,6 +1049,10 @@ class Manager:
         """
         return self._client.lost_contributors(version, asks=asks)
 
+    def contributor_names(self, version: StateVersion) -> list[str]:
+        """Return the names of the groups that contributed to that step, by number, as far as `lost_contributors` has asked."""
+        return self._client.contributor_names(version)
+
     def replica_id(self) -> str:
         """Return the name of this incarnation of the replica group."""
         return self._client.replica_id

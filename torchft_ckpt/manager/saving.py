@@ -6,11 +6,15 @@ Nobody is asked: all of it follows from the quorum in which the last step was co
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchft_ckpt.checkpointing.state.containers import optimizer_states
+from torchft_ckpt.checkpointing.durable.names import CheckpointName
+from torchft_ckpt.checkpointing.state.containers import flattened, optimizer_states
+from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.core.coordination.messages import StateVersion
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import ConfigError, StateFormatError, StateMismatchError, UnsupportedValueError
 from torchft_ckpt.manager.volatile import StateToSave
 
 if TYPE_CHECKING:
@@ -133,6 +137,21 @@ def template_to_load(manager: Manager) -> dict[str, Any]:
     return with_managers_state(_at_root(manager.registry.capture_to_receive()), manager)
 
 
+def check_state(manager: Manager) -> None:
+    """See that the state that is here could be saved, by its names and kinds. On the training thread; nothing is copied.
+
+    Raises:
+        UnsupportedValueError: it holds something that cannot be carried, or two things of one name; the message has its path.
+    """
+    state = with_managers_state(_at_root(manager.registry.capture()), manager)
+    try:
+        flattened(state)
+    except (StateFormatError, ValueError) as error:
+        raise UnsupportedValueError(f"state dict: {error}", "state_dict") from error
+    if doubled := LocalState(state).doubled:
+        raise UnsupportedValueError(f"state dict: two tensors are named {doubled[0]!r}", doubled[0])
+
+
 def check_optimizers_known(manager: Manager) -> None:
     """See that what is restored can take the layout of what is here. On the training thread, before the first step.
 
@@ -155,6 +174,29 @@ def check_optimizers_known(manager: Manager) -> None:
         )
 
 
+def check_keys(manager: Manager, keys: Collection[object], checkpoint: CheckpointName) -> None:
+    """See that `load_saved` can take the state of a checkpoint apart, before anything of it is read.
+
+    Raises:
+        StateMismatchError: it was saved without a Manager, or other state was registered where it was saved.
+    """
+    if MANAGERS_KEY not in keys:
+        raise StateMismatchError(
+            f"checkpoint {checkpoint} was saved without a Manager, so it does not say how far the job had come: load it by"
+            f" load_checkpoint(directory, state_dict), and then call Manager.load_state_dict({{'step': {checkpoint.step},"
+            " 'batches_committed': ...}) before the first step; nothing was read",
+            party=str(checkpoint),
+        )
+    registered, saved = set(manager.registry.keys()), {*keys} - {MANAGERS_KEY}
+    is_at_root = _DEFAULT in registered and _DEFAULT not in saved
+    if not saved >= registered - {_DEFAULT} if is_at_root else saved != registered:
+        raise StateMismatchError(
+            f"checkpoint {checkpoint} has the keys {sorted(map(in_words, saved))}, and {sorted(registered)} are registered here:"
+            " register the same state dict functions as where it was saved; nothing was read",
+            party=str(checkpoint),
+        )
+
+
 def load_saved(manager: Manager, state: dict[str, Any]) -> None:
     """Load what `state_to_save` returned. On the training thread, before the first step.
 
@@ -165,7 +207,7 @@ def load_saved(manager: Manager, state: dict[str, Any]) -> None:
     """
     own = state[MANAGERS_KEY]
     user = {key: value for key, value in state.items() if key != MANAGERS_KEY}
-    registered = manager.registry.capture().keys()
+    registered = manager.registry.keys()
     if _DEFAULT in registered and _DEFAULT not in user:
         others = {key: user.pop(key) for key in registered if key != _DEFAULT and key in user}
         user = {_DEFAULT: user, **others}

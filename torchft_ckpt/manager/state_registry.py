@@ -110,6 +110,10 @@ class StateRegistry:
         self._moving.discard(key)
         self._agreed_on.add(key)
 
+    def keys(self) -> Collection[str]:
+        """Return the keys of the pairs."""
+        return self._get.keys()
+
     @property
     def is_empty(self) -> bool:
         return not self._get

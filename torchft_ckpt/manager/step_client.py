@@ -267,6 +267,11 @@ class StepClient:
         told = self._lost
         return [*told.contributors] if told is not None and told.version == version else []
 
+    def contributor_names(self, version: StateVersion) -> list[str]:
+        """See `Manager.contributor_names`."""
+        told = self._lost
+        return [*told.group_names] if told is not None and told.version == version else []
+
     def pause(self, seconds: float) -> None:
         """Wait until something is heard, or so long."""
         with self._changed:

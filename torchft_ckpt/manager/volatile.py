@@ -151,9 +151,8 @@ def owned_by(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.Ten
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             owned.update((part.data_ptr(), part) for parameter in group["params"] for part in memory_of(parameter))
-        for values in optimizer.state.values():
-            tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
-            owned.update((part.data_ptr(), part) for tensor in tensors for part in memory_of(tensor))
+        # An entry is what its author likes: most often a dict of a parameter's.
+        owned.update((part.data_ptr(), part) for tensor in tensors_in(optimizer.state) for part in memory_of(tensor))
     return owned
 
 

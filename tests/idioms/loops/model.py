@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from idioms.models import Chosen, error, mlp
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn import functional as F
+from torch.nn import parallel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -545,4 +547,102 @@ def label_smoothing(job: Job) -> None:
         inputs, targets = job.batch()
         optimizer.zero_grad()
         criterion(ddp(inputs), targets.argmax(1)).backward()
+        optimizer.step()
+
+
+def train_by(job: Job, model: nn.Module, loss: Callable[[nn.Module, nn.Module], torch.Tensor]) -> None:
+    """The loop of the README with torch's default for unused parameters; the loss is of the wrapped module and the bare one."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model, find_unused_parameters=False), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss(ddp, model).backward()
+        optimizer.step()
+
+
+REDUCERS_WORDS = "torch's error: 'Expected to mark a variable ready only once'"
+
+
+@idiom("A module that returns an object of a class of your own", MODEL, was=REDUCERS_WORDS)
+def returns_object(job: Job) -> None:
+    model = Calls(lambda self, x: SimpleNamespace(logits=self.net(x)), net=mlp())
+
+    def loss(ddp: nn.Module, _: nn.Module) -> torch.Tensor:
+        inputs, targets = job.batch()
+        return F.mse_loss(ddp(inputs).logits, targets)
+
+    train_by(job, model, loss)
+
+
+@idiom("A module whose forward pass is a generator", MODEL, was=REDUCERS_WORDS)
+def returns_generator(job: Job) -> None:
+    model = Calls(lambda self, x: (self.net(row) for row in x), net=mlp())
+
+    def loss(ddp: nn.Module, _: nn.Module) -> torch.Tensor:
+        inputs, targets = job.batch()
+        return F.mse_loss(torch.stack(list(ddp(inputs))), targets)
+
+    train_by(job, model, loss)
+
+
+@idiom("A module that keeps what it computed in an attribute, beside what it returns", MODEL, was=REDUCERS_WORDS)
+def keeps_in_attribute(job: Job) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.auxiliary = self.router(x).square().mean()
+        return self.net(x)
+
+    model = Calls(forward, net=mlp(), router=nn.Linear(6, 2))
+    train_by(job, model, lambda ddp, bare: error(ddp, job.batch()) + 0.1 * bare.auxiliary)
+
+
+@idiom("A parameter that is used outside of the forward pass (a learned temperature)", MODEL, was=REDUCERS_WORDS)
+def used_outside(job: Job) -> None:
+    model = Calls(lambda self, x: self.net(x), net=mlp())
+    model.temperature = nn.Parameter(torch.ones(3))
+
+    def loss(ddp: nn.Module, bare: nn.Module) -> torch.Tensor:
+        inputs, targets = job.batch()
+        return F.mse_loss(ddp(inputs) * bare.temperature, targets)
+
+    train_by(job, model, loss)
+
+
+@idiom("A penalty on all weights in the loss, while the forward pass uses some of them", MODEL, was=REDUCERS_WORDS)
+def penalty_on_all(job: Job) -> None:
+    model = Chosen(4, lambda: [job.step % 4])
+    train_by(
+        job, model, lambda ddp, bare: error(ddp, job.batch()) + 0.01 * sum(p.square().sum() for p in bare.parameters())
+    )
+
+
+@idiom(
+    "DistributedDataParallel within torch's own",
+    MODEL,
+    "Libraries such as accelerate wrap a model in torch's under a launcher. Wrap what they return:"
+    " `DistributedDataParallel(manager, accelerator.prepare(model))`.",
+    was="each group trained with its own gradients, without a word",
+    refused="ConfigError",
+    says="wrap in the other order",
+)
+def within_torchs_ddp(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = parallel.DistributedDataParallel(job.ddp(model)), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom("torch's own DistributedDataParallel within ours", MODEL)
+def around_torchs_ddp(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(parallel.DistributedDataParallel(model)), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
         optimizer.step()

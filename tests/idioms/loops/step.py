@@ -124,6 +124,31 @@ def own_optimizer(job: Job) -> None:
     train(job, Lion)
 
 
+@idiom(
+    "An optimizer class of your own whose state has tensors, numbers and names of its own in place of dicts",
+    STEP,
+    was="AttributeError: 'int' object has no attribute 'values', as the state was first captured",
+)
+def optimizer_state_of_any_shape(job: Job) -> None:
+    class Named(torch.optim.Optimizer):
+        def __init__(self, params: Iterable[nn.Parameter]) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            self.state["calls"] = self.state.get("calls", 0) + 1
+            mean = self.state.setdefault("mean", torch.zeros(2))
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        momentum = self.state.setdefault(parameter, torch.zeros_like(parameter))
+                        momentum.mul_(0.9).add_(parameter.grad)
+                        mean.lerp_(parameter.grad.mean().expand(2), 0.1)
+                        parameter.sub_(momentum - mean[0], alpha=group["lr"] / self.state["calls"])
+
+    train(job, Named)
+
+
 @idiom("Several parameter groups, with their own settings", STEP)
 def param_groups(job: Job) -> None:
     model = mlp()

@@ -271,7 +271,7 @@ def deepcopy_model(job: Job) -> None:
 @idiom("Keep the best weights so far", WEIGHTS, "Register them. Decide by a value that is averaged over the groups.")
 def best_weights(job: Job) -> None:
     model = mlp()
-    best = Box(loss=1e9, weights={name: value.clone() for name, value in model.state_dict().items()})
+    best = Box(loss=1e9, weights=None)
     sgd = torch.optim.SGD(model.parameters(), lr=0.3)
     manager = job.manager(*states(model=model, sgd=sgd, best=best))
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)

@@ -20,7 +20,6 @@ from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.fetching.connection import Answer, SourceConnection
 from torchft_ckpt.checkpointing.fetching.fetch import Fetch
 from torchft_ckpt.checkpointing.fetching.options import (
-    MAX_MANIFEST_BYTES,
     FetchOptions,
     default_num_streams,
 )
@@ -28,7 +27,7 @@ from torchft_ckpt.checkpointing.fetching.receive import BufferCache
 from torchft_ckpt.checkpointing.fetching.source import read_manifest, request_headers
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress
 from torchft_ckpt.checkpointing.protocol import LATEST, MAX_WAIT_S, PREFIX, Index, decode_index
-from torchft_ckpt.checkpointing.state.format import Manifest, names_of_parts
+from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES, Manifest, names_of_parts
 from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.errors import (
     ConfigError,

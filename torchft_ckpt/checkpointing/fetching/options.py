@@ -7,8 +7,6 @@ import ssl
 from dataclasses import dataclass
 
 MAX_STREAMS = 64
-MAX_MANIFEST_BYTES = 64 * 1024 * 1024
-"""Some three hundred thousand tensors."""
 
 
 def default_num_streams() -> int:

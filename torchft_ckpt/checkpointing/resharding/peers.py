@@ -21,7 +21,6 @@ from typing import NamedTuple
 from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.client import CheckpointClient, PulledState
 from torchft_ckpt.checkpointing.fetching.options import (
-    MAX_MANIFEST_BYTES,
     FetchOptions,
     default_num_streams,
 )
@@ -29,7 +28,7 @@ from torchft_ckpt.checkpointing.fetching.source import DONE_TIMEOUT_S, SourceCli
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup
-from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES, Manifest
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.config import not_negative
 from torchft_ckpt.errors import (

@@ -15,6 +15,7 @@ the write side can call it; it waits at last until no slice of live memory is le
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import uuid
@@ -35,11 +36,17 @@ from torchft_ckpt.checkpointing.serving.buffers import Buffer, BufferPool
 from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
-from torchft_ckpt.checkpointing.state.format import Elsewhere, Manifest, build_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.format import (
+    MAX_MANIFEST_BYTES,
+    Elsewhere,
+    Manifest,
+    build_manifest,
+    encode_manifest,
+)
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.space import Memory, Space, plan_space, segment_ranges
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder, largest_value
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
 from torchft_ckpt.core.transfer.scheduler import blocks_of
 from torchft_ckpt.errors import CheckpointError, StateChangedError
@@ -216,6 +223,8 @@ class Snapshot:
         with self._manifest_lock:
             if self._encoded is None:
                 self._encoded = encode_manifest(manifest)
+                if len(self._encoded) > MAX_MANIFEST_BYTES:
+                    _say_once_what_is_large(largest_value(manifest.tree))
             return self._encoded
 
     def deflated_manifest_bytes(self) -> bytes:
@@ -808,3 +817,13 @@ def _by_segment(
         for chunk in placed.chunks:
             found[chunk.segment].append(of_tensor)
     return found
+
+
+@functools.cache
+def _say_once_what_is_large(path: str) -> None:
+    logger.warning(
+        "the plain values of this state are so large that no group can heal from here: what describes it has more than %d bytes,"
+        " the most that a receiver takes (HTTPTransport(max_manifest_bytes=...)). The largest is %r: put it into a tensor",
+        MAX_MANIFEST_BYTES,
+        path,
+    )

@@ -44,6 +44,8 @@ class Description:
     """By name. Tensors of equal ties are one tensor there, and arrive as one; a tensor without a tie is one by itself."""
     others: Collection[str] = ()
     """Names of further tensors, which only other ranks list."""
+    sharded: Collection[str] = ()
+    """Of a checkpoint: the names of tensors of which the described rank holds parts."""
 
 
 HeldEntry = tuple[int, int, WireTensor]

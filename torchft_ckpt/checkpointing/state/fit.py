@@ -123,7 +123,8 @@ def check_tensors(
         local: the state that is here; None where nothing is.
         description: of the state that arrives.
         in_place: whether it is to be received into the tensors that are here.
-        may_be_beside: a tensor or an array that cannot be received into may arrive beside it; else it is refused.
+        may_be_beside: what the rank that is described holds whole, and cannot be received into, arrives beside: who hands it to
+            `load_state_dict` need have no such tensor. So of another shape; and what is here alone stays. Else it is refused.
 
     Returns:
         the names of those that arrive beside.
@@ -146,11 +147,15 @@ def check_tensors(
     wrong = []
     for entry in description.tensors:
         held = local.get(entry.fqn)
+        arrives_whole = may_be_beside and entry.fqn not in description.sharded
         if held is None:
-            if not local.is_optional(entry.fqn) and not optional.begin(entry.fqn):
+            if not arrives_whole and not local.is_optional(entry.fqn) and not optional.begin(entry.fqn):
                 wrong.append(f"{entry.fqn[:120]} is not here")
         elif not has_shape_of(held, entry):
-            wrong.append(_difference(held, entry, f"{entry.dtype}{[*entry.shape]}"))
+            if arrives_whole and held.adapter is None:
+                beside.add(entry.fqn)
+            else:
+                wrong.append(_difference(held, entry, f"{entry.dtype}{[*entry.shape]}"))
         elif why := local.why_no_like(entry.fqn):
             wrong.append(f"{entry.fqn[:120]} {why}")
         elif in_place and (why := local.why_unfillable(entry.fqn)):
@@ -159,7 +164,7 @@ def check_tensors(
             else:
                 wrong.append(f"{entry.fqn[:120]} {why}")
     names = {entry.fqn for entry in description.tensors}
-    for path in local.paths():
+    for path in () if may_be_beside else local.paths():
         if path not in names and not local.is_optional(path) and not optional.begin(path):
             where = "on the rank whose state is taken" if path in description.others else "there"
             wrong.append(f"{path[:120]} is not {where}")

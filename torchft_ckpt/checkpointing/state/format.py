@@ -90,6 +90,8 @@ from torchft_ckpt.core.boxes.geometry import are_told_apart
 from torchft_ckpt.core.services.interfaces import MAX_FURTHER, may_be_tried
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+"""The longest that a receiver takes unless it is told otherwise: of some three hundred thousand tensors."""
 FORMAT_NAME = "torchft_ckpt.state"
 FORMAT_VERSION = 4
 MAX_DIMS = 64

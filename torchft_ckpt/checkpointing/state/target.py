@@ -61,8 +61,8 @@ class StateTarget:
     Args:
         local: the state that is here; None where nothing is: then all is wanted, whole.
         in_place: receive into the tensors of `local`. What is not in plain memory on the CPU is copied at the end.
-        may_be_beside: tensors and arrays that cannot be received into arrive in memory of their own, for who hands on what is
-            returned; else they are refused.
+        may_be_beside: what cannot be received into arrives in memory of its own, for who hands on what is returned; else it is
+            refused. See `fit.check_tensors`.
     """
 
     def __init__(self, local: LocalState | None, *, in_place: bool = False, may_be_beside: bool = False) -> None:
@@ -153,7 +153,8 @@ class StateTarget:
         return self._in_place and name not in self._beside
 
     def _get(self, name: str) -> HeldTensor | None:
-        return None if self._local is None else self._local.get(name)
+        held = None if self._local is None else self._local.get(name)
+        return None if held is not None and held.adapter is None and name in self._beside else held
 
 
 class Filling:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -404,6 +405,18 @@ def items_of_node(node: Node) -> list[tuple[object, Node]]:
         keys = _Decoder(_no_tensor, None)
         return [(keys.key(key, 0), item) for key, item in content]  # type: ignore[union-attr]
     return list(enumerate(content)) if tag == "t" else []  # type: ignore[arg-type]
+
+
+def largest_value(node: Node) -> str:
+    """Return the path of the largest leaf of a checked tree, or of the container of many small ones."""
+    path, size = "", len(msgspec.json.encode(node))
+    while items := items_of_node(node):
+        num_bytes, number = max((len(msgspec.json.encode(item)), number) for number, (_, item) in enumerate(items))
+        if 2 * num_bytes < size:
+            break
+        key, node = items[number]
+        path, size = join_path(path, key), num_bytes
+    return path
 
 
 def plain_paths(node: Node, path: str = "") -> Iterator[str]:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.messages import (
+    MAX_NAMED,
     CommitDecided,
     CommitVote,
     Hello,
@@ -374,6 +375,8 @@ class RecentContributors:
             return None
         for known in reversed(self._latest):
             if known.quorum_id == version.quorum_id and known.from_step < version.step:
-                gone = [number for number, replica_id in sorted(known.replica_ids.items()) if replica_id not in alive]
-                return LostTold(version=version, contributors=gone)
+                contributors = sorted(known.replica_ids.items())
+                gone = [number for number, replica_id in contributors if replica_id not in alive]
+                names = [replica_id.rpartition(":")[0] or replica_id for _, replica_id in contributors[:MAX_NAMED]]
+                return LostTold(version=version, contributors=gone, group_names=names)
         return None

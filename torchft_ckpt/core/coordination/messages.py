@@ -574,12 +574,17 @@ class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """As in `QuorumFormed`."""
 
 
+MAX_NAMED = 64
+
+
 class LostTold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answer to `LostAsked`, at once, where the lighthouse remembers that step. All ranks of a group are told."""
 
     version: StateVersion
     contributors: Annotated[list[ReplicaRank], msgspec.Meta(max_length=MAX_GROUPS)] = []
     """The numbers that those who are gone had among the contributors."""
+    group_names: Annotated[list[ReplicaId], msgspec.Meta(max_length=MAX_NAMED)] = []
+    """The names of the first contributors, by number, without their incarnations."""
 
 
 class StateKept(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -38,6 +38,8 @@ _ASK_AFTER_S = 0.25
 _ASK_EVERY_S = 0.5
 """The lighthouse, who is lost."""
 _ANSWERED_IN_S = 0.1
+_ABSENT_AFTER_S = 5.0
+"""All groups pass the place at which they save before any of them commits the next step: so soon each has begun to write."""
 
 
 class Act(Enum):
@@ -108,6 +110,8 @@ class SaveView(NamedTuple):
     """Parts that were found not to count."""
     lost: Collection[int] = frozenset()
     """Groups that the lighthouse knows to be lost."""
+    present: Collection[int] = frozenset()
+    """Groups of which there is any file."""
 
 
 class Decision(NamedTuple):
@@ -129,6 +133,7 @@ class SaveWatch:
         fill_after_s: how long nothing may grow of what a writer writes until it is taken for lost.
         give_up_at_s: when to stop waiting.
         has_lighthouse: there is one that can be asked who is lost.
+        took_s: how long this writer took for its own share. Others may take as long until there is anything to be seen of them.
     """
 
     me: SavingRank
@@ -136,6 +141,7 @@ class SaveWatch:
     fill_after_s: float
     give_up_at_s: float
     has_lighthouse: bool = False
+    took_s: float = 0.0
     backs_up: dict[int, SavingRank] = field(init=False)
     """Shares that are still missing and that this writer backs up, by the number that it has among their holders."""
     _num_in_vain: int = 0
@@ -153,6 +159,8 @@ class SaveWatch:
     """Groups of which a share is missing, or was written by another; known when `_missing` is."""
     _growth: dict[SavingRank, int] = field(default_factory=dict)
     _grew_at_s: dict[SavingRank, float] = field(default_factory=dict)
+    _present: frozenset[int] = frozenset()
+    """Groups of which there is any file."""
     _began_at_s: float | None = None
     _changed_at_s: float = 0.0
     """When something was last seen to change."""
@@ -199,6 +207,20 @@ class SaveWatch:
             self._missing = [share for share in not_by_owner if there.isdisjoint(self.parts_of(share))]
             self._cut_off = frozenset(share.replica for share in not_by_owner)
         return self._missing
+
+    def absent(self) -> list[int]:
+        """Return the groups that have written nothing, and of which shares are missing."""
+        missing = {share.replica for share in self.missing()} if self._parts is not None else set()
+        return sorted(missing - self._present - {self.me.replica})
+
+    def is_lost(self, replica: int) -> bool:
+        """Whether the lighthouse knows a group to be lost."""
+        return replica in self._lost
+
+    def is_absence_told(self, now: float) -> bool:
+        """Whether who has written nothing by now has not called save, as far as can be known."""
+        waits_s = max(min(_ABSENT_AFTER_S, self.fill_after_s), self.took_s)
+        return self._began_at_s is not None and now >= self._began_at_s + waits_s
 
     def watched(self, now: float) -> set[SavingRank]:
         """Return the writers of whom it matters whether what they write grows."""
@@ -261,6 +283,7 @@ class SaveWatch:
                 self._growth[member] = num_bytes
                 self._grew_at_s[member] = now
         self._lost = {replica: self._lost.get(replica, now) for replica in seen.lost}
+        self._present = frozenset(seen.present)
         parts = frozenset(seen.parts or ())
         if parts != self._parts:
             self._parts, self._missing = parts, None

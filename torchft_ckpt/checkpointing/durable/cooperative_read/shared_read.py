@@ -37,12 +37,12 @@ from torchft_ckpt.checkpointing.durable.format.manifest import BoxEntry, table_o
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.fetching.options import (
-    MAX_MANIFEST_BYTES,
     FetchOptions,
     default_num_streams,
 )
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
+from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes.coverage import subtract

@@ -9,6 +9,7 @@ is left aside with a reason: the rest of the checkpoint is as it would be withou
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from bisect import bisect_left, bisect_right
@@ -39,6 +40,7 @@ from torchft_ckpt.threads import parallel_map
 logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
+_MAX_LOOKED_INTO = 100
 _T = TypeVar("_T")
 
 
@@ -261,6 +263,31 @@ def list_checkpoints(storage: Storage) -> list[CheckpointName]:
         StorageError: the storage failed.
     """
     return sorted((name for entry in storage.names() if (name := parse_checkpoint(entry)) is not None), reverse=True)
+
+
+def beside_whole_ones(storages: Sequence[Storage]) -> str:
+    """Say what is in storages that have no whole checkpoint, in a clause for a log: parts of some, and others' checkpoints.
+
+    Empty where there is nothing. A storage that fails has nothing.
+    """
+    begun: list[str] = []
+    others: list[str] = []
+    for storage in storages:
+        with contextlib.suppress(StorageError):
+            entries = storage.names()
+            begun += [entry for entry in entries if parse_checkpoint(entry) is not None]
+            # DCP's own, and torchtitan's, have its metadata; one may lie in the place itself.
+            directories = ["", *[entry for entry in entries if entry not in begun][-_MAX_LOOKED_INTO:]]
+            others += [f"{storage.location}/{at}".rstrip("/") for at in directories if METADATA in storage.names(at)]
+    clauses: list[str] = []
+    if begun:
+        clauses.append(
+            f"of {len(begun)} checkpoints that were begun none is whole, the newest is {max(begun)}: does every replica group"
+            " call save, into the same directory?"
+        )
+    if others:
+        clauses.append(f"{some_of(others, ', ')} was not written by a Checkpointer: load_checkpoint reads it")
+    return "; ".join(clauses)
 
 
 def is_closed(storage: Storage, name: CheckpointName) -> bool:

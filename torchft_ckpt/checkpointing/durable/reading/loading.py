@@ -24,6 +24,8 @@ from torchft_ckpt.checkpointing.state.containers import walk
 from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, some_of
 from torchft_ckpt.checkpointing.state.target import Filling, StateTarget, Want, memory_for, wants_of
+from torchft_ckpt.checkpointing.state.tree import items_of_node
+from torchft_ckpt.core.boxes.geometry import whole
 from torchft_ckpt.errors import CheckpointDamagedError, StateMismatchError, torn_where_it_raises
 
 logger = logging.getLogger(__name__)
@@ -45,11 +47,17 @@ def load_state(
         in_place: read into the tensors that are here, as far as they are on the CPU and can be written to.
 
     Raises:
-        StateMismatchError: names, shapes or dtypes are not those that are here; nothing was read.
+        StateMismatchError: a sharded tensor is not here, or of another shape or dtype, so nothing says which part of it is
+            wanted; nothing was read.
         CheckpointError: as `read` raises it.
     """
     manifest = _principal(checkpoint, replica_id, rank)
-    description = Description(tree=manifest.tree, tensors=manifest.tensors)
+    sharded = {
+        entry.fqn
+        for entry in manifest.tensors
+        if sum(one.box.volume for one in entry.boxes) < whole(tuple(entry.shape)).volume
+    }
+    description = Description(tree=manifest.tree, tensors=manifest.tensors, sharded=sharded)
     target = StateTarget(local, in_place=in_place, may_be_beside=True)
     read(target.wants(description))
     with torn_where_it_raises(f"loading {checkpoint.name}", str(checkpoint.name), lambda: target.is_overwritten(True)):
@@ -57,6 +65,11 @@ def load_state(
     if not isinstance(state, dict):
         raise CheckpointDamagedError(f"{checkpoint.name} is of a state that is no dict", str(checkpoint.name))
     return state
+
+
+def keys_of(checkpoint: Checkpoint, *, replica_id: str, rank: int) -> list[object]:
+    """Return the keys at the root of the state that `load_state` loads."""
+    return [key for key, _ in items_of_node(_principal(checkpoint, replica_id, rank).tree)]
 
 
 def _principal(checkpoint: Checkpoint, replica_id: str, rank: int) -> PartManifest:

@@ -23,6 +23,7 @@ from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook, Staged
 from torchft_ckpt.checkpointing.durable.saving.part_writer import write_part
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
+from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.core.durable.saving import Act, PartKey, SaveView, SaveWatch, SavingRank, Writers
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateChangedError, StorageError
 from torchft_ckpt.threads import Thread
@@ -55,7 +56,8 @@ class SavedCheckpoint:
     num_fills: int
     """The number of shares that this rank wrote in the place of writers that were lost."""
     is_closed: bool
-    """It was seen to be whole. Not known where only this host can read what it wrote, or where the next save began before."""
+    """It was seen to be whole. Not known where only this host can read what it wrote, or where the next save began while others
+    still wrote; if a group had written nothing by then, the save has failed."""
     took_s: float
 
 
@@ -84,6 +86,7 @@ class SaveWorker:
         book: of this rank's shares, for one save at a time.
         who_is_lost: returns which groups are gone, as far as the lighthouse has said; True: asks it as well. None: there is
             none.
+        group_names: returns the names of the groups that save, by their numbers, as far as they are known.
         on_progress: told how far this rank's own share is; what it raises is logged, and does the save no harm.
         clock: monotonic.
     """
@@ -95,6 +98,7 @@ class SaveWorker:
         book: ShareBook,
         *,
         who_is_lost: Callable[[bool], Collection[int]] | None = None,
+        group_names: Callable[[], Sequence[str]] = tuple,
         on_progress: ProgressCallback | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,6 +106,9 @@ class SaveWorker:
         self._state = state
         self._book = book
         self._who_is_lost = who_is_lost
+        self._group_names = group_names
+        self._names: Sequence[str] = ()
+        self._watch: SaveWatch | None = None
         self._has_logged_failure = False
         self._staged: list[StagedShare] | None = None
         """The shares that are kept, by the number of this rank among their holders. An empty one needs nothing to be kept."""
@@ -174,6 +181,25 @@ class SaveWorker:
             self._state.close()
             return False
         return True
+
+    def waits_for(self) -> str:
+        """Say who has written nothing, or what is waited for. Any thread."""
+        watch = self._watch
+        absent = [] if watch is None or self._task.mode is SaveMode.EVERY_GROUP else watch.absent()
+        if watch is None or not absent:
+            return "not all parts are there yet"
+        names = dict(enumerate(self._names))
+        groups = some_of(
+            (
+                names.get(replica, f"replica {replica}") + (" (gone)" if watch.is_lost(replica) else "")
+                for replica in absent
+            ),
+            ", ",
+        )
+        return (
+            f"{groups} {'has' if len(absent) == 1 else 'have'} written nothing for step {self._task.name.step}: every replica"
+            " group has to call save for it, into the same directory"
+        )
 
     def wait_written(self, timeout_s: float) -> bool:
         """Wait until this rank's share is written, or will not be. Return whether that is so. Any thread."""
@@ -266,7 +292,11 @@ class SaveWorker:
         self._state.release(_blocks_of(staged) & ~_blocks_of([staged[number] for number in numbers]))
 
     def _given_up(self) -> CheckpointError:
-        return CheckpointError(f"checkpoint {self._task.name}: the save was given up", party="save")
+        return CheckpointError(
+            f"checkpoint {self._task.name}: the save was given up"
+            + (f" before it was whole: {self.waits_for()}" if self._watch is not None else ""),
+            party="save",
+        )
 
     def _note_written(self, num_bytes: int) -> None:
         self._progress_bytes += num_bytes
@@ -287,13 +317,15 @@ class SaveWorker:
 
     def _see_to_the_others(self) -> tuple[int, bool]:
         task = self._task
-        watch = SaveWatch(
+        watch = self._watch = SaveWatch(
             me=task.member,
             writers=task.writers,
             fill_after_s=task.fill_after_s,
             give_up_at_s=self._began_s + task.timeout_s,
             has_lighthouse=self._who_is_lost is not None,
+            took_s=self._clock() - self._began_s,
         )
+        has_said = False
         num_written = 0
         num_kept = task.writers.num_holders
         while True:
@@ -313,6 +345,19 @@ class SaveWorker:
             decision = watch.observe(seen, self._clock())
             if decision.act is Act.DONE:
                 return num_written, True
+            absent = watch.absent() if task.mode is SaveMode.SHARED else []
+            is_told = bool(absent) and watch.is_absence_told(self._clock())
+            if is_told and not has_said and not all(map(watch.is_lost, absent)):
+                has_said = True
+                logger.warning("checkpoint %s cannot become whole: %s", task.name, self.waits_for())
+            if leaves and absent:
+                if is_told:
+                    raise CheckpointError(
+                        f"the next save began before this one was whole: {self.waits_for()}", party=str(task.name)
+                    )
+                if self._cancelled.wait(decision.look_in_s):
+                    raise self._given_up()
+                continue
             if leaves:
                 return num_written, not watch.missing() and self._close_if_whole()
             if len(watch.backs_up) < num_kept:
@@ -337,8 +382,9 @@ class SaveWorker:
                 num_written += 1
                 watch.took_over(decision.number)
             else:
+                who = f"{self.waits_for()}; " if absent else ""
                 raise CheckpointDamagedError(
-                    f"checkpoint {task.name} did not become whole within {task.timeout_s:g} s: {decision.reason}; "
+                    f"checkpoint {task.name} did not become whole within {task.timeout_s:g} s: {who}{decision.reason}; "
                     "this rank's share is there",
                     str(task.name),
                 )
@@ -365,9 +411,11 @@ class SaveWorker:
         for share in watch.backs_up.values():
             for key in parts.intersection(watch.parts_of(share)):
                 self._note_part(key)
+        self._names = self._group_names() or self._names  # the answer of another save may have come since
         lost = () if self._who_is_lost is None else self._who_is_lost(watch.asks(self._clock()))
         damaged = [key for key, is_damaged in self._damaged.items() if is_damaged]
-        return SaveView(METADATA in names, parts, growth, damaged, lost)
+        present = {writer[0] for name in names if (writer := writer_in(name)) is not None}
+        return SaveView(METADATA in names, parts, growth, damaged, lost, present)
 
     def _note_part(self, key: PartKey) -> None:
         """Read a part of a share that this rank backs up, once: what is kept for it is freed only if it counts."""
