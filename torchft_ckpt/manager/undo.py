@@ -153,7 +153,15 @@ class Undo:
     def begin(self) -> None:
         """A step begins with a state that is whole. What is held already stays so."""
         if self._num_changes != self._registry.num_changes:
-            self._look()
+            self._num_changes = self._registry.num_changes
+            self._parameters, self._others = _Part([], copies_all=False), _Part([], copies_all=False)
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001 - whatever a state function raises, or an object that is looked into
+                message = (
+                    "%s: what a discarded step writes to the state does not go back: the state cannot be read now: %s"
+                )
+                logger.warning(message, self._party, error)
         self._parameters.hold()
         if not self._sees_forward:
             self._others.hold()
@@ -196,7 +204,6 @@ class Undo:
 
     def _look(self) -> None:
         """Find where the loop has its state."""
-        self._num_changes = self._registry.num_changes
         optimizers = self._registry.known_optimizers()
         with with_optimizer_state(optimizers, creates=False):
             leaves = [(".".join(map(str, path)), value) for path, value in walk(self._registry.capture())]
