@@ -781,7 +781,12 @@ def check(entry: Idiom, *, dies: bool, follows: bool = False) -> Outcome:
     if entry.compare != "nothing":
         others = None
         if entry.compare == "plain":
-            others = run_plain(loop, outcome.run.plan(), num_groups, outcome.run.num_steps, outcome.run.begun_by())
+            plan = outcome.run.plan()
+            if entry.num_discards:
+                num_discarded = sum(not iteration.committed for iteration in plan)
+                assert num_discarded >= entry.num_discards, f"only {num_discarded} steps were discarded"
+                plan = [iteration for iteration in plan if iteration.committed]
+            others = run_plain(loop, plan, num_groups, outcome.run.num_steps, outcome.run.begun_by())
         _compare(entry, outcome, others)
     return outcome
 

@@ -21,8 +21,9 @@ loop uses torch's own DDP and optimizers, and no group dies in it.
 Five rules are behind nearly all of these lines:
 
 1. **`zero_grad` begins a step, `step` ends it.** Collectives between groups belong in between, the same ones in all groups.
-2. **A step may be discarded.** Then it has not happened: weights and `manager.current_step()` stay. Some lines belong to a
-   step: they move a schedule, average the weights, or count. Run such lines only if `optimizer.step()` has returned True.
+2. **A step may be discarded.** Then it has not happened: weights and `manager.current_step()` stay, and what the forward pass
+   and the loss have changed in the registered state goes back. Some lines after `step` belong to a step: they move a schedule,
+   average the weights, or count. Run such lines only if `optimizer.step()` has returned True.
 3. **Register every value that your loop remembers and computes with**, together with the model and the optimizer. A group
    that returns gets it.
 4. **If all groups have to make the same decision, decide by a value that is the same in all groups**: the step, averaged
@@ -51,6 +52,18 @@ counted:
 if optimizer.step() and manager.current_step() % 1000 == 0:
     scheduler.step()
 ```""",
+    Category.DISCARDED: """\
+A discarded step is undone in the registered state:
+
+- What no optimizer trains goes back to what it was as the step's first forward pass began: tensors, numbers, lists and deques,
+  in a module, an object, a dict or a variable of your script. Without `DistributedDataParallel` it is what it was in
+  `zero_grad`.
+- Weights go back to what they were in `zero_grad`, from the second step on in which your loop writes to them before the vote.
+  In a new job they do from the first one.
+- A number under another name than in the state does not go back, nor does what a class makes of itself only in `state_dict`.
+  Keep such a value in a tensor, or change it only if the step counted.
+- Random generators and the place in the data go on: the batch was read.
+- If your loop itself skips a step before the vote (`continue`), nothing goes back.""",
     Category.WEIGHTS: """\
 Register averaged weights, and update them only if the step counted:
 

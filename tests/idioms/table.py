@@ -25,6 +25,7 @@ class Category(Enum):
     PRECISION = "Mixed precision"
     MODEL = "Models"
     WEIGHTS = "Averaged weights, evaluation, copies"
+    DISCARDED = "What a step changes before the vote, and steps that are discarded"
     FLOW = "Skipped batches, stopping, resuming"
     DATA = "Data, logging, random numbers"
     STATE = "What is registered"
@@ -63,6 +64,8 @@ class Idiom:
     compare: str = "plain"
     """"plain": with the plain loop; "groups": the groups with each other, where nothing plain computes the same bits;
     "nothing": where the loop is wrong, and a warning is all that it gets."""
+    num_discards: int = 0
+    """So many steps are discarded at least, and the plain loop, which makes those alone that count, knows nothing of them."""
     num_groups: int = 2
     gloo: bool = False
     """Real Gloo instead of the process group in memory."""

@@ -49,7 +49,9 @@ class StateRegistry:
     """
 
     def __init__(self, lock: StateDictLock) -> None:
-        self._lock = lock
+        self.lock = lock
+        self.num_changes = 0
+        """How often it was registered, guarded or loaded: then what is known of the loop's objects is to be looked for again."""
         self._load: dict[str, Callable[[Any], None]] = {}
         self._get: dict[str, Callable[[], Any]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -92,6 +94,7 @@ class StateRegistry:
         """
         if key in self._load:
             raise ConfigError(f"state dict functions are registered under {key!r} already", party=key)
+        self.num_changes += 1
         self._load[key] = load
         self._get[key] = get
         self._layout = None
@@ -204,6 +207,13 @@ class StateRegistry:
             self._marks, self._cached = marks, _parameters_of(known)
         return self._cached
 
+    def state_functions(self) -> list[Callable[[], Any]]:
+        return list(self._get.values())
+
+    def known_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return those that are guarded, or belong to what is registered, with those that they hold."""
+        return self._known()
+
     def _known(self) -> list[torch.optim.Optimizer]:
         return with_inner([*self._optimizers, *self._unguarded])
 
@@ -236,6 +246,7 @@ class StateRegistry:
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that changes what it owns under the write lock alone."""
+        self.num_changes += 1
         self._optimizers.append(optimizer)
         self._layout = None
 
@@ -387,8 +398,9 @@ class StateRegistry:
         Raises:
             StateDictLoadError: one of them raised; what is loaded now is undefined.
         """
+        self.num_changes += 1
         own = [key for key in self._load if key not in self._agreed_on and (keys is None or key in keys)]
-        with self._lock.write(), self._noted("load"), dtypes_kept(self._known()):
+        with self.lock.write(), self._noted("load"), dtypes_kept(self._known()):
             self._load_keys(user, own)
             if self._agreed_on:
                 returned = {key: self._get[key]() for key in own}

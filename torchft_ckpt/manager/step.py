@@ -53,6 +53,7 @@ from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.showing import CheckedLeaf, shown
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.undo import Undo
 from torchft_ckpt.threads import Threads
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class Steps:
         self._use_async_quorum = use_async_quorum
         self._quorum_retries = quorum_retries
         self._sharing = SharedStep()
+        self._undo = Undo(registry, client.replica_id)
         self._worker = Threads("torchft_ckpt-quorum")
         store_address = client.link.store_address()
         self._store_prepared = process_group.prepare_store(store_address) if store_address else None
@@ -198,6 +200,9 @@ class Steps:
             check()
             self.leave()
             self._begin(wishes, limit)
+        is_outer = wishes.patience_s or wishes.waits is not None
+        if self._registry.is_used_by_loops and not is_outer and not now.is_learner:
+            self._undo.begin()
 
     def _begin(self, wishes: StepWishes, limit: timedelta) -> None:
         """Ask for a quorum, and do what comes before the forward pass."""
@@ -367,6 +372,7 @@ class Steps:
     def note_forward(self) -> None:
         """A forward pass begins."""
         self._has_computed = self._has_computed or self._client.view().is_in_step
+        self._undo.forward_begins()
 
     def clears_gradients(self, optimizer: object) -> bool:
         """See `Manager.begins_step`."""
@@ -383,8 +389,9 @@ class Steps:
     def leave(self) -> None:
         """Abandon the step that is open, if there is one. What was issued after the decision ends first."""
         quorum, self._quorum = self._quorum, None
-        if quorum is not None:
-            quorum.exception()  # it was raised from wait_quorum already, or its step was abandoned
+        is_undecided = quorum is not None and self._is_committed is None
+        # It was raised from wait_quorum already, or its step was abandoned.
+        has_failed = quorum is not None and quorum.exception() is not None
         self._vote = self._is_committed = None
         if self._collectives.has_open():
             # They must not end in the middle of the next one.
@@ -394,6 +401,10 @@ class Steps:
             self._collectives.wait_all()
         if self._late.count:
             self._ask_device()
+        if (
+            is_undecided
+        ):  # where nothing went wrong it was the loop's choice, as a plain loop's that skips what overflows
+            self._undo.end(counts=not has_failed and self._client.error() is None)
         self._late.has_failed, self._late = self._client.has_failed(), _Late()
         self._recovery.abandon()
 
@@ -641,6 +652,7 @@ class Steps:
 
     def _end(self, vote: CommitVote, outcome: Outcome, reason: str) -> None:
         now = self._client.view()
+        self._undo.end(counts=outcome is Outcome.COMMIT)
         self._clearing.decided(committed=outcome is Outcome.COMMIT)
         self._followers.decided(counts=outcome is Outcome.COMMIT)
         self._has_computed = False

@@ -42,7 +42,9 @@ _SCAN_DEPTH = 3
 
 
 @contextmanager
-def with_optimizer_state(optimizers: Iterable[Optimizer], *, also_frozen: bool = False) -> Iterator[None]:
+def with_optimizer_state(
+    optimizers: Iterable[Optimizer], *, also_frozen: bool = False, creates: bool = True
+) -> Iterator[None]:
     """While open, parameters that require grad and have no state in their optimizer have one of the right structure.
 
     A `state_dict()` captured meanwhile has the keys, types, shapes, strides, dtypes, devices and placements that it has after
@@ -60,6 +62,7 @@ def with_optimizer_state(optimizers: Iterable[Optimizer], *, also_frozen: bool =
         optimizers: of any class; one that is there twice is taken once.
         also_frozen: also parameters that are frozen now: the state that arrives is of a step at which others train them. It takes
             memory for each of them.
+        creates: False: nothing is made; `get_optimizer_state_dict` only does not step what has no state.
     """
     opened: list[tuple[Optimizer, Any, _Filled]] = []
     try:
@@ -67,7 +70,7 @@ def with_optimizer_state(optimizers: Iterable[Optimizer], *, also_frozen: bool =
             state = optimizer.state
             if isinstance(state, _Filled):
                 continue
-            filled = _Filled(state, _state_to_come(optimizer, also_frozen))
+            filled = _Filled(state, _state_to_come(optimizer, also_frozen) if creates else {})
             try:
                 optimizer.state = filled
             except AttributeError as error:  # a property

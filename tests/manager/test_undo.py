@@ -1,0 +1,164 @@
+"""What goes back at a discard, what stays, and what it costs: `Undo` with a registry, without other groups."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.undo import _MAX_IN_A_ROW, Undo
+
+
+class Loop:
+    """A loop's objects, registered."""
+
+    def __init__(self, **parts: object) -> None:
+        self.model = nn.Linear(2, 2)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.num_asked = 0
+        self.__dict__.update(parts)
+        self._names = [*parts]
+        self.registry = StateRegistry(StateDictLock(timedelta(seconds=5)))
+        self.registry.register("loop", self.load, self.state)
+        self.registry.guard(self.sgd)
+        self.undo = Undo(self.registry, "group")
+
+    def state(self) -> dict[str, object]:
+        self.num_asked += 1
+        parts = {name: getattr(self, name) for name in self._names}
+        return {"model": self.model.state_dict(), "sgd": self.sgd.state_dict(), **parts}
+
+    def load(self, state: dict[str, object]) -> None: ...
+
+    def step(self, write: Callable[[Loop], object], *, counts: bool = False) -> None:
+        self.undo.begin()
+        self.undo.forward_begins()
+        write(self)
+        self.undo.end(counts=counts)
+
+    def trains(self) -> None:
+        """Make a step that counts, and that leaves state in the optimizer."""
+        self.step(lambda _: None, counts=True)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.sgd.step()
+
+
+@torch.no_grad()
+def write_all(loop: Loop) -> None:
+    loop.center = loop.center + 1
+    loop.queue.add_(1)
+    loop.mean, loop.count = 2.5, loop.count + 1
+    loop.norms.append(2.0)
+    loop.kept[0].add_(1)
+    loop.kept[1] = torch.ones(1)
+
+
+def test_what_a_discarded_step_wrote_or_bound_anew_goes_back() -> None:
+    kept = [torch.zeros(1), torch.zeros(2)]
+    loop = Loop(center=torch.zeros(3), queue=torch.zeros(4), mean=1.5, count=7, norms=deque([1.0], 3), kept=kept)
+    center, norms = loop.center, loop.norms
+    loop.trains()
+    for _ in range(2):
+        loop.step(write_all)
+        assert loop.center is center and not center.any() and not loop.queue.any()
+        assert (loop.mean, loop.count, loop.norms) == (1.5, 7, deque([1.0])) and loop.norms is norms
+        assert [item.tolist() for item in loop.kept] == [[0.0], [0.0, 0.0]]
+    loop.step(write_all, counts=True)
+    assert (loop.mean, loop.count, loop.norms, loop.center[0]) == (2.5, 8, deque([1.0, 2.0]), 1.0)
+
+
+def test_the_state_functions_are_called_once_not_in_each_step() -> None:
+    loop = Loop(center=torch.zeros(3))
+    for counts in (True, False, True, False):
+        loop.step(lambda _: None, counts=counts)
+    assert loop.num_asked == 1
+
+
+def test_what_changed_after_zero_grad_and_before_the_forward_pass_stays() -> None:
+    loop = Loop(mean=1.0)
+    loop.trains()
+    loop.step(lambda _: None, counts=True)
+    loop.undo.begin()
+    loop.mean = 2.0
+    loop.undo.forward_begins()
+    loop.mean = 3.0
+    loop.undo.end(counts=False)
+    assert loop.mean == 2.0
+
+
+def test_weights_that_are_written_to_before_a_vote_go_back_from_the_first_step_on() -> None:
+    loop = Loop()
+    before = loop.model.weight.detach().clone()
+    for _ in range(3):
+        loop.step(lambda _: loop.model.weight.data.add_(1))  # which autograd does not count
+        assert torch.equal(loop.model.weight, before)
+
+
+def test_weights_without_a_copy_stay_which_is_said_and_go_back_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    loop.trains()
+
+    @torch.no_grad()
+    def perturb(loop: Loop) -> None:
+        loop.model.weight.add_(1)
+
+    with caplog.at_level(logging.INFO, "torchft_ckpt"):
+        loop.step(perturb)
+        perturbed = loop.model.weight.detach().clone()
+        for _ in range(3):
+            loop.step(perturb)
+            assert torch.equal(loop.model.weight, perturbed)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "loop.model.weight" in record.getMessage(), record.getMessage()
+
+
+def test_what_was_loaded_in_a_step_does_not_go_back() -> None:
+    loop = Loop(center=torch.zeros(3))
+    loop.trains()
+
+    def load(loop: Loop) -> None:
+        loop.center.add_(5)
+        loop.registry.load({"loop": {}})
+
+    loop.step(load)
+    assert loop.center.tolist() == [5.0, 5.0, 5.0]
+
+
+def test_a_number_that_makes_each_step_be_discarded_may_change_in_the_end() -> None:
+    loop = Loop(scale=4.0)
+    loop.trains()
+    for _ in range(_MAX_IN_A_ROW + 1):
+        assert loop.scale == 4.0
+        loop.step(lambda loop: setattr(loop, "scale", 2.0))
+    assert loop.scale == 2.0
+
+
+def test_the_place_in_the_data_stays() -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.place = 3
+
+        def __next__(self) -> int:
+            self.place += 1
+            return self.place
+
+    class Reads(Loop):
+        def __init__(self) -> None:
+            self.loader = Loader()
+            super().__init__()
+
+        def state(self) -> dict[str, object]:
+            return {**super().state(), "place": self.loader.place}
+
+    loop = Reads()
+    loop.trains()
+    loop.step(lambda _: next(loop.loader))
+    assert loop.loader.place == 4

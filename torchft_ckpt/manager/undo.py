@@ -1,0 +1,292 @@
+"""A step that is discarded has not happened: what it wrote to the registered state goes back.
+
+Parameters are held from the beginning of the step, all else from that of its first forward pass: the tail of a loop after
+`zero_grad` belongs to the step before. (Where nobody says when a forward pass begins, all is held from the beginning.) What no
+optimizer owns and is small is copied: running statistics, centres, codebooks. Parameters and large tensors are copied if the
+loop was seen to write to them before a vote, as SAM does; and until the first step that counts, if there is no optimizer state
+yet, in whose place a copy of them fits.
+
+The state functions are called once, not in each step. Each tensor or plain value that they return is looked for where the loop
+has it: in an attribute, a dict, a variable. So what a loop binds anew (`self.center = ...`) goes back, too. What is not found
+stays, if it is a plain value, and so do random generators and the place in the data: that batch was read.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from torchft_ckpt.checkpointing.state.containers import walk
+from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
+from torchft_ckpt.checkpointing.state.shards import memory_of
+from torchft_ckpt.core.coordination.messages import name_some
+from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES, owned_by
+
+logger = logging.getLogger(__name__)
+
+_MAX_IN_A_ROW = 8
+"""After so many discards plain values stay as the loop left them: one may be the cause, a loss scale that is too large say."""
+_MAX_VISITED, _MAX_ITEMS = 20_000, 10_000
+"""Objects that are looked into, and items of one: a longer container is data."""
+_PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_APART = ("torch.utils.data", "torchdata", "torchft_ckpt.manager", "torchft_ckpt.process_group", "threading", "logging")
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where a loop has a part of its state, and what is held of it. Without a holder it is what was found first."""
+
+    holder: dict[Any, Any] | CellType | None
+    key: Any
+    name: str
+    held: Any
+    is_small: bool = True
+    copy: Any = None
+
+    @property
+    def here(self) -> Any:
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.key)
+        return self.held if self.holder is None else self.holder.cell_contents
+
+    def take(self) -> None:
+        """Hold what is here, and copy it."""
+        self.held, self.copy = self.here, None
+        if isinstance(self.held, list | deque):
+            self.copy = [(item, item.detach().clone() if type(item) in _OF_TORCH else None) for item in self.held]
+        elif type(self.held) in _OF_TORCH:
+            self.copy = self.held.detach().clone()
+
+    def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Bind what was here; return the tensors that are to be written to, each with what."""
+        if isinstance(self.holder, dict):
+            self.holder[self.key] = self.held
+        elif self.holder is not None:
+            self.holder.cell_contents = self.held
+        if isinstance(self.held, list | deque):
+            self.held.clear()
+            self.held.extend(item for item, _ in self.copy)
+            return [pair for pair in self.copy if pair[1] is not None]
+        return [] if self.copy is None or self.copy.shape != self.held.shape else [(self.held, self.copy)]
+
+
+class _Part:
+    """Places that are held from one moment on: some are copied, the others watched for writes."""
+
+    def __init__(self, places: list[_Place], *, copies_all: bool) -> None:
+        self.copied = [place for place in places if place.is_small or copies_all]
+        self.watched = [place for place in places if not (place.is_small or copies_all)]
+        self.is_held = False
+        self._learns = copies_all
+        self._versions: list[tuple[int, int]] = []
+
+    def hold(self) -> None:
+        """Hold what is here, if nothing is held."""
+        if self.is_held:
+            return
+        self.is_held = True
+        for place in self.watched:
+            place.held = place.here
+        self.copied += [place for place in self.watched if type(place.held) not in _OF_TORCH]
+        self.watched = [place for place in self.watched if type(place.held) in _OF_TORCH]
+        self._versions = self._count()
+        again = []
+        for place in self.copied:
+            if type(place.copy) is torch.Tensor and place.here is place.held and place.copy.shape == place.held.shape:
+                again.append(place)
+            else:
+                place.take()
+        if again:
+            with torch.no_grad():
+                torch._foreach_copy_([place.copy for place in again], [place.held for place in again])
+
+    def _count(self) -> list[tuple[int, int]]:
+        return [(place.held._version, place.held.data_ptr()) for place in self.watched]
+
+    def end(self, *, counts: bool) -> list[_Place]:
+        """Return what is large and was written to. It is copied from now on."""
+        self.is_held = False
+        if self._learns and not counts:
+            return []  # all is copied, and goes back
+        now = zip(self.watched, self._count(), self._versions, strict=True)
+        written = [place for place, one, other in now if one != other or place.here is not place.held]
+        if self._learns:
+            large = [place for place in self.copied if not place.is_small and type(place.held) in _OF_TORCH]
+            written += [p for p in large if p.here is not p.held or not torch.equal(_bits(p.held), _bits(p.copy))]
+            self._learns = False
+            self.watched = [place for place in large if place not in written]
+            self.copied = [place for place in self.copied if place not in self.watched]
+            for place in self.watched:
+                place.copy = None
+        elif written:
+            self.copied += written
+            self.watched = [place for place in self.watched if place not in written]
+        return written
+
+
+class Undo:
+    """What the open step may have to put back. On the training thread.
+
+    Args:
+        registry: of the state.
+        party: this replica, for the log.
+    """
+
+    def __init__(self, registry: StateRegistry, party: str) -> None:
+        self._registry = registry
+        self._party = party
+        self._parameters = self._others = _Part([], copies_all=False)
+        self._num_changes = -1
+        """The registry's when the state was looked for."""
+        self._num_in_a_row = 0
+        self._sees_forward = False
+
+    def begin(self) -> None:
+        """A step begins with a state that is whole. What is held already stays so."""
+        if self._num_changes != self._registry.num_changes:
+            self._num_changes = self._registry.num_changes
+            self._parameters, self._others = _Part([], copies_all=False), _Part([], copies_all=False)
+            try:
+                self._look()
+            except Exception as error:  # noqa: BLE001 - whatever a state function raises, or an object that is looked into
+                message = (
+                    "%s: what a discarded step writes to the state does not go back: the state cannot be read now: %s"
+                )
+                logger.warning(message, self._party, error)
+        self._parameters.hold()
+        if not self._sees_forward:
+            self._others.hold()
+
+    def forward_begins(self) -> None:
+        """A forward pass begins, of the open step or of the next one."""
+        self._sees_forward = True
+        self._others.hold()
+
+    def end(self, *, counts: bool) -> None:
+        """The step is decided or left. Its collectives have ended, and no optimizer has taken it yet."""
+        parts = [part for part in (self._parameters, self._others) if part.is_held]
+        if self._parameters not in parts or self._num_changes != self._registry.num_changes:
+            self._parameters.is_held = self._others.is_held = False
+            return  # what was loaded meanwhile is of no step
+        self._num_in_a_row = 0 if counts else self._num_in_a_row + 1
+        places = [place for part in parts for place in part.copied + part.watched]
+        written = [place for part in parts for place in part.end(counts=counts)]
+        if not counts:
+            self._put_back(places)
+        if written:
+            logger.log(
+                logging.INFO if counts else logging.WARNING,
+                "%s: the loop writes to %s before the vote: it is copied as each step begins from now on (%d bytes), and goes"
+                " back if the step is discarded%s",
+                self._party,
+                name_some(place.name for place in written),
+                sum(place.held.nbytes for place in written),
+                "" if counts else ". This one is, and had no copy: each group may have another value now",
+            )
+
+    def _put_back(self, places: list[_Place]) -> None:
+        is_late = self._num_in_a_row > _MAX_IN_A_ROW
+        with torch.no_grad():
+            back = [place for place in places if not is_late or type(place.held) in _OF_TORCH]
+            pairs = [pair for place in back for pair in place.put_back()]
+            if pairs:
+                with self._registry.lock.write():
+                    torch._foreach_copy_([tensor for tensor, _ in pairs], [copy for _, copy in pairs])
+
+    def _look(self) -> None:
+        """Find where the loop has its state."""
+        optimizers = self._registry.known_optimizers()
+        with with_optimizer_state(optimizers, creates=False):
+            leaves = [(".".join(map(str, path)), value) for path, value in walk(self._registry.capture())]
+        parts = [(name, part) for name, value in leaves if isinstance(value, torch.Tensor) for part in memory_of(value)]
+        tensors = {part.data_ptr(): (name, part) for name, part in parts if _can_be_held(part)}
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        trained = {part.data_ptr(): part for group in groups for one in group["params"] for part in memory_of(one)}
+        parameters = [
+            _Place(None, None, tensors.get(address, ("a parameter",))[0], part, is_small=False)
+            for address, part in trained.items()
+            if _can_be_held(part)
+        ]
+        for address in owned_by(optimizers):
+            tensors.pop(address, None)
+        values = Counter((name.rpartition(".")[2], words) for name, value in leaves if (words := _words(value)))
+        others = []
+        found = set()
+        for holder, key, name, value in _reached(self._registry.state_functions()):
+            if type(value) in _OF_TORCH and _can_be_held(value) and value.data_ptr() in tensors:
+                found.add(value.data_ptr())
+                path = tensors[value.data_ptr()][0]
+                others.append(_Place(holder, key, path, value, is_small=value.nbytes <= MAX_COPIED_BYTES))
+            elif (words := _words(value)) and values[name, words] > 0:  # the nearest of those that look like it
+                values[name, words] -= 1
+                others.append(_Place(holder, key, name, value))
+        for name, tensor in (tensors[address] for address in tensors.keys() - found):
+            others.append(_Place(None, None, name, tensor, is_small=tensor.nbytes <= MAX_COPIED_BYTES))
+        has_room = not any(optimizer.state for optimizer in optimizers)
+        self._parameters, self._others = _Part(parameters, copies_all=has_room), _Part(others, copies_all=has_room)
+
+
+def _reached(functions: Iterable[object]) -> Iterator[tuple[dict[Any, Any] | CellType, Any, str, Any]]:
+    """Yield what can be reached from functions: the dict or the variable that has it, its key there, its name, and itself."""
+    waiting, seen, kept = deque(functions), set[int](), list[object]()
+    while waiting and len(seen) < _MAX_VISITED:
+        value = waiting.popleft()
+        if id(value) in seen or _is_apart(value):
+            continue
+        seen.add(id(value))
+        kept.append(value)  # so that no other object gets its id
+        found: list[tuple[dict[Any, Any] | CellType, Any, str, Any]] = []
+        if isinstance(value, FunctionType):
+            names = [name for name in value.__code__.co_names if name in value.__globals__]
+            found = [(value.__globals__, name, name, value.__globals__[name]) for name in names]
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            found += [(cell, None, name, cell.cell_contents) for name, cell in cells if gc.get_referents(cell)]
+        elif isinstance(attributes := value if isinstance(value, dict) else getattr(value, "__dict__", None), dict):
+            found = [(attributes, key, str(key), item) for key, item in list(attributes.items())]
+        yield from found
+        is_opaque = not found and not isinstance(value, FunctionType)
+        waiting += gc.get_referents(value) if is_opaque else [item for _, _, _, item in found]
+
+
+def _is_apart(value: Any) -> bool:
+    """Whether what is in an object is no state of a loop, or stays: classes, data, data loaders, parts of this library."""
+    if isinstance(value, (type, ModuleType, torch.Tensor, *_PLAIN)) or hasattr(type(value), "__next__"):
+        return True
+    if isinstance(value, FunctionType):
+        return str(value.__module__).startswith("torch.")
+    is_data = isinstance(value, dict | list | tuple | deque) and len(value) > _MAX_ITEMS
+    return is_data or any(base.__module__.startswith(_APART) for base in type(value).__mro__)
+
+
+def _can_be_held(tensor: torch.Tensor) -> bool:
+    is_plain = (
+        type(tensor) in _OF_TORCH and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
+    )
+    return is_plain and tensor.numel() > 0 and (tensor.numel() == 1 or 0 not in tensor.stride())
+
+
+def _words(value: object) -> str:
+    """Return a text for a plain value, or for a sequence of such and of small tensors; empty for all else."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if not isinstance(value, list | tuple | deque) or len(value) > _MAX_ITEMS:
+        return ""
+    small = [
+        isinstance(item, torch.Tensor) and _can_be_held(item) and item.nbytes <= MAX_COPIED_BYTES for item in value
+    ]
+    if not all(is_small or isinstance(item, _PLAIN) for item, is_small in zip(value, small, strict=True)):
+        return ""
+    return repr([item.data_ptr() if is_small else item for item, is_small in zip(value, small, strict=True)])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
