@@ -240,6 +240,7 @@ def _in_short(state: LighthouseState) -> dict[str, object]:
         "quorum_id": state.callers.quorum.quorum_id if state.callers.quorum else state.quorum_id,
         "newest_step": state.newest_step,
         "finished_step": state.finished_step,
+        "discarded_in_a_row": state.num_discarded,
         "reason": state.callers.reason or state.reason,
     }
 
@@ -250,7 +251,7 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
             "replica_id": member.replica_id,
             "step": member.version.step,
             "waiting_s": round(now - member.asked_at, 3) if member.request else None,
-            "reason": member.notified_reason or learner_in_words(member, state.newest_step),
+            "reason": member.notified_reason or learner_in_words(member, state.newest_step) or state.why_failed(member),
             "silent_s": round(now - member.last_seen, 3),
             "leaving": member.wishes_to_leave,
         }

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 LONGEST_RECONNECT_PAUSE_S = 2.0
 PENDING_NOTICE_S = 1.0
 """How often the lighthouse looks at those who wait for a quorum, and whether to tell them why."""
+_SHARE_OF_FAILURES = 0.03
+_SHORTEST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 64.0
+"""Before a group is tried again whose failures cost nobody anything."""
+_LONGEST_HOLD_S = 10.0
+"""Before it is tried again where nobody can train without it."""
+_MAX_DEBTORS = 4096
 
 
 def reconnect_delay_s(attempt: int, jitter: float) -> float:
@@ -62,12 +69,40 @@ class JoinBackoff:
 
 
 @dataclass(slots=True)
+class Debt:
+    """What a group that could not come in has cost the others since it last trained with them."""
+
+    failures: int = 0
+    owed_s: float = 0.0
+    """What it has not waited for yet."""
+    out_until: float = float("-inf")
+    hold_until: float = float("-inf")
+    """Until then not even those try it who cannot train without it."""
+    reason: str = ""
+
+    def failed(self, cost_s: float, reason: str, now: float, *, is_sure: bool) -> None:
+        """Note a failure that has cost the others so long. `is_sure`: it is nobody else's fault; else one is forgiven."""
+        self.failures += 1
+        self.reason = reason
+        shortest_s = min(_SHORTEST_PAUSE_S * 2.0 ** min(self.failures - 1, 30), _LONGEST_PAUSE_S)
+        pause_s = cost_s
+        if is_sure or self.failures > 1:
+            pause_s = (cost_s + self.owed_s) / _SHARE_OF_FAILURES
+            self.hold_until = now + min(shortest_s, _LONGEST_HOLD_S)
+        self.owed_s = cost_s if pause_s == cost_s else 0.0
+        self.out_until = now + max(pause_s, shortest_s)
+
+
+@dataclass(slots=True)
 class JoinAllowance:
     """The time that the survivors of a job may stand still for those who join: a purse of seconds, one for the job.
 
     It is full at first, a share of the time that passes fills it, and each second that survivors stand still empties it. A need
     fits where the purse holds it, or where it is at most the join budget and the purse is not below zero. So in any T seconds
     survivors stand still for at most the limit, one join budget and that share of T.
+
+    A group that cannot come in has a debt besides: it stays outside until what it has cost is a small share of the time since. Of
+    those in debt one at a time is tried, so that none pays for another.
 
     Args:
         limit_s: what the purse holds at most; infinite: there is no limit.
@@ -77,6 +112,7 @@ class JoinAllowance:
     share: float = 0.05
     _purse_s: float = float("inf")
     _at: float = 0.0
+    _debts: dict[str, Debt] = field(default_factory=dict)
 
     def set_limit(self, limit_s: float, now: float) -> None:
         """Change the limit. What the purse holds beyond it is lost; a first limit fills it."""
@@ -92,6 +128,23 @@ class JoinAllowance:
         """Survivors have stood still for so long until now."""
         self._purse_s = self.purse_s(now) - seconds
         self._at = now
+
+    def charge(self, group: str, cost_s: float, reason: str, now: float, *, is_sure: bool) -> Debt:
+        """A group could not come in: survivors have stood still for so long on its account. `is_sure`: see `Debt`."""
+        self.spend(cost_s, now)
+        if len(self._debts) >= _MAX_DEBTORS:
+            self._debts = {other: debt for other, debt in self._debts.items() if debt.out_until > now}
+        debt = self._debts.setdefault(group, Debt())
+        debt.failed(cost_s, reason, now, is_sure=is_sure)
+        return debt
+
+    def debt(self, group: str) -> Debt | None:
+        """Return what a group has cost the others that could not come in since; None: nothing."""
+        return self._debts.get(group)
+
+    def forgive(self, group: str) -> None:
+        """A group has come in."""
+        self._debts.pop(group, None)
 
     def fits(self, need_s: float, budget_s: float, now: float) -> bool:
         """Return whether survivors may stand still for so long.
