@@ -138,7 +138,8 @@ class Deciding:
             return
         before = current.reach.get(member.replica_id)
         if before is None or before.seconds or progress.reach_s:  # since when it has all counts
-            current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True, does=progress.does)
+            takes = progress.takes and f" ({clip(progress.takes)})"
+            current.reach[member.replica_id] = Reach(progress.reach_s, now, True, progress.does, takes)
         if current.tally.all_voters_approved or current.stalled:
             yield from self._advance(current, now)
         elif current.tally.roles[member.replica_id] is Role.INLINE and progress.reach_s:

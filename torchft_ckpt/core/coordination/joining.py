@@ -303,10 +303,12 @@ class Joining:
         # What loads may hold Python's lock; the heartbeat tells who is dead.
         if reach.seconds > 0 and reach.is_measured and since_s >= (max(SILENT_S, budget_s) if loads else SILENT_S):
             what = "loads" if loads else "receives"
-            return f"{replica_id} {what} the state, and has not said for {since_s:.1f} s how far it is"
+            return f"{replica_id} {what} the state, and has not said for {since_s:.1f} s how far it is{reach.takes}"
         goes_on_s = 0.0 if current.all_approved_at is not None else self._usual_s
         if reach.seconds == 0 and now >= max(reach.at + goes_on_s, stands_since) + budget_s:
-            return f"{replica_id} has the state, and took longer than join_budget ({budget_s:g} s) to go on"
+            return (
+                f"{replica_id} has the state, and took longer than join_budget ({budget_s:g} s) to go on{reach.takes}"
+            )
         need_s = max(0.0, reach.seconds - (now - reach.at))
         if not reach.is_measured and need_s == 0.0 and waited_s >= budget_s:
             return f"{replica_id} has not begun to receive the state within join_budget ({budget_s:g} s)"
@@ -318,7 +320,7 @@ class Joining:
         if not why:
             return ""
         current.underestimated.add(replica_id)
-        return f"{replica_id}: {why}"
+        return f"{replica_id}: {why}{reach.takes}"
 
     # ------------------------------------------------------------------------------------------------- after the step
 

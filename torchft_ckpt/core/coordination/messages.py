@@ -274,6 +274,8 @@ class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     done_bytes: Count = 0
     """Of `total_bytes` so many are here and right; of a group: of all its ranks."""
     total_bytes: Count = 0
+    takes: Text = ""
+    """What takes so long, in words, where it is no transfer."""
 
 
 class FollowWish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
