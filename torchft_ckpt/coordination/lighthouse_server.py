@@ -240,7 +240,6 @@ def _in_short(state: LighthouseState) -> dict[str, object]:
         "quorum_id": state.callers.quorum.quorum_id if state.callers.quorum else state.quorum_id,
         "newest_step": state.newest_step,
         "finished_step": state.finished_step,
-        "discarded_in_a_row": state.num_discarded,
         "reason": state.callers.reason or state.reason,
     }
 

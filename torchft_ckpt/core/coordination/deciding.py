@@ -57,8 +57,6 @@ class Deciding:
         self._beside = beside
         self._trained: frozenset[str] = frozenset()
         """Committed the last step that counted: they can connect to each other."""
-        self.num_discarded = 0
-        """Steps in a row, up to now."""
 
     def begin(self, assignment: Assignment, members: list[Member], quorum_id: int, now: float) -> Round:
         """Return the step that these members begin, with what the others may spend on those who join."""
@@ -299,7 +297,6 @@ class Deciding:
             tally.broken = True  # who has not voted is told to leave its collectives
         refused = self._who_could_not_come_in(current)
         yield from self._charge(current, refused, now)
-        self.num_discarded = 0 if committed else self.num_discarded + 1
         key = self._key(current)
         outcome = Outcome.COMMIT if committed else Outcome.DISCARD
         self._job.history.remember(key, tally, outcome, tally.reason)
@@ -324,10 +321,6 @@ class Deciding:
             vote = tally.votes.get(replica_id)
             if vote is not None and vote.approve and not self._job.members[replica_id].is_let_go:
                 self._job.quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
-        for replica_id, role in tally.roles.items():
-            vote = tally.votes.get(replica_id) if role in (Role.JOINER, Role.INLINE) else None
-            if vote is not None and vote.approve:
-                self._joining.joined(replica_id)
         for replica_id in refused if not current.assignment.is_first else ():
             self._job.quorum_members.pop(replica_id, None)
         contributors = [part.replica_id for part in current.assignment.parts if part.contributor_rank is not None]
@@ -376,7 +369,7 @@ class Deciding:
         trained with all of them is believed once; if the same ones fail again, all of them are new.
         """
         tally = current.tally
-        lacking = [m for m, vote in tally.votes.items() if vote.lacks and tally.roles[m] is not Role.HEALTHY]
+        lacking = [m for m in tally.votes if tally.votes[m].lacks and tally.roles[m] is not Role.HEALTHY]
         if tally.lost:
             return []
         if tally.verdict is CommitDecision.COMMIT:
@@ -398,7 +391,7 @@ class Deciding:
             connects = vote is None or vote.lacks is not Lacks.STATE
             if connects:
                 why = f"the groups of quorum {current.quorum_id} cannot connect with it among them ({why}). {_REACH}"
-            said = self._joining.charge(
+            said = self._joining.refused(
                 current, replica_id, (now - since) / len(refused), why, now, is_sure=connects and len(refused) == 1
             )
             yield Log(said, is_warning=True)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from torchft_ckpt.core.coordination.commit import CommitDecision
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Reach, Round
 from torchft_ckpt.core.coordination.messages import Receives, Role, group_name
-from torchft_ckpt.core.coordination.patience import Debt, JoinAllowance, JoinBackoff
+from torchft_ckpt.core.coordination.patience import Debt, JoinAllowance
 
 RETRY_S = 300.0
 """A group that has waited outside for so long is admitted once more: its link may have become faster."""
@@ -41,7 +41,7 @@ _LOOK_AGAIN_S = 0.25
 _ROUNDING_S = 0.001
 """So much after a limit it is over, however its sum is rounded."""
 _WEIGHT = 0.25
-_MAX_REMEMBERED = 4096
+_LONGEST_PAUSE_S = 300.0
 
 
 class Reception:
@@ -148,7 +148,6 @@ class Joining:
 
     def __init__(self) -> None:
         self._allowance = JoinAllowance()
-        self._backoff: dict[str, JoinBackoff] = {}
         self._usual_s = 0.0
         """How long a step takes that nobody joins."""
 
@@ -167,13 +166,9 @@ class Joining:
 
     def why_out(self, member: Member, budget_s: float, now: float) -> str:
         """Say why a member that has to load the state is not admitted now, and until when; empty: it is."""
-        backoff, debt = self._backoff.get(group_name(member.replica_id)), self._debt(member)
+        debt = self._debt(member)
         if debt is not None and now < debt.out_until:
             return f"{debt.reason}; it is tried again in {_in_words(debt.out_until - now)}"
-        if backoff is not None and backoff.is_out(now):
-            return (
-                f"{backoff.reason or 'it was left behind'}; it is tried again in {_in_words(backoff.out_until - now)}"
-            )
         reach_s = member.asked.reach_s
         if now - member.asked_at >= RETRY_S and self._allowance.fits(0.0, budget_s, now):
             return ""
@@ -183,41 +178,40 @@ class Joining:
             return max(0.0, factor * (reach_s or 0.0) - beside_s) + factor * member.asked.load_s
 
         need_s = needs_s(1.0)
-        if backoff is not None:
+        if debt is not None:
             # One that expects a little less than it then measures would cost a step again and again.
-            need_s = max(need_s, min(needs_s(backoff.factor_of_need), self._allowance.limit_s))
+            need_s = max(need_s, min(needs_s(debt.factor_of_need), self._allowance.limit_s))
         return self._why_not(need_s, budget_s, now)
 
     def _debt(self, member: Member) -> Debt | None:
-        return self._allowance.debt(group_name(member.replica_id))
+        return self._allowance.debts.get(group_name(member.replica_id))
 
     def why_failed(self, member: Member) -> str:
-        """Say why a member could not come in when it was last tried; empty: it could, or was not tried."""
+        """Say why a member did not come in when it was last tried; empty: it did, or was not tried."""
         debt = self._debt(member)
         return "" if debt is None else debt.reason
 
     def in_debt(self, members: Iterable[Member]) -> list[Member]:
-        """Return those that have failed to come in, in the order in which they are tried."""
-        debts = [(debt.failures, m.replica_id, m) for m in members if (debt := self._debt(m)) is not None]
-        return [member for _, _, member in sorted(debts, key=lambda entry: entry[:2])]
+        """Return those that could not come in, in the order in which they are tried."""
+        debts = {m.replica_id: (debt.refusals, m) for m in members if (debt := self._debt(m)) is not None}
+        return [m for refusals, m in sorted(debts.values(), key=lambda one: (one[0], one[1].replica_id)) if refusals]
 
     def hold(self, members: Iterable[Member], now: float) -> tuple[str, float] | None:
-        """Say why not even those try these members now who need them, and until when; None: they may be tried."""
-        debts = [(debt, m) for m in members if (debt := self._debt(m)) is not None and now < debt.hold_until]
-        debt, member = max(debts, key=lambda entry: entry[0].hold_until, default=(None, None))
-        if debt is None or member is None:
-            return None
-        return f"{member.replica_id} is needed, and could not come in: {debt.reason}", debt.hold_until
+        """Say why not even those who need these members try them now, and until when; None: they may be tried."""
+        for member in self.in_debt(members):
+            if (debt := self._debt(member)) is not None and now < debt.hold_until:
+                return f"{member.replica_id} is needed, and could not come in: {debt.reason}", debt.hold_until
+        return None
 
-    def charge(self, current: Round, replica_id: str, cost_s: float, reason: str, now: float, *, is_sure: bool) -> str:
-        """A member could not come in, which has cost the others so long. Returns what to say. `is_sure`: see `Debt`."""
+    def refused(self, current: Round, replica_id: str, cost_s: float, reason: str, now: float, *, is_sure: bool) -> str:
+        """A member could not come in, and the others stood still for so long. Returns what to say. `is_sure`: see `Debt`."""
         if current.is_needed or current.assignment.is_first:
             cost_s = 0.0  # there was nothing else to do
-        debt = self._allowance.charge(group_name(replica_id), cost_s, reason, now, is_sure=is_sure)
-        return (
-            f"{replica_id} could not come in, which cost the others {_in_words(cost_s)}: {reason}; it is tried again in"
-            f" {_in_words(debt.out_until - now)}"
-        )
+        self._allowance.spend(cost_s, now)
+        debt = self._allowance.debt(group_name(replica_id), now)
+        debt.refused(cost_s, reason, now, is_sure=is_sure)
+        cost, pause = _in_words(cost_s), _in_words(debt.out_until - now)
+        return f"{replica_id} could not come in, which cost the others {cost}: {reason}; it is tried again in {pause}"
 
     def _why_not(self, need_s: float, budget_s: float, now: float) -> str:
         """Say why the others do not stand still for so long; empty: they do."""
@@ -355,20 +349,14 @@ class Joining:
     ) -> None:
         """An attempt to join failed, and has cost the others so long. Some needed longer than they had expected."""
         for replica_id in replica_ids:
-            backoff = self._backoff.setdefault(group_name(replica_id), JoinBackoff())
-            backoff.failed(cost_s, now)
-            backoff.times_underestimated += replica_id in underestimated
-            backoff.reason = reason
-        if len(self._backoff) > _MAX_REMEMBERED:
-            self._backoff = {name: backoff for name, backoff in self._backoff.items() if backoff.is_out(now)}
-
-    def joined(self, replica_id: str) -> None:
-        self._backoff.pop(group_name(replica_id), None)
+            debt = self._allowance.debt(group_name(replica_id), now)
+            debt.failed(min(8.0 * cost_s, _LONGEST_PAUSE_S), reason, now)
+            debt.times_underestimated += replica_id in underestimated
 
     def trained(self, replica_ids: Iterable[str]) -> None:
         """These members have committed a step together: they have come in."""
         for replica_id in replica_ids:
-            self._allowance.forgive(group_name(replica_id))
+            self._allowance.debts.pop(group_name(replica_id), None)
 
 
 def _has_since(current: Round, replica_id: str, now: float) -> float:

@@ -205,11 +205,6 @@ class LighthouseState:
         """See `JobRecord`."""
         return self._job.finished_step
 
-    @property
-    def num_discarded(self) -> int:
-        """See `Deciding`."""
-        return self._deciding.num_discarded
-
     def why_failed(self, member: Member) -> str:
         """See `Joining`."""
         return self._joining.why_failed(member)
