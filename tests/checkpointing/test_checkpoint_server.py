@@ -15,7 +15,13 @@ import xxhash
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, RECEIVED_HEADER, RECEIVER_HEADER
-from torchft_ckpt.errors import AddressInUseError, ConfigError, SourceLostError, SourceRefusedError
+from torchft_ckpt.errors import (
+    AddressInUseError,
+    ConfigError,
+    SourceLostError,
+    SourceRefusedError,
+    UnsupportedValueError,
+)
 
 LONG = timedelta(seconds=20)
 BLOCK = 4096
@@ -248,3 +254,19 @@ def test_metadata_that_is_not_a_plain_address_is_refused(metadata):
 
 def test_metadata_with_an_ipv6_address_is_read():
     assert str(parse_metadata("http://[::1]:80")) == "http://[::1]:80"
+
+
+def test_who_comes_for_a_state_that_cannot_be_sent_is_told_why_at_once_until_another_one_is_served(transport):
+    with pytest.raises(UnsupportedValueError):
+        transport.send_checkpoint([1], 3, {"best": object()}, LONG)
+    status, _, body = ask(transport, "/v1/checkpoint/3/manifest?wait_s=20")
+    assert (status, json.loads(body)["error"]) == (409, "cannot")
+    assert "its state of step 3 cannot be sent: state dict at 'best'" in json.loads(body)["message"]
+    receiver: HTTPTransport = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", token="secret")
+    try:
+        with pytest.raises(SourceRefusedError, match="cannot be sent: state dict at 'best'"):
+            receiver.fetch_checkpoint([transport.metadata()], 3, LONG)
+        transport.send_checkpoint([1], 3, STATE, LONG)
+        assert torch.equal(receiver.fetch_checkpoint([transport.metadata()], 3, LONG)["w"], STATE["w"])
+    finally:
+        receiver.shutdown()

@@ -237,6 +237,7 @@ class Member:
         finds: Comparison | None = Comparison.EQUAL,
         error: str | None = None,
         broken: bool = False,
+        connects: bool = True,
         collectives: str = "",
         num_collectives: int = 0,
         state: str = "",
@@ -250,9 +251,12 @@ class Member:
             self.replica.comparison_finished(finds, before_forward=False)
         elif load and self.plan is not None and self.plan.load and not self.plan.compare:
             self.loads()
+        if not connects:
+            self.replica.cannot_connect()
+            self.replica.fail("rank 2 never came")
         if error is not None:
             self.replica.fail(error)
-        if broken:
+        if broken or not connects:
             self.replica.collectives_failed()
         digest = state if self.replica.is_checked else ""
         self.says(self.replica.vote(collectives, num_collectives, digest))

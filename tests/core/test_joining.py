@@ -418,14 +418,14 @@ def test_deaths_say_nothing_of_how_long_a_joiner_needs_and_a_join_makes_good_wha
         for member in (a, b):
             member.votes()
         job.passes(30.0)
-    assert job.lighthouse._joining._backoff["j"].factor_of_need == 1.0
-    job.lighthouse._joining._backoff["j"].times_underestimated = 4
+    assert job.lighthouse._joining._allowance.debts["j"].factor_of_need == 1.0
+    job.lighthouse._joining._allowance.debts["j"].times_underestimated = 4
     j = job.join("j", heal_inline=True)
     begins(job, a, b, j, reach_s=0.2)
     j.still_needs(0)
     for member in (a, b, j):
         member.votes()
-    assert j.outcomes == [Outcome.COMMIT] and "j" not in job.lighthouse._joining._backoff
+    assert j.outcomes == [Outcome.COMMIT] and "j" not in job.lighthouse._joining._allowance.debts
 
 
 def test_one_that_loads_may_be_silent_for_the_join_budget():
@@ -743,3 +743,162 @@ def test_after_a_whole_transfer_the_next_one_is_expected_to_be_as_large():
     reception.progress(left_bytes=1000, done_bytes=0, elapsed_s=0.0)
     reception.progress(left_bytes=0, done_bytes=1000, elapsed_s=10.0)
     assert reception.expected_s(5) == pytest.approx(10.0)
+
+
+# ------------------------------------------------------------------------------------------ who cannot come in, and pays
+
+
+def cannot_connect(job: Job, *members: Member, after_s: float = 10.0) -> None:
+    """All of a quorum have waited so long for each other: it is discarded."""
+    job.passes(after_s)
+    for member in members:
+        member.votes(connects=False)
+
+
+def trains(job: Job, members: tuple[Member, ...], beside: tuple[Member, ...] = (), *, seconds: float) -> list[float]:
+    """Steps of a second; those beside ask whenever they have no answer. Returns when quorums with one of these began."""
+    tried: list[float] = []
+    until = job.now + seconds
+    while job.now < until:
+        for member in (*beside, *members):
+            if member.replica.phase.value in ("idle", "voted"):
+                member.asks(can_serve=True)
+        if members[0].formed.replica_world_size > len(members):
+            tried.append(job.now)
+            cannot_connect(job, *members, *(m for m in beside if m.replica.phase.value == "training"))
+            continue
+        job.passes(1.0)
+        for member in members:
+            member.votes()
+    return tried
+
+
+def test_who_cannot_connect_costs_those_who_train_a_thirtieth_of_their_time():
+    job, a, b = trained()
+    j = job.join("j")
+    step = a.step
+    tried = trains(job, (a, b), (j,), seconds=600.0)
+    assert len(tried) == 2, "each of 10 s"
+    assert a.step - step >= 570
+    said = [line for line in job.log if line.startswith("j:1 could not come in")]
+    assert "cost the others 10 s" in said[0]
+    assert "rank 2 never came" in said[0]
+    assert "look for a firewall" in said[0]
+    assert said[0].endswith("tried again in 333 s")
+    (why,) = [line for line in job.log if line.startswith("j:1 is not admitted")][:1]
+    assert "cannot connect with it among them" in why
+    assert "cannot connect" in job.lighthouse.why_failed(job.lighthouse.members["j:1"]), (
+        "for the operator, at all times"
+    )
+
+
+def test_whoever_has_trained_with_the_others_is_not_blamed_when_a_newcomer_cannot_connect():
+    job, a, b = trained()
+    j = job.join("j")
+    begins(job, a, b, j)
+    assert a.formed.replica_world_size == 3
+    cannot_connect(job, a, b, j)
+    begins(job, a, b, j)
+    assert a.formed.replica_world_size == b.formed.replica_world_size == 2
+    assert a.formed.role.value == b.formed.role.value == "healthy"
+
+
+def test_of_two_newcomers_that_cannot_connect_each_is_tried_alone_and_the_innocent_one_comes_in_soon():
+    job, a, b = trained()
+    c, d = job.join("c"), job.join("d")
+    begins(job, c, a, b, d)
+    cannot_connect(job, a, b, c, d)
+    job.passes(6.0)
+    begins(job, c, a, b, d)
+    assert (a.formed.replica_world_size, c.formed.replica_world_size) == (3, 3)
+    cannot_connect(job, a, b, c)
+    begins(job, c, a, b)
+    assert (a.formed.replica_world_size, d.formed.replica_world_size) == (3, 3)
+    for member in (a, b, d):
+        member.votes()
+    assert d.outcomes[-1] is Outcome.COMMIT
+    job.passes(100.0)
+    begins(job, a, b, d)
+    assert a.formed.replica_world_size == 3, "c pays for both"
+
+
+def test_where_those_who_have_trained_together_cannot_connect_any_more_they_find_who_can():
+    job, a, b = trained()
+    c = job.join("c")
+    begins(job, a, b, c)
+    for member in (a, b, c):
+        member.votes()
+    job.step(a, b, c)
+    c.replica.configured = None
+    for _ in range(2):  # once, all of them are believed
+        begins(job, a, b, c)
+        assert a.formed.replica_world_size == 3
+        cannot_connect(job, a, b, c)
+    begins(job, c, b, a)
+    job.passes(0.3)
+    assert a.formed.replica_world_size == 1, "it trains at least"
+    a.votes()
+    assert a.outcomes[-1] is Outcome.COMMIT
+
+
+def test_a_death_explains_that_a_quorum_cannot_connect():
+    job, a, b = trained()
+    j = job.join("j")
+    begins(job, a, b, j)
+    b.dies()
+    a.votes(connects=False)
+    begins(job, a, j)
+    assert (a.formed.replica_world_size, j.formed.role.value) == (2, "joiner")
+
+
+def test_one_that_cannot_load_the_state_and_is_needed_is_tried_less_and_less_often_and_named():
+    job = Job(least=2)
+    a, b = (job.join(name, min_replica_size=2) for name in "ab")
+    quorums = 0
+    for _ in range(240):
+        for member in (a, b):
+            if member.replica.phase.value in ("idle", "voted"):
+                member.asks(can_serve=True)
+        if b.replica.phase.value == "training":
+            quorums += 1
+            b.votes(load=False, error="SourceRefusedError: its certificate does not verify")
+            a.votes()
+        job.passes(0.25)
+    assert quorums < 15, "a minute of them"
+    assert job.lighthouse.reason.startswith("b:1 is needed, and could not come in: SourceRefusedError: its certificate")
+
+
+def test_one_that_cannot_load_the_state_is_left_out_with_the_reason_it_gave():
+    job, a, b = trained()
+    j = job.join("j", heal_inline=True)
+    for _ in range(2):
+        begins(job, a, b, j)
+        job.passes(0.5)
+        j.votes(load=False, error="StateMismatchError: ema.weight is not here")
+        job.passes(1.0)
+    begins(job, j, a, b)
+    assert a.formed.replica_world_size == 2
+    told = pending(job, j, 2.0)
+    assert told[0].startswith("StateMismatchError: ema.weight is not here; it is tried again in ")
+
+
+# ---------------------------------------------------------------------------------------- who is needed is waited for
+
+
+def test_who_nobody_can_train_without_is_waited_for_whatever_it_does_with_the_state():
+    job = Job(least=1)
+    a, b = (job.join(name, min_replica_size=2) for name in "ab")
+    job.step(a, b)
+    b.dies()
+    a.asks(can_serve=True)
+    a.votes()
+    j = job.join("b", life=2, min_replica_size=2, heal_inline=True)
+    begins(job, a, j)
+    quorum_id = a.formed.quorum_id
+    j.still_needs(0.0)
+    job.passes(17.0)  # its state_dict is slow, or it holds Python's lock
+    a.reports_stall()
+    job.passes(17.0)
+    j.votes()
+    a.votes()
+    assert (a.outcomes[-1], a.formed.quorum_id) == (Outcome.COMMIT, quorum_id)

@@ -483,7 +483,7 @@ def test_two_groups_that_need_each_other_come_together_though_the_transfer_outla
     for _ in range(20):  # the healthy one cannot commit without it, and ends round after round
         a.votes()
         if j.replica.phase.value == "training":
-            j.votes(load=False, error="its state is not loaded yet")
+            j.votes(load=False)
         a.asks(can_serve=True)
         j.asks()
         job.passes(1.0)

@@ -108,6 +108,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "role": st.sampled_from(messages.Role),
         "outcome": st.sampled_from(messages.Outcome),
         "does": st.sampled_from(messages.Receives),
+        "lacks": st.sampled_from(messages.Lacks),
         "loading": st.sampled_from(messages.Loading),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
         "recover_src_replica_rank": st.none() | RANKS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.coordination.patience import JoinBackoff, StallWatch, reconnect_delay_s, restart_patience_s
+from torchft_ckpt.core.coordination.patience import Debt, StallWatch, reconnect_delay_s, restart_patience_s
 
 
 @pytest.mark.parametrize(("attempt", "longest"), [(0, 0.05), (1, 0.1), (3, 0.4), (6, 2.0), (1000, 2.0)])
@@ -13,31 +13,31 @@ def test_reconnecting_doubles_up_to_two_seconds_and_is_spread(attempt: int, long
     assert reconnect_delay_s(attempt, 0.999999) == pytest.approx(longest, rel=1e-3)
 
 
-def test_a_joiner_that_fails_costs_the_others_about_a_tenth_of_their_time() -> None:
-    backoff, now, cost = JoinBackoff(), 0.0, 0.0
-    for _ in range(50):
-        now += 2.0
-        cost += 2.0
-        backoff.failed(2.0, now)
-        assert backoff.is_out(now)
-        now = backoff.out_until
-        assert not backoff.is_out(now)
-    assert cost / now == pytest.approx(1 / 9, rel=0.01)
+@pytest.mark.parametrize("cost_s", [0.3, 10.0])
+def test_a_group_that_cannot_come_in_costs_the_others_three_hundredths_of_their_time(cost_s: float) -> None:
+    debt, now = Debt(), 0.0
+    for attempt in range(50):
+        now = debt.out_until if attempt else now
+        now += cost_s
+        debt.refused(cost_s, "firewall", now, is_sure=True)
+    assert 50 * cost_s / debt.out_until == pytest.approx(0.03, rel=0.05)
+
+
+def test_the_first_refusal_is_forgiven_where_it_may_be_anothers_fault_and_paid_with_the_second() -> None:
+    debt = Debt()
+    debt.refused(6.0, "", 0.0, is_sure=False)
+    assert (debt.out_until, debt.hold_until) == (6.0, 0.0)
+    debt.refused(3.0, "", 10.0, is_sure=False)
+    assert debt.out_until == pytest.approx(10.0 + 9.0 / 0.03)
 
 
 def test_failures_that_cost_nothing_are_tried_again_soon_and_less_and_less_often() -> None:
-    backoff = JoinBackoff()
+    debt = Debt()
     pauses = []
     for _ in range(8):
-        backoff.failed(0.0, 0.0)
-        pauses.append(backoff.out_until)
+        debt.failed(0.0, "", 0.0)
+        pauses.append(debt.out_until)
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4])
-
-
-def test_nobody_stays_out_for_more_than_five_minutes() -> None:
-    backoff = JoinBackoff()
-    backoff.failed(1e6, 10.0)
-    assert backoff.out_until == 310.0
 
 
 def test_a_stall_is_what_lasts_longer_than_the_budget_on_top_of_what_is_usual() -> None:

@@ -113,17 +113,28 @@ def test_groups_that_begin_together_do_not_warm_up() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("slow", ["load_state_dict", "state_dict after it"])
 def test_a_state_that_takes_longer_than_the_join_budget_to_load_joins_at_its_first_attempt(
-    use_async_quorum: bool,
+    use_async_quorum: bool, slow: str
 ) -> None:
     budget = timedelta(seconds=0.2)
     options: dict[str, Any] = {"use_async_quorum": use_async_quorum, "join_budget": budget}
     run = Run(**options)
 
     class Slow(Replica):
+        is_slow = False
+
         def load(self, state: dict[str, Any]) -> None:
-            time.sleep(4 * budget.total_seconds())
+            self.is_slow = slow != "load_state_dict"
+            if not self.is_slow:
+                time.sleep(4 * budget.total_seconds())
             super().load(state)
+
+        def state(self) -> dict[str, Any]:
+            if self.is_slow:
+                self.is_slow = False
+                time.sleep(4 * budget.total_seconds())
+            return super().state()
 
     joined = Slow(run.server, "c", seed=7, **options)
     run.end(joined)

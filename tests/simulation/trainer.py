@@ -326,6 +326,7 @@ class Trainer:
 
     def _configure_failed(self, turn: int) -> None:
         if turn == self._turn:
+            self.replica.cannot_connect()
             self.replica.fail("could not connect")
             self.replica.collectives_failed()
             self._forward(turn)

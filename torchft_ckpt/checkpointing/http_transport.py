@@ -60,6 +60,7 @@ from torchft_ckpt.errors import (
     SourceLostError,
     TransferCancelledError,
     TransferError,
+    UnsupportedValueError,
     torn_where_it_raises,
 )
 from torchft_ckpt.memory import memory_bytes
@@ -303,23 +304,28 @@ class HTTPTransport(CheckpointTransport[T]):
             outlives_step: `withdraw_checkpoint` keeps it for those who receive it.
 
         Raises:
-            UnsupportedValueError: the state holds something that cannot be carried; nothing is served.
+            UnsupportedValueError: the state holds something that cannot be carried; who comes for the step is told so.
             CheckpointError: the transport was shut down.
         """
         if self._shut_down.is_set():
             raise CheckpointError("send_checkpoint after shutdown of the transport", party="transport")
         _check(step >= 0, "step", step, "a step that is not negative")
         not_negative(timeout)
-        snapshot = Snapshot(
-            state_dict,
-            step=step,
-            lock=self._lock,
-            pool=self._pool,
-            num_expected=len(set(dst_ranks)),
-            versions=versions,
-            elsewhere=self._elsewhere(),
-            outlives_step=outlives_step,
-        )
+        try:
+            snapshot = Snapshot(
+                state_dict,
+                step=step,
+                lock=self._lock,
+                pool=self._pool,
+                num_expected=len(set(dst_ranks)),
+                versions=versions,
+                elsewhere=self._elsewhere(),
+                outlives_step=outlives_step,
+            )
+        except UnsupportedValueError as error:
+            self._snapshots.cannot(step, str(error))
+            self._server.wake()
+            raise
         level = logging.INFO if dst_ranks else logging.DEBUG  # an offer to nobody in particular is made every round
         logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
         self._server.publish(snapshot, lease_s=timeout.total_seconds())

@@ -60,6 +60,7 @@ A refusal has a JSON body `{error, message, serving_step}`:
 | 404    | `not_yet`           | yes, at once: the step may be served later                     |
 | 404    | `not_found`         | no: no such path                                               |
 | 409    | `over`              | no: the source has gone on to a later step                     |
+| 409    | `cannot`            | no: its state of this step cannot be sent, and why             |
 | 410    | `gone`              | not this snapshot: parts of it have been freed                 |
 | 410    | `changed`           | not this snapshot: a tensor was written to without the lock    |
 | 410    | `revoked`           | not this snapshot: it was too slow for the source's memory     |

@@ -42,6 +42,7 @@ from torchft_ckpt.threads import Threads
 logger = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 30.0
 _SAY_S = 0.25
+_SLOW_CALL_S = 0.5
 
 
 def _left_bytes(progress: TransferProgress) -> int:
@@ -86,6 +87,7 @@ class Healing:
         """Of the transfer that runs, or of the last one."""
         self._tell: Callable[[float, Receives], None] = _tell_nobody
         self.took_s = 0.0
+        self._calls = "", 0.0
         self._early: tuple[StateVersion, float] | None = None
         """Which state was received a part of before there was a place for it, and since when."""
         self.needs_local = False
@@ -284,7 +286,7 @@ class Healing:
 
     @contextlib.contextmanager
     def loading(self, does: Receives) -> Iterator[None]:
-        """Tell how long loading still takes while the body, which loads what arrived, runs.
+        """Tell how long loading still takes while the body, which loads what arrived and looks at the result, runs.
 
         Args:
             does: loads, and when.
@@ -293,14 +295,27 @@ class Healing:
         with self.saying(lambda: self._tell(self._reception.loading(time.monotonic() - started), does)):
             yield
             self._reception.loaded(time.monotonic() - started)
+        self.calls("")
         self._tell(0.0, does)
 
+    def calls(self, function: str) -> None:
+        """The training thread begins to call the registered functions of this name."""
+        self._calls = function, time.monotonic()
+
+    @property
+    def takes(self) -> str:
+        """What the call in progress, or the last one, has taken by now, in words; empty: next to nothing."""
+        function, since = self._calls
+        took_s = time.monotonic() - since
+        return f"its {function} has taken {took_s:.1f} s" if function and took_s >= _SLOW_CALL_S else ""
+
     @contextlib.contextmanager
-    def saying(self, say: Callable[[], None]) -> Iterator[None]:
-        """Call something a few times a second while the body runs, on the thread that fetches."""
+    def saying(self, say: Callable[[], None], after_s: float = 0.0) -> Iterator[None]:
+        """Call something a few times a second while the body runs, on the thread that fetches; first after so long."""
         is_over = threading.Event()
 
         def repeat() -> None:
+            is_over.wait(after_s)
             while not is_over.is_set():
                 say()
                 is_over.wait(_SAY_S)
@@ -310,7 +325,8 @@ class Healing:
             yield
         finally:
             is_over.set()
-            said.result()
+            if not said.cancel():  # that thread may be busy with what is received early
+                said.result()
 
     def wait(self, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Return the received state, whole and of the right step; its own part is what a Manager says of itself.

@@ -201,7 +201,12 @@ class Recovery:
         formed = plan.formed
         receiving = prepared.receiving
         if prepared.trainer_waits:
-            receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
+            # What was loaded may hold up whoever asks for it: a load as well, for those who wait.
+            say = functools.partial(self._tell, formed, _SAID_WHILE_APPLYING_S, Receives.LOAD_FIRST)
+            self._healing.calls("state_dict")
+            with self._healing.saying(say, after_s=_SAID_WHILE_APPLYING_S):
+                receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
+            self._healing.calls("")
         elif self._registry.is_explicitly_locked:
             receiving = self._registry.capture_to_receive(beside_steps=True)
         if receiving is None and self._registry.is_sharded:
@@ -268,6 +273,7 @@ class Recovery:
             does=does,
             done_bytes=progress.received_bytes + progress.skipped_bytes if progress is not None else 0,
             total_bytes=progress.total_bytes if progress is not None else 0,
+            takes=self._healing.takes,
         )
         self.client.send(said)
         if formed.differs:
@@ -599,9 +605,13 @@ class Recovery:
         self._serving.end_offer()
         try:
             with self._healing.loading(Receives.LOAD_FIRST if before_forward else Receives.LOAD):
+                self._healing.calls("load_state_dict")
                 self._registry.load(state["user"], keys)
-            self._take_own(state["torchft"])
-            found = self._registry.not_returned(state["user"])
+                self._healing.calls("state_dict after load_state_dict")
+                self._take_own(state["torchft"])
+                found = self._registry.not_returned(state["user"])
+                if slow := self._healing.takes:
+                    logger.info("%s: %s: the other groups may have waited for it", self.client.replica_id, slow)
         except BaseException:  # weights without the counters and settings that belong to them are no state either
             self.client.load_torn()
             raise

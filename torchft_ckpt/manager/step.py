@@ -542,7 +542,7 @@ class Steps:
         except (ProcessGroupError, RuntimeError) as error:
             why = self._client.view().error or error  # where the quorum broke meanwhile, that is why
             logger.warning("%s cannot connect quorum %d: %s", self._client.replica_id, formed.quorum_id, why)
-            self._client.note_collective_error(error)
+            self._client.note_collective_error(error, connects=not isinstance(error, ProcessGroupAbortedError))
         else:
             name_dumps(formed.quorum_id, formed.replica_rank * rank_config.group_world_size + rank_config.group_rank)
             self._client.configured(formed)

@@ -406,10 +406,15 @@ class StepClient:
         with self.lock, self.replica as replica:
             self._note_error(replica, error)
 
-    def note_collective_error(self, error: Exception) -> None:
-        """A collective failed: the process group cannot be used again, and a step that was not voted on yet cannot count."""
+    def note_collective_error(self, error: Exception, *, connects: bool = False) -> None:
+        """A collective failed: the process group cannot be used again, and a step that was not voted on yet cannot count.
+
+        `connects`: the process group could not be made.
+        """
         with self.lock, self.replica as replica:
             is_first = self._error is None
+            if connects:
+                replica.cannot_connect()
             self._note_error(replica, error)
             replica.collectives_failed()
             is_late = replica.is_voted_on
@@ -560,7 +565,9 @@ class StepClient:
             answer = self._answer
             if isinstance(answer, CommitDecided):
                 # What this rank saw, a collective that failed, may follow from what the others decided for.
-                return replica.decided(answer) or Outcome.DISCARD, answer.reason or vote.reason
+                outcome = replica.decided(answer) or Outcome.DISCARD
+                is_own = outcome is Outcome.LEFT_BEHIND and not vote.approve
+                return outcome, (vote.reason if is_own else "") or answer.reason or vote.reason
             if answer is None:
                 self._fatal = self._fatal or GroupBrokenError(
                     f"group rank 0 of {self.replica_id} does not answer; restart all ranks of the group",

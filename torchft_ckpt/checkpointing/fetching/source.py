@@ -364,6 +364,12 @@ def read_manifest(answer: Answer, party: str, max_bytes: int, max_total_bytes: i
         DigestMismatchError: it does not have the digest that came with it.
         StateFormatError: it breaks a rule of the format, or is longer than allowed.
     """
+    if (answer.length or 0) > max_bytes:
+        raise StateFormatError(
+            f"the manifest from {party} has {answer.length} bytes, the limit is {max_bytes}: put large values that are no tensors"
+            " into tensors, or give all groups a larger HTTPTransport(max_manifest_bytes=...)",
+            party,
+        )
     body = _inflated(answer.read(max_bytes), answer.header("Content-Encoding"), party, max_bytes)
     announced = answer.header(DIGEST_HEADER)
     if xxhash.xxh3_128_hexdigest(body) != announced:

@@ -104,6 +104,7 @@ _STATUS = {
     "not_yet": 404,
     "not_found": 404,
     "over": 409,
+    "cannot": 409,
     "gone": 410,
     "changed": 410,
     "revoked": 410,
@@ -511,6 +512,8 @@ class CheckpointHandlers:
                     raise self._refuse("revoked", _REVOKED.format(step))
             if answer is Availability.OVER:
                 raise self._refuse("over", f"step {step} is over, this source has gone on")
+            if snapshot is None and (why := self._snapshots.why_not(step)):
+                raise self._refuse("cannot", f"its state of step {step} cannot be sent: {why}")
             self._snapshots.request_snapshot(step, time.monotonic())
             if not await self._woken(deadline):
                 message = f"step {step} is not served {'any more' if snapshot else 'yet'}"

@@ -59,11 +59,23 @@ class SnapshotRegistry:
         self._requests: dict[int | None, float] = {}
         """Steps that were asked for and are not served, None for any, and when they were asked for last."""
         self._revoked: dict[str, frozenset[str]] = {}
+        self._cannot: tuple[int, str] | None = None
+
+    def cannot(self, step: int, why: str) -> None:
+        """The state of a step, which is the newest, cannot be sent: who waits for it is told why, until another one is served."""
+        with self._lock:
+            self._cannot = step, why
+
+    def why_not(self, step: int) -> str:
+        """Say why the state of a step cannot be sent; empty: it can, as far as is known."""
+        cannot = self._cannot
+        return cannot[1] if cannot is not None and cannot[0] == step else ""
 
     def put(self, snapshot: Snapshot, *, lease_ends: float, now: float = 0.0) -> list[Snapshot]:
         """Serve a snapshot until `lease_ends`; return those that had to be closed for it: the oldest that no learner receives."""
         with self._lock:
             self._drop_closed()
+            self._cannot = None
             self._leases.insert(0, _Lease(snapshot, lease_ends))
             self._come_to(snapshot.step, now)
             self._requests = {

@@ -83,7 +83,8 @@ class Beside:
             and (member.version != best or (member.asked.unverified and is_known_here))
         }
         idle = {m.replica_id for m in candidates if self._is_idle_spare(m)}
-        joining |= idle
+        in_debt = self._joining.in_debt(m for m in candidates if m.replica_id not in idle)
+        joining |= idle | {m.replica_id for m in in_debt}
         budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
         following = [
             m
@@ -96,6 +97,8 @@ class Beside:
         reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
         reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
+        tried = [m.replica_id for m in in_debt if not reasons[m.replica_id]]
+        reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
         out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
         admitted = [member for member in candidates if member.replica_id not in out]
         is_at_work = self._job.quorum_members.keys() - self._job.waiting.keys()
@@ -110,7 +113,12 @@ class Beside:
                     {replica_id: out[replica_id] for replica_id in idle},
                     [m for m in following if m not in others],
                 )
-            return candidates, {}, []
+            # Of those that could not come in before, no more than have to.
+            left_out = [m for m in in_debt if reasons[m.replica_id]]
+            needed = [m for m in candidates if m not in left_out]
+            while left_out and len(needed) < self._job.min_trainers(needed):
+                needed.append(left_out.pop(0))
+            return needed, {m.replica_id: reasons[m.replica_id] for m in left_out}, []
         return admitted, out, following
 
     def _has_counterparts(self, member: Member) -> bool:

@@ -26,6 +26,7 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitVote,
     JoinProgress,
+    Lacks,
     Outcome,
     QuorumBroken,
     Role,
@@ -37,6 +38,8 @@ from torchft_ckpt.core.coordination.recovery import Assignment
 from torchft_ckpt.core.coordination.restart import Settled, StepKey
 from torchft_ckpt.core.coordination.speaking import Speaking
 from torchft_ckpt.core.coordination.trial import Trials
+
+_REACH = "Each has to reach the others at every port: look for a firewall, or set TORCHFT_CKPT_HOSTNAME or GLOO_SOCKET_IFNAME"
 
 
 class Deciding:
@@ -57,6 +60,8 @@ class Deciding:
         self._trials = trials
         self._speaking = speaking
         self._leaving = leaving
+        self._trained: frozenset[str] = frozenset()
+        """Committed the last step that counted: they can connect to each other."""
 
     def begin(self, assignment: Assignment, members: list[Member], quorum_id: int, now: float) -> Round:
         """Return the step that these members begin, with what the others may spend on those who join."""
@@ -115,7 +120,8 @@ class Deciding:
                 # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
                 if member.replica_id not in current.failed:
                     current.failed.add(member.replica_id)
-                    self._note_failed_join([member.replica_id], now - current.formed_at, now)
+                    if vote.lacks is not Lacks.CONNECTION:  # else it is charged for that
+                        self._note_failed_join([member.replica_id], now - current.formed_at, now)
                 reason = f"{member.replica_id}: {clip(vote.reason) or 'its collectives failed'}"
                 yield from self._break_collectives(
                     current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
@@ -135,7 +141,8 @@ class Deciding:
             return
         before = current.reach.get(member.replica_id)
         if before is None or before.seconds or progress.reach_s:  # since when it has all counts
-            current.reach[member.replica_id] = Reach(progress.reach_s, now, is_measured=True, does=progress.does)
+            takes = progress.takes and f" ({clip(progress.takes)})"
+            current.reach[member.replica_id] = Reach(progress.reach_s, now, True, progress.does, takes)
         if current.tally.all_voters_approved or current.stalled:
             yield from self._advance(current, now)
         elif current.tally.roles[member.replica_id] is Role.INLINE and progress.reach_s:
@@ -289,6 +296,8 @@ class Deciding:
         committed = tally.verdict is CommitDecision.COMMIT
         if not committed and any(self._is_listening(m) for m in tally.roles if m not in tally.votes):
             tally.broken = True  # who has not voted is told to leave its collectives
+        refused = self._who_could_not_come_in(current)
+        yield from self._charge(current, refused, now)
         key = self._key(current)
         outcome = Outcome.COMMIT if committed else Outcome.DISCARD
         self._job.history.remember(key, tally, outcome, tally.reason)
@@ -300,8 +309,10 @@ class Deciding:
             behind = [
                 m
                 for m in self._joiners(tally)
-                if tally.outcome(m) is not Outcome.COMMIT and m not in current.failed | current.to_follow
+                if tally.outcome(m) is not Outcome.COMMIT and m not in {*refused, *current.failed, *current.to_follow}
             ]
+            self._trained = frozenset(m for m in tally.roles if tally.outcome(m) is Outcome.COMMIT)
+            self._joining.trained(self._trained)
             for replica_id in current.to_follow:
                 self._job.quorum_members.pop(replica_id, None)
             cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
@@ -312,10 +323,8 @@ class Deciding:
             vote = tally.votes.get(replica_id)
             if vote is not None and vote.approve and not self._job.members[replica_id].is_let_go:
                 self._job.quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
-        for replica_id, role in tally.roles.items():
-            vote = tally.votes.get(replica_id) if role in (Role.JOINER, Role.INLINE) else None
-            if vote is not None and vote.approve:
-                self._joining.joined(replica_id)
+        for replica_id in refused if not current.assignment.is_first else ():
+            self._job.quorum_members.pop(replica_id, None)
         contributors = [part.replica_id for part in current.assignment.parts if part.contributor_rank is not None]
         if committed:
             first = next((part.replica_id for part in current.assignment.parts if part.contributor_rank == 0), "")
@@ -331,7 +340,7 @@ class Deciding:
             if member is None:
                 continue
             is_back = tally.roles[replica_id] is Role.HEALTHY and self.is_still_in_quorum(member)
-            if (replica_id in followers or is_back) and not member.is_let_go:
+            if (replica_id in followers or is_back) and not member.is_let_go and replica_id not in refused:
                 self._job.quorum_members[replica_id] = None  # also where it was lost on the way, and is back
             has_voted = replica_id in tally.votes
             if not committed and not has_voted and member.is_in_step:
@@ -353,6 +362,40 @@ class Deciding:
                 if decided.leaving:
                     yield self._leaving.say_who_stays(member)
         yield from self._end_late_waits(current)
+
+    def _who_could_not_come_in(self, current: Round) -> list[str]:
+        """Return the members on whose account the step that has just ended is discarded, or goes on without them.
+
+        Where the members of a quorum cannot connect it is those that are new to the others, unless somebody has died. Who has
+        trained with all of them is believed once; if the same ones fail again, all of them are new.
+        """
+        tally = current.tally
+        lacking = [m for m in tally.votes if tally.votes[m].lacks and tally.roles[m] is not Role.HEALTHY]
+        if tally.lost:
+            return []
+        if tally.verdict is CommitDecision.COMMIT:
+            return [m for m in lacking if tally.outcome(m) is not Outcome.COMMIT]
+        if not any(vote.lacks is Lacks.CONNECTION for vote in tally.votes.values()):
+            return [m for m in lacking if tally.roles[m] is Role.INLINE and not current.failed]
+        new = [m for m in tally.roles if m not in self._trained]
+        self._trained = self._trained if new else frozenset()
+        return new
+
+    def _charge(self, current: Round, refused: list[str], now: float) -> Iterator[Log]:
+        """Charge members what it cost the others that they could not come in."""
+        tally, since = current.tally, current.formed_at
+        if tally.verdict is CommitDecision.COMMIT and current.all_approved_at is not None:
+            since = current.all_approved_at
+        for replica_id in refused:
+            vote = tally.votes.get(replica_id)
+            why = clip(vote.reason if vote is not None and vote.lacks else tally.reason)
+            connects = vote is None or vote.lacks is not Lacks.STATE
+            if connects:
+                why = f"the groups of quorum {current.quorum_id} cannot connect with it among them ({why}). {_REACH}"
+            said = self._joining.refused(
+                current, replica_id, (now - since) / len(refused), why, now, is_sure=connects and len(refused) == 1
+            )
+            yield Log(said, is_warning=True)
 
     def _is_listening(self, replica_id: str) -> bool:
         """Whether a member is connected and waits for the decision: it has not gone on from this step."""

@@ -6,6 +6,8 @@ receives beside its forward pass), and in their collectives (one that receives b
 the job (`JoinAllowance`). A need that does not fit is not waited for: who asks stays outside, and who is in the step is left
 behind at once.
 
+Who fails to come in stays outside for longer each time it costs them something, and is tried alone: see `JoinAllowance`.
+
 What the others would wait for anyway costs nothing: the usual length of a step, which is that of the steps that nobody joined;
 and the quorum that could not train without the joiner.
 """
@@ -18,7 +20,7 @@ from collections.abc import Collection, Iterable
 from torchft_ckpt.core.coordination.commit import CommitDecision
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Reach, Round
 from torchft_ckpt.core.coordination.messages import Receives, Role, group_name
-from torchft_ckpt.core.coordination.patience import JoinAllowance, JoinBackoff
+from torchft_ckpt.core.coordination.patience import Debt, JoinAllowance
 
 RETRY_S = 300.0
 """A group that has waited outside for so long is admitted once more: its link may have become faster."""
@@ -39,7 +41,7 @@ _LOOK_AGAIN_S = 0.25
 _ROUNDING_S = 0.001
 """So much after a limit it is over, however its sum is rounded."""
 _WEIGHT = 0.25
-_MAX_REMEMBERED = 4096
+_LONGEST_PAUSE_S = 300.0
 
 
 class Reception:
@@ -146,7 +148,6 @@ class Joining:
 
     def __init__(self) -> None:
         self._allowance = JoinAllowance()
-        self._backoff: dict[str, JoinBackoff] = {}
         self._usual_s = 0.0
         """How long a step takes that nobody joins."""
 
@@ -165,11 +166,9 @@ class Joining:
 
     def why_out(self, member: Member, budget_s: float, now: float) -> str:
         """Say why a member that has to load the state is not admitted now, and until when; empty: it is."""
-        backoff = self._backoff.get(group_name(member.replica_id))
-        if backoff is not None and backoff.is_out(now):
-            return (
-                f"{backoff.reason or 'it was left behind'}; it is tried again in {_in_words(backoff.out_until - now)}"
-            )
+        debt = self._debt(member)
+        if debt is not None and now < debt.out_until:
+            return f"{debt.reason}; it is tried again in {_in_words(debt.out_until - now)}"
         reach_s = member.asked.reach_s
         if now - member.asked_at >= RETRY_S and self._allowance.fits(0.0, budget_s, now):
             return ""
@@ -179,10 +178,40 @@ class Joining:
             return max(0.0, factor * (reach_s or 0.0) - beside_s) + factor * member.asked.load_s
 
         need_s = needs_s(1.0)
-        if backoff is not None:
+        if debt is not None:
             # One that expects a little less than it then measures would cost a step again and again.
-            need_s = max(need_s, min(needs_s(backoff.factor_of_need), self._allowance.limit_s))
+            need_s = max(need_s, min(needs_s(debt.factor_of_need), self._allowance.limit_s))
         return self._why_not(need_s, budget_s, now)
+
+    def _debt(self, member: Member) -> Debt | None:
+        return self._allowance.debts.get(group_name(member.replica_id))
+
+    def why_failed(self, member: Member) -> str:
+        """Say why a member did not come in when it was last tried; empty: it did, or was not tried."""
+        debt = self._debt(member)
+        return "" if debt is None else debt.reason
+
+    def in_debt(self, members: Iterable[Member]) -> list[Member]:
+        """Return those that could not come in, in the order in which they are tried."""
+        debts = {m.replica_id: (debt.refusals, m) for m in members if (debt := self._debt(m)) is not None}
+        return [m for refusals, m in sorted(debts.values(), key=lambda one: (one[0], one[1].replica_id)) if refusals]
+
+    def hold(self, members: Iterable[Member], now: float) -> tuple[str, float] | None:
+        """Say why not even those who need these members try them now, and until when; None: they may be tried."""
+        for member in self.in_debt(members):
+            if (debt := self._debt(member)) is not None and now < debt.hold_until:
+                return f"{member.replica_id} is needed, and could not come in: {debt.reason}", debt.hold_until
+        return None
+
+    def refused(self, current: Round, replica_id: str, cost_s: float, reason: str, now: float, *, is_sure: bool) -> str:
+        """A member could not come in, and the others stood still for so long. Returns what to say. `is_sure`: see `Debt`."""
+        if current.is_needed or current.assignment.is_first:
+            cost_s = 0.0  # there was nothing else to do
+        self._allowance.spend(cost_s, now)
+        debt = self._allowance.debt(group_name(replica_id), now)
+        debt.refused(cost_s, reason, now, is_sure=is_sure)
+        cost, pause = _in_words(cost_s), _in_words(debt.out_until - now)
+        return f"{replica_id} could not come in, which cost the others {cost}: {reason}; it is tried again in {pause}"
 
     def _why_not(self, need_s: float, budget_s: float, now: float) -> str:
         """Say why the others do not stand still for so long; empty: they do."""
@@ -202,7 +231,8 @@ class Joining:
     def begin(self, current: Round, holding: Iterable[Member], healing: Collection[Member], now: float) -> None:
         """A step begins: note for how long those who hold the state may wait for those who load it, and what these expect."""
         current.join_budget_s = min((member.asked.join_budget_s for member in holding), default=0.0)
-        current.join_wait_s = min(self._allowance.most_s(current.join_budget_s, now), LONGEST_S)
+        most_s = LONGEST_S if current.is_needed else self._allowance.most_s(current.join_budget_s, now)
+        current.join_wait_s = min(most_s, LONGEST_S)
         current.may_follow = frozenset(m.replica_id for m in healing if m.asked.can_follow and m.asked.guesses)
         current.reach = {
             member.replica_id: Reach(member.asked.reach_s + member.asked.load_s, now, is_measured=False)
@@ -249,43 +279,42 @@ class Joining:
         return True
 
     def _why_given_up(self, current: Round, replica_id: str, stands_since: float, stood_s: float, now: float) -> str:
-        """Say why a joiner is not waited for any longer; empty: it is.
+        """Say why a joiner is not waited for any longer; empty: it is, as is one that nobody can train without.
 
         Args:
             stands_since: since when the others have nothing else to do.
             stood_s: how much longer the step takes for joiners, by now.
         """
+        if current.is_needed:
+            return ""
         budget_s = current.join_budget_s or 0.0
         waited_s = max(0.0, now - stands_since)
         reach = current.reach.get(replica_id)
         if reach is None:  # its transport does not tell
-            fits = current.is_needed or self._allowance.fits(waited_s, budget_s, now)
+            fits = self._allowance.fits(waited_s, budget_s, now)
             return "" if fits and waited_s < budget_s else f"{replica_id} took longer than join_budget ({budget_s:g} s)"
         since_s, loads = now - max(reach.at, stands_since), reach.does is not Receives.TRANSFER
         # What loads may hold Python's lock; the heartbeat tells who is dead.
         if reach.seconds > 0 and reach.is_measured and since_s >= (max(SILENT_S, budget_s) if loads else SILENT_S):
             what = "loads" if loads else "receives"
-            return f"{replica_id} {what} the state, and has not said for {since_s:.1f} s how far it is"
+            return f"{replica_id} {what} the state, and has not said for {since_s:.1f} s how far it is{reach.takes}"
         goes_on_s = 0.0 if current.all_approved_at is not None else self._usual_s
         if reach.seconds == 0 and now >= max(reach.at + goes_on_s, stands_since) + budget_s:
-            return f"{replica_id} has the state, and took longer than join_budget ({budget_s:g} s) to go on"
+            return (
+                f"{replica_id} has the state, and took longer than join_budget ({budget_s:g} s) to go on{reach.takes}"
+            )
         need_s = max(0.0, reach.seconds - (now - reach.at))
         if not reach.is_measured and need_s == 0.0 and waited_s >= budget_s:
             return f"{replica_id} has not begun to receive the state within join_budget ({budget_s:g} s)"
         is_far = reach.is_measured and reach.does is Receives.TRANSFER and need_s > FOLLOW_FROM_S
-        if (
-            replica_id in current.may_follow
-            and is_far
-            and current.all_approved_at is not None
-            and not current.is_needed
-        ):
+        if replica_id in current.may_follow and is_far and current.all_approved_at is not None:
             current.to_follow.add(replica_id)
             return f"{replica_id} needs {_in_words(need_s)} more to receive the state, and does so outside of the quorum first"
-        why = "" if current.is_needed else self._why_not(need_s + stood_s, budget_s, now)
+        why = self._why_not(need_s + stood_s, budget_s, now)
         if not why:
             return ""
         current.underestimated.add(replica_id)
-        return f"{replica_id}: {why}"
+        return f"{replica_id}: {why}{reach.takes}"
 
     # ------------------------------------------------------------------------------------------------- after the step
 
@@ -320,15 +349,14 @@ class Joining:
     ) -> None:
         """An attempt to join failed, and has cost the others so long. Some needed longer than they had expected."""
         for replica_id in replica_ids:
-            backoff = self._backoff.setdefault(group_name(replica_id), JoinBackoff())
-            backoff.failed(cost_s, now)
-            backoff.times_underestimated += replica_id in underestimated
-            backoff.reason = reason
-        if len(self._backoff) > _MAX_REMEMBERED:
-            self._backoff = {name: backoff for name, backoff in self._backoff.items() if backoff.is_out(now)}
+            debt = self._allowance.debt(group_name(replica_id), now)
+            debt.failed(min(8.0 * cost_s, _LONGEST_PAUSE_S), reason, now)
+            debt.times_underestimated += replica_id in underestimated
 
-    def joined(self, replica_id: str) -> None:
-        self._backoff.pop(group_name(replica_id), None)
+    def trained(self, replica_ids: Iterable[str]) -> None:
+        """These members have committed a step together: they have come in."""
+        for replica_id in replica_ids:
+            self._allowance.debts.pop(group_name(replica_id), None)
 
 
 def _has_since(current: Round, replica_id: str, now: float) -> float:

@@ -208,6 +208,10 @@ class LighthouseState:
         """See `JobRecord`."""
         return self._job.finished_step
 
+    def why_failed(self, member: Member) -> str:
+        """See `Joining`."""
+        return self._joining.why_failed(member)
+
     @property
     def is_deserted(self) -> bool:
         return not self.members and not self.callers.members
@@ -583,6 +587,11 @@ class LighthouseState:
             self._evaluate_at = min(self._evaluate_at, self._spares.await_until)
             return
         if not admitted:
+            return
+        if (hold := self._joining.hold(admitted, now)) is not None:
+            yield from self._notify_pending(
+                hold[0], now, hold[1], is_warning=True, exclude=outside.keys() | others.keys()
+            )
             return
         out = outside.keys() | others.keys() | gathering
         asked = {

@@ -138,6 +138,8 @@ class Reach(NamedTuple):
     is_measured: bool
     """By what it has received in this step; else by what it expected when it asked."""
     does: Receives = Receives.TRANSFER
+    takes: str = ""
+    """See `JoinProgress`."""
 
 
 @dataclass(slots=True)

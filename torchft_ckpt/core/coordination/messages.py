@@ -310,6 +310,8 @@ class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     done_bytes: Count = 0
     """Of `total_bytes` so many are here and right; of a group: of all its ranks."""
     total_bytes: Count = 0
+    takes: Text = ""
+    """What takes so long, in words, where it is no transfer."""
 
 
 class FollowWish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -337,6 +339,16 @@ class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The asker has made its last step."""
 
 
+class Lacks(str, Enum):
+    """Why a member could take no part in a step, where that is the reason of its vote."""
+
+    NOTHING = ""
+    CONNECTION = "connection"
+    """The members of the quorum could not connect to each other: its process group was not made."""
+    STATE = "state"
+    """It could not receive or load the state of the step."""
+
+
 class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Whether the step may count, from one rank to its group and from one group to the lighthouse."""
 
@@ -360,6 +372,7 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of a rank: one digest of the state that the step began with, where that is to be compared. Of a group: one for each of
     its
     ranks; empty where one of them has none."""
+    lacks: Lacks = Lacks.NOTHING
     reason: Text = ""
 
 

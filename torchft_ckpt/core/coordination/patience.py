@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 LONGEST_RECONNECT_PAUSE_S = 2.0
 PENDING_NOTICE_S = 1.0
 """How often the lighthouse looks at those who wait for a quorum, and whether to tell them why."""
+_SHARE_OF_REFUSALS = 0.03
+_MAX_DEBTORS = 4096
 
 
 def reconnect_delay_s(attempt: int, jitter: float) -> float:
@@ -28,32 +30,40 @@ def restart_patience_s(join_timeout_s: float, heartbeat_timeout_s: float) -> flo
 
 
 @dataclass(slots=True)
-class JoinBackoff:
-    """Keeps a joiner out that was left behind, so that a hopeless one cannot tax the others at every step.
+class Debt:
+    """Keeps a group outside that failed to come in, so that a hopeless one cannot tax the others at every step.
 
-    An attempt costs the others what they waited, or the step that they discarded. It stays out for `factor` times that:
-    failing again and again, it costs them about a tenth of their time. A failure that cost nobody anything (the source
-    refused, say) is tried again soon, less and less often.
+    An attempt costs the others what they waited, or the step that they discarded. One that came too late stays out for eight
+    times that, so that it costs them about a tenth of their time; one that could not come in, until it is about a thirtieth. A
+    failure that cost nobody anything is tried again soon, less and less often.
     """
 
     failures: int = 0
+    refusals: int = 0
+    """So often of these it could not come in, rather than not in time: it is tried alone then."""
+    owed_s: float = 0.0
+    """Of the first of them, which may be chance or another's fault: it did not wait for that."""
     out_until: float = float("-inf")
+    hold_until: float = float("-inf")
+    """Until then not even those try it who cannot train without it."""
     reason: str = ""
-    """Why it was left behind."""
     times_underestimated: int = 0
     """So often it was let in, and then needed longer than it had said and than the others wait."""
-    factor: float = 8.0
-    shortest_s: float = 0.2
-    longest_s: float = 300.0
 
-    def failed(self, cost_s: float, now: float) -> None:
-        """Note an attempt that cost the others `cost_s` seconds."""
-        pause_s = max(self.factor * cost_s, self.shortest_s * 2.0 ** min(self.failures, 5))
+    def failed(self, pause_s: float, reason: str, now: float) -> None:
+        """Note an attempt; it stays out for so long at least."""
+        self.hold_until = now + 0.2 * 2.0 ** min(self.failures, 5)
+        self.out_until = max(now + pause_s, self.hold_until)
         self.failures += 1
-        self.out_until = now + min(self.longest_s, pause_s)
+        self.reason = reason or "it was left behind"
 
-    def is_out(self, now: float) -> bool:
-        return now < self.out_until
+    def refused(self, cost_s: float, reason: str, now: float, *, is_sure: bool) -> None:
+        """It could not come in. `is_sure`: that is nobody else's fault."""
+        is_first = not is_sure and not self.refusals
+        self.failed(cost_s if is_first else (cost_s + self.owed_s) / _SHARE_OF_REFUSALS, reason, now)
+        self.hold_until = now if is_first else self.hold_until
+        self.owed_s = cost_s if is_first else 0.0
+        self.refusals += 1
 
     @property
     def factor_of_need(self) -> float:
@@ -69,6 +79,9 @@ class JoinAllowance:
     fits where the purse holds it, or where it is at most the join budget and the purse is not below zero. So in any T seconds
     survivors stand still for at most the limit, one join budget and that share of T.
 
+    Each group that failed to come in has a debt besides. Of those that could not come in one at a time is tried, so that none
+    pays for another.
+
     Args:
         limit_s: what the purse holds at most; infinite: there is no limit.
     """
@@ -77,6 +90,8 @@ class JoinAllowance:
     share: float = 0.05
     _purse_s: float = float("inf")
     _at: float = 0.0
+    debts: dict[str, Debt] = field(default_factory=dict)
+    """By group: of those that failed and have not come in since."""
 
     def set_limit(self, limit_s: float, now: float) -> None:
         """Change the limit. What the purse holds beyond it is lost; a first limit fills it."""
@@ -92,6 +107,12 @@ class JoinAllowance:
         """Survivors have stood still for so long until now."""
         self._purse_s = self.purse_s(now) - seconds
         self._at = now
+
+    def debt(self, group: str, now: float) -> Debt:
+        """Return the debt of a group, which is about to grow."""
+        if len(self.debts) >= _MAX_DEBTORS:
+            self.debts = {other: debt for other, debt in self.debts.items() if debt.out_until > now}
+        return self.debts.setdefault(group, Debt())
 
     def fits(self, need_s: float, budget_s: float, now: float) -> bool:
         """Return whether survivors may stand still for so long.

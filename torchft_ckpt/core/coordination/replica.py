@@ -51,6 +51,7 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitVote,
     Hello,
+    Lacks,
     LocateState,
     OnReplicasDiffer,
     Outcome,
@@ -224,6 +225,7 @@ class ReplicaState:
         self._request_id = 0
         self._last_outcome: Outcome | None = None
         self._is_broken = False
+        self._is_unconnected = False
         self._is_stale = False
         """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
         self._vote: CommitVote | None = None
@@ -462,7 +464,7 @@ class ReplicaState:
             self.configured = None
         self._request_id += 1
         self.error = None
-        self._is_broken = False
+        self._is_broken = self._is_unconnected = False
         self._vote = None
         self._wishes, self._is_changed = None, False
 
@@ -588,6 +590,10 @@ class ReplicaState:
         self._is_broken = True
         self.configured = None
 
+    def cannot_connect(self) -> None:
+        """The process group of the open quorum could not be made. Where the quorum broke meanwhile, that is why."""
+        self._is_unconnected = self.error is None and self.phase is StepPhase.TRAINING
+
     def broken(self, message: QuorumBroken) -> bool:
         """The lighthouse says that a quorum broke. Returns whether what is in flight has to be aborted."""
         if self.quorum is None or message.quorum_id != self.quorum.quorum_id:
@@ -613,6 +619,7 @@ class ReplicaState:
         formed = self.quorum
         approve = self.error is None and self.healed
         reason = self.error or ("" if self.healed else "its state is not loaded yet")
+        lacks = Lacks.NOTHING if self.healed or self.error is None else Lacks.STATE
         if approve and self.num_participants < self.settings.min_replica_size:
             approve = False
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
@@ -630,6 +637,7 @@ class ReplicaState:
             collectives=collectives,
             num_collectives=num_collectives,
             state_digests=[state_digest] if state_digest and approve and is_known_holder else [],
+            lacks=Lacks.CONNECTION if self._is_unconnected else lacks,
             reason=reason[:1000],
         )
         if self._vote.broken:
