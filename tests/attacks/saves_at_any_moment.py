@@ -1,7 +1,7 @@
-"""Saves that are asked for at any moment of a step: does one that counts as whole hold half a step, or another one than it says?
+"""Saves that are asked for at any moment of a step: does a whole one hold half a step, or another than it says?
 
-By a timer's signals, by Ctrl-C that the script catches, by `on_event`, in hooks of the optimizer, and between two steps. Each save
-is either of one step, bit by bit, or its future, or the call, says why not.
+By a timer's signals, by Ctrl-C that the script catches, by `on_event`, in hooks of the optimizer, and between two steps. Each
+save is either of one step, bit by bit, or its future, or the call, says why not.
 
 usage: python saves_at_any_moment.py [--saves N]
 """
