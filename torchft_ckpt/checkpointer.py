@@ -77,6 +77,7 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.events import CheckpointSaved
 from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.saving import (
+    IN_STEP,
     NotSaving,
     SaveIdentity,
     check_keys,
@@ -145,6 +146,48 @@ class Restored:
         """Deprecated: `rank_state`."""
         warn_renamed("Restored.own", "rank_state")
         return self.rank_state
+
+
+class _LaterSave(Future[SavedCheckpoint]):
+    """A save that was asked for in the middle of a step. Who waits for it begins it; in that step he gets an error instead.
+
+    Args:
+        is_too_early: whether the step still goes on.
+        save: makes the save.
+    """
+
+    def __init__(self, is_too_early: Callable[[], bool], save: Callable[[], Future[SavedCheckpoint]]) -> None:
+        super().__init__()
+        self._is_too_early = is_too_early
+        self._save: Callable[[], Future[SavedCheckpoint]] | None = save
+
+    def begin(self) -> None:
+        """Save, on the training thread; whatever goes wrong is in this future. Again, it does nothing."""
+        save, self._save = self._save, None
+        if save is None:
+            return
+        try:
+            if self._is_too_early():
+                raise CheckpointError(f"nothing was saved: {IN_STEP}", "save")
+            save().add_done_callback(self._take)
+        except Exception as error:  # noqa: BLE001 - it is in the future
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        logger.warning("a save that was asked for in the middle of a step was not made: %s", error)
+        self.set_exception(error)
+
+    def _take(self, saved: Future[SavedCheckpoint]) -> None:
+        error = saved.exception()
+        self.set_result(saved.result()) if error is None else self._fail(error)
+
+    def result(self, timeout: float | None = None) -> SavedCheckpoint:
+        if self._save is not None and self._is_too_early():
+            raise CheckpointError(
+                f"the save is made when the step is over, so it cannot be waited for here: {IN_STEP}", "save"
+            )
+        self.begin()
+        return super().result(timeout)
 
 
 class Checkpointer:
@@ -320,6 +363,8 @@ class Checkpointer:
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
         step = _plain_step(step)
+        if self._is_in_step():
+            return self._save_later(lambda: self.save(state_dict, step=step, rank_state=rank_state, tier=tier))
         self._num_saves += 1
         future: Future[SavedCheckpoint] = Future()
         identity = self._identity(step)
@@ -398,6 +443,23 @@ class Checkpointer:
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         self._last[tier] = name, worker.future
         return worker.future
+
+    def _is_in_step(self) -> bool:
+        """Whether the state is on its way from one step to the next: an optimizer takes one, and has called what calls this."""
+        if self._manager is None:
+            return self._lock.held_for_step()
+        now = self._manager.view()
+        return self._lock.held_for_step() or (now.held != now.version and not now.held.proven)
+
+    def _save_later(self, save: Callable[[], Future[SavedCheckpoint]]) -> Future[SavedCheckpoint]:
+        """Save when this step is over and the next one begins, where a Manager knows that."""
+        later = _LaterSave(self._is_in_step, save)
+        if self._manager is None:
+            later.begin()
+        else:
+            logger.info("a save was asked for in the middle of a step: it is made before the next one begins")
+            self._manager.events.call_later(later.begin)
+        return later
 
     def _run(self, worker: SaveWorker, task: SaveTask, removes: bool) -> None:
         """On the save's thread. The next save may begin while old checkpoints are being removed."""

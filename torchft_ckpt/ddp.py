@@ -262,6 +262,7 @@ class _BucketReduction(ProcessGroupDummy):
         self.max_carrier_bytes = _MAX_CARRIER_BYTES
         self._counting: tuple[Work, torch.Tensor] | None = None
 
+    @torch.compiler.disable
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start to average a bucket, and with the last one to count the groups in which each parameter has a gradient."""
         gradients = bucket.buffer()
@@ -284,10 +285,12 @@ class _BucketReduction(ProcessGroupDummy):
         if not self._manager.is_participating():
             # What was used here alone has zeros when the reducer is done, which is after what is queued now.
             queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(lambda: _drop_unused(self.parameters, counts)))
+            dropping = torch.compiler.disable(lambda: _drop_unused(self.parameters, counts, [work]))
+            queue(torch.compiler.disable(lambda: queue(dropping)))
         return future
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> Work:  # type: ignore[override]
+    @torch.compiler.disable
+    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> Work:
         """Reduce the reducer's map, which is started after the last bucket."""
         if self._counting is None:
             raise ConfigError("PyTorch's reducer started its map before the last bucket: this PyTorch is not supported")
@@ -297,7 +300,8 @@ class _BucketReduction(ProcessGroupDummy):
 
 
 class _MapWork(Work):
-    """The reduction of a reducer's map: where no group has a gradient, nobody used the parameter.
+    """The reduction of a reducer's map: where no group has a gradient, nobody used the parameter. If the count has failed, each
+    has one: the step does not count, and a script may ask for the gradients before it hears of that.
 
     Args:
         work: counts the groups.
@@ -311,12 +315,14 @@ class _MapWork(Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the counts and fill the map."""
-        self._work.wait()
-        self._used.copy_(self._counts != 0)
+        self._used.copy_(self._counts != 0) if self._work.wait() else self._used.fill_(1)
         return True
 
 
-def _drop_unused(parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
+def _drop_unused(parameters: Sequence[nn.Parameter], counts: torch.Tensor, works: Sequence[Work]) -> None:
+    """Take the gradient of what no group used; of nothing, if the works that counted have failed."""
+    if not all([work.wait() for work in works]):
+        return
     for parameter, count in zip(parameters, counts.tolist(), strict=True):
         if count == 0:
             parameter.grad = None
@@ -430,10 +436,9 @@ class GradientAverage:
             works.append(self._manager.allreduce(flat))
             averages += flat.split([here[number].numel() for number in bucket])
         works.append(self._manager.allreduce(counts, reduce_op=ReduceOp.SUM))
-        for work in works:
-            work.wait()
+        is_counted = all([work.wait() for work in works])
         for parameter, average, count in zip(parameters, averages, counts.tolist(), strict=True):
-            parameter.grad = _gradient_of(parameter, average) if count else None
+            parameter.grad = _gradient_of(parameter, average) if count or not is_counted else None
 
     def take_no_part(self) -> None:
         """Start what the other groups start, for a step in which this one has computed nothing; leave no gradients."""
@@ -541,6 +546,4 @@ class PureDistributedDataParallel(nn.Module):
                 parameter.grad = torch.zeros_like(parameter)
             works.append(self._manager.allreduce(parameter.grad))
         works.append(self._manager.allreduce(used, reduce_op=ReduceOp.SUM))
-        for work in works:
-            work.wait()
-        _drop_unused(parameters, used)
+        _drop_unused(parameters, used, works)

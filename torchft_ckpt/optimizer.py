@@ -47,17 +47,19 @@ class OptimizerWrapper(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         return self.optim.state_dict()
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step, unless one is open in which nothing has happened (`Manager.start_quorum`); then clear the gradients.
 
         It joins a step that another wrapped optimizer has begun and nobody has decided. In a state dict function, clear them and
         no more.
         """
-        if not self.manager.is_in_state_dict_fn and self.manager.begins_step(self):
+        if not self.manager.is_in_state_dict_fn and self.manager.begins_step(self.optim):
             self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: object | None = None) -> bool:  # type: ignore[override]
+    @torch.compiler.disable
+    def step(self, closure: object | None = None) -> bool:
         """End the step; step the wrapped optimizer if it counts. In a state dict function, step it and no more.
 
         What belongs to a step that counts, an average of the weights say, is one line: `if optimizer.step(): ...`.
@@ -78,14 +80,15 @@ class OptimizerWrapper(Optimizer):
         if self.manager.is_in_state_dict_fn:
             self.optim.step()  # as torch's get_optimizer_state_dict does, to make state
             return False
-        self.manager.takes_step(self)
-        if not self.manager.should_commit():
-            return False
-        with self.manager.taking_step():
+        self.manager.takes_step(self.optim)
+        with self.manager.taking_step(self.optim):
+            if not self.manager.should_commit():
+                return False
             self.optim.step()
             self.manager.took_step(self.optim)
         return True
 
+    @torch.compiler.disable
     def skip_step(self) -> bool:
         """End the step as `step` does, and leave the weights as they are: for averaged gradients that are of no use.
 
@@ -97,7 +100,7 @@ class OptimizerWrapper(Optimizer):
 
         Raises: as `Manager.should_commit`.
         """
-        self.manager.takes_step(self)
+        self.manager.takes_step(self.optim)
         counts = self.manager.should_commit()
         if counts:
             self.manager.took_step(self.optim, has_stepped=False)

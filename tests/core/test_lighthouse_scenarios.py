@@ -524,9 +524,19 @@ def test_when_all_holders_are_gone_there_is_no_quorum_and_a_line_names_the_step_
     job.passes(120.0)
     pending = old.hears()[-1]
     assert old.formed.version.step == 1
-    assert "step 3 was committed, but the newest state here is of step 1" in pending
-    assert "a:1" in pending
+    assert "step 3 was committed, but the newest whole state here is of step 1" in pending
+    assert "a:1 is gone" in pending
     assert "allow-step-loss" in pending
+
+
+def test_a_group_whose_own_state_is_torn_hears_that_nobody_else_is_to_blame() -> None:
+    job, (a,) = trained("a", steps=2)
+    fresh = job.join("f")
+    a.replica.load_torn()
+    a.asks()
+    fresh.asks()
+    job.passes(120.0)
+    assert "(the state of a:1 is torn, by an interrupt or an error)" in a.hears()[-1]
 
 
 def test_the_job_goes_on_with_a_state_that_was_restored_on_purpose() -> None:

@@ -44,3 +44,13 @@ def told(story: str) -> str:
 )
 def test_where_steps_begin(loop: str) -> None:
     assert told(loop.replace("|", "").replace("!", "A")) == loop
+
+
+def test_a_step_in_place_of_a_discarded_one_is_of_the_same_optimizers() -> None:
+    shared = SharedStep()
+    for optimizer in "ab":
+        shared.clears(optimizer, is_decided=optimizer == "a")
+    assert (shared.steps("a"), shared.has_stepped("a"), shared.has_stepped("b")) == (True, True, False)
+    assert shared.clears("a", is_decided=True) is False, "it is ahead of the other"
+    assert shared.again() == {"a", "b"}
+    assert (shared.steps("a"), shared.clears("a", is_decided=True)) == (True, False)

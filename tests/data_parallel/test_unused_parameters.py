@@ -13,12 +13,14 @@ import torch.distributed as dist
 from support.averaging import Averaging, connect
 from support.lockstep import run_replicas
 from torch import nn
+from torch.distributed import Work
 from torch.nn import parallel
 from torch.utils.checkpoint import checkpoint
 
 from torchft_ckpt import DistributedDataParallel
 from torchft_ckpt.ddp import BackwardAverage, GradientAverage, PureDistributedDataParallel
 from torchft_ckpt.errors import CollectiveFailedError
+from torchft_ckpt.manager.collectives import done_work
 from torchft_ckpt.testing.fake_process_group import FakeFabric
 
 Wrap = Callable[[Averaging, nn.Module], nn.Module]
@@ -212,6 +214,22 @@ def test_a_step_that_failed_leaves_nothing_for_the_next(wrap: Wrap) -> None:
         return train(made[rank], wrapped, PLAN, rank)
 
     assert run_replicas(2, run) == train_groups(wrap, PLAN, [True, True])[0]
+
+
+@pytest.mark.parametrize("wrap", [ours, with_a_map_apart, pure, in_its_own_time])
+def test_a_group_that_joins_has_gradients_where_the_count_of_them_fails(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has entered zeros, and a gradient scaler asks for the gradients before it hears that the step is discarded."""
+    manager, made = connect(FakeFabric(), 0, [False]), models(1)
+
+    def fail(tensor: torch.Tensor, **_: object) -> Work:
+        return done_work(tensor.zero_(), lambda: True)
+
+    monkeypatch.setattr(manager, "allreduce", fail)
+    wrapped = wrap(manager, made[0])
+    wrapped(torch.ones(1, 4), 0).sum().backward()
+    assert [name for name, parameter in made[0].named_parameters() if parameter.grad is None] == []
 
 
 @pytest.mark.parametrize("wrap", [ours, pure, in_its_own_time])

@@ -151,6 +151,14 @@ class PlainManager:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._step, self._batches_committed = state["step"], state["batches_committed"]
 
+    def ensure_step(self) -> None:
+        """A forward pass begins: a loop that has not cleared the gradients of what was discarded tries again without them."""
+        if not self._is_open and self._place and not self.iteration.committed:
+            for optimizer in self.sharing.again():
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):  # type: ignore[attr-defined]
+                    parameter.grad = None
+            self.start_quorum()
+
     def wait_quorum(self) -> None: ...
 
     def should_commit(self) -> bool:
@@ -210,7 +218,13 @@ class PlainDDP(parallel.DistributedDataParallel):
     def __init__(self, manager: PlainManager, module: nn.Module, **kwargs: Any) -> None:
         options = {"find_unused_parameters": True, **kwargs}
         super().__init__(module, init_sync=False, process_group=PlainProcessGroup(manager), **options)
+        self._manager = manager
         self.register_comm_hook(manager, _average)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.training:
+            self._manager.ensure_step()
+        return super().forward(*inputs, **kwargs)
 
 
 def _average(manager, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, which are postponed here

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from torchft_ckpt import LighthouseServer, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.optimizer_settings import guard_steps
 
@@ -210,5 +210,35 @@ def test_a_load_that_steps_the_optimizer_keeps_the_lock_to_its_end() -> None:
     manager.guard_optimizer(adam)
     manager.registry.load({"default": {}})
     assert held == [True]
+    manager.shutdown()
+    server.shutdown()
+
+
+@pytest.mark.parametrize("what", ["step", "train step"])
+def test_a_step_that_torch_compiles_is_a_step(what: str) -> None:
+    """As torch's tutorial compiles `lambda: optimizer.step()`: what asks the other groups is left out of the graph."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    model = torch.nn.Linear(2, 2)
+    adamw = torch.optim.AdamW(model.parameters())
+    manager = Manager(
+        ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        lambda _: None,
+        lambda: {"model": model.state_dict()},
+        min_replica_size=1,
+        replica_id="alone",
+        lighthouse_addr=server.address(),
+        hostname="127.0.0.1",
+    )
+    ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, adamw)
+    step = torch.compile(lambda: optimizer.step(), backend="eager") if what == "step" else optimizer.step
+
+    def train() -> bool:
+        optimizer.zero_grad()
+        ddp(torch.ones(1, 2)).sum().backward()
+        return step()
+
+    compiled = torch.compile(train, backend="eager") if what == "train step" else train
+    assert [compiled() for _ in range(3)] == [True] * 3
+    assert manager.current_step() == 3
     manager.shutdown()
     server.shutdown()

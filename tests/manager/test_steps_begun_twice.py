@@ -152,13 +152,13 @@ def test_a_step_that_is_begun_again_is_the_same_one(group: Group) -> None:
     [
         lambda group: group.backward(),
         lambda group: group.manager.report_error(ValueError("the batch cannot be read")),
-        lambda group: group.sgd.step(),
+        lambda group: (group.manager.disallow_state_dict_read(), group.manager.allow_state_dict_read()),
         lambda group: group.manager.load_state_dict({"step": 1, "batches_committed": 1}),
         lambda group: group.manager.newest_step_of_peers(timedelta(seconds=5)),
         lambda group: group.manager.start_quorum(contributes=False, wait=True),
         lambda group: group.model.weight.requires_grad_(False),
     ],
-    ids=["collective", "error", "inner step", "restored", "peers asked", "other arguments", "frozen"],
+    ids=["collective", "error", "state changed", "restored", "peers asked", "other arguments", "frozen"],
 )
 def test_a_step_in_which_something_has_happened_begins_anew(group: Group, happen: Callable[[Group], object]) -> None:
     group.optimizer.zero_grad()

@@ -89,6 +89,10 @@ class StateDictLock:
         self._check_same_task()
         return True
 
+    def held_for_step(self) -> bool:
+        """Whether the calling thread holds the write side by `acquire_write`, as hooks of an optimizer do, and not by `write`."""
+        return self._writer().locked() and not self._here.num_writes
+
     @contextmanager
     def read(self, timeout: timedelta | None = None) -> Iterator[None]:
         """Hold the read side.
@@ -126,13 +130,14 @@ class StateDictLock:
 
         Raises: as `acquire_write`.
         """
-        if not self._take(timeout):
-            yield
-            return
+        is_outer = self._take(timeout)
+        self._here.num_writes += 1
         try:
             yield
         finally:
-            self.release_write()
+            self._here.num_writes -= 1
+            if is_outer:
+                self.release_write()
 
     def acquire_write(self, timeout: timedelta | None = None) -> None:
         """Take the write side for the calling thread, if it does not hold it already.
@@ -227,7 +232,7 @@ class _OfThread(threading.local):
     """Of the write side that it holds."""
     task: asyncio.Task[object] | None = None
     """The task that took it, if one did."""
-    num_reads = 0
+    num_reads = num_writes = 0
 
 
 _held_in_context: ContextVar[tuple[object, ...]] = ContextVar("torchft_ckpt_write_sides", default=())

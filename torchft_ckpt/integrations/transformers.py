@@ -211,11 +211,11 @@ class FaultToleranceCallback(TrainerCallback):
         def step(closure: object = None) -> None:
             if closure is not None:
                 raise ConfigError("optimizers that use closures are not supported", party="closure")
-            self._is_committed = self._vote()
-            # The Trainer does not step its schedule then.
-            optimizer._is_overflow = not self._is_committed
-            if self._is_committed:
-                with self._manager.taking_step():
+            with self._manager.taking_step():
+                self._is_committed = self._vote()
+                # The Trainer does not step its schedule then.
+                optimizer._is_overflow = not self._is_committed
+                if self._is_committed:
                     steps()
 
         inner.step = step

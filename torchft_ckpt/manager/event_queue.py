@@ -21,8 +21,13 @@ class EventQueue:
         self._on_event = on_event
         self._party = party
         self._pending: deque[Event] = deque()
+        self._later: deque[Callable[[], None]] = deque()
         self._is_delivering = False
         self._has_warned = False
+
+    def call_later(self, call: Callable[[], None]) -> None:
+        """Have something called when events are handed over next: between two steps. It must not raise."""
+        self._later.append(call)
 
     def add(self, event: Event) -> None:
         """Note that something happened. Waits for nothing."""
@@ -31,11 +36,13 @@ class EventQueue:
 
     def deliver(self) -> None:
         """Hand over what happened, in order. On the training thread, under no lock."""
-        if self._on_event is None or self._is_delivering:  # the second: on_event began or ended a step itself
+        if self._is_delivering:  # on_event began or ended a step itself
             return
         self._is_delivering = True
         try:
-            while self._pending:
+            while self._later:
+                self._later.popleft()()
+            while self._pending and self._on_event is not None:
                 self._hand_over(self._on_event, self._pending.popleft())
         finally:
             self._is_delivering = False

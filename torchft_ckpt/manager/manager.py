@@ -39,7 +39,7 @@ from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
 from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateKept, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
-from torchft_ckpt.errors import ConfigError, CoordinationError, GroupBrokenError
+from torchft_ckpt.errors import CheckpointError, ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
 from torchft_ckpt.manager.between_steps import BetweenSteps
 from torchft_ckpt.manager.checking import EqualityCheck
@@ -56,6 +56,7 @@ from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
 from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.redo_recording import RedoRecorder
 from torchft_ckpt.manager.redo_replay import Replay
+from torchft_ckpt.manager.saving import IN_STEP
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step import Steps
@@ -524,17 +525,23 @@ class Manager:
         """
         return self._followers.grad_scaler(scaler, name)
 
+    @torch.compiler.disable
     def disallow_state_dict_read(self) -> None:
         """The state is about to change: take the write lock, once what is being served has been copied aside.
 
         For optimizers that `Optimizer` does not wrap, see `guard_optimizer`. May be called again by the thread that
         holds the lock.
         """
+        self._disallow_read(by_optimizer=False)
+
+    def _disallow_read(self, *, by_optimizer: bool) -> None:
         with self._client.lock, self._client.replica as replica:
             replica.state_changed()
+            replica.takes_step(again=by_optimizer)
         self._serving.end_offer()
         self._state_dict_lock.acquire_write()
 
+    @torch.compiler.disable
     def allow_state_dict_read(self) -> None:
         """The state is whole again: give the write lock back. Without effect where it is not held."""
         self._state_dict_lock.release_write()
@@ -547,17 +554,21 @@ class Manager:
         self._client.load_torn()
 
     @contextmanager
-    def taking_step(self) -> Iterator[None]:
+    def taking_step(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
         """Around what takes a step that counts, of optimizers that are wrapped or guarded: `with manager.taking_step(): ...`.
 
-        `Optimizer.step` and the integrations take theirs in it. Where it raises the state is torn (`report_torn_state`); the
-        write lock, which the first of the optimizers took, is given back in any case.
+        `Optimizer.step` and the integrations take theirs in it, `should_commit` included. Where it raises after the step was
+        committed the state is torn (`report_torn_state`). The write lock, which the first optimizer took, is given back in any
+        case. When it ends the step is taken, whichever optimizers have stepped; `optimizer`: as far as that one goes.
         """
         try:
             yield
         except BaseException:
-            self.report_torn_state()
+            self._steps.broke_off()
             raise
+        else:
+            if optimizer is None:
+                self._steps.took_all()
         finally:
             self.allow_state_dict_read()
 
@@ -570,9 +581,18 @@ class Manager:
         none, as before the first step. Optimizers that count their steps count it, which a plain loop does not.
         """
         self._registry.guard(optimizer)
-        guard_steps(optimizer, self._enter_optimizer_step, self._leave_optimizer_step, self._recorder)
+        guard_steps(
+            optimizer,
+            lambda: self._enter_optimizer_step(optimizer),
+            self._leave_optimizer_step,
+            self._recorder,
+            ended=lambda: self._steps.ends_taking(optimizer),
+        )
 
-    def _enter_optimizer_step(self) -> None:
+    @torch.compiler.disable
+    def _enter_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._registry.in_function and self._replay.step is None:
+            self._steps.begins_to_take(optimizer)
         if self._registry.in_function == "get" and not self._has_warned_of_steps:
             self._has_warned_of_steps = True
             logger.warning(
@@ -581,8 +601,9 @@ class Manager:
                 self.replica_id(),
             )
         if not self._registry.is_explicitly_locked and self._registry.in_function != "load":
-            self.disallow_state_dict_read()
+            self._disallow_read(by_optimizer=not self._registry.in_function and self._registry.is_used_by_loops)
 
+    @torch.compiler.disable
     def _leave_optimizer_step(self) -> None:
         if self._registry.in_function != "load":  # there the lock is held for all of it
             self.allow_state_dict_read()
@@ -606,11 +627,23 @@ class Manager:
             replica.restore(step)
 
     def state_dict(self) -> dict[str, int]:
-        """Return what has to be saved with a checkpoint: the step and the batches committed."""
-        return self._own.saved(self.current_step())
+        """Return what has to be saved with a checkpoint: the step and the batches committed.
+
+        Until an optimizer begins to take a step that counts they are those of the step before, as the state is.
+
+        Raises:
+            CheckpointError: optimizers are taking a step, so the state is that of no step.
+        """
+        now = self._client.view()
+        if now.held == now.version:
+            return self._own.saved(self.current_step())
+        if not now.held.proven:
+            raise CheckpointError(f"the state is not to be saved: {IN_STEP}", self.replica_id())
+        return self._own.saved(now.held.step, is_before=True)
 
     # --------------------------------------------------------------------------------------------------------- quorum
 
+    @torch.compiler.disable
     def start_quorum(
         self,
         allow_heal: bool = True,
@@ -661,28 +694,31 @@ class Manager:
         limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience)
         self._steps.start(wishes, limit, check=self._leaving.check)
 
+    @torch.compiler.disable
     def ensure_step(self) -> None:
         """Begin a step as the last one was begun where a state may have to be loaded first; on the training thread.
 
         `DistributedDataParallel` calls it before a forward pass of training. A loop may so call `zero_grad` after its forward
         pass: what a group loads before it computes anything is there by then, and `zero_grad` finds the step open. It does
-        nothing where a step is open, before there are an optimizer and a registered state, and where nothing is to be loaded.
+        nothing where a step is open, before there are an optimizer and a registered state, and where nothing is to be loaded and
+        the last step counts. After one that was discarded a loop may leave `zero_grad` out: its gradients are cleared here.
 
         Raises: as `start_quorum`.
         """
         wishes = self._steps.wishes_before_forward()
         if wishes is not None:
+            self._steps.forget_discarded()
             self.start_quorum(wishes.allow_heal, wishes.shrink_only, contributes=wishes.contributes)
         self._steps.note_forward()
 
-    def begins_step(self, optimizer: object) -> bool:
+    def begins_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer clears its gradients; return whether a step has to begin with that. `Optimizer.zero_grad` asks.
 
         Several that are wrapped share a step: the rule is `core.coordination.replica.SharedStep`.
         """
         return self._steps.clears_gradients(optimizer)
 
-    def takes_step(self, optimizer: object) -> None:
+    def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to ask whether it has to step. `Optimizer.step` calls it.
 
         Raises:
@@ -697,6 +733,7 @@ class Manager:
     def took_step(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool = True) -> None:
         """A wrapped optimizer has taken the step that counts, or has skipped it: its schedulers follow, or do not."""
         self._followers.optimizer_ended(optimizer, has_stepped=has_stepped)
+        self._steps.ends_taking((optimizer,))
 
     def check_followed(self, event: str) -> None:
         """See that all that follows the last step has followed it. `event` says in a clause what comes now.
@@ -706,6 +743,7 @@ class Manager:
         """
         self._followers.check(event)
 
+    @torch.compiler.disable
     def wait_quorum(self) -> None:
         """Wait until the quorum is there and the process group is connected.
 
@@ -715,6 +753,7 @@ class Manager:
 
     # ---------------------------------------------------------------------------------------------------- collectives
 
+    @torch.compiler.disable
     def allreduce(
         self,
         tensor: torch.Tensor,
@@ -776,6 +815,7 @@ class Manager:
 
     # --------------------------------------------------------------------------------------------------------- commit
 
+    @torch.compiler.disable
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End a step: return whether it counts, and the optimizer has to be stepped. `Optimizer.step` calls it.
 
@@ -926,6 +966,7 @@ class Manager:
 
     # ------------------------------------------------------------------------------------------------ what it is now
 
+    @torch.compiler.disable
     def current_step(self) -> int:
         """Return the number of committed steps that this replica's state holds."""
         replayed = self._replay.step

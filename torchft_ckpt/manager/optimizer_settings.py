@@ -7,6 +7,7 @@ unequal to its source, with equal gradients and equal moments. So they also trav
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -114,8 +115,11 @@ def guard_steps(
     before: Callable[[], None],
     after: Callable[[], None],
     recorder: RedoRecorder | None = None,
+    *,
+    ended: Callable[[], None] = lambda: None,
 ) -> None:
-    """Have `before` and `after` called around each step; `after` may be called when nothing was begun.
+    """Have `before` and `after` called around each step; `after` may be called when nothing was begun, `ended` is called at last
+    where the step has not raised.
 
     What a step sees is noted by the recorder, where it is noting, before any hook has changed it: a replay runs the hooks, too.
 
@@ -123,9 +127,14 @@ def guard_steps(
     registered later run after ours and may change parameters too. So `step` is wrapped besides, as torch's learning-rate
     schedulers do it, and `after` is called when all of them have run; wrapped again by schedulers it stays what it is.
     """
+
+    def leave() -> None:
+        after()
+        ended()
+
     is_wrapped = False
     optimizer.register_step_pre_hook(lambda *_: before())
-    optimizer.register_step_post_hook(lambda *_: None if is_wrapped else after())
+    optimizer.register_step_post_hook(lambda *_: None if is_wrapped else leave())
     step = optimizer.step
 
     @functools.wraps(step)
@@ -133,12 +142,13 @@ def guard_steps(
         nonlocal is_wrapped
         is_wrapped = True
         try:
-            if recorder is not None and recorder.is_noting:
-                with recorder.noting(optimizer, args, kwargs):
-                    return step(*args, **kwargs)
-            return step(*args, **kwargs)
+            noting = recorder if recorder is not None and recorder.is_noting else None
+            with contextlib.nullcontext() if noting is None else noting.noting(optimizer, args, kwargs):
+                result = step(*args, **kwargs)
         finally:
             is_wrapped = False
             after()
+        ended()
+        return result
 
     optimizer.step = types.MethodType(guarded, optimizer)  # type: ignore[method-assign]

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from torchft_ckpt.manager.manager import Manager
 
 
+IN_STEP = (
+    "it was called in the middle of a step, from a signal handler, perhaps, or from a hook of an optimizer; use Manager.leave_on,"
+    " or set a flag there and save between two steps"
+)
+
+
 class SaveIdentity(NamedTuple):
     """The state that this rank holds, and its place among those that save it."""
 
@@ -48,7 +54,7 @@ class NotSaving(NamedTuple):
 def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
     """Return who this rank is in a save of the state of now. On the training thread, between two steps."""
     now = manager.view()
-    version = now.version
+    version = now.held
     if now.is_behind or not version.proven:
         return NotSaving("its state is not one that a quorum has committed")
     if now.unverified:

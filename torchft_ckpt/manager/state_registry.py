@@ -240,6 +240,11 @@ class StateRegistry:
         return _trained_bytes(with_inner(self._optimizers))
 
     @property
+    def announces_steps(self) -> bool:
+        """Whether all that changes the registered state says so: guarded optimizers, or an owner under the lock."""
+        return (self.knows_all_steps or not self.is_used_by_loops) and not self.is_empty
+
+    @property
     def knows_all_steps(self) -> bool:
         """Whether nothing changes the registered state but guarded optimizers, as far as was said."""
         return bool(self._optimizers) and not self._unguarded and self.is_used_by_loops
@@ -422,6 +427,8 @@ class OwnState:
         self.known = KnownLeaves()
         self.batches_committed = 0
         """Batches that went into committed steps, over all replica groups."""
+        self.batches_before = 0
+        """The same before the step that was voted on last."""
         self.place = RoundPlace()
         """Of an outer loop: where the script is in its round. It is served, and not saved."""
         self.outer_schedule: OuterSchedule | None = None
@@ -439,9 +446,9 @@ class OwnState:
             "own": "\n".join(sorted(self.known.own)),
         }
 
-    def saved(self, step: int) -> dict[str, int]:
-        """Return it as it is saved with the state of a step."""
-        return {"step": step, "batches_committed": self.batches_committed}
+    def saved(self, step: int, *, is_before: bool = False) -> dict[str, int]:
+        """Return it as it is saved with the state of a step; `is_before`: of the one before the last vote."""
+        return {"step": step, "batches_committed": self.batches_before if is_before else self.batches_committed}
 
     def complaint_about(self, own: dict[str, Any]) -> str:
         """Say what no source can have returned by `served`, as the end of a sentence; empty where all is well."""

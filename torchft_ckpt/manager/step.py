@@ -34,6 +34,7 @@ from torchft_ckpt.core.coordination.messages import (
     name_some,
 )
 from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
+from torchft_ckpt.core.training.taking import StepTaking
 from torchft_ckpt.errors import ConfigError, GroupLeftError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
 from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
@@ -131,6 +132,7 @@ class Steps:
         self._quorum_retries = quorum_retries
         self._sharing = SharedStep()
         self._undo = Undo(registry, client.replica_id)
+        self._taking = StepTaking()
         self._worker = Threads("torchft_ckpt-quorum")
         store_address = client.link.store_address()
         self._store_prepared = process_group.prepare_store(store_address) if store_address else None
@@ -175,6 +177,7 @@ class Steps:
         if self._may_keep(wishes):
             self._settle(has_to_wait=self._client.wants()[0])
             return
+        self.end_taking()
         check()
         self._followers.begins(is_torn=self._client.view().torn)
         self.leave()
@@ -367,27 +370,94 @@ class Steps:
         is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
         is_ready = self._registry.knows_optimizers and not self._registry.is_empty
         may_begin = is_ready and not is_outer and not self._sharing.is_half_taken
-        return last if may_begin and now.begins_with_load and not now.is_in_step else None
+        has_to = now.begins_with_load or self._is_committed is False
+        return last if may_begin and has_to and not now.is_in_step else None
+
+    def forget_discarded(self) -> None:
+        """A step begins that the script has not cleared the gradients for: those of a discarded one are not to count twice."""
+        if self._is_committed is False:
+            for optimizer in self._sharing.again():
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    optimizer.zero_grad()
 
     def note_forward(self) -> None:
         """A forward pass begins."""
         self._has_computed = self._has_computed or self._client.view().is_in_step
         self._undo.forward_begins()
 
-    def clears_gradients(self, optimizer: object) -> bool:
+    def clears_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Manager.begins_step`."""
         return self._sharing.clears(optimizer, is_decided=self._client.view().is_between_steps)
 
-    def takes(self, optimizer: object) -> None:
+    def takes(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Manager.takes_step`."""
+        if self._is_committed is False and self._sharing.has_stepped(optimizer):
+            raise ConfigError(
+                f"step {self._client.view().version.step} was discarded, and its optimizer steps again, though no other step has"
+                " begun: call zero_grad in each iteration, not only if step() has returned True",
+                party=type(optimizer).__name__,
+            )
         if not self._sharing.steps(optimizer):
             raise ConfigError(
                 "an optimizer steps again, and another one that cleared its gradients in the same step has not stepped yet: step"
                 " all of them once in a step, and call zero_grad of those only that step in it"
             )
+        self._taking.enters((optimizer,))
+
+    # ---------------------------------------------------------------------------------- what is decided is to be taken
+
+    def begins_to_take(self, optimizer: torch.optim.Optimizer) -> None:
+        """A guarded optimizer is about to step. Raises `ConfigError` where no step that counts is there for it to take."""
+        now, name = self._client.view(), type(optimizer).__name__
+        is_open = self._is_committed is None and not now.is_between_steps
+        is_training = self._registry.is_used_by_loops and not now.warms_up and not self._client.is_over
+        if is_training and (is_open or self._is_committed is False) and not _makes_state(optimizer):
+            raise ConfigError(
+                f"{name} steps, and step {now.version.step} "
+                + ("is not decided yet" if is_open else "was discarded")
+                + ": each replica group would train by itself. Call step() of the Optimizer that wraps it, not its own and not in"
+                " the backward pass, or step it only if should_commit() has returned True",
+                party=name,
+            )
+        self._taking.enters(optimizer)
+
+    def ends_taking(self, who: object) -> None:
+        """A guarded optimizer, or an `Optimizer`, has done its part of the step."""
+        self._taking.ends(who)
+        if self._taking.is_taken:
+            self._client.took_step()
+
+    def took_all(self) -> None:
+        """What takes the step that counts is over, whoever has stepped in it."""
+        self._client.took_step()
+        self._taking.closes()
+
+    def broke_off(self) -> None:
+        """A step that counts is not taken to its end."""
+        if self._client.has_to_take_step() or (self._is_committed and not self._registry.announces_steps):
+            step = self._client.view().version.step - 1
+            self._client.load_torn()
+            logger.error(
+                "%s was interrupted in step %d, which counts, before its optimizers had taken it to the end: its state is torn,"
+                " and it loads that of the other groups when the next step begins",
+                self._client.replica_id,
+                step,
+            )
+
+    def end_taking(self) -> None:
+        """The next step begins: the last one that counts is taken, however the loop has done that, or it is torn."""
+        if self._taking.is_inside:
+            self.broke_off()
+        if self._client.has_to_take_step():
+            step = self._client.view().version.step - 1
+            self._client.took_step()
+            # All groups have left it out alike, or the next votes differ.
+            logger.info("%s: not all optimizers have taken step %d, which counts", self._client.replica_id, step)
+        self._taking.closes()
 
     def leave(self) -> None:
         """Abandon the step that is open, if there is one. What was issued after the decision ends first."""
+        self.end_taking()
         quorum, self._quorum = self._quorum, None
         is_undecided = quorum is not None and self._is_committed is None
         # It was raised from wait_quorum already, or its step was abandoned.
@@ -606,15 +676,25 @@ class Steps:
             return self._ask_again(self._is_committed)
         vote = self._vote or self._cast_vote(synchronize=True)
         now = self._client.view()
+        self._own.batches_before = self._own.batches_committed
+        self._taking.enters(self)  # until the answer is on its way to the script
         if now.is_learner:
             outcome, reason = self._client.learned()
         else:
             outcome, reason = self._client.await_decision(vote, _as_long_as_others(limit, now))
         self._is_committed = outcome is Outcome.COMMIT
         self._end(vote, outcome, reason)
+        self._taking.leaves(self)
         return self._is_committed
 
     def _ask_again(self, is_committed: bool) -> bool:
+        if (
+            self._late.count and not is_committed and not self._taking.is_inside
+        ):  # by an `Optimizer`, for which `takes` sees to it
+            raise ConfigError(
+                f"step {self._client.view().version.step} was discarded, and {self._late.count} collectives were issued since,"
+                " but no other step has begun: call start_quorum, or zero_grad of the Optimizer, in each iteration"
+            )
         if self._late.count and is_committed:
             step = self._client.view().version.step - 1
             self._client.load_torn()  # the first optimizer has taken this step, the others have not
@@ -657,6 +737,8 @@ class Steps:
         self._followers.decided(counts=outcome is Outcome.COMMIT)
         self._has_computed = False
         if outcome is Outcome.COMMIT:
+            if not self._registry.announces_steps:
+                self._client.took_step()  # when the optimizers step, nobody says
             self._own.batches_committed += now.num_participants
             if self._recorder is not None and now.quorum is not None:
                 self._recorder.step_counts(now.quorum.version, now.version, self._own.batches_committed)
@@ -682,6 +764,11 @@ class Steps:
         self._healing.shutdown()
         self._replay.shutdown()
         self._check.shutdown(timeout_s=timeout_s)
+
+
+def _makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step makes an optimizer's first state and moves nothing, as those of torch's state dict functions."""
+    return not optimizer.state and not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
 
 
 def _as_long_as_others(limit: timedelta, now: ReplicaView) -> timedelta:

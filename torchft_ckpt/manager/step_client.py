@@ -379,6 +379,16 @@ class StepClient:
         with self.lock, self.replica as replica:
             replica.load_torn()
 
+    def has_to_take_step(self) -> bool:
+        """Whether a step is decided and not yet taken. `view` may not say so, if an interrupt came in the way of that."""
+        with self.lock, self.replica as replica:
+            return replica.held != replica.version
+
+    def took_step(self) -> None:
+        """See `ReplicaState.took_step`."""
+        with self.lock, self.replica as replica:
+            replica.took_step()
+
     # ----------------------------------------------------------------------------------------------- what goes wrong
 
     def error(self) -> ExceptionWithTraceback | None:

@@ -440,13 +440,14 @@ class OuterLoop(Generic[F]):
         """Wait for the averages, vote, and do what follows."""
         self._exchange.wait()
         fragment = self._fragment_of(self._manager.quorum_step())
-        committed = self._manager.should_commit()
+        with self._manager.taking_step():
+            committed = self._manager.should_commit()
+            if committed:
+                self._apply(fragment, merge=merge and not self._was_loaded)
         if self._manager.is_leaving:  # there is no other round
             retries_left = 0
         verdict = after_vote(committed=committed, is_behind=self._manager.is_behind, retries_left=retries_left)
-        if verdict is RoundOutcome.APPLY:
-            self._apply(fragment, merge=merge and not self._was_loaded)
-        elif verdict is RoundOutcome.RESTORE:
+        if verdict is RoundOutcome.RESTORE:
             logger.info("%s: a round is discarded, its fragment goes back", self._manager.replica_id())
             with self._changing_model():
                 fragment.restore()
@@ -460,12 +461,11 @@ class OuterLoop(Generic[F]):
         if self._was_loaded:
             self._go_to_backup()
         self._manager.disallow_state_dict_read()
-        with self._manager.taking_step():
-            self._outer_settings.take()
-            fragment.apply(merge=merge)
-            if fragment.outer_optimizer is not None:
-                self._manager.took_step(fragment.outer_optimizer)
-            _synchronize()
+        self._outer_settings.take()
+        fragment.apply(merge=merge)
+        if fragment.outer_optimizer is not None:
+            self._manager.took_step(fragment.outer_optimizer)
+        _synchronize()
         self._has_applied = True
         self._outer_settings.num_rounds += 1
 

@@ -585,3 +585,131 @@ def all_together(job: Job) -> None:
         scheduler.step()
         with torch.no_grad():
             error(average, job.batch())
+
+
+@idiom(
+    "zero_grad only if the step counted (if optimizer.step(): optimizer.zero_grad())",
+    STEP,
+    "After a discarded step, `DistributedDataParallel` begins the next one in its forward pass, and clears the gradients. If you"
+    " do not use it, call `zero_grad` in each iteration: `step` raises a `ConfigError` otherwise.",
+    was="after the first discarded step the loop went round for ever, without a step and without a word",
+)
+def zero_if_committed(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    reported: list[int] = []
+    while job.goes_on():
+        loss = error(ddp, job.batch())
+        if job.group == 0 and job.step == job.num_steps - 2 and not reported:
+            reported.append(job.step)
+            manager.report_error(ValueError("a bad batch"))
+        loss.backward()
+        if optimizer.step():
+            optimizer.zero_grad()
+
+
+@idiom(
+    "Two optimizers in wrappers, both cleared only if the step counted",
+    STEP,
+    was="after the first discarded step the loop went round for ever, without a step and without a word",
+)
+def two_wrappers_if_committed(job: Job) -> None:
+    model = mlp()
+    first = torch.optim.SGD([p for p in model.parameters() if p.dim() > 1], lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=1e-2)
+    job.manager(*states(model=model, first=first, second=second))
+    ddp, both = job.ddp(model), [job.optimizer(first), job.optimizer(second)]
+    for optimizer in both:
+        optimizer.zero_grad()
+    while job.goes_on():
+        error(ddp, job.batch()).backward()
+        if all([optimizer.step() for optimizer in both]):
+            for optimizer in both:
+                optimizer.zero_grad()
+
+
+@idiom(
+    "A step of the optimizer itself, instead of the wrapper's (inner.step() for optimizer.step())",
+    STEP,
+    "Each group would train by itself. Call `step` of the wrapper.",
+    was="the groups trained apart, without a word",
+    refused="ConfigError",
+    says="SGD steps, and step 0 is not decided yet",
+)
+def inner_by_mistake(job: Job) -> None:
+    model = mlp()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, inner=inner))
+    ddp, optimizer = job.ddp(model), job.optimizer(inner)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        inner.step()
+
+
+@idiom(
+    "Optimizers that step in the backward pass (torchtune's optimizer_in_bwd, LOMO)",
+    STEP,
+    "They step before the groups have voted. Step after the backward pass.",
+    was="the groups trained apart, without a word",
+    refused="ConfigError",
+    says="SGD steps, and step 0 is not decided yet.*not its own and not in the backward pass",
+)
+def optimizers_in_backward(job: Job) -> None:
+    model = mlp()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    manager = job.manager(*states(model=model))
+    for parameter, optimizer in optimizers.items():
+        manager.guard_optimizer(optimizer)
+        parameter.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+    ddp = job.ddp(model)
+    while job.goes_on():
+        manager.start_quorum()
+        error(ddp, job.batch()).backward()
+        manager.should_commit()
+
+
+@idiom(
+    "should_commit called, and its answer not used",
+    STEP,
+    "In the first discarded step. Step a guarded optimizer only if `should_commit` returns True.",
+    was="from the first discarded step on the groups trained apart, without a word",
+    refused="ConfigError",
+    says="SGD steps, and step 1 was discarded",
+)
+def ignores_the_answer(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    manager.guard_optimizer(sgd)
+    ddp = job.ddp(model)
+    while job.goes_on():
+        manager.start_quorum()
+        error(ddp, job.batch()).backward()
+        if job.step == 1:
+            manager.report_error(ValueError("a bad batch"))
+        manager.should_commit()
+        sgd.step()
+        sgd.zero_grad()
+
+
+@idiom(
+    "Skip the optimizer's step after the vote, in all groups (an overflow of averaged gradients)",
+    STEP,
+    "The step counts, and the weights stay. Do the optimizer's step, or leave it out, in `manager.taking_step()`: a checkpoint"
+    " that is saved after it has the number of this step then, and of the step before otherwise.",
+)
+def skip_after_the_vote(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    manager.guard_optimizer(sgd)
+    ddp = job.ddp(model)
+    while job.goes_on():
+        manager.start_quorum()
+        error(ddp, job.batch()).backward()
+        if manager.should_commit() and job.step % 3:
+            sgd.step()
+        model.zero_grad()

@@ -800,18 +800,24 @@ class LighthouseState:
             )
         if lost.is_torn:
             return (
-                f"no replica group here has a whole state ({name_some(replica_ids)}: a load failed half-way, or its ranks"
-                " hold different states). Restart one of them"
+                f"no replica group here has a whole state ({name_some(replica_ids)}: an interrupt or an error has broken off a"
+                " step or a load half-way, or its ranks hold different states). Start one of them again, from a checkpoint"
+                " (Manager.load_state_dict) if there is one"
             )
         ahead = self._job.history.holders(self._job.held(exclude=replica_ids), lost.newest_step)
         if ahead:
             return f"waiting for {name_some(ahead)}: alive, and holding step {lost.newest_step}, which was committed"
-        gone = name_some(list(self.lost_members)[-5:]) or "not known here"
+        gone = name_some(list(self.lost_members)[-5:])
+        torn = name_some(
+            [one for one in replica_ids if (asked := self.members[one].request) is not None and asked.torn]
+        )
+        there = [f"{gone} is gone"] * bool(gone)
+        there += [f"the state of {torn} is torn, by an interrupt or an error"] * bool(torn)
         return (
-            f"step {lost.newest_step} was committed, but the newest state here is of step {lost.best_step}: every group that"
-            f" held a newer one is gone ({gone}).{hint} Bring one of them back, or start a group from a"
-            " checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt allow-step-loss. A new run of the"
-            " same script is another job: set another TORCHFT_CKPT_JOB"
+            f"step {lost.newest_step} was committed, but the newest whole state here is of step {lost.best_step}: no group that"
+            f" held a newer one has it any more ({'; '.join(there) or 'who held it is not known here'}).{hint} Bring one of them"
+            " back, or start a group from a checkpoint (Manager.load_state_dict), or accept the loss: python -m torchft_ckpt"
+            " allow-step-loss. A new run of the same script is another job: set another TORCHFT_CKPT_JOB"
         )
 
     def _notify_left_out(

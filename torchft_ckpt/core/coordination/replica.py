@@ -14,7 +14,9 @@ simulation drives it in the same way.
     VOTED,     broken                     as it was   abort what was issued after the vote: the step stands
     IDLE
     TRAINING   vote                       VOTED       send the returned `CommitVote`
-    VOTED      decided(COMMIT)            IDLE        step the optimizer; the version moves on
+    VOTED      decided(COMMIT)            IDLE        step the optimizer; the version moves on, and what is `held` follows it
+    IDLE       takes_step                 IDLE        the optimizer changes the state: what is held has no name
+    IDLE       took_step                  IDLE        the state that is held is the one that `version` names
     VOTED      decided(other)             IDLE        do not step it
     VOTED      decision_unknown           IDLE        do not step it; the next quorum tells whether the others did. In a
                                                       group of several ranks none may decide that alone: `GiveUpWaiting`
@@ -27,7 +29,8 @@ simulation drives it in the same way.
     IDLE       left_between_steps         IDLE        likewise
     IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
 
-Rules that hold in every phase: the version moves only together with the state that it names; a replica whose version is
+Rules that hold in every phase: the version moves only together with the state that it names, or ahead of it from the decision
+until the optimizers have stepped, when `held` is another than it; a replica whose version is
 not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing; a torn
 state has no name until a whole one is loaded over it.
 
@@ -171,6 +174,7 @@ class ReplicaView(NamedTuple):
     """A replica at one moment, all of it at the same. The names are those of `ReplicaState`."""
 
     version: StateVersion
+    held: StateVersion
     quorum: QuorumFormed | None
     phase: StepPhase
     error: str | None
@@ -204,6 +208,7 @@ class ReplicaState:
     def __init__(self, settings: ReplicaSettings) -> None:
         self.settings = settings
         self.version = StateVersion()
+        self._held: StateVersion | None = None
         self.restored = False
         self.torn = False
         """The state is not whole: a load failed half-way. It stays so until a whole one is loaded."""
@@ -262,6 +267,12 @@ class ReplicaState:
         if self.phase in (StepPhase.TRAINING, StepPhase.VOTED) and self.quorum is not None:
             return self.version == self.quorum.version and (self._is_exact or self.quorum.role is not Role.INLINE)
         return self.version.proven
+
+    @property
+    def held(self) -> StateVersion:
+        """The version of the state that is here. It is another than `version` while a step is decided and not yet taken: the one
+        before until an optimizer begins to step, then none until all have."""
+        return self.version if self._held is None else self._held
 
     @property
     def is_in_step(self) -> bool:
@@ -365,7 +376,7 @@ class ReplicaState:
 
     def restore(self, step: int) -> None:
         """The user loaded a checkpoint of `step` on purpose."""
-        self.version = StateVersion(step=step)
+        self.version, self._held = StateVersion(step=step), None
         self.restored = True
         self.torn = False
         self.unverified = self._on_probation = False
@@ -374,6 +385,16 @@ class ReplicaState:
     def state_changed(self) -> None:
         """The state is not the one any more with which the open step was asked for."""
         self._is_changed = True
+
+    def takes_step(self, *, again: bool = False) -> None:
+        """The state is changed for the step that was decided and not yet taken; `again`: or for one that was taken already."""
+        is_committed = self.phase is StepPhase.IDLE and self._last_outcome is Outcome.COMMIT and self.version.proven
+        if self._held is not None or (again and is_committed):
+            self._held = StateVersion()
+
+    def took_step(self) -> None:
+        """The optimizers have taken the step that was decided, or the loop has left it out."""
+        self._held = None
 
     def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
         """Whether a step that is asked for can be the one that is open, because nothing has happened in it yet.
@@ -568,8 +589,8 @@ class ReplicaState:
         return self.quorum is not None and self.quorum.unverified
 
     def load_torn(self) -> None:
-        """Loading failed half-way: what is held now has no name."""
-        self.version = StateVersion()
+        """Loading failed half-way, or a step was not taken to its end: what is held now has no name."""
+        self.version, self._held = StateVersion(), None
         self.restored = False
         self.torn = True
         self.state_changed()
@@ -689,7 +710,8 @@ class ReplicaState:
         if outcome is Outcome.COMMIT:
             step = decided.step + 1
             self.unverified = self.unverified and not self._is_exact
-            self._adopt(StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch))
+            version = StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch)
+            self._adopt(version, held=self.version)
             self._shows = decided.shows
             self.speaks, self.silent_for = decided.speaks, decided.silent_for
         elif outcome is Outcome.LEFT_BEHIND:
@@ -756,7 +778,8 @@ class ReplicaState:
         if rolled_back_to.quorum_id > self.rolled_back_to.quorum_id:
             self.rolled_back_to = rolled_back_to
 
-    def _adopt(self, version: StateVersion) -> None:
+    def _adopt(self, version: StateVersion, held: StateVersion | None = None) -> None:
+        self._held = held  # first: what interrupts this finds the state behind its name, not a name that is wrong
         self.version = version
         self.restored = False
         self.torn = False
@@ -809,6 +832,16 @@ class SharedStep:
         self._joined = self._ahead | {optimizer}
         self._stepped, self._ahead = set(), set()
         return True
+
+    def again(self) -> set[Hashable]:
+        """A step begins in place of a discarded one: those that took part in that take part in this. They are returned."""
+        self._joined |= self._ahead
+        self._stepped, self._ahead = set(), set()
+        return self._joined
+
+    def has_stepped(self, optimizer: Hashable) -> bool:
+        """Whether an optimizer has stepped since the last step began."""
+        return optimizer in self._stepped
 
     def steps(self, optimizer: Hashable) -> bool:
         """An optimizer is about to step. False: it must not, as its step cannot begin before the others have taken this one."""

@@ -3,4 +3,5 @@
 discards        what would help where steps are discarded again and again; pauses between two tries
 following       which call follows a step that counts: of a scheduler, of a gradient scaler
 outer_schedule  when an outer loop exchanges a fragment, and what becomes of its round
+taking          when the optimizers have taken a step that counts
 """
