@@ -116,6 +116,11 @@ class _ReplicaGroup(Strategy):
                 party="world_size",
             )
         self._tell_rank_zero()
+        for callback in self._trainer.callbacks if self._trainer.state.fn == TrainerFn.FITTING else ():
+            for kind, why in _REFUSED.items():
+                if isinstance(callback, kind):
+                    name = type(callback).__name__
+                    raise ConfigError(f"{type(self).__name__} does not go with the callback {name}: {why}", party=name)
 
     def setup(self, trainer: Any) -> None:
         """As the strategy does it; then register what Lightning trains with the manager."""
@@ -136,11 +141,6 @@ class _ReplicaGroup(Strategy):
             )
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise ConfigError("LBFGS evaluates its closure several times: it cannot be used", party="LBFGS")
-        for callback in trainer.callbacks:
-            for kind, why in _REFUSED.items():
-                if isinstance(callback, kind):
-                    name = type(callback).__name__
-                    raise ConfigError(f"{type(self).__name__} does not go with the callback {name}: {why}", party=name)
         self._average = GradientAverage(self._manager, self.model)
         self._begin_before_batches(trainer.fit_loop.epoch_loop)
         for optimizer in self.optimizers:

@@ -33,7 +33,7 @@ from torchft_ckpt.core.coordination.equality import runs_of
 from torchft_ckpt.core.coordination.layouts import SEPARATOR
 from torchft_ckpt.core.coordination.messages import LeafDigests, LeavesWanted, StateVersion
 from torchft_ckpt.errors import StateChangedError
-from torchft_ckpt.manager.comparing import bits_of, value_in_words
+from torchft_ckpt.manager.comparing import bits_of, is_random_state, value_in_words
 from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 Found: TypeAlias = "tuple[str, torch.Tensor | str]"
 """A tensor, or a value in words, and where it is."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_NUM_PYTHON_WORDS = 625
 _LEAF_CHARS = 16
 _MAX_TEXT_CHARS = 3000
 _MAX_FROZEN_CHARS = 150
@@ -92,7 +91,7 @@ def _leaves(value: Any, path: str) -> Iterator[Found]:
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_meta:
             yield path, value
-    elif _is_random_state(value) or isinstance(value, np.ndarray):
+    elif is_random_state(value) or isinstance(value, np.ndarray):
         return
     elif isinstance(value, Mapping):
         for key, item in value.items():
@@ -116,17 +115,6 @@ def _owned(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Found]:
             yield f"{path}.parameter {number}", parameter
             yield from _leaves(optimizer.state.get(parameter, {}), f"{path}.state.{number}")
             number += 1
-
-
-def _is_random_state(value: object) -> bool:
-    """Whether a value is what Python's or numpy's generators return as their state. torch's are tensors that nobody owns."""
-    if isinstance(value, Mapping):
-        return "bit_generator" in value
-    if not isinstance(value, (list, tuple)) or len(value) < 3:
-        return False
-    words = value[1]
-    is_pythons = isinstance(words, (list, tuple)) and len(words) == _NUM_PYTHON_WORDS
-    return is_pythons or (isinstance(value[0], str) and isinstance(words, np.ndarray))
 
 
 def digest_of(value: torch.Tensor | str) -> str:
