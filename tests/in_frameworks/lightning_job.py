@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ class Net(LightningModule):
         self.save_hyperparameters()
         torch.manual_seed(seed)
         self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
-        self.manager: Manager | None = None
+        self.num_groups: Callable[[], int] | None = None  # no Manager: StochasticWeightAveraging makes a deep copy
         self.note = f"seed {seed}"
         self.go_on = Path()
         self.pause_s = 0.0
@@ -68,8 +69,8 @@ class Net(LightningModule):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         numbers, features, targets = batch
         say(f"READ {self.trainer.global_step} {batch_idx % ACCUMULATE} {numbers.tolist()}")
-        if self.manager is not None:
-            self.take_time(self.manager.num_participants())
+        if self.num_groups is not None:
+            self.take_time(self.num_groups())
         loss = nn.functional.mse_loss(self.layers(features), targets)
         self.log("loss", loss)
         return loss
@@ -207,7 +208,7 @@ def main() -> None:
         )
     # Other weights in each life of each group: what is equal at the end came from the others.
     model = (ShardedNet if options.sharded else Net)(int.from_bytes(os.urandom(4), "big"), options.steps)
-    model.manager, model.go_on = manager, options.folder.parent / "go_on"
+    model.num_groups, model.go_on = lambda: manager.num_participants(), options.folder.parent / "go_on"
     model.pause_s = options.pause
     averages: list[Any] = []
     if options.averages:
