@@ -300,7 +300,7 @@ class _ReplicaGroup(Strategy):
             state.pop(name, None)
         for callback in trainer.callbacks:
             if isinstance(callback, Timer):
-                state["callbacks"].pop(callback.state_key, None)  # a clock of one's own: see `broadcast`
+                state["callbacks"].pop(callback.state_key, None)  # each group has a clock of its own
         for values in state["callbacks"].values():
             values.pop("current_score", None)  # ModelCheckpoint returns it, and does not load it
         return {**state, _PLACE: place}
@@ -477,11 +477,6 @@ class _ReplicaGroup(Strategy):
             work = self._manager.allreduce(votes, reduce_op=ReduceOp.MIN if all else ReduceOp.MAX)
             decision = bool(votes.item()) if work.wait() else decision
         return bool(super().reduce_boolean_decision(decision, all))  # the ranks of this group alike in any case
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As the strategy does it. What `Timer` decides by a group's own clock is decided for all groups, between two steps."""
-        decides = isinstance(obj, bool) and self._average is not None and self._place is None
-        return super().broadcast(self.reduce_boolean_decision(obj, all=False) if decides else obj, src)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, if this group speaks for the job. All ranks of a group call it."""
