@@ -24,7 +24,7 @@
     |   |-- UnsupportedValueError       our own state dict holds a value of no known type (a TypeError)
     |   |-- StateMismatchError          a whole and correct state that does not fit this replica
     |   |   `-- LayoutMismatchError     the same tensors, but in other shards than here
-    |   |-- StateDictLoadError          the user's load_state_dict function raised
+    |   |-- StateDictLoadError          the user's load_state_dict function raised, or did not take what it was given
     |   |-- StorageError                a file system or object store failed (an OSError)
     |   |-- CheckpointDamagedError      a durable checkpoint is not whole, or has other bytes than written
     |   |-- CheckpointNotFoundError     there is no whole durable checkpoint (a FileNotFoundError)
@@ -244,7 +244,7 @@ class LayoutMismatchError(StateMismatchError):
 
 
 class StateDictLoadError(CheckpointError):
-    """The user's `load_state_dict` function raised; this replica's state is undefined and it stays un-healed."""
+    """The user's `load_state_dict` function raised, or twice in a row did not take what it was given; the state is undefined."""
 
     @classmethod
     def of(cls, key: str, error: Exception) -> StateDictLoadError:

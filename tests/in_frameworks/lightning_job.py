@@ -11,13 +11,14 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from fingerprints import print_state, say
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ class Net(LightningModule):
         self.save_hyperparameters()
         torch.manual_seed(seed)
         self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
-        self.manager: Manager | None = None
+        self.num_groups: Callable[[], int] | None = None  # no Manager: StochasticWeightAveraging makes a deep copy
         self.note = f"seed {seed}"
         self.go_on = Path()
         self.pause_s = 0.0
@@ -68,8 +69,8 @@ class Net(LightningModule):
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         numbers, features, targets = batch
         say(f"READ {self.trainer.global_step} {batch_idx % ACCUMULATE} {numbers.tolist()}")
-        if self.manager is not None:
-            self.take_time(self.manager.num_participants())
+        if self.num_groups is not None:
+            self.take_time(self.num_groups())
         loss = nn.functional.mse_loss(self.layers(features), targets)
         self.log("loss", loss)
         return loss
@@ -111,6 +112,31 @@ class ShardedNet(Net):
             fully_shard(self.layers, mesh=mesh)
 
 
+class Averages(Callback):
+    """Keeps an average whose decay follows from the step that it reads, and a copy of the weights of every third step."""
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        self.average, self.copied = ([p.detach().clone() for p in module.parameters()] for _ in range(2))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "copied": self.copied}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.copied = state["average"], state["copied"]
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step:  # of a batch that is accumulated
+            return
+        weights = [parameter.detach() for parameter in module.parameters()]
+        for average, weight in zip(self.average, weights, strict=True):
+            average.lerp_(weight, 9 / (10 + self.step))
+        if self.step % 3 == 0:
+            self.copied = [weight.clone() for weight in weights]
+
+
 class TellingIO(TorchCheckpointIO):
     def __init__(self, slow_step: int = 0, slow_s: float = 0.0) -> None:
         self.slow_step, self.slow_s = slow_step, slow_s
@@ -149,6 +175,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--sharded", action="store_true")
     parser.add_argument("--leaves", action="store_true")
+    parser.add_argument("--averages", action="store_true", help="by a callback of the user's and one of Lightning's")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--slow-save", type=float, default=0.0, help="seconds that the save of step 10 takes")
     parser.add_argument("--min-replica-size", type=int, default=1)
@@ -181,8 +208,12 @@ def main() -> None:
         )
     # Other weights in each life of each group: what is equal at the end came from the others.
     model = (ShardedNet if options.sharded else Net)(int.from_bytes(os.urandom(4), "big"), options.steps)
-    model.manager, model.go_on = manager, options.folder.parent / "go_on"
+    model.num_groups, model.go_on = lambda: manager.num_participants(), options.folder.parent / "go_on"
     model.pause_s = options.pause
+    averages: list[Any] = []
+    if options.averages:
+        averages = [Averages(), StochasticWeightAveraging(swa_lrs=5e-3, swa_epoch_start=1, annealing_epochs=3)]
+        trainer.callbacks[:0] = averages
     say(f"PID {rank} {os.getpid()}")
     if options.leaves:
         manager.leave_on(signal.SIGTERM, save=lambda: trainer.save_checkpoint(options.folder / "left.ckpt"))
@@ -195,6 +226,7 @@ def main() -> None:
         optimizer=trainer.optimizers[0].state_dict(),
         scheduler=trainer.lr_scheduler_configs[0].scheduler.state_dict(),
         hooks={"note": model.note},
+        averages=[one.state_dict() for one in averages],
         best={"paths": sorted(Path(path).name for path in trainer.checkpoint_callbacks[1].best_k_models)},
     )
     manager.shutdown()

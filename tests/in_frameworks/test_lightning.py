@@ -24,6 +24,8 @@ pytest.importorskip("lightning")
 
 from fingerprints import _leaves
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_job import ACCUMULATE, BATCH_SIZE, HELD_AT, Net, make_data, make_trainer, sampler_of
 from support.launched import REPO
@@ -165,6 +167,25 @@ def test_a_log_goes_on_in_the_file_of_a_group_that_died(tmp_path: Path, before: 
     assert [row["step"] for row in rows] == (["0", "1"] if before else ["1"])
 
 
+@pytest.mark.parametrize(
+    ("callback", "name"),
+    [
+        (BackboneFinetuning(), "BackboneFinetuning"),
+        (BatchSizeFinder(), "BatchSizeFinder"),
+        (LearningRateFinder(), "LearningRateFinder"),
+        (ModelPruning("l1_unstructured"), "ModelPruning"),
+        (SpikeDetection(), "SpikeDetection"),
+    ],
+)
+def test_callbacks_that_leave_groups_apart_are_refused_by_name(
+    tmp_path: Path, manager: Manager, callback: Callback, name: str
+) -> None:
+    trainer = make_trainer(tmp_path, 5, strategy=FaultToleranceStrategy(manager, "cpu"), enable_progress_bar=False)
+    trainer.callbacks.append(callback)
+    with pytest.raises(ConfigError, match=f"the callback {name}: "):
+        trainer.fit(Net(7, 5), DataLoader(make_data(), batch_size=4))
+
+
 @pytest.mark.slow
 def test_manual_optimization_is_refused_by_name(tmp_path: Path, manager: Manager) -> None:
     model = Net(7, 5)
@@ -220,10 +241,10 @@ def written(run: Group) -> list[str]:
 @pytest.mark.parametrize("killed_speaks", [True, False], ids=["the-one-that-speaks", "another-one"])
 def test_a_killed_group_comes_back_and_ends_bit_equal(tmp_path: Path, killed_speaks: bool) -> None:
     """Group 0 speaks for the job, as the first by name. Whoever is killed: each checkpoint is written once, each step is logged
-    once, and the group that comes back goes on with its data where the job is."""
+    once, and the group that comes back goes on with its data, and with averages that callbacks keep, where the job is."""
     folder = tmp_path / "out"
     killed, kept = (0, 1) if killed_speaks else (1, 0)
-    with FrameworkJob(tmp_path, SCRIPT, f"--steps={NUM_STEPS}", f"--folder={folder}") as job:
+    with FrameworkJob(tmp_path, SCRIPT, f"--steps={NUM_STEPS}", f"--folder={folder}", "--averages") as job:
         runs = {group: job.start(group) for group in (0, 1)}
         kill_in_a_step(runs[killed], runs[kept], tmp_path)
         if killed_speaks:

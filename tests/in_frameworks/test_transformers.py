@@ -74,11 +74,14 @@ def logged(folder: Path, event: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("nproc", [None, 2], ids=["a process each", "two ranks each, by torchrun"])
 def test_the_group_that_speaks_is_killed_and_comes_back(tmp_path: Path, nproc: int | None) -> None:
-    """The other one waits for it at step 2. It trains on alone later, speaks meanwhile, and waits again at step 24."""
+    """The other one waits for it at step 2. It trains on alone later, speaks meanwhile, and waits again at step 24.
+
+    A callback of the user's keeps averages by the step that it reads, before ours in the list, or after it.
+    """
     is_there, is_back = tmp_path / "is there", tmp_path / "is back"
     # What comes back may be as slow as it likes.
     slow = {"TORCHFT_CKPT_JOIN_BUDGET_SEC": "60"}
-    options = [f"--folder={tmp_path}", f"--steps={STEPS}"]
+    options = [f"--folder={tmp_path}", f"--steps={STEPS}", f"--averages={'before' if nproc is None else 'after'}"]
     with FrameworkJob(tmp_path, SCRIPT, *options, nproc=nproc, environment=slow) as job:
         survivor = job.start(1, "--wait", "2", str(is_there), "--wait", "24", str(is_back))
         survivor.wait_for_step(2)

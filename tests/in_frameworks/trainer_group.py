@@ -84,6 +84,31 @@ class Logger(TrainerCallback):
         self._write("save", state.global_step)
 
 
+class Averages(TrainerCallback):
+    """Keeps an average whose decay follows from the step that it reads, and a copy of the weights of every third step."""
+
+    def __init__(self, manager: Manager, model: torch.nn.Module) -> None:
+        self.average, self.copied = ([p.detach().clone() for p in model.parameters()] for _ in range(2))
+        manager.register_state_dict_fn("averages", self.load_state_dict, self.state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "copied": self.copied}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.copied = state["average"], state["copied"]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert state.global_step == self.step + 1
+        weights = [parameter.detach() for parameter in kwargs["model"].parameters()]
+        for average, weight in zip(self.average, weights, strict=True):
+            average.lerp_(weight, 9 / (10 + self.step))
+        if self.step % 3 == 0:
+            self.copied = [weight.clone() for weight in weights]
+
+
 def note_what_is_read(model: torch.nn.Module) -> None:
     def note(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module.training:
@@ -106,6 +131,7 @@ def main() -> None:
     parser.add_argument("--greater-is-better", action="store_true", help="take the largest loss for the best")
     parser.add_argument("--warm-up", type=Path)
     parser.add_argument("--wait", nargs=2, action="append", default=[])
+    parser.add_argument("--averages", choices=["before", "after"], help="in the list of callbacks, than the library's")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
@@ -126,6 +152,7 @@ def main() -> None:
     )
     note_what_is_read(model)
     fault_tolerance = FaultToleranceCallback(manager, loggers=[Logger(group, options.folder / "log.jsonl")])
+    averages = [Averages(manager, model)] if options.averages else []
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -151,7 +178,9 @@ def main() -> None:
         eval_dataset=Numbered(200, 8),
         callbacks=[
             Recorder(options.wait, options.warm_up),
+            *(averages if options.averages == "before" else []),
             fault_tolerance,
+            *(averages if options.averages == "after" else []),
         ],
     )
     resume = options.resume
@@ -166,6 +195,7 @@ def main() -> None:
         model=trainer.model.state_dict(),
         optimizer=trainer.optimizer.state_dict(),
         lr_scheduler=trainer.lr_scheduler.state_dict(),
+        averages={} if not averages else averages[0].state_dict(),
         trainer={
             name: getattr(trainer.state, name) for name in ("global_step", "epoch", "best_metric", "best_global_step")
         },

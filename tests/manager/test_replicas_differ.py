@@ -17,7 +17,7 @@ from test_manager_in_process import Replica, shutdown, together
 from torch import nn
 
 from torchft_ckpt import LighthouseServer
-from torchft_ckpt.errors import ConfigError, ReplicasDifferError
+from torchft_ckpt.errors import ConfigError, ReplicasDifferError, StateDictLoadError
 from torchft_ckpt.manager import checking
 
 EVERY = 3
@@ -262,3 +262,44 @@ def test_a_load_that_takes_all_is_told_nothing(caplog: pytest.LogCaptureFixture,
     assert sum(replica.manager.statistics().num_healed for replica in replicas) == 2
     shutdown(*replicas)
     assert not said(caplog, "does not return what was loaded", "model")
+
+
+class TakesLater(Normed):
+    """Its `load` does nothing with a count, as callbacks keep things for an `on_train_start` that does not come any more."""
+
+    count = 0
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "count": self.count}
+
+
+def test_what_load_state_dict_does_not_take_is_told_at_the_first_heal_and_an_error_at_the_second(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Random generators, which it does not take either, are a group's own."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    kept, healing = (TakesLater(server, f"group_{'ab'[number]}", number) for number in range(2))
+    kept.count = 7
+    is_over = threading.Event()
+
+    def train(replica: Normed) -> None:
+        while not is_over.is_set():
+            replica.step()
+
+    def heal_again(replica: Normed) -> None:
+        replica.manager.report_torn_state()
+        try:
+            train(replica)
+        finally:
+            is_over.set()
+            shutdown(replica)  # the other one waits for it
+
+    with caplog.at_level(logging.WARNING):
+        train_to([kept, healing], 1)
+        (told,) = said(caplog, "does not return what was loaded")
+        with pytest.raises(StateDictLoadError, match="for the second time") as error:
+            together([kept, healing], lambda replica: (train if replica is kept else heal_again)(replica))
+    for said_of in (told, str(error.value)):
+        assert "(default.count)" in said_of
+    shutdown(kept)
+    server.shutdown()

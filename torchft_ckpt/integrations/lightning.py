@@ -2,7 +2,7 @@
 
 Each group runs a Trainer of its own. One step of Lightning's optimizer is one step of the job:
 
-    training_step    with the first of the batches that are accumulated: `start_quorum`, before the forward pass
+    before a batch   the first of those that are accumulated: `start_quorum`, before the batch is read and any hook hears of it
     optimizer_step   the last forward and backward pass (Lightning's closure); average over the groups what is accumulated; vote;
                      where the step counts: `on_before_optimizer_step`, clipping and `optimizer.step`
 
@@ -11,7 +11,11 @@ averaged again in the next one. Lightning takes each call for a step, and goes b
 its `global_step` is the job's.
 
 **A state is what Lightning would write into a checkpoint**, checkpoint hooks and callbacks included, and the place in the data. A
-group that loads one goes to that place. If it had gradients of another state, it computes them again from there.
+group that loads one goes to that place. If that comes before the batch, all hooks see the job's step, state and batch. If it had
+gradients of another state, it computes them again from there. `on_train_batch_start` is then called again, as hooks set there
+what follows from `global_step`.
+
+**Callbacks of Lightning's** are right in all groups, or refused by name when `fit` begins.
 
 **SIGTERM** is `Manager.leave_on`'s, where that was called: Lightning does not end the loop, and the next step is not begun. Else
 Lightning ends the loop after the batch, and the process with status 143.
@@ -34,6 +38,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Timer,
+)
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.utilities import _log_hyperparams
@@ -61,6 +74,14 @@ KEY = "lightning"
 _PLACE = "torchft_ckpt_place"
 _NOT_STATE = ("epoch", "global_step", "loops")
 """Of what is in a checkpoint: the place of the loops, which is said by `_PLACE` as of the beginning of a step."""
+_REFUSED: dict[type, str] = {
+    BaseFinetuning: "it gives the optimizer more parameters in some epoch, and a group that comes back begins without them",
+    BatchSizeFinder: "each group would train steps of its own, and find another batch size; find it before the job",
+    LearningRateFinder: "each group would train steps of its own, and find another rate; find it before the job",
+    ModelPruning: "it gives the parameters other names, and a group that comes back begins with the old ones",
+    SpikeDetection: "it judges by the losses of one group, and cannot load what it has saved",
+}
+"""Callbacks of Lightning's that cannot be used, and why."""
 
 
 class _ReplicaGroup(Strategy):
@@ -77,7 +98,6 @@ class _ReplicaGroup(Strategy):
     """`_place` was loaded, and the loops are elsewhere yet."""
     _is_outdated = False
     """A state was loaded since the gradients were computed."""
-    _computes_again = False
 
     @property
     def _trainer(self) -> Any:
@@ -96,6 +116,11 @@ class _ReplicaGroup(Strategy):
                 party="world_size",
             )
         self._tell_rank_zero()
+        for callback in self._trainer.callbacks if self._trainer.state.fn == TrainerFn.FITTING else ():
+            for kind, why in _REFUSED.items():
+                if isinstance(callback, kind):
+                    name = type(callback).__name__
+                    raise ConfigError(f"{type(self).__name__} does not go with the callback {name}: {why}", party=name)
 
     def setup(self, trainer: Any) -> None:
         """As the strategy does it; then register what Lightning trains with the manager."""
@@ -117,6 +142,7 @@ class _ReplicaGroup(Strategy):
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise ConfigError("LBFGS evaluates its closure several times: it cannot be used", party="LBFGS")
         self._average = GradientAverage(self._manager, self.model)
+        self._begin_before_batches(trainer.fit_loop.epoch_loop)
         for optimizer in self.optimizers:
             self._manager.guard_optimizer(optimizer)
         self._manager.register_state_dict_fn(KEY, self._load, self._state)
@@ -167,14 +193,29 @@ class _ReplicaGroup(Strategy):
 
     # ------------------------------------------------------------------------------------------------------- one step
 
+    def _begin_before_batches(self, loop: Any) -> None:
+        """Have a step begin before the first batch is read of those that are accumulated."""
+        advance = loop.advance
+
+        def advance_in_step(data_fetcher: Any) -> None:
+            # Where it has just resumed, it may only end a validation, or pass one over.
+            may_validate = loop.restarting and loop._should_check_val_fx(data_fetcher)
+            trains = not may_validate or not (loop.val_loop.restarted_mid_evaluation or loop.restarted_on_last)
+            if trains and loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0:
+                self._begin_step()
+            advance(data_fetcher)
+
+        loop.advance = advance_in_step
+
+    def _begin_step(self) -> None:
+        self._place = self._place_now()
+        self._manager.start_quorum()
+        self._is_outdated = False
+        if self._has_moved:
+            self._take_place(0)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning does it. With the first of the batches that are accumulated a step begins."""
-        if not self._computes_again and self._num_batches_before == 0:
-            self._place = self._place_now()
-            self._manager.start_quorum()
-            self._is_outdated = False
-            if self._has_moved:
-                args = self._batch_of_place(args)
+        """As Lightning does it."""
         output = super().training_step(*args, **kwargs)
         if output is None:
             raise ConfigError(
@@ -182,11 +223,6 @@ class _ReplicaGroup(Strategy):
                 party="training_step",
             )
         return output
-
-    @property
-    def _num_batches_before(self) -> int:
-        """How many batches are accumulated before this one, for the same step."""
-        return int(self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches)
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -204,16 +240,18 @@ class _ReplicaGroup(Strategy):
             time.sleep(next(pauses))  # where groups are missing
             self._manager.start_quorum()
             if self._is_outdated:
-                self._compute_again(optimizer)
+                self._is_outdated = False
+                optimizer.zero_grad()
+                self._begin_again(optimizer)
                 self._average.take()
             else:
                 self._average.again()
         self._average.forget()
         with self._manager.taking_step():
+            if self._has_moved:
+                self._begin_again()
             # Hooks, unscaling and clipping see the averages.
             result = self.precision_plugin.optimizer_step(optimizer, model=module, closure=lambda: result, **kwargs)
-        if self._has_moved:
-            self._go_to_place()
         self._place = None
         if self._manager.speaks != self._speaks:
             self._fall_silent() if self._speaks else self._speak()
@@ -224,20 +262,23 @@ class _ReplicaGroup(Strategy):
             self._fall_silent()
         return self._manager.should_commit()
 
-    def _compute_again(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compute the gradients of the open step from the state that was loaded, and from the step's own batches."""
+    def _begin_again(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Go through the open step's own batches, as a state was loaded in it.
+
+        Hooks read `global_step` once more. Gradients of the state are computed if the optimizer is given.
+        """
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        self._is_outdated, self._computes_again = False, True
-        try:
-            optimizer.zero_grad()
-            batches = self._go_to_place(reads=True)
-            for number, batch in enumerate(batches, start=loop.batch_idx + 1 - len(batches)):
-                arguments = loop._build_kwargs(OrderedDict(), self._on_device(batch), number)
-                output = call._call_strategy_hook(trainer, "training_step", *arguments.values())
-                loss = output["loss"] if isinstance(output, Mapping) else output
-                call._call_strategy_hook(trainer, "backward", loss / trainer.accumulate_grad_batches, optimizer)
-        finally:
-            self._computes_again = False
+        batches = self._go_to_place()
+        for number, fetched in enumerate(batches, start=loop.batch_idx + 1 - len(batches)):
+            batch = self._on_device(fetched)
+            call._call_callback_hooks(trainer, "on_train_batch_start", batch, number)
+            call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number)
+            if optimizer is None:
+                continue
+            arguments = loop._build_kwargs(OrderedDict(), batch, number)
+            output = call._call_strategy_hook(trainer, "training_step", *arguments.values())
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            call._call_strategy_hook(trainer, "backward", loss / trainer.accumulate_grad_batches, optimizer)
 
     # ------------------------------------------------------------------------------------------------ the state that moves
 
@@ -257,6 +298,9 @@ class _ReplicaGroup(Strategy):
         given = [trainer.lightning_module, *([trainer.datamodule] if trainer.datamodule is not None else [])]
         for name in (*_NOT_STATE, *(name for one in given for name in _hyper_parameters(one))):
             state.pop(name, None)
+        for callback in trainer.callbacks:
+            if isinstance(callback, Timer):
+                state["callbacks"].pop(callback.state_key, None)  # each group has a clock of its own
         for values in state["callbacks"].values():
             values.pop("current_score", None)  # ModelCheckpoint returns it, and does not load it
         return {**state, _PLACE: place}
@@ -274,12 +318,32 @@ class _ReplicaGroup(Strategy):
             call._call_lightning_module_hook(trainer, "on_load_checkpoint", state)
             module.load_state_dict(state["state_dict"], strict=module.strict_loading)
             connector.restore_callbacks()
+            for callback in trainer.callbacks:
+                if isinstance(callback, StochasticWeightAveraging):
+                    self._end_load(callback)
             connector.restore_precision_plugin_state()
             for optimizer, values in zip(self.optimizers, state["optimizer_states"], strict=True):
                 optimizer.load_state_dict(values)
             connector.restore_lr_schedulers()
         finally:
             connector._loaded_checkpoint = {}
+
+    def _end_load(self, averaging: StochasticWeightAveraging) -> None:
+        """Do now what this callback keeps from a load until training, or an epoch, begins.
+
+        Its schedule takes the place of the other one before the state of schedules and optimizer is loaded.
+        """
+        if averaging._scheduler_state is None:  # no epoch of those that it averages has begun
+            return
+        epochs = self._trainer.fit_loop.epoch_progress.current
+        is_in, epochs.completed = epochs.completed, averaging._latest_update_epoch
+        try:
+            averaging.on_train_epoch_start(self._trainer, self._trainer.lightning_module)
+        finally:
+            epochs.completed = is_in
+        assert averaging._swa_scheduler is not None
+        averaging._swa_scheduler.load_state_dict(averaging._scheduler_state)
+        averaging.n_averaged = torch.tensor(averaging._init_n_averaged, device=self.root_device)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """As the strategy does it for a checkpoint; for other groups the tensors themselves, as ranks may not talk then."""
@@ -311,33 +375,21 @@ class _ReplicaGroup(Strategy):
             "accumulate": trainer.accumulate_grad_batches,
         }
 
-    def _batch_of_place(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Go to the first batch of the step that has begun; return the arguments of `training_step` with it."""
-        fetched = self._take_place(0)
-        if not fetched:  # this group is there already
-            return args
-        loop = self._trainer.fit_loop.epoch_loop
-        return tuple(loop._build_kwargs(OrderedDict(), self._on_device(fetched[0]), loop.batch_idx).values())
-
-    def _go_to_place(self, *, reads: bool = False) -> list[Any]:
-        """Go to where the source is within its `optimizer_step` of this step; `reads`: return the step's batches."""
+    def _go_to_place(self) -> list[Any]:
+        """Go to where the source is within its `optimizer_step` of this step; return the step's batches."""
         trainer = self._trainer
         assert self._place is not None
-        num_before = self._place["progress"]["batch"]["current"]["ready"] - 1
-        num_batches = int(min(self._place["accumulate"], trainer.num_training_batches - num_before))
-        batches = self._take_place(num_batches - 1, reads=reads)
-        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
+        num_before = self._place["progress"]["batch"]["current"]["ready"]
+        batches = self._take_place(int(min(self._place["accumulate"], trainer.num_training_batches - num_before)))
+        progress = self._trackers()["optimizer"].optimizer
         progress.step.increment_ready()
         progress.zero_grad.increment_ready()
         progress.zero_grad.increment_started()
         progress.zero_grad.increment_completed()
         return batches
 
-    def _take_place(self, num_more: int, *, reads: bool = False) -> list[Any]:
-        """Make the loops' progress what was loaded, and so many batches more; return the last of the batches that were fetched.
-
-        `reads`: fetch them where nothing else would have to be.
-        """
+    def _take_place(self, num_batches: int) -> list[Any]:
+        """Make the loops' progress what was loaded, and within the last of so many batches more; return these."""
         place, self._has_moved = copy.deepcopy(self._place), False
         assert place is not None
         loop = self._trainer.fit_loop
@@ -348,18 +400,18 @@ class _ReplicaGroup(Strategy):
         for name, tracker in self._trackers().items():
             tracker.load_state_dict(place["progress"][name])
         for count in (progress.total, progress.current):
-            for name in ("ready", "started", "processed", "completed"):
-                setattr(count, name, getattr(count, name) + num_more)
+            for name, num_more in zip(("ready", "started", "processed", "completed"), (0, 0, 1, 1), strict=True):
+                setattr(count, name, getattr(count, name) + max(0, num_batches - num_more))
         epoch, wanted = is_at = epochs.current.processed, progress.current.ready
         if is_at != was_at:
             logger.info("%s goes on with batch %d of epoch %d", self._manager.replica_id(), wanted, epoch)
         num_fetched = was_at[1]
-        if epoch != was_at[0] or wanted < num_fetched + (num_more + 1 if reads else 0):
+        if epoch != was_at[0] or wanted < num_fetched + num_batches:
             for loader in loop._combined_loader.flattened:
                 _set_sampler_epoch(loader, epoch)
             iter(fetcher)
             num_fetched = 0
-        fetched: deque[Any] = deque(maxlen=num_more + 1)
+        fetched: deque[Any] = deque(maxlen=num_batches)
         while num_fetched < wanted and (item := next(fetcher, None)) is not None:
             num_fetched += 1
             fetched.append(item[0])

@@ -8,6 +8,10 @@ Each group runs a Trainer of its own, on data of its own. One optimizer step of 
     on_optimizer_step   `global_step` becomes that of the job; the Trainer then steps the schedule
     on_step_end         says which group speaks for the job: it alone saves, and its loggers alone log
 
+**Other callbacks find the job's step**, wherever they are in the Trainer's list: this one comes before them when a step begins,
+and after them when it ends. They hear of the end of steps that count, and of no other. If a state comes after a step has begun,
+they hear of its beginning again, as they set there what follows from `global_step`.
+
 **A discarded step is tried again within the same iteration**, with the same batches: the group's own gradients are averaged
 and clipped once more, in another step of the job. A Trainer makes as many iterations as it was set to. One that were let go by
 would be missing at the end: `max_steps` not reached, the last checkpoint not written. Position in the data, schedule and logs
@@ -34,6 +38,7 @@ import logging
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,7 +49,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, broadcast
 from torch.utils.data import BatchSampler, Sampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
@@ -66,13 +71,17 @@ _REFUSED: dict[str, str] = {
     "enable_jit_checkpoint": "all groups would write one checkpoint",
 }
 """Arguments of the Trainer that cannot be used, and why."""
+_FIRST = ("on_train_begin", "on_step_begin", "on_optimizer_step", "on_log")
+"""Of these events this callback hears before all others, of those that are not here after them."""
+_OF_COUNTED_STEPS = ("on_optimizer_step", "on_step_end")
 
 
 class FaultToleranceCallback(TrainerCallback):
     """Makes a `Trainer` one replica group of a job.
 
-    Pass it as the last of the Trainer's `callbacks`, and neither a wrapped model nor a wrapped optimizer. It registers the
-    state of model, optimizer and schedule with the manager. All groups have the same arguments, and data sets of one size.
+    Pass it as one of the Trainer's `callbacks`, and neither a wrapped model nor a wrapped optimizer. It registers the state of
+    model, optimizer and schedule with the manager, and the `ref_model` of callbacks that have one, as TRL's do. All groups have
+    the same arguments, and data sets of one size.
     `train()` raises `JobFinishedError` in a group that comes when the others have made the last step. At its end it calls
     `Manager.finish`. It serves one `train()`.
 
@@ -96,6 +105,8 @@ class FaultToleranceCallback(TrainerCallback):
         self._loggers_began = False
         self._average: GradientAverage | None = None
         self._clips: Callable[[], object] = lambda: None
+        self._trainer: Any = None
+        self._tell_of_begin: Callable[[], None] = lambda: None
         self._is_open = False
         self._is_committed = False
         self._speaks = False
@@ -111,7 +122,7 @@ class FaultToleranceCallback(TrainerCallback):
         self._best_saved: int | None = None
         """The step of the best checkpoint: the last one that was saved when it was the best."""
         self._num_loaded = 0
-        """States that were loaded before the gradients were computed."""
+        """States that were loaded before the step was begun."""
         self._logged_at = 0
         """The step of the last log of the loss, and how many iterations were made since."""
         self._num_unlogged = 0
@@ -126,6 +137,29 @@ class FaultToleranceCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse what would leave the groups apart."""
         _refuse(args)
+        self._stand_around_others()
+
+    def _stand_around_others(self) -> None:
+        """Hear of each event before the other callbacks, or after them; let those hear of no step that does not count."""
+        if self._trainer is not None:
+            return
+        self._trainer = _calling_trainer()
+        handler = self._trainer.callback_handler
+        call = handler.call_event
+
+        def call_event(event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            others = self._others()
+            handler.callbacks = [self, *others] if event in _FIRST else [*others, self]
+            if event == "on_step_end" and self._updates_per_epoch is not None:
+                state.epoch = state.global_step / self._updates_per_epoch
+            if event in _OF_COUNTED_STEPS and not self._is_committed:
+                return getattr(self, event)(args, state, control, **kwargs) or control
+            return call(event, args, state, control, **kwargs)
+
+        handler.call_event = call_event
+
+    def _others(self) -> list[Any]:
+        return [callback for callback in self._trainer.callback_handler.callbacks if callback is not self]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -138,6 +172,10 @@ class FaultToleranceCallback(TrainerCallback):
         num_batches = len(loader) if has_length(loader) else None
         self._updates_per_epoch = None if num_batches is None else max(1, math.ceil(num_batches / accumulation))
         fixed = {"max_steps": state.max_steps, "steps_per_epoch": self._updates_per_epoch}
+        trainer = self._trainer
+        references = [
+            one.ref_model for one in self._others() if isinstance(getattr(one, "ref_model", None), torch.nn.Module)
+        ]
 
         def state_dict() -> dict[str, Any]:
             return {
@@ -146,6 +184,7 @@ class FaultToleranceCallback(TrainerCallback):
                 "lr_scheduler": scheduler.state_dict(),
                 "trainer": dict(fixed),
                 "best": self._best_to_carry(state),
+                "references": [reference.state_dict() for reference in references],
             }
 
         def load_state_dict(loaded: dict[str, Any]) -> None:
@@ -159,6 +198,10 @@ class FaultToleranceCallback(TrainerCallback):
             optimizer.optimizer.load_state_dict(loaded["optimizer"])
             scheduler.load_state_dict(loaded["lr_scheduler"])
             self._take_best(loaded["best"], state)
+            for reference, values in zip(references, loaded["references"], strict=True):
+                reference.load_state_dict(values)
+            if hasattr(trainer, "_buffered_inputs"):
+                trainer._buffered_inputs = None  # what TRL generated with the weights that were here
 
         self._resumed_best, state.best_model_checkpoint = state.best_model_checkpoint, None
         self._best_saved = _step_of(self._resumed_best)
@@ -171,6 +214,7 @@ class FaultToleranceCallback(TrainerCallback):
 
     def _take_over(self, args: TrainingArguments, model: torch.nn.Module, optimizer: Any) -> None:
         _refuse(args)  # who adds a callback later is not called at the end of __init__
+        self._stand_around_others()
         if self._average is not None:
             raise ConfigError("a FaultToleranceCallback serves one train(); make a Manager and a Trainer for another")
         kind = AcceleratorState().distributed_type
@@ -194,7 +238,7 @@ class FaultToleranceCallback(TrainerCallback):
         self._average = GradientAverage(self._manager, model)
         gradients = optimizer.gradient_state
         backward = BackwardAverage(
-            model, self._take_average, is_wanted=lambda: self._is_open and gradients.sync_gradients
+            model, self._average.take, is_wanted=lambda: self._is_open and gradients.sync_gradients
         )
 
         @torch.compiler.disable
@@ -216,6 +260,8 @@ class FaultToleranceCallback(TrainerCallback):
                 # The Trainer does not step its schedule then.
                 optimizer._is_overflow = not self._is_committed
                 if self._is_committed:
+                    if self._has_loaded():
+                        self._tell_of_begin()
                     steps()
 
         inner.step = step
@@ -316,6 +362,15 @@ class FaultToleranceCallback(TrainerCallback):
                 manager.report_torn_state()
             manager.start_quorum()
         self._is_open = True
+        self._num_loaded = self._count_loads()
+        state.global_step = manager.quorum_step() if may_load else manager.current_step()
+
+        def tell_of_begin() -> None:
+            state.global_step = manager.current_step() - 1
+            for one in self._others():
+                one.on_step_begin(args, state, control, **kwargs)
+
+        self._tell_of_begin = tell_of_begin
 
     def _is_in_vain(self) -> bool:
         """Whether no step can come of this iteration: the group computes it for itself, or loads a state that too few hold.
@@ -329,11 +384,6 @@ class FaultToleranceCallback(TrainerCallback):
     def _has_iterations_to_spare(self) -> bool:
         """Whether the Trainer's loop reaches the job's last step also if this iteration goes by without a step."""
         return self._manager.quorum_step() > self._resumed_at + self._num_iterations
-
-    def _take_average(self) -> None:
-        assert self._average is not None
-        self._num_loaded = self._count_loads()
-        self._average.take()
 
     def _vote(self) -> bool:
         """Return whether the iteration's gradients count, in this step of the job or in one after it.
@@ -360,7 +410,7 @@ class FaultToleranceCallback(TrainerCallback):
         return True
 
     def _has_loaded(self) -> bool:
-        """Whether a state was loaded since the gradients were computed."""
+        """Whether a state was loaded since the step was begun, and so since its gradients were computed."""
         return self._count_loads() != self._num_loaded
 
     def _count_loads(self) -> int:
@@ -370,26 +420,22 @@ class FaultToleranceCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the job's step; the Trainer adds one to it."""
+        """Take the job's step; the Trainer adds one to it. Say who speaks, as others may write at the end of the step."""
         state.global_step = self._manager.current_step() - 1
+        self._speaks = speaks = self._is_committed and self._manager.speaks
+        state.is_world_process_zero = args.process_index == 0 and speaks
+        state.is_local_process_zero = args.local_process_index == 0 and speaks
+        state.best_model_checkpoint = self._best_checkpoint(args) if speaks else None
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Say what is due, and whether it is this group's to do."""
+        """Say whether what is due is this group's to do."""
         per_epoch = self._updates_per_epoch
-        if per_epoch is not None:
-            state.epoch = state.global_step / per_epoch
-            if self._is_committed and state.global_step % per_epoch == 0:
-                DefaultFlowCallback().on_epoch_end(args, state, control)
-        self._speaks = speaks = self._is_committed and self._manager.speaks
-        state.is_world_process_zero = args.process_index == 0 and speaks
-        state.is_local_process_zero = args.local_process_index == 0 and speaks
+        if per_epoch is not None and self._is_committed and state.global_step % per_epoch == 0:
+            DefaultFlowCallback().on_epoch_end(args, state, control)
         self._is_save_due = control.should_save
-        control.should_save = control.should_save and speaks
-        state.best_model_checkpoint = self._best_checkpoint(args) if speaks else None
-        if not self._is_committed:
-            control.should_log = control.should_evaluate = False
+        control.should_save = control.should_save and self._speaks
         self._num_iterations += 1
         # Before the state was loaded, `global_step` is not the job's.
         if self._is_committed or state.global_step > self._place_in_data():
@@ -462,6 +508,17 @@ class FaultToleranceCallback(TrainerCallback):
                 told.on_train_begin(args, state, control, **kept)
             getattr(told, event)(args, state, control, **kwargs)
         self._loggers_began = True
+
+
+def _calling_trainer() -> Trainer:
+    """Return the Trainer that calls, as it tells no callback who it is."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise ConfigError("nobody but a Trainer of transformers calls a FaultToleranceCallback", party="callbacks")
 
 
 def _refuse(args: TrainingArguments) -> None:

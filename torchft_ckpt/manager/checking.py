@@ -32,7 +32,7 @@ from torchft_ckpt.core.coordination.equality import runs_of
 from torchft_ckpt.core.coordination.layouts import SEPARATOR
 from torchft_ckpt.core.coordination.messages import LeafDigests, LeavesWanted, StateVersion
 from torchft_ckpt.errors import StateChangedError
-from torchft_ckpt.manager.comparing import bits_of, value_in_words
+from torchft_ckpt.manager.comparing import bits_of, is_random_state, value_in_words
 from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves
 from torchft_ckpt.manager.volatile import owned_by
 from torchft_ckpt.threads import Threads
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 Found: TypeAlias = "tuple[str, torch.Tensor | str]"
 """A tensor, or a value in words, and where it is."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_NUM_PYTHON_WORDS = 625
 _LEAF_CHARS = 16
 _MAX_TEXT_CHARS = 3000
 _MAX_PLACE_CHARS = 900
@@ -85,7 +84,7 @@ def _leaves(value: Any, path: str) -> Iterator[Found]:
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_meta:
             yield path, value
-    elif _is_random_state(value) or isinstance(value, np.ndarray):
+    elif is_random_state(value) or isinstance(value, np.ndarray):
         return
     elif isinstance(value, Mapping):
         for key, item in value.items():
@@ -112,17 +111,6 @@ def _owned(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Found]:
     for key, item in optimizer.state.items():
         if not isinstance(key, torch.Tensor):  # an entry of the optimizer's own, beside those of parameters
             yield from _leaves(item, f"{path}.state.{key}")
-
-
-def _is_random_state(value: object) -> bool:
-    """Whether a value is what Python's or numpy's generators return as their state. torch's are tensors that nobody owns."""
-    if isinstance(value, Mapping):
-        return "bit_generator" in value
-    if not isinstance(value, (list, tuple)) or len(value) < 3:
-        return False
-    words = value[1]
-    is_pythons = isinstance(words, (list, tuple)) and len(words) == _NUM_PYTHON_WORDS
-    return is_pythons or (isinstance(value[0], str) and isinstance(words, np.ndarray))
 
 
 def digest_of(value: torch.Tensor | str) -> str:

@@ -21,6 +21,9 @@ from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES, owned_by
 
 MAX_NAMED = 5
+_NUM_PYTHON_WORDS = 625
+_NUM_TORCH_BYTES = (16, 5056)
+"""Of a generator's state on a CUDA device, and on the CPU."""
 
 
 class Differences(NamedTuple):
@@ -57,7 +60,10 @@ def fixed(state: Any) -> Any:
 
 
 def not_returned(here: object, loaded: object) -> Differences:
-    """Compare what the registered functions return with what they have just loaded, but for large tensors."""
+    """Compare what the registered functions return with what they have just loaded, but for large tensors.
+
+    A state of a random number generator that a function leaves alone is the group's own.
+    """
     found = _Search((), max_bytes=MAX_COPIED_BYTES)
     found.compare(here, loaded, "")
     return Differences(Comparison.DIFFERENT if found.weighty else Comparison.EQUAL, tuple(found.weighty))
@@ -74,6 +80,8 @@ class _Search:
         """Small tensors that no optimizer owns."""
 
     def compare(self, here: Any, there: Any, path: str) -> None:
+        if self._max_bytes is not None and is_random_state(here):
+            return
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             for key in dict.fromkeys([*here, *there]):
                 if key in here and key in there:
@@ -95,6 +103,19 @@ class _Search:
         if not self._owned or here.nbytes > MAX_COPIED_BYTES or (here.shape, here.dtype) != (there.shape, there.dtype):
             return False
         return all(part.data_ptr() not in self._owned for part in memory_of(here))
+
+
+def is_random_state(value: object) -> bool:
+    """Whether a value is what a generator of Python's, numpy's or torch's returns as its state."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype is torch.uint8 and value.dim() == 1 and value.numel() in _NUM_TORCH_BYTES
+    if isinstance(value, Mapping):
+        return "bit_generator" in value
+    if not isinstance(value, (list, tuple)) or len(value) < 3:
+        return False
+    words = value[1]
+    is_pythons = isinstance(words, (list, tuple)) and len(words) == _NUM_PYTHON_WORDS
+    return is_pythons or (isinstance(value[0], str) and isinstance(words, np.ndarray))
 
 
 def same_tensor(here: torch.Tensor, there: torch.Tensor) -> bool:

@@ -830,7 +830,8 @@ class Manager:
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
             MaxRetriesExceededError: with `max_retries` set.
-            StateDictLoadError: a `load_state_dict` function raised; this replica's state is undefined until it heals.
+            StateDictLoadError: a `load_state_dict` function raised, or for the second time in a row `state_dict` did not return
+                what it was given; this replica's state is undefined until it heals.
             StateMismatchError: the source's state is not one that this replica can load.
             ConfigError: it is called again, and something was averaged since the decision. That may be gradients, which the
                 decision is not about; this replica's state is undefined then until it heals.

@@ -35,6 +35,7 @@ from torchft_ckpt.core.coordination.replica import Comparison, StepPlan
 from torchft_ckpt.core.coordination.trial import Corrections
 from torchft_ckpt.errors import CheckpointError, ReplicasDifferError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.events import Healed
+from torchft_ckpt.manager.comparing import Differences
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.redo_replay import Replay
@@ -150,6 +151,8 @@ class Recovery:
         self.num_healed = 0
         self.num_corrected = 0
         self._corrections = Corrections()
+        self._not_returned: frozenset[str] = frozenset()
+        """Paths in the state that was loaded last which the functions did not return afterwards."""
 
     @property
     def can_replay(self) -> bool:
@@ -610,11 +613,30 @@ class Recovery:
                 self._healing.calls("state_dict after load_state_dict")
                 self._take_own(state["torchft"])
                 found = self._registry.not_returned(state["user"])
+                self._check_returned(found)
                 if slow := self._healing.takes:
                     logger.info("%s: %s: the other groups may have waited for it", self.client.replica_id, slow)
         except BaseException:  # weights without the counters and settings that belong to them are no state either
             self.client.load_torn()
             raise
+
+    def _check_returned(self, found: Differences) -> None:
+        """Warn of what state_dict does not return of the state that was loaded.
+
+        Raises:
+            StateDictLoadError: it did not return that of the state before either.
+        """
+        # Settings of optimizers travel by themselves.
+        again = tuple(path for path in found.paths if path in self._not_returned and "param_groups" not in path)
+        if not self.client.view().follows:  # who follows loads more than one state on its way in
+            self._not_returned = frozenset(found.paths)
+        if again:
+            raise StateDictLoadError(
+                f"{self.client.replica_id} has loaded a state for the second time, and state_dict does not return what"
+                f" load_state_dict was given ({found._replace(paths=again)}): this replica group cannot come to the state of the"
+                " others. Let load_state_dict set it at once, or leave out of state_dict what each group may have of its own",
+                party=again[0],
+            )
         if found.paths:
             logger.warning(
                 "%s: after load_state_dict, state_dict does not return what was loaded (%s): what it returns is stale, or was not"
