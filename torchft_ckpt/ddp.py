@@ -240,7 +240,7 @@ class _Touched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        return torch.empty(())
+        return torch.empty((), device="cpu")
 
 
 class _BucketReduction(ProcessGroupDummy):

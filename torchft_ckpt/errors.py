@@ -157,9 +157,10 @@ class GroupLeftError(CoordinationError, SystemExit):
 
 
 class ReplicasDifferError(CoordinationError):
-    """Replica groups hold different states of one step, and were told to stop then: it names the groups and what differs first.
+    """Replica groups hold different states of one step: it names the groups and what differs first.
 
-    The step that was open was discarded, so each group holds the state that was compared.
+    All groups get it that were told to stop then; the step that was open was discarded, so each holds the state that was compared.
+    Or a group gets it that had to load what differs twice already, at the two steps before; the others train on.
     """
 
 

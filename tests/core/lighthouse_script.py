@@ -202,7 +202,7 @@ class Member:
         **leaves: str,
     ) -> None:
         """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself."""
-        serve = self.replica.wants_capture if can_serve is None else can_serve
+        serve = (self.replica.capture_wanted or bool(shows)) if can_serve is None else can_serve
         found = [Leaf(name=name, digest=digest) for name, digest in leaves.items()]
         of_rank = StateShown(owned=shows, open=found)
         request = self.replica.begin(

@@ -102,6 +102,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "shown": st.lists(SHOWN, max_size=2),
         "common": st.lists(TEXTS, max_size=3),
         "own": st.lists(TEXTS, max_size=3),
+        "group_names": st.lists(NAMES, max_size=3),
         "leaves": st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
         "contributor_rank": st.none() | RANKS,
         "contributors": st.lists(RANKS, max_size=3),

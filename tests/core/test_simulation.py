@@ -444,7 +444,7 @@ def test_groups_that_drift_apart_load_before_a_step_and_all_are_equal_in_the_end
     assert sum(run_with_drift(seed, **settings).num_corrected for seed in range(num_seeds)) > num_seeds
 
 
-def broken_comparison(patch: pytest.MonkeyPatch) -> None:
+def broken_trial(patch: pytest.MonkeyPatch) -> None:
     """What groups show is taken for the same."""
     patch.setattr(trial, "_known", lambda shown: "the same")
 
@@ -512,7 +512,7 @@ def test_the_simulation_finds_an_allowance_that_was_broken_on_purpose(
 
 @pytest.mark.parametrize(
     "break_it",
-    [broken_comparison, broken_majority_of_voices, broken_voices],
+    [broken_trial, broken_majority_of_voices, broken_voices],
     ids=lambda function: function.__name__,
 )
 def test_the_simulation_of_drift_finds_a_rule_that_was_broken_on_purpose(

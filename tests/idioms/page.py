@@ -28,8 +28,9 @@ Five rules are behind nearly all of these lines:
    that returns gets it.
 4. **If all groups have to make the same decision, decide by a value that is the same in all groups**: the step, averaged
    gradients, an averaged loss.
-5. **A group that returns does not know the step before its first `step()`.** Whatever it computes in that step adds
-   nothing.
+5. **A group that returns does not know the step before its first `step()`.** Its gradients add nothing in that step. What the
+   loop derives from an older step, or does after `zero_grad`, may come out otherwise there: it is compared before the next
+   step, loaded from the others if it differs, and named.
 """
 
 NOTES = {

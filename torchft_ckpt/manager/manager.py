@@ -156,13 +156,15 @@ class Manager:
         token: shared secret of the job.
         job: its name at the lighthouse, which serves many jobs; the same in all replica groups; `default`. What starts all
             groups at once sets `TORCHFT_CKPT_JOB` to another name for each start.
-        check_equal_every: compare the states of the replica groups after each so many committed steps; 0: never. All groups
-            give the same. Compared are parameters, the state and settings of optimizers that are wrapped or guarded, and plain
-            values of what is registered, between groups that hold that step. Not compared are other tensors and arrays
-            (BatchNorm's running statistics), states of random number generators, and what outer loops let differ.
-        on_replicas_differ: what becomes of groups that differ. "warn" names them, and the first tensors or values, in
-            the logs of the lighthouse and of the groups. "heal" makes a minority load the others' state too, where a strict
-            majority of the compared groups is equal. "stop" discards the step and raises `ReplicasDifferError` in all groups.
+        check_equal_every: compare all of the state after each so many committed steps; 0: never. All groups give the same. What
+            groups hold is also compared when one has come in, after a discarded step, in a job's first step, and in samples with
+            each vote. Compared are parameters, the state and settings of optimizers that are wrapped or guarded, and all else
+            that was equal when it was first compared after a step. Not compared are what differed then (BatchNorm's running
+            statistics), arrays, states of Python's and numpy's generators, and what outer loops let differ.
+        on_replicas_differ: what becomes of groups that were equal, and differ. "heal": those that are not of a strict majority,
+            or without one not as the longest in the job, load the others' state before the next step. "warn" names them, and the
+            first tensors or values, in the logs of the lighthouse and of the groups. "stop" discards the step and raises
+            `ReplicasDifferError` in all groups. The same difference at three boundaries in a row raises it in the group that loads.
         on_event: gets what happened (`torchft_ckpt.events`), in order, on the training thread: when the next step begins, before
             this group asks for it, in `finish`, and at last in `shutdown`. It may ask this Manager, or save. The other groups
             wait meanwhile, up to the lighthouse's join timeout (60 s) if they are more than half of the living groups. An

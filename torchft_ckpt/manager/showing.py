@@ -170,7 +170,7 @@ class Glance:
         if all(sample.is_cuda for sample in samples) and samples:
             together = torch.cat(samples)
             if self._pinned is None or self._pinned.shape != together.shape:
-                self._pinned = torch.empty(together.shape, dtype=torch.uint8, pin_memory=True)
+                self._pinned = torch.empty(together.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             samples = [self._pinned.copy_(together, non_blocking=True)]
             self._is_copied = torch.cuda.Event()
             self._is_copied.record()

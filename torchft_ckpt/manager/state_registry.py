@@ -318,7 +318,7 @@ class StateRegistry:
         Of groups that train apart it is what they agreed on, and nothing of the optimizers that they train with.
 
         Args:
-            captured: as `capture` has just returned it, or `capture_to_serve`.
+            captured: as `capture` has just returned it.
         """
         captured = self.capture() if captured is None else captured
         still = captured.keys() - self._moving

@@ -245,7 +245,7 @@ class Steps:
             receiving = captured.state
         parts: list[StateShown] = []
         if is_shown and captured is not None:
-            parts = [self._show(registry.leaves_to_compare(captured.state), now)]
+            parts = [self._show(registry.leaves_to_compare(captured.returned), now)]
             self._serving.serve_ahead(now.version, captured)
         prepared = Prepared(
             captured=captured,

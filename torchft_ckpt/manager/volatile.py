@@ -44,6 +44,8 @@ class StateToServe(NamedTuple):
     """Of its tensors, when it was captured."""
     settings: Sequence[Any] = ()
     """Of its optimizers, when it was captured."""
+    returned: Any = None
+    """It without copies, as the registered functions returned it."""
 
 
 class Unsteady:
@@ -89,7 +91,7 @@ def copy_volatile(state: Any, optimizers: Iterable[torch.optim.Optimizer], unste
     owned = owned_by(optimizers)
     unsteady.begin()
     held = _copy(state, owned, {}, unsteady) if owned or unsteady else state
-    return StateToServe(held, StateVersions(tensors_in(held), owned, unsteady.note))
+    return StateToServe(held, StateVersions(tensors_in(held), owned, unsteady.note), returned=state)
 
 
 def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> StateToSave:

@@ -161,6 +161,8 @@ class Trials:
             if sources and is_able and not has_loaded:
                 verdict.loads[replica_id] = sources
                 self._loaded[replica_id] = step
+                if replica_id not in self._voices:  # of a quorum of an earlier life
+                    self._joined.setdefault(replica_id, True)
         late = [m for m in wrong if m not in verdict.loads]
         if late:
             self._differed = step, Shows.ALL
