@@ -159,7 +159,7 @@ class GroupLeftError(CoordinationError, SystemExit):
 class ReplicasDifferError(CoordinationError):
     """Replica groups hold different states of one step: it names the groups and what differs first.
 
-    All groups get it that were told to stop then; the step that was open was discarded, so each holds the state that was compared.
+    All groups get it that were told to stop then; the step that was open is discarded, so each holds the state that was compared.
     Or a group gets it that had to load what differs twice already, at the two steps before; the others train on.
     """
 

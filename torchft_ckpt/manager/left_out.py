@@ -22,12 +22,12 @@ def left_out_of(state: Any, owned: Iterable[CheckedLeaf]) -> list[str]:
 
     Args:
         state: as the registered functions returned it.
-        owned: by optimizers, as `leaves_to_compare` found it beside this state.
+        owned: what optimizers own among it, as `leaves_to_compare` found it beside this state.
     """
     trained = [
         (leaf, part)
         for leaf in owned
-        if isinstance(leaf.value, torch.Tensor)
+        if leaf.is_owned and isinstance(leaf.value, torch.Tensor)
         if (leaf.value.requires_grad if ".parameter " in leaf.place else leaf.value.numel() > 1)
         for part in memory_of(leaf.value)
     ]

@@ -173,7 +173,7 @@ class StateRegistry:
         remembers = not self._has_state and any(optimizer.state for optimizer in known)
         if self._layout is None or self._layout[0] != len(parameters) or remembers:
             self._has_state, captured = self._has_state or remembers, self.capture()
-            owned = [leaf for leaf in leaves_to_compare(captured, known) if leaf.is_owned]
+            owned = leaves_to_compare(captured, known)
             self.names = _names_of(parameters, known, owned)
             named = [(self.names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
             self._layout = len(parameters), layout_of(named, only_sharded=not known)
