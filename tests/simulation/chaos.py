@@ -77,6 +77,8 @@ class Scenario:
     """Ranks say how long their transfers and loads still take."""
     changing: float | None = field(default=None, repr=False)  # seeds of before keep their plans
     """Training changes this part of the state, and who is further behind than a step can follow; None: nobody can."""
+    shows: bool = field(default=True, repr=False)
+    """Transports give a state between two steps, so groups show theirs before a quorum and load what differs."""
     num_spares: int = field(default=0, repr=False)
     """So many of the groups, the last ones, are spares."""
     load_s: tuple[float, float] = (0.0, 0.0)
@@ -114,7 +116,13 @@ def draw_scenario(rng: Random) -> Scenario:
         warm_up=rng.random() < 0.5,
         tells_reach=rng.random() < 0.7,
     )
-    return replace(plan, faults=_with_drains(plan), changing=_drawn_changing(plan), num_spares=_drawn_spares(plan))
+    return replace(
+        plan,
+        faults=_with_drains(plan),
+        changing=_drawn_changing(plan),
+        num_spares=_drawn_spares(plan),
+        shows=Random(f"shows of {plan!r}").random() < 0.4,
+    )
 
 
 def _drawn_spares(plan: Scenario) -> int:

@@ -417,6 +417,8 @@ class Oracle:
 
     def _check_formed(self, state: LighthouseState, life: _Life, formed: QuorumFormed) -> None:
         key = (formed.quorum_id, formed.epoch)
+        if formed.differs:
+            return  # it is in no quorum yet
         if state.round is None:
             self.fail(f"quorum {key} was announced, and there is no round")
             return
@@ -476,7 +478,9 @@ class Oracle:
             theirs = [shown.get(source.replica_id) for source in formed.sources]
             if not theirs or any(one is None or one != theirs[0] or one == shown.get(told) for one in theirs):
                 self.fail(f"{told} is told to load {formed.version} from {formed.sources}, who show {theirs}")
-            votes = [f"{shown[m]}" for m in life.voices & shown.keys()]
+            last = state.round
+            here = {m for m in life.voices & shown.keys() if last is not None and m in last.living()}
+            votes = [f"{shown[m]}" for m in here if last is None or last.tally.outcome(m) is not Outcome.LEFT_BEHIND]
             if told in life.voices and 2 * votes.count(f"{shown[told]}") > len(votes):
                 self.fail(f"{told} is told to load {formed.version}, and most hold what it holds")
         elif formed.role is Role.HEALTHY and state.round is not None:

@@ -184,6 +184,7 @@ class Simulation:
             tells_reach=plan.tells_reach,
             changing=plan.changing,
             load_s=plan.load_s,
+            shows=plan.shows,
             num_allreduces=plan.num_allreduces,
             num_late=plan.num_late,
             late_limit_s=LATE_LIMIT_S if set(plan.faults) <= {Fault.KILL_GROUP, Fault.KILL_RANK} else None,
@@ -400,7 +401,7 @@ class Simulation:
         if len(shared) != 1 or any(commits[-1] not in next(iter(shared)) for commits in behind):
             return False
         held = Counter(tuple(trainer.held for trainer in group.trainers) for group in working)
-        if self.scenario.check_equal_every and len(held) > 1:
+        if self.scenario.check_equal_every and self.scenario.shows and len(held) > 1:
             return False  # one of them has to load yet
         return all(
             trainer.replica.quorum.num_contributors == len(working) for trainer in trainers if trainer.replica.quorum

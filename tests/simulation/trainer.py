@@ -85,6 +85,7 @@ class TrainerSettings:
     changing: float | None = None
     """Training changes this part of the state, and who is far behind can follow; None: nobody can."""
     load_s: tuple[float, float] = (0.0, 0.0)
+    shows: bool = True
     num_allreduces: int = 1
     num_late: int = 0
     """Collectives between the decision and the next step."""
@@ -186,7 +187,7 @@ class Trainer:
     def _ask(self, turn: int) -> None:
         self._digest = f"{self.held:x}" if self.replica.is_checked else ""
         shown: list[StateShown] = []
-        if self.uses_state and self.replica.shows is not Shows.NOTHING:
+        if self.uses_state and self._settings.shows and self.replica.shows is not Shows.NOTHING:
             shown = [StateShown(owned=f"{self.held:x}")]
             self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
         can_serve = self.replica.wants_capture

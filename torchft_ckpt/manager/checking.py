@@ -225,15 +225,16 @@ def layout_of(parameters: Iterable[tuple[str, torch.Tensor]], *, only_sharded: b
     """Describe parameters.
 
     Args:
-        parameters: with what each is called, and after a comma where it is in the state, which counts too.
+        parameters: with what each is called, and after a comma where it is in the state, which counts too if it is known of all.
         only_sharded: look at those that are sharded alone: which of the others have to be alike is not known.
 
     Raises:
         UnsupportedValueError: what is here of a parameter is no box.
     """
-    hasher = xxhash.xxh3_64()
+    hasher, placer = xxhash.xxh3_64(), xxhash.xxh3_64()
     items: list[str] = []
     num_chars = num_place_chars = 0
+    has_places = True
     is_sharded = False
     for name, parameter in parameters:
         adapter = adapter_of(parameter)
@@ -244,13 +245,16 @@ def layout_of(parameters: Iterable[tuple[str, torch.Tensor]], *, only_sharded: b
         if adapter is not None:
             is_sharded = True
             item += f" [{' '.join(map(str, adapter.boxes(parameter, name)))}]"
-        hasher.update(f"{name}{item};".encode())
         number, _, place = name.partition(", ")
+        hasher.update(f"{number}{item};".encode())
+        placer.update(f"{place};".encode())
+        has_places = has_places and bool(place)
         num_chars += len(number) + len(item) + len(SEPARATOR)
         num_place_chars += len(place)
         if num_chars <= _MAX_TEXT_CHARS:
             items.append(f"{name if num_place_chars <= _MAX_PLACE_CHARS else number}{item}")
-    return ParameterLayout(hasher.hexdigest() if num_chars else "", SEPARATOR.join(items), is_sharded)
+    digest = f"{hasher.hexdigest()}.{placer.hexdigest()}" if has_places else hasher.hexdigest()
+    return ParameterLayout(digest if num_chars else "", SEPARATOR.join(items), is_sharded)
 
 
 def frozen_in_words(flags: Sequence[bool]) -> str:

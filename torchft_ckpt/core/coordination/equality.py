@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from torchft_ckpt.core.coordination.layouts import without_places
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
 from torchft_ckpt.core.coordination.messages import (
@@ -144,7 +145,7 @@ class Equality:
             and replica_id not in tally.lost
             and replica_id in self._members
         }
-        layouts = {(self._members[m].layout, len(vote.state_digests)) for m, vote in votes.items()}
+        layouts = {(without_places(self._members[m].layout), len(vote.state_digests)) for m, vote in votes.items()}
         if len(votes) < 2 or len(layouts) > 1:  # of groups whose ranks hold other parts nothing can be said
             return
         length = min(

@@ -34,7 +34,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from torchft_ckpt.core.coordination.layouts import SEPARATOR, combine_layouts
+from torchft_ckpt.core.coordination.layouts import SEPARATOR, combine_layouts, combine_ranks
 from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     MAX_TEXT_CHARS,
@@ -570,7 +570,7 @@ class GroupState:
             entry_s=max(request.entry_s for request in requests),
             replays=all(request.replays for request in requests),
             load_s=max(request.load_s for request in requests),
-            layout=combine_layouts([request.layout for request in requests]),
+            layout=combine_ranks([request.layout for request in requests]),
             layout_text=news,
             frozen=first.frozen if len(set(frozen)) == 1 else f"frozen parameters: not the same on all ranks ({word})",
             checkpoint_addresses=told,

@@ -97,7 +97,9 @@ def groups_apart(
 
     found = {
         replica_id: _why_apart(members[replica_id].layout_text, replica_id, members[like].layout_text, like)
-        for replica_id, like in apart({replica_id: member.layout for replica_id, member in members.items()}).items()
+        for replica_id, like in apart(
+            alike_as_far_as_known({m: member.layout for m, member in members.items()})
+        ).items()
     }
     alike = {replica_id: member.frozen for replica_id, member in members.items() if replica_id not in found}
     for replica_id, like in apart(alike).items():
@@ -110,6 +112,27 @@ def _why_apart(own: str, replica_id: str, theirs: str, like: str) -> str:
         f"{replica_id} cannot train with {like}: {clip(what_differs(own, theirs))}. It waits until its parameters are the same,"
         " in the same order, or until those groups are gone"
     )
+
+
+def alike_as_far_as_known(layouts: Mapping[str, str]) -> dict[str, str]:
+    """Return layouts as they are to be compared: without the places of parameters in the state, where one of them has none.
+
+    A layout is a digest, and behind a dot one of the places, where these are known.
+    """
+    if all("." in layout for layout in layouts.values() if layout):
+        return dict(layouts)
+    return {replica_id: without_places(layout) for replica_id, layout in layouts.items()}
+
+
+def without_places(layout: str) -> str:
+    return layout.partition(".")[0]
+
+
+def combine_ranks(layouts: Sequence[str]) -> str:
+    """Return the layout of a group, from those of its ranks."""
+    digest = combine_layouts([without_places(layout) for layout in layouts])
+    places = [layout.partition(".")[2] for layout in layouts]
+    return f"{digest}.{combine_layouts(places)}" if digest and all(places) else digest
 
 
 def combine_layouts(of_ranks: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchft_ckpt.core.coordination.equality import alike
+from torchft_ckpt.core.coordination.layouts import without_places
 from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Shows, StateShown, name_some
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment
@@ -101,7 +102,7 @@ class Trials:
         by_kind: dict[tuple[str, int], list[Member]] = {}
         for member in members:
             if len(member.asked.shown) == member.hello.group_world_size:
-                by_kind.setdefault((member.layout, member.hello.group_world_size), []).append(member)
+                by_kind.setdefault((without_places(member.layout), member.hello.group_world_size), []).append(member)
         for those in by_kind.values():
             self._judge_alike({member.replica_id: member for member in those}, step, verdict)
         if not verdict.loads and not verdict.stops:
