@@ -4,7 +4,7 @@ Before a quorum that is a trial (`shown`): one digest of what optimizers own, wi
 are known to be common; and one each of the leaves of which that is not known yet. Of large tensors only samples are read, unless
 all is to be shown.
 
-With every vote (`Glance`): a digest of settings and plain values, and one of some samples of parameters and of optimizer state.
+With every vote (`Glance`): a digest of optimizers' settings, and one of some samples of parameters and of optimizer state.
 Each step takes other samples, so all of them have their turn. They are read as the step begins, on a device without a wait.
 
 Where a sample lies follows from the step alone, so that all groups take the same.
@@ -12,6 +12,7 @@ Where a sample lies follows from the step alone, so that all groups take the sam
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ MAX_STATE_BYTES = 256 << 20
 """So is a state: it takes some 20 ms."""
 _DIGEST_CHARS = 16
 _PLAIN = (bool, int, float, str, type(None))
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class CheckedLeaf(NamedTuple):
@@ -124,19 +126,40 @@ def _digest(value: torch.Tensor | str, step: int | None) -> str:
             hasher.update(bits_of(part).numpy().data)
         else:
             for number in range(NUM_SAMPLES):
-                hasher.update(_sample(part, step, number).cpu().numpy().data)
+                _add(hasher, part, step, number)
     return hasher.hexdigest()
+
+
+def _place(part: torch.Tensor, step: int, number: int) -> tuple[int, int]:
+    """Return which of a tensor's values are a sample: the first, and how many."""
+    size = part.numel()
+    num = min(size, SAMPLE_BYTES // part.element_size())
+    return xxhash.xxh3_64_intdigest(f"{step} {number}".encode()) % (size - num + 1), num
+
+
+def _is_in_order(part: torch.Tensor) -> bool:
+    """Whether a tensor's memory is that of its values, in their order."""
+    return part.is_contiguous() and not part.is_conj() and not part.is_neg()
 
 
 def _sample(part: torch.Tensor, step: int, number: int) -> torch.Tensor:
     """Return some bytes of a tensor, where it lies: a view, if its memory is in the order of its values."""
-    num = min(part.numel(), SAMPLE_BYTES // part.element_size())
-    first = xxhash.xxh3_64_intdigest(f"{step} {number}".encode()) % (part.numel() - num + 1)
+    first, num = _place(part, step, number)
     part = part.detach()
-    if part.is_contiguous() and not part.is_conj() and not part.is_neg():
+    if _is_in_order(part):
         return part.view(-1)[first : first + num].view(torch.uint8)
     places = torch.arange(first, first + num, device=part.device)
     return torch.take(part, places).resolve_conj().resolve_neg().view(torch.uint8)
+
+
+def _add(hasher: xxhash.xxh3_64, part: torch.Tensor, step: int, number: int) -> None:
+    """Add a sample of a tensor to a digest; of one on the host without an operation of torch, as votes do it in each step."""
+    if part.is_cpu and _is_in_order(part):
+        first, num = _place(part, step, number)
+        size = part.element_size()
+        hasher.update((ctypes.c_char * (num * size)).from_address(part.data_ptr() + first * size))
+    else:
+        hasher.update(_sample(part, step, number).cpu().numpy().data)
 
 
 class Glance:
@@ -144,72 +167,65 @@ class Glance:
 
     def __init__(self) -> None:
         self._words = ""
-        self._samples: list[torch.Tensor] = []
-        """On the host, or on their way there until `_is_copied`."""
+        self._digest = ""
+        """Of the samples, if they are not on their way from a device until `_is_copied`."""
         self._pinned: torch.Tensor | None = None
         self._is_copied: torch.cuda.Event | None = None
 
-    def take(
-        self,
-        step: int,
-        parameters: Sequence[torch.Tensor],
-        optimizers: Sequence[torch.optim.Optimizer],
-        values: Mapping[str, object],
-    ) -> None:
+    def take(self, step: int, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Look at the state with which a step begins.
 
         Args:
             step: of its name.
             parameters: of the optimizers, each once.
             optimizers: whose settings count.
-            values: plain values that are common, by their keys.
         """
-        self._words = f"{[*_settings(optimizers)]} {sorted(values.items())!r}"
-        samples = [_sample(part, step, number) for number, part in enumerate(_chosen(step, parameters, optimizers))]
-        self._is_copied = None
-        if all(sample.is_cuda for sample in samples) and samples:
-            together = torch.cat(samples)
+        self._words = f"{[*_settings(optimizers)]}"
+        parts = _chosen(step, parameters, optimizers)
+        self._is_copied, self._digest = None, ""
+        if parts and all(part.is_cuda for part in parts):
+            together = torch.cat([_sample(part, step, number) for number, part in enumerate(parts)])
             if self._pinned is None or self._pinned.shape != together.shape:
                 self._pinned = torch.empty(together.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
-            samples = [self._pinned.copy_(together, non_blocking=True)]
+            self._pinned.copy_(together, non_blocking=True)
             self._is_copied = torch.cuda.Event()
             self._is_copied.record()
-            self._samples = samples
         else:
-            self._samples = [torch.cat([sample.cpu() for sample in samples])] if samples else []
+            hasher = xxhash.xxh3_64()
+            for number, part in enumerate(parts):
+                _add(hasher, part, step, number)
+            self._digest = hasher.hexdigest()
 
     def forget(self) -> None:
         """The step begins with a state that is not compared."""
-        self._words, self._samples = "", []
+        self._words = ""
 
     def digest(self) -> str:
         """Return the digests; empty where nothing was looked at."""
         if not self._words:
             return ""
-        if self._is_copied is not None:
+        if self._is_copied is not None and self._pinned is not None:
             self._is_copied.synchronize()
-        data = self._samples[0].numpy().data if self._samples else b""
+            self._digest = xxhash.xxh3_64_hexdigest(self._pinned.numpy().data)
         words = xxhash.xxh3_64_hexdigest(self._words.encode(errors="surrogatepass"))
-        return f"{words[: _DIGEST_CHARS // 2]}{xxhash.xxh3_64_hexdigest(data)[: _DIGEST_CHARS // 2]}"
+        return f"{words[: _DIGEST_CHARS // 2]}{self._digest[: _DIGEST_CHARS // 2]}"
 
 
 def _chosen(
     step: int, parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
-) -> Iterator[torch.Tensor]:
-    """Yield the memory of some parameters, or of what an optimizer keeps of them, in turn."""
+) -> list[torch.Tensor]:
+    """Return the memory of some parameters, or of what an optimizer keeps of them, in turn."""
+    found: list[torch.Tensor] = []
     for number in range(min(NUM_SAMPLES, len(parameters))):
-        place = step * NUM_SAMPLES + number
-        parameter = parameters[place % len(parameters)]
-        tensors = [parameter, *_kept_of(parameter, optimizers)]
-        yield from memory_of(tensors[place // len(parameters) % len(tensors)])[:1]
-
-
-def _kept_of(parameter: torch.Tensor, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    for optimizer in optimizers:
-        kept = optimizer.state.get(parameter)
+        turn, place = divmod(step * NUM_SAMPLES + number, len(parameters))
+        parameter = parameters[place]
+        kept = next((optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state), None)
+        tensors = [parameter]
         if isinstance(kept, Mapping):
-            return [kept[key] for key in sorted(kept, key=str) if isinstance(kept[key], torch.Tensor)]
-    return []
+            tensors += [kept[key] for key in sorted(kept, key=str) if isinstance(kept[key], torch.Tensor)]
+        tensor = tensors[turn % len(tensors)]
+        found += [tensor] if type(tensor) in _PLAIN_TENSORS and tensor.numel() else memory_of(tensor)[:1]
+    return found
 
 
 def _settings(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:

@@ -61,6 +61,7 @@ class StateRegistry:
         self._unguarded: list[torch.optim.Optimizer] = []
         self._layout: tuple[int, ParameterLayout] | None = None
         self._marks: list[tuple[int, int, int]] | None = None
+        self._last_known: list[torch.optim.Optimizer] = []
         self._cached: list[torch.Tensor] = []
         """The parameters of all optimizers that are known, while `_marks` stay the same."""
         self._has_state = self._has_warned_of_left_out = False
@@ -168,8 +169,8 @@ class StateRegistry:
         Raises:
             UnsupportedValueError: what is here of a parameter is no box.
         """
-        known = self._known()
-        parameters = _parameters_of(known)
+        parameters = self._parameters()
+        known = self._last_known
         remembers = not self._has_state and any(optimizer.state for optimizer in known)
         if self._layout is None or self._layout[0] != len(parameters) or remembers:
             self._has_state, captured = self._has_state or remembers, self.capture()
@@ -200,7 +201,7 @@ class StateRegistry:
         return frozen_in_words([parameter.requires_grad for parameter in self._parameters()])
 
     def _parameters(self) -> list[torch.Tensor]:
-        known = self._known()
+        known = self._last_known = self._known()
         groups = [group["params"] for optimizer in known for group in optimizer.param_groups]
         marks = [(len(group), id(group[0]), id(group[-1])) for group in groups if group]
         if marks != self._marks:  # a pass over thousands takes as long as all else that each step does
@@ -326,10 +327,10 @@ class StateRegistry:
             return leaves_to_compare({key: captured[key] for key in still}, (), still=still)
         return leaves_to_compare(captured, self._known(), still=still)
 
-    def glance(self, glance: Glance, step: int, known: KnownLeaves) -> None:
-        """Look at the state with which a step begins, as far as that costs next to nothing."""
+    def glance(self, glance: Glance, step: int) -> None:
+        """Look at the state with which a step begins, as far as that costs next to nothing; call it after `layout`."""
         if self.knows_optimizers and self.is_used_by_loops:
-            glance.take(step, self._parameters(), self._known(), {})
+            glance.take(step, self._cached, self._last_known)
         else:
             glance.forget()
 

@@ -263,7 +263,7 @@ class Steps:
             self._check.glance.forget()
             self._check.forget()
             return
-        self._registry.glance(self._check.glance, now.version.step, self._own.known)
+        self._registry.glance(self._check.glance, now.version.step)
         if now.is_checked or now.shows is not Shows.NOTHING:
             self._check.begin(now.version, self._registry.leaves_to_compare())
         else:
