@@ -39,6 +39,8 @@ from torchft_ckpt.core.coordination.messages import (
 
 SAY_AGAIN_S = 60.0
 """So long a difference that stays the same is not named again."""
+GLANCE_CHARS = 16
+"""So long is what each vote shows; what comes after it is of all of the state, whose leaves are known then."""
 MAX_ASKED = 4
 MAX_REMEMBERED = 4096
 
@@ -176,7 +178,7 @@ class Equality:
             said = f"{what}. They train on (on_replicas_differ is 'warn')"
         self._last_logged = groups, now
         yield Log(said, is_warning=True)
-        if policy is not OnReplicasDiffer.HEAL:  # else who loads says what differed
+        if policy is not OnReplicasDiffer.HEAL or length > GLANCE_CHARS:  # else who loads says what differed
             yield from self._ask(groups, votes, version, said, stops=policy is OnReplicasDiffer.STOP)
 
     # ------------------------------------------------------------------------------------------------- what differs
