@@ -288,6 +288,8 @@ class Checkpointer:
         self._owner = os.getpid()
         """The process whose threads save."""
         self._num_loads = self._num_saves = 0
+        self._later: list[_LaterSave] = []
+        """Saves that were asked for in the middle of a step."""
         self._copies_at_once = False
         """The state changes without the lock, as was found: each save copies it when it is called."""
         self._lock.add_before_write(self._detach)
@@ -458,6 +460,7 @@ class Checkpointer:
             later.begin()
         else:
             logger.info("a save was asked for in the middle of a step: it is made before the next one begins")
+            self._later = [*(save for save in self._later if not save.done()), later]
             self._manager.events.call_later(later.begin)
         return later
 
@@ -529,6 +532,11 @@ class Checkpointer:
         """
         if os.getpid() != self._owner:
             return
+        later, self._later = self._later, []
+        if self._manager is not None and any(not save.done() for save in later):
+            self._manager.ends_step()  # no other one begins, which would make them
+            for save in later:
+                save.begin()
         self._is_over = True
         worker = self._worker
         if worker is not None and self._is_busy():

@@ -19,7 +19,7 @@ def told(story: str) -> str:
             taking.enters(letter.upper())
         else:
             taking.ends(letter)
-            words += ["!"] if taking.is_taken else []
+            words += ["!"] if taking.is_taken() else []
     return "".join(words)
 
 
@@ -39,3 +39,14 @@ def told(story: str) -> str:
 )
 def test_where_a_step_is_taken(steps: str) -> None:
     assert told(steps.replace("!", "").replace("x", "")) == steps
+
+
+def test_a_step_is_taken_when_those_have_ended_that_are_known_to_take_it_whoever_took_the_last_one() -> None:
+    taking = StepTaking()
+    for who in "AB":
+        taking.enters(who)
+        taking.ends(who)
+    taking.closes()
+    taking.enters("A")
+    taking.ends("A")
+    assert taking.is_taken(["A"]) and not taking.is_taken(["A", "B"]) and not taking.is_taken()

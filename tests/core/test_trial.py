@@ -168,3 +168,36 @@ def test_a_rank_ends_when_the_same_leaf_differs_at_three_boundaries_in_a_row() -
     assert not any(apart.note(step, ["w"]) for step in (5, 6, 9, 10, 20))
     other = Corrections()
     assert not any(other.note(step, [f"w{step}"]) for step in range(5))
+
+
+def test_one_group_alone_says_nothing_of_what_is_common() -> None:
+    job = Job(least=1)
+    a = job.join("a")
+    job.step(a)
+    a.asks(shows="x", mean="1")
+    assert a.formed is not None and (a.formed.common, a.formed.own) == ([], [])
+
+
+def test_a_group_that_loads_again_on_the_same_connection_is_compared_again_and_has_no_voice_meanwhile() -> None:
+    _, (a, b) = at_work("ab")
+    b.replica.load_torn()
+    for member in (b, a):
+        member.asks(can_serve=True)
+    for member in (a, b):
+        member.votes()
+    assert a.replica.shows is Shows.SAMPLES
+    ask([a, b], "xy")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+
+
+def test_who_trained_before_the_lighthouse_was_started_again_is_right_whoever_comes_in_then() -> None:
+    job, (a,) = at_work("a")
+    job.restart()
+    a.connects()
+    b, c = job.join("b"), job.join("c")
+    for member in (b, c, a):
+        member.asks(can_serve=True)
+    for member in (a, b, c):
+        member.votes()
+    ask([a, b, c], "xyy")
+    assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}

@@ -75,11 +75,11 @@ def test_what_a_discarded_step_wrote_or_bound_anew_goes_back() -> None:
     assert (loop.mean, loop.count, loop.norms, loop.center[0]) == (2.5, 8, deque([1.0, 2.0]), 1.0)
 
 
-def test_the_state_functions_are_called_once_not_in_each_step() -> None:
+def test_the_state_functions_are_called_twice_not_in_each_step() -> None:
     loop = Loop(center=torch.zeros(3))
     for counts in (True, False, True, False):
         loop.step(lambda _: None, counts=counts)
-    assert loop.num_asked == 1
+    assert loop.num_asked == 2
 
 
 def test_what_changed_after_zero_grad_and_before_the_forward_pass_stays() -> None:

@@ -737,6 +737,10 @@ class Manager:
         self._followers.optimizer_ended(optimizer, has_stepped=has_stepped)
         self._steps.ends_taking((optimizer,))
 
+    def ends_step(self) -> None:
+        """The loop does nothing more for the last step. On the training thread."""
+        self._steps.end_taking()
+
     def check_followed(self, event: str) -> None:
         """See that all that follows the last step has followed it. `event` says in a clause what comes now.
 

@@ -113,7 +113,12 @@ def shown(
         else:
             still_open.append(Leaf(name=leaf.key, digest=digest))
     most = max(16, MAX_LEAVES // group_world_size)  # the others are shown when these are known
-    return StateShown(owned=owned.hexdigest(), common=common.hexdigest(), open=still_open[:most])
+    return StateShown(
+        is_sampled=sampled_at is not None,
+        owned=owned.hexdigest(),
+        common=common.hexdigest(),
+        open=still_open[:most],
+    )
 
 
 def _digest(value: torch.Tensor | str, step: int | None) -> str:

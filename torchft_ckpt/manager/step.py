@@ -424,7 +424,7 @@ class Steps:
     def ends_taking(self, who: object) -> None:
         """A guarded optimizer, or an `Optimizer`, has done its part of the step."""
         self._taking.ends(who)
-        if self._taking.is_taken:
+        if self._taking.is_taken([(optimizer,) for optimizer in self._sharing.joined]):
             self._client.took_step()
 
     def took_all(self) -> None:

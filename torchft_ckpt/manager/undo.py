@@ -6,9 +6,11 @@ optimizer owns and is small is copied: running statistics, centres, codebooks. P
 loop was seen to write to them before a vote, as SAM does; and until the first step that counts, if there is no optimizer state
 yet, in whose place a copy of them fits.
 
-The state functions are called once, not in each step. Each tensor or plain value that they return is looked for where the loop
-has it: in an attribute, a dict, a variable. So what a loop binds anew (`self.center = ...`) goes back, too. What is not found
-stays, if it is a plain value, and so do random generators and the place in the data: that batch was read.
+The state functions are called as the first step begins, and after the first one that counts, not in each step. Each tensor or
+plain value that they return is looked for where the loop has it: in an attribute, a dict, a variable. So what a loop binds anew
+(`self.center = ...`) goes back, too. A tensor is known by its memory; a plain value by its name and what it is, if nothing else
+looks like it, neither at first nor after a step. Other plain values stay, and so do random generators and the place in the data:
+that batch was read.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import CellType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -75,8 +77,10 @@ class _Place:
         if isinstance(self.held, list | deque):
             self.held.clear()
             self.held.extend(item for item, _ in self.copy)
-            return [pair for pair in self.copy if pair[1] is not None]
-        return [] if self.copy is None or self.copy.shape != self.held.shape else [(self.held, self.copy)]
+            return [(item, copy) for item, copy in self.copy if copy is not None and _can_be_held(item)]
+        # What is bound anew in each step nobody may be able to write to: it is bound again, and has not changed.
+        is_writable = self.copy is not None and self.copy.shape == self.held.shape and _can_be_held(self.held)
+        return [(self.held, self.copy)] if is_writable else []
 
 
 class _Part:
@@ -149,6 +153,9 @@ class Undo:
         """The registry's when the state was looked for."""
         self._num_in_a_row = 0
         self._sees_forward = False
+        self._looks_again = False
+        """A step counts since plain values were looked for first."""
+        self._has_looked_again = False
 
     def begin(self) -> None:
         """A step begins with a state that is whole. What is held already stays so."""
@@ -162,6 +169,9 @@ class Undo:
                     "%s: what a discarded step writes to the state does not go back: the state cannot be read now: %s"
                 )
                 logger.warning(message, self._party, error)
+        elif self._looks_again:
+            self._looks_again = False
+            self._look_again()
         self._parameters.hold()
         if not self._sees_forward:
             self._others.hold()
@@ -178,10 +188,19 @@ class Undo:
             self._parameters.is_held = self._others.is_held = False
             return  # what was loaded meanwhile is of no step
         self._num_in_a_row = 0 if counts else self._num_in_a_row + 1
+        if counts and not self._has_looked_again:
+            self._has_looked_again = self._looks_again = True
         places = [place for part in parts for place in part.copied + part.watched]
         written = [place for part in parts for place in part.end(counts=counts)]
         if not counts:
-            self._put_back(places)
+            try:
+                self._put_back(places)
+            except Exception as error:  # noqa: BLE001 - whatever a loop has bound there: a discard ends no job
+                logger.warning(
+                    "%s: a discarded step is not put back, or in part: %s. The groups are compared before the next one",
+                    self._party,
+                    error,
+                )
         if written:
             logger.log(
                 logging.INFO if counts else logging.WARNING,
@@ -202,8 +221,29 @@ class Undo:
                 with self._registry.lock.write():
                     torch._foreach_copy_([tensor for tensor, _ in pairs], [copy for _, copy in pairs])
 
+    def _plain_places(self, leaves: list[tuple[str, Any]]) -> list[_Place]:
+        """Return where the loop has the plain values of its state: those that nothing else looks like."""
+        values = Counter((name.rpartition(".")[2], words) for name, value in leaves if (words := _words(value)))
+        alike: dict[tuple[str, str], list[_Place]] = {}
+        for holder, key, name, value in _reached(self._registry.state_functions()):
+            if (words := _words(value)) and (name, words) in values:
+                alike.setdefault((name, words), []).append(_Place(holder, key, name, value))
+        return [place for look, places in alike.items() if len(places) <= values[look] for place in places]
+
+    def _look_again(self) -> None:
+        """Let the plain values go that were not those of the state after all, now that a step has moved these."""
+        with with_optimizer_state(self._registry.known_optimizers(), creates=False):
+            leaves = [(".".join(map(str, path)), value) for path, value in walk(self._registry.capture())]
+        still = {(id(place.holder), place.key) for place in self._plain_places(leaves)}
+        self._others.copied = [
+            place
+            for place in self._others.copied
+            if type(place.held) in _OF_TORCH or (id(place.holder), place.key) in still
+        ]
+
     def _look(self) -> None:
         """Find where the loop has its state."""
+        self._looks_again = self._has_looked_again = False
         optimizers = self._registry.known_optimizers()
         with with_optimizer_state(optimizers, creates=False):
             leaves = [(".".join(map(str, path)), value) for path, value in walk(self._registry.capture())]
@@ -218,17 +258,14 @@ class Undo:
         ]
         for address in owned_by(optimizers):
             tensors.pop(address, None)
-        values = Counter((name.rpartition(".")[2], words) for name, value in leaves if (words := _words(value)))
         others = []
         found = set()
-        for holder, key, name, value in _reached(self._registry.state_functions()):
+        for holder, key, _, value in _reached(self._registry.state_functions()):
             if type(value) in _OF_TORCH and _can_be_held(value) and value.data_ptr() in tensors:
                 found.add(value.data_ptr())
                 path = tensors[value.data_ptr()][0]
                 others.append(_Place(holder, key, path, value, is_small=value.nbytes <= MAX_COPIED_BYTES))
-            elif (words := _words(value)) and values[name, words] > 0:  # the nearest of those that look like it
-                values[name, words] -= 1
-                others.append(_Place(holder, key, name, value))
+        others += self._plain_places(leaves)
         for name, tensor in (tensors[address] for address in tensors.keys() - found):
             others.append(_Place(None, None, name, tensor, is_small=tensor.nbytes <= MAX_COPIED_BYTES))
         has_room = not any(optimizer.state for optimizer in optimizers)
@@ -246,15 +283,24 @@ def _reached(functions: Iterable[object]) -> Iterator[tuple[dict[Any, Any] | Cel
         kept.append(value)  # so that no other object gets its id
         found: list[tuple[dict[Any, Any] | CellType, Any, str, Any]] = []
         if isinstance(value, FunctionType):
-            names = [name for name in value.__code__.co_names if name in value.__globals__]
+            names = [name for name in _names_in(value.__code__) if name in value.__globals__]
             found = [(value.__globals__, name, name, value.__globals__[name]) for name in names]
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             found += [(cell, None, name, cell.cell_contents) for name, cell in cells if gc.get_referents(cell)]
         elif isinstance(attributes := value if isinstance(value, dict) else getattr(value, "__dict__", None), dict):
             found = [(attributes, key, str(key), item) for key, item in list(attributes.items())]
         yield from found
-        is_opaque = not found and not isinstance(value, FunctionType)
-        waiting += gc.get_referents(value) if is_opaque else [item for _, _, _, item in found]
+        waiting += [item for _, _, _, item in found]
+        if isinstance(value, FunctionType):
+            waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        elif not found or isinstance(value, MethodType):  # the attributes of a method are its function's
+            waiting += gc.get_referents(value)
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """Return the names that a function uses, and the functions and comprehensions in it."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return [*code.co_names, *(name for one in inner for name in _names_in(one))]
 
 
 def _is_apart(value: Any) -> bool:

@@ -887,7 +887,7 @@ class LighthouseState:
         """
         yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
-        self._trials.begins(assignment, [(member.replica_id, member.asked.version.step) for member in members])
+        self._trials.begins(assignment, members)
         quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
         yield from self._go_on_from(assignment, quorum_id)
@@ -1029,7 +1029,8 @@ class LighthouseState:
         member = self._roster.remove(replica_id, reason, is_closed=is_closed)
         self._job.history.gone(replica_id)
         self._speaking.gone(replica_id)
-        self._trials.lost(replica_id)
+        if not is_back:  # the same process, with the state that it had
+            self._trials.lost(replica_id)
         if not is_on_purpose and not member.has_finished:
             self._job.history.cut_off(group_name(replica_id), member.version, now)
         self._job.stop_waiting(member)

@@ -167,6 +167,8 @@ LeafNames: TypeAlias = Annotated[
 class StateShown(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one rank shows of the state that it asks with."""
 
+    is_sampled: bool = False
+    """Of large tensors only samples were read: it says nothing beside a rank that has read all."""
     owned: Digest
     """Of what optimizers own, and of their settings."""
     common: Digest = ""

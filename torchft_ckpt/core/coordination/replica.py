@@ -43,7 +43,7 @@ not, it loads that of the others first: see `trial`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -498,7 +498,8 @@ class ReplicaState:
             return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
         self.phase = StepPhase.TRAINING
         self.quorum = formed
-        self._shows = Shows.SAMPLES  # unless this step counts, and the decision says otherwise
+        if not formed.differs:  # who corrects shows as much as those who wait
+            self._shows = Shows.SAMPLES  # unless this step counts, and the decision says otherwise
         if formed.leaving:
             self.fail(formed.reason)
             return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
@@ -810,6 +811,11 @@ class SharedStep:
         self._known: set[Hashable] = set()
         self.is_first_of_kind = False
         """The step was begun by one that has begun none before."""
+
+    @property
+    def joined(self) -> Collection[Hashable]:
+        """Those that take part in the step."""
+        return self._joined
 
     @property
     def is_half_taken(self) -> bool:

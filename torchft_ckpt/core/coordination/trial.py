@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from torchft_ckpt.core.coordination.equality import alike
 from torchft_ckpt.core.coordination.layouts import without_places
 from torchft_ckpt.core.coordination.lighthouse_records import Member
-from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Shows, StateShown, name_some
+from torchft_ckpt.core.coordination.messages import MAX_LEAVES, OnReplicasDiffer, Role, Shows, StateShown, name_some
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment
 
 MAX_LEAVES_GIVEN = 4096
@@ -68,11 +68,18 @@ class Trials:
 
     # ------------------------------------------------------------------------------------------------ what happens
 
-    def begins(self, assignment: Assignment, asked_with: Iterable[tuple[str, int]]) -> None:
-        """A quorum forms, of members that asked with a state of these steps."""
-        for replica_id, step in asked_with:
+    def begins(self, assignment: Assignment, members: Sequence[Member]) -> None:
+        """A quorum forms, of these members in the order of their parts."""
+        is_new_life = not self._voices and not assignment.is_first
+        for member, part in zip(members, assignment.parts, strict=True):
+            replica_id = part.replica_id
+            if part.role is not Role.HEALTHY:
+                self.lost(replica_id)  # it comes in anew, also if its connection has held
+            elif is_new_life and member.hello.was_in_quorum and member.hello.version.proven:
+                self._voices[replica_id] = None  # it trained before this lighthouse was started again
+                self._joined.pop(replica_id, None)
             if replica_id not in self._voices:
-                moved = not assignment.is_first or step != assignment.version.step
+                moved = not assignment.is_first or member.asked.version.step != assignment.version.step
                 self._joined.setdefault(replica_id, moved)
 
     def ended(self, step: int, approvers: Collection[str], others: Collection[str], *, differs: bool) -> None:
@@ -100,11 +107,16 @@ class Trials:
         """Compare what these members, which ask for one quorum with the state of a step, show of it."""
         verdict = Verdict()
         by_kind: dict[tuple[str, int], list[Member]] = {}
+        silent = {member.replica_id for member in members if not member.asked.shown}
         for member in members:
             if len(member.asked.shown) == member.hello.group_world_size:
                 by_kind.setdefault((without_places(member.layout), member.hello.group_world_size), []).append(member)
         for those in by_kind.values():
-            self._judge_alike({member.replica_id: member for member in those}, step, verdict)
+            if len({of_rank.is_sampled for member in those for of_rank in member.asked.shown}) > 1:
+                self._differed = step, Shows.ALL  # all show all after this step
+            elif any(member.replica_id in self._voices for member in those) or not silent & self._voices.keys():
+                self._judge_alike({member.replica_id: member for member in those}, step, verdict)
+        verdict.common, verdict.own = sorted({*verdict.common})[:MAX_LEAVES], sorted({*verdict.own})[:MAX_LEAVES]
         if not verdict.loads and not verdict.stops:
             for replica_id in sorted(verdict.equal):
                 if self._loaded.get(replica_id, -1) < step and replica_id not in self._voices:
@@ -124,7 +136,7 @@ class Trials:
         verdict.equal.update(m for m in members if m not in wrong)
         if wrong:
             self._decide(members, right, wrong, step, verdict)
-        elif step not in self._loaded.values():  # else what a group has just loaded is equal, and says nothing
+        elif len(members) > 1 and step not in self._loaded.values():  # what was just loaded is equal, and says nothing
             self._learn(members, right, step, verdict)
 
     def _decide(

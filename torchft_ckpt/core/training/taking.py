@@ -1,7 +1,7 @@
 """Says when a step that counts is taken: when all optimizers that step for it have ended.
 
-From the decision to that moment the state is not the one that the new step names, and nobody may save it under that name. Which
-optimizers step is the loop's affair. So those that took the last step together are expected to do so again.
+From the decision to that moment the state is not the one that the new step names, and nobody may save it under that name. Wrapped
+optimizers have joined the step by `zero_grad`. Of others, those that took the last step together are expected to do so again.
 
     the next step begins, and     the last one
     ----------------------------  ------------------------------------------------------------------------------------
@@ -14,7 +14,7 @@ optimizers step is the loop's affair. So those that took the last step together 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 
 class StepTaking:
@@ -31,10 +31,12 @@ class StepTaking:
         """Somebody has begun and not ended."""
         return bool(self._inside)
 
-    @property
-    def is_taken(self) -> bool:
-        """All that began have ended, and all that took the last step with one of them."""
-        expected = {other for one in self._ended for other in self._together.get(one, ())}
+    def is_taken(self, joined: Collection[Hashable] = ()) -> bool:
+        """Whether all have ended that began, and all that take this step; where these are not known, those of the last step.
+
+        `joined`: who is known to take it.
+        """
+        expected = set(joined) or {other for one in self._ended for other in self._together.get(one, ())}
         return bool(self._ended) and not self._inside and expected <= self._ended
 
     def enters(self, who: Hashable) -> None:
