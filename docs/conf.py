@@ -42,7 +42,7 @@ highlight_language = "text"
 nitpicky = True
 # Names of others, which are documented elsewhere, and no page of theirs is fetched.
 OTHERS = (
-    "timedelta|Work|abc|asyncio|collections|concurrent|contextlib|dataclasses|datetime|enum|fsspec|io|logging|msgspec|numpy|os|pathlib|signal|ssl"
+    "timedelta|ReduceOp|Work|abc|asyncio|collections|concurrent|contextlib|dataclasses|datetime|enum|fsspec|io|logging|msgspec|numpy|os|pathlib|signal|ssl"
     "|threading|torch|types|typing|typing_extensions|dist|nn|optim"
 )
 nitpick_ignore_regex = [("py:.*", rf"({OTHERS})(\..*)?")]
