@@ -483,6 +483,8 @@ class Oracle:
             votes = [f"{shown[m]}" for m in here if last is None or last.tally.outcome(m) is not Outcome.LEFT_BEHIND]
             if told in life.voices and 2 * votes.count(f"{shown[told]}") > len(votes):
                 self.fail(f"{told} is told to load {formed.version}, and most hold what it holds")
+        elif formed.role in (Role.INLINE, Role.JOINER):  # it comes in anew
+            life.voices -= {m.replica_id for m in state.members.values() if m.connection == connection}
         elif formed.role is Role.HEALTHY and state.round is not None:
             healthy = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY and m in shown]
             able = [m for m in healthy if life.told_to_load.get(m) != formed.version]
