@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +142,7 @@ def test_functions_are_registered_by_the_old_names_of_their_flags() -> None:
 
     manager: Any = Manager.__new__(Manager)
     manager._registry = Registry()
+    manager._followers = SimpleNamespace(find_outer=lambda: None)
     with pytest.warns(DeprecationWarning, match="register_state_dict_fn") as caught:
         manager.register_state_dict_fn("outer", print, dict, kept_still=True, trains_apart=True)
     assert sorted(str(warning.message).partition(";")[0] for warning in caught) == [

@@ -484,8 +484,9 @@ class Recovery:
             )
             self.client.note_error(error)
             return
-        user, paths = self._registry.keeping_own(state["user"], found.paths, self._own.known)
-        is_concerned = bool(paths) or self.is_alone  # else another rank of this group holds another state
+        user, paths, has_to_be_equal = self._registry.keeping_own(state["user"], found.paths, self._own.known)
+        # Else another rank of this group holds another state, or what differs may be each group's own.
+        is_concerned = has_to_be_equal or (self.is_alone and not paths)
         again = self._corrections.note(step, paths) if is_concerned else ""
         why = (
             "Its training loop used something that it had read before it had this state (read the step after zero_grad), or"
@@ -504,10 +505,12 @@ class Recovery:
         self._load_received({**state, "user": user}, True, keys if self.is_alone else None)
         with self.client.lock, self.client.replica as replica:
             replica.load_finished(formed.version, before_forward=True)
+        self.num_corrected += bool(paths) or is_concerned
         if not is_concerned:
+            what = name_some(paths) if paths else "nothing here"
+            logger.info("%s takes what differs before step %d from %s: %s", name, step, sources, what)
             return
         self.note_healed(formed)
-        self.num_corrected += 1
         logger.warning(
             "%s came to another state of step %d than %s: %s differed. It has loaded theirs before this step is computed. %s",
             name,

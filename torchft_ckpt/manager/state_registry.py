@@ -336,12 +336,18 @@ class StateRegistry:
 
     def keeping_own(
         self, user: dict[str, Any], differing: Sequence[str], known: KnownLeaves
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return a received state with this group's own leaves in place of the source's, and what differs but for these."""
+    ) -> tuple[dict[str, Any], list[str], bool]:
+        """Return a received state with this group's own leaves in place of the source's; what differs but for these; and whether
+        any of that has to be equal, as far as is known.
+        """
         here = self.capture()
         kept = {key: keeping(item, here[key], known.own, key) for key, item in user.items()}
-        compared = {leaf.name for leaf in self.leaves_to_compare(here) if leaf.is_owned or leaf.key not in known.own}
-        return kept, [path for path in differing if path in compared or path.rpartition(".")[0] in compared]
+        leaves = {
+            leaf.name: leaf for leaf in self.leaves_to_compare(here) if leaf.is_owned or leaf.key not in known.own
+        }
+        found = {path: leaves.get(path) or leaves.get(path.rpartition(".")[0]) for path in differing}
+        has_to_be_equal = any(leaf is not None and known.counts(leaf) for leaf in found.values())
+        return kept, [path for path, leaf in found.items() if leaf is not None], has_to_be_equal
 
     def take_settings(self, settings: object) -> list[str]:
         """Give optimizers the settings of the source, and say what differed. On the training thread."""

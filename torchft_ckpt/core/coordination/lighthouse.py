@@ -672,6 +672,8 @@ class LighthouseState:
 
     def _answer_differing(self, trial: Verdict, members: list[Member]) -> Iterator[Instruction]:
         """Have members that showed another state load that of the others, which wait; or stop all of them."""
+        for noted in trial.noted:
+            yield Log(noted)
         for said in trial.said:
             yield Log(said, is_warning=True)
         if trial.stops:

@@ -48,7 +48,9 @@ class Verdict:
     common: list[str] = field(default_factory=list)
     own: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    """For the operator."""
+    """What the operator is warned of."""
+    noted: list[str] = field(default_factory=list)
+    """What is no fault, as far as is known."""
 
 
 class Trials:
@@ -205,10 +207,8 @@ class Trials:
         else:
             verdict.common, verdict.own = [], []
             self._note_given(sorted(given), step)
-            what = (
-                f"{name_some(sorted(late))} did not begin as {name_some(right)}, and {name_some(sorted(given))} differs"
-            )
-            verdict.said.append(self._give(members, right, sorted(late), step, verdict, what))
+            what = f"{name_some(sorted(late))} has come in, and differs from {name_some(right)} in {name_some(sorted(given))}"
+            verdict.noted.append(self._give(members, right, sorted(late), step, verdict, what))
 
     def _note_given(self, names: Iterable[str], step: int) -> None:
         self._given |= dict.fromkeys(names, step)
