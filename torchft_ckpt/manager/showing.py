@@ -229,7 +229,8 @@ def _chosen(
         if isinstance(kept, Mapping):
             tensors += [kept[key] for key in sorted(kept, key=str) if isinstance(kept[key], torch.Tensor)]
         tensor = tensors[turn % len(tensors)]
-        found += [tensor] if type(tensor) in _PLAIN_TENSORS and tensor.numel() else memory_of(tensor)[:1]
+        is_plain = type(tensor) in _PLAIN_TENSORS and tensor.is_cpu and tensor.layout is torch.strided
+        found += [tensor] if is_plain and tensor.numel() else memory_of(tensor)[:1]
     return found
 
 
