@@ -411,6 +411,10 @@ class Steps:
         now, name = self._client.view(), type(optimizer).__name__
         is_open = self._is_committed is None and not now.is_between_steps
         is_training = self._registry.is_used_by_loops and not now.warms_up and not self._client.is_over
+        # torchtitan's container steps by the `Optimizer` that wraps it, and has it in an attribute.
+        is_training = is_training and all(
+            getattr(held, "optim", None) is not optimizer for held in vars(optimizer).values()
+        )
         if is_training and (is_open or self._is_committed is False) and not _makes_state(optimizer):
             raise ConfigError(
                 f"{name} steps, and step {now.version.step} "
