@@ -237,15 +237,19 @@ class Steps:
         captures = has_to_capture or has_pending_request or needs_local or registry.trains_apart
         is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes)
         captures = (captures and not can_capture_later) or is_shown
-        self._look_at(now, wishes)
         # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
         receiving = registry.capture_to_receive() if captures and is_sharded and now.is_behind else None
         captured = registry.capture_to_serve() if captures else None
         if captured is not None and receiving is None:
             receiving = captured.state
+        is_compared = now.version.proven and wishes.contributes
+        leaves: list[CheckedLeaf] = []
+        if is_shown or (is_compared and (now.is_checked or now.shows is not Shows.NOTHING)):
+            leaves = registry.leaves_to_compare(None if captured is None else captured.returned)
+        self._look_at(now, leaves, is_compared=is_compared)
         parts: list[StateShown] = []
         if is_shown and captured is not None:
-            parts = [self._show(registry.leaves_to_compare(captured.returned), now)]
+            parts = [self._show(leaves, now)]
             self._serving.serve_ahead(now.version, captured)
         prepared = Prepared(
             captured=captured,
@@ -257,15 +261,14 @@ class Steps:
         )
         return has_to_wait, prepared, parts
 
-    def _look_at(self, now: ReplicaView, wishes: StepWishes) -> None:
+    def _look_at(self, now: ReplicaView, leaves: Sequence[CheckedLeaf], *, is_compared: bool) -> None:
         """Have what the vote shows read of the state with which the step begins."""
-        if not now.version.proven or not wishes.contributes:
+        if is_compared:
+            self._registry.glance(self._check.glance, now.version.step)
+        else:
             self._check.glance.forget()
-            self._check.forget()
-            return
-        self._registry.glance(self._check.glance, now.version.step)
-        if now.is_checked or now.shows is not Shows.NOTHING:
-            self._check.begin(now.version, self._registry.leaves_to_compare())
+        if is_compared and leaves:
+            self._check.begin(now.version, leaves)
         else:
             self._check.forget()
 
@@ -475,9 +478,8 @@ class Steps:
             self._collectives.wait_all()
         if self._late.count:
             self._ask_device()
-        if (
-            is_undecided
-        ):  # where nothing went wrong it was the loop's choice, as a plain loop's that skips what overflows
+        if is_undecided:
+            # If nothing went wrong it was the loop's choice, as a plain loop's that skips what overflows.
             self._undo.end(counts=not has_failed and self._client.error() is None)
         self._late.has_failed, self._late = self._client.has_failed(), _Late()
         self._recovery.abandon()
@@ -692,9 +694,8 @@ class Steps:
         return self._is_committed
 
     def _ask_again(self, is_committed: bool) -> bool:
-        if (
-            self._late.count and not is_committed and not self._taking.is_inside
-        ):  # by an `Optimizer`, for which `takes` sees to it
+        # If an `Optimizer` asks, `takes` sees to it.
+        if self._late.count and not is_committed and not self._taking.is_inside:
             raise ConfigError(
                 f"step {self._client.view().version.step} was discarded, and {self._late.count} collectives were issued since,"
                 " but no other step has begun: call start_quorum, or zero_grad of the Optimizer, in each iteration"
