@@ -32,7 +32,7 @@ from torchft_ckpt.core.coordination.messages import (
     name_some,
 )
 from torchft_ckpt.core.coordination.replica import Comparison, StepPlan
-from torchft_ckpt.core.coordination.trial import Corrections
+from torchft_ckpt.core.coordination.trial import NOWHERE, Corrections
 from torchft_ckpt.errors import CheckpointError, ReplicasDifferError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.events import Healed
 from torchft_ckpt.manager.comparing import Differences
@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 _SAID_WHILE_APPLYING_S = 0.5
 """What is said to be left while entries are applied: how long that takes nobody knows, and whoever is silent is left behind."""
 
-NOWHERE = "something that no state_dict function returns"
 _TELL_S = 0.25
 """So often a rank that replays says where it is."""
 

@@ -66,8 +66,6 @@ class StateRegistry:
         """The parameters of all optimizers that are known, while `_marks` stay the same."""
         self._has_state = self._has_warned_of_left_out = False
         """Optimizers remember something of what they train."""
-        self.names: dict[int, str] = {}
-        """What the parameters of optimizers are called, by `id`."""
         self._in_function = threading.local()
         self._unsteady = Unsteady()
         self._agreed_on: set[str] = set()
@@ -175,8 +173,8 @@ class StateRegistry:
         if self._layout is None or self._layout[0] != len(parameters) or remembers:
             self._has_state, captured = self._has_state or remembers, self.capture()
             owned = leaves_to_compare(captured, known)
-            self.names = _names_of(parameters, known, owned)
-            named = [(self.names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
+            names = _names_of(parameters, known, owned)
+            named = [(names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
             self._layout = len(parameters), layout_of(named, only_sharded=not known)
             self._warn_of_left_out(captured, owned)
         return self._layout[1]

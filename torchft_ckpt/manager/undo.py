@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -221,6 +221,11 @@ class Undo:
                 with self._registry.lock.write():
                     torch._foreach_copy_([tensor for tensor, _ in pairs], [copy for _, copy in pairs])
 
+    def _leaves(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, Any]]:
+        """Return what the state functions return now, by path."""
+        with with_optimizer_state(optimizers, creates=False):
+            return [(".".join(map(str, path)), value) for path, value in walk(self._registry.capture())]
+
     def _plain_places(self, leaves: list[tuple[str, Any]]) -> list[_Place]:
         """Return where the loop has the plain values of its state: those that nothing else looks like."""
         values = Counter((name.rpartition(".")[2], words) for name, value in leaves if (words := _words(value)))
@@ -232,8 +237,7 @@ class Undo:
 
     def _look_again(self) -> None:
         """Let the plain values go that were not those of the state after all, now that a step has moved these."""
-        with with_optimizer_state(self._registry.known_optimizers(), creates=False):
-            leaves = [(".".join(map(str, path)), value) for path, value in walk(self._registry.capture())]
+        leaves = self._leaves(self._registry.known_optimizers())
         still = {(id(place.holder), place.key) for place in self._plain_places(leaves)}
         self._others.copied = [
             place
@@ -245,8 +249,7 @@ class Undo:
         """Find where the loop has its state."""
         self._looks_again = self._has_looked_again = False
         optimizers = self._registry.known_optimizers()
-        with with_optimizer_state(optimizers, creates=False):
-            leaves = [(".".join(map(str, path)), value) for path, value in walk(self._registry.capture())]
+        leaves = self._leaves(optimizers)
         parts = [(name, part) for name, value in leaves if isinstance(value, torch.Tensor) for part in memory_of(value)]
         tensors = {part.data_ptr(): (name, part) for name, part in parts if _can_be_held(part)}
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]

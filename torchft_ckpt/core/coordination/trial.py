@@ -30,9 +30,9 @@ from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import MAX_LEAVES, OnReplicasDiffer, Role, Shows, StateShown, name_some
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment
 
-MAX_LEAVES_GIVEN = 4096
 MAX_IN_A_ROW = 3
 """So often a rank differs in the same leaf at boundaries in a row until its group ends."""
+NOWHERE = "something that no state_dict function returns"
 
 
 @dataclass(slots=True)
@@ -63,8 +63,8 @@ class Trials:
         """Members that take part and were not found equal yet: whether their loops may have read another step before that."""
         self._loaded: dict[str, int] = {}
         """Members that were told to load, and at which step, the last time."""
-        self._given: dict[str, int] = {}
-        """Leaves that a group was given once, and at which step."""
+        self._given: dict[str, None] = {}
+        """Leaves that a group was given once, the latest last."""
         self._differed: tuple[int, Shows] = (-1, Shows.NOTHING)
         """The step in which something was last found that the boundary after it has to look into, and how closely."""
 
@@ -156,7 +156,7 @@ class Trials:
         if wrong and not verdict.stops:
             verdict.said.append(self._give(members, right, wrong, step, verdict, what))
             values = _open(members)
-            self._note_given((name for name, of in values.items() if len({of.get(m) for m in members}) > 1), step)
+            self._note_given(name for name, of in values.items() if len({of.get(m) for m in members}) > 1)
 
     def _give(
         self,
@@ -206,13 +206,13 @@ class Trials:
                 self._given.pop(name, None)
         else:
             verdict.common, verdict.own = [], []
-            self._note_given(sorted(given), step)
+            self._note_given(sorted(given))
             what = f"{name_some(sorted(late))} has come in, and differs from {name_some(right)} in {name_some(sorted(given))}"
             verdict.noted.append(self._give(members, right, sorted(late), step, verdict, what))
 
-    def _note_given(self, names: Iterable[str], step: int) -> None:
-        self._given |= dict.fromkeys(names, step)
-        while len(self._given) > MAX_LEAVES_GIVEN:
+    def _note_given(self, names: Iterable[str]) -> None:
+        self._given |= dict.fromkeys(names)
+        while len(self._given) > MAX_LEAVES:
             del self._given[next(iter(self._given))]
 
     def validate(self) -> None:
@@ -238,7 +238,7 @@ class Corrections:
             last, times = before.get(name, (-1, 0))
             self._last[name] = step, times + 1 if step <= last + 1 else 1
         again = [name for name, (_, times) in self._last.items() if times >= MAX_IN_A_ROW]
-        return (again[0] or "something that no state_dict function returns") if again else ""
+        return (again[0] or NOWHERE) if again else ""
 
 
 def _known(shown: StateShown) -> str:
