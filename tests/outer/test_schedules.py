@@ -303,6 +303,41 @@ def test_a_group_that_begins_slowly_gets_the_state_of_the_first_quorum_from_a_so
         lighthouse.shutdown()
 
 
+@pytest.mark.parametrize("case", [Case("diloco"), Case("diloco", delay=1), Case("local_sgd")], ids=str)
+def test_a_script_that_moves_what_the_groups_agreed_on_loads_theirs_before_its_next_round(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Group 1 overwrites the global parameters when it has come in. The round after that begins with the others' there, too."""
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000)
+
+    def run(number: int) -> tuple[dict[int, Bits], int]:
+        script, agreed_on = Script(lighthouse.address(), number, case), {}
+        try:
+            with script.loop:
+                script.model(torch.zeros(1, 4))
+                while (step := script.manager.current_step()) < 5:
+                    script.iterate()
+                    if script.manager.current_step() == step:
+                        continue
+                    held = list(script.loop.state_dict()["original_parameters"][0].values())
+                    agreed_on[step + 1] = bits(held)
+                    if number == 1 and step == 0:
+                        with script.manager.state_dict_lock.write():
+                            held[0].zero_()
+            return agreed_on, script.manager.statistics().num_corrected
+        finally:
+            script.manager.shutdown()
+
+    try:
+        with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING, "torchft_ckpt"):
+            first, second = [pool.submit(run, number) for number in range(2)]
+            assert first.result(LONG_S) == (second.result(LONG_S)[0], 0)
+            assert second.result(LONG_S)[1] == 1
+        assert "group_1" in caplog.text and "original_parameters.0.0.weight differed" in caplog.text
+    finally:
+        lighthouse.shutdown()
+
+
 def test_a_state_of_a_round_that_is_given_up_is_a_round_older_when_the_next_one_is_decided() -> None:
     schedule = OuterSchedule(10, sync_delay=2)
     place = RoundPlace(schedule.num_ends_left(8), retries_left=1)

@@ -228,7 +228,6 @@ def draw_outer_scenario(rng: Random) -> Scenario:
         fault_rate=plan.fault_rate * rng.choice((0.3, 1.0)),
         chaos_s=rng.uniform(4.0, 12.0) * max(1.0, phase_s / 2),
         num_late=0,
-        check_equal_every=0,
         outer=OuterPlan(
             phase_s=phase_s,
             spread=rng.choice((1.0, 1.7, 1.7, 3.0)),

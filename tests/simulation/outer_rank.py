@@ -189,6 +189,9 @@ class OuterRank(Trainer):
     def _prepare(self) -> None:
         self._ask_as(contributes=True)
 
+    def _asks_anew(self) -> None:
+        self._prepare()
+
     def _come_to_sync(self) -> None:
         self._is_at_sync = True
         self._sync()
@@ -199,9 +202,16 @@ class OuterRank(Trainer):
             return
         turn = self._leave()
         patience_s = self._patience_s if contributes else 0.0
+        self._has_shown = False
+        self._digest = f"{self.held:x}" if contributes and self.replica.is_checked else ""
         request = self.replica.begin(
             StepWishes(contributes=contributes, patience_s=patience_s, waits=not contributes),
-            StepFacts(can_serve=True, store_address="store:1", compares=self.uses_state),
+            StepFacts(
+                can_serve=True,
+                store_address="store:1",
+                compares=self.uses_state,
+                shown=self._shown() if contributes and self.replica.is_between_steps else [],
+            ),
         )
         self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address]))
         self._may_abandon(turn)
@@ -294,7 +304,7 @@ class OuterRank(Trainer):
             sums = tuple(self._results)
             value = self._oracle.next_value(self.value, sums)
             self._oracle.commits(self, before, value, sums)
-            self.value = value
+            self._take(value)
             self.last_commits.append(self.replica.version)
         else:
             self.last_commits.clear()
@@ -325,7 +335,7 @@ class OuterRank(Trainer):
     def _offer(self) -> None:
         """Serve this state to whoever asks, until it changes."""
         if self.replica.version.proven and not self.replica.is_behind:
-            self._transfers.serve(self.address, Snapshot(self.replica.version, self.value, self.process))
+            self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
 
     # ------------------------------------------------------------------------------------------------------- messages
 

@@ -181,14 +181,13 @@ class Trainer:
             return
         self._is_loading, self._after_load, self._arrival = False, None, None
         self._plan = None
-        self._is_spoiled = False
+        self._is_spoiled = self._has_shown = False
         self._ask(turn)
 
     def _ask(self, turn: int) -> None:
         self._digest = f"{self.held:x}" if self.replica.is_checked else ""
-        shown: list[StateShown] = []
-        if self.uses_state and self._settings.shows and self.replica.shows is not Shows.NOTHING:
-            shown = [StateShown(owned=f"{self.held:x}")]
+        shown = self._shown() if self.uses_state else []
+        if shown:
             self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
         can_serve = self.replica.wants_capture
         facts = StepFacts(
@@ -199,13 +198,16 @@ class Trainer:
             reach_s=self._reach_s() if self._settings.tells_reach and self.replica.is_behind else None,
             can_follow=self._settings.changing is not None and self._distance.can_follow(*self._sizes()),
         )
-        self._has_shown = bool(shown)
         request = self.replica.begin(StepWishes(allow_heal=self._rng.random() >= self._moods.no_heal), facts)
         num_collectives = len(self._results) + self._num_late
         self._send(
             msgspec.structs.replace(request, checkpoint_addresses=[self.address], num_collectives=num_collectives)
         )
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
+
+    def _shown(self) -> list[StateShown]:
+        self._has_shown = self._settings.shows and self.replica.shows is not Shows.NOTHING
+        return [StateShown(owned=f"{self.held:x}")] if self._has_shown else []
 
     def _sizes(self) -> tuple[int, int]:
         """Bytes of the state, and of what training changes in it."""
@@ -293,9 +295,13 @@ class Trainer:
             self._distance.followed()
         self.replica.learned()
         if is_corrected:
-            self._later(0.0, lambda: self.begin() if turn == self._turn else None)
+            self._later(0.0, lambda: self._asks_anew() if turn == self._turn else None)
         else:
             self._next()
+
+    def _asks_anew(self) -> None:
+        """It has loaded what differed before the step, and asks for that again."""
+        self.begin()
 
     def _configured(self, turn: int) -> None:
         if turn != self._turn or self._plan is None:

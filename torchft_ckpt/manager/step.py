@@ -227,7 +227,8 @@ class Steps:
         """Return whether to wait for the quorum, what it will need of the state that is here, and what is shown of it."""
         now, registry = self._client.view(), self._registry
         has_to_wait, has_to_capture = self._client.wants()
-        has_to_wait = has_to_wait if wishes.waits is None else wishes.waits
+        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes, now)
+        has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
         self._transport.advance_to(now.version.step)
         has_pending_request = self._transport.has_pending_request(now.version.step)
         can_capture_later = self._can_capture_later(wishes)
@@ -235,7 +236,6 @@ class Steps:
         needs_local = now.is_behind and (is_sharded or self._healing.needs_local)
         # In an outer loop the script goes on at once: what is captured later would be of another place of it than it says.
         captures = has_to_capture or has_pending_request or needs_local or registry.trains_apart
-        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes)
         captures = (captures and not can_capture_later) or is_shown
         # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
         receiving = registry.capture_to_receive() if captures and is_sharded and now.is_behind else None
@@ -272,10 +272,15 @@ class Steps:
         else:
             self._check.forget()
 
-    def _may_show(self, wishes: StepWishes) -> bool:
-        """Whether what is here can be compared before the quorum, and loaded then where it differs."""
-        is_loops = self._registry.is_used_by_loops and not self._registry.is_empty and wishes.waits is None
-        return is_loops and wishes.contributes and not self._has_computed and self._transport.gives_live_state
+    def _may_show(self, wishes: StepWishes, now: ReplicaView) -> bool:
+        """Whether what is here can be compared before the quorum, and loaded then where it differs.
+
+        An outer loop asks for the quorum of its first round with a state that others may still receive, as it was before.
+        """
+        registry = self._registry
+        in_loop = registry.is_used_by_loops and wishes.waits is None and not self._has_computed
+        can_load = in_loop or (registry.trains_apart and now.is_between_steps)
+        return can_load and self._transport.gives_live_state and wishes.contributes and not registry.is_empty
 
     def _show(self, leaves: Sequence[CheckedLeaf], now: ReplicaView) -> StateShown:
         size = self._rank_config.group_world_size

@@ -421,7 +421,7 @@ class ReplicaState:
         """A step begins. One that is open is abandoned."""
         is_cold = self._is_cold or (self.warms_up and facts.is_first_of_kind)
         is_plain = wishes.contributes and wishes.waits is None and facts.compares and not facts.gathers
-        waits = self.waits_for_quorum if wishes.waits is None else wishes.waits
+        waits = self.waits_for_quorum if wishes.waits is None else wishes.waits or bool(facts.shown)
         self._leave_step()
         self.phase = StepPhase.ASKING
         self.capture_wanted = facts.gathers and self.capture_wanted
