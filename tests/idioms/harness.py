@@ -82,7 +82,7 @@ class MortalManager(Manager):
             self.life.history.pop(self.current_step(), None)  # what was here before is not what it trains from
         if not options:  # an outer loop's rounds begin in the middle of inner steps
             self.life.begin_step()
-        if self.life.dies_at == self.current_step():
+        if self.life.has_to_die():
             self.wait_quorum()  # the others count on it
             raise Died
 
@@ -121,7 +121,10 @@ class Run:
     """A group dies and has a second life."""
     follows: bool = False
     """In that it receives the state outside of the quorum, and replays the steps of the others."""
-    second: Life | None = None
+    has_spare: bool = False
+    """Its second life is a spare, which is there from the start, and follows when the first one ends."""
+    second: list[Life] = field(default_factory=list)
+    """The second lives of those that died."""
     has_ended: threading.Event = field(default_factory=threading.Event)
     """A life has ended, whichever."""
     is_awaited: threading.Event = field(default_factory=threading.Event)
@@ -134,11 +137,11 @@ class Run:
     def decide_when_to_stop(self, step: int) -> None:
         """Stop two steps on, once the group that came back contributes; the others cannot be further than this step."""
         is_open = self.returns and self.stops_at == self.max_steps and step >= self.num_steps - 2
-        if is_open and self.second is not None and (self.second.contributed or self.second.error is not None):
+        if is_open and self.second and all(life.contributed or life.error is not None for life in self.second):
             self.stops_at = step + 2
 
     def wait_for_return(self) -> None:
-        """Return when the second life has asked for a quorum: so it enters at the same step in each run."""
+        """Return when the second lives have asked for a quorum: so they enter at the same step in each run."""
         self.is_awaited.set()
         if self.returns:
             wait_until(self._has_asked, "the group that died comes back", self.limit_s)
@@ -155,11 +158,12 @@ class Run:
         )
 
     def _has_asked(self) -> bool:
-        manager = None if self.second is None else self.second.current
-        if self.second is not None and self.second.error is not None:
-            return True
         jobs = list(self.lighthouse._jobs.states.values())
-        return manager is not None and any(manager.replica_id() in job._job.waiting for job in jobs)
+        waiting = {replica_id for job in jobs for replica_id in job._job.waiting}
+        return bool(self.second) and all(
+            life.error is not None or (life.current is not None and life.current.replica_id() in waiting)
+            for life in self.second
+        )
 
     def begun_by(self) -> int:
         """Return the group whose weights the job began with: the first that contributed to the first step."""
@@ -314,6 +318,16 @@ class Life(Job):
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._loop: Callable[[Job], None]
 
+    def has_to_die(self) -> bool:
+        """Whether it dies in this step."""
+        is_due = self.dies_at is not None and self.step >= self.dies_at
+        return is_due and (not self.run.has_spare or any(life.follows for life in self.run.second))
+
+    @property
+    def follows(self) -> bool:
+        """It has replayed steps of the others."""
+        return self.current is not None and self.current._steps._replay.num_replayed > 0
+
     def start(self, loop: Callable[[Job], None]) -> None:
         self._loop = loop
         self._thread.start()
@@ -351,7 +365,10 @@ class Life(Job):
         **options: Any,
     ) -> MortalManager:
         self.built()
-        if self.comes_back:
+        if self.comes_back and self.run.has_spare:
+            self.run.wait_for_all()
+            options = {**options, "spare": True}
+        elif self.comes_back:
             self.run.is_awaited.wait(self.run.limit_s)
         limit = timedelta(seconds=self.run.limit_s)
         min_replica_size = self.run.num_groups if self.run.saves else 1
@@ -361,7 +378,7 @@ class Life(Job):
             load_state_dict,
             state_dict,
             lighthouse_addr=self.run.lighthouse.address(),
-            replica_id=f"group_{self.group}",
+            replica_id=f"group_{self.group}{'_spare' * (self.comes_back and self.run.has_spare)}",
             hostname="127.0.0.1",
             **options,
         )
@@ -418,9 +435,10 @@ class Life(Job):
         self.look()
         if self.group == 0:
             is_alone = self.run.has_ended.is_set() or not self.run.returns  # the other may not have come in yet
-            if self.step >= IS_BACK_BEFORE_STEP and is_alone and not self.run.is_awaited.is_set():
+            waits = self.step >= IS_BACK_BEFORE_STEP and not self.run.has_spare
+            if waits and is_alone and not self.run.is_awaited.is_set():
                 self.run.wait_for_return()
-            if self.run.follows and self.step >= IS_BACK_BEFORE_STEP:
+            if self.run.follows and (self.step >= IS_BACK_BEFORE_STEP or self.run.has_spare):
                 time.sleep(0.02)  # a learner is close for a part of a step
             self.run.decide_when_to_stop(self.step)
         return self.step < self.run.stops_at
@@ -652,8 +670,10 @@ def run_groups(
     seed: int = 100,
     limit_s: float = LIMIT_S,
     follows: bool = False,
+    has_spare: bool = False,
+    num_dying: int = 1,
 ) -> Outcome:
-    """Run a loop as replica groups; nothing of it is left running.
+    """Run a loop as replica groups; nothing of it is left running. `num_dying`: so many die in the same step, if one does.
 
     Raises:
         AssertionError: a group did not come to its end.
@@ -668,20 +688,23 @@ def run_groups(
         directory=directory,
         saves=saves,
         returns=dies,
-        follows=follows,
+        follows=follows or has_spare,
+        has_spare=has_spare,
     )
     lives = [
-        Life(run, group, seed=seed + group, dies_at=DIES_AT_STEP if dies and group == 1 else None)
+        Life(run, group, seed=seed + group, dies_at=DIES_AT_STEP if dies and 1 <= group <= num_dying else None)
         for group in range(num_groups)
     ]
     stuck: list[Life] = []
     try:
         for life in lives:
             life.start(loop)
-        if dies and lives[1].join(limit_s):
-            run.second = Life(run, 1, seed=seed + num_groups, comes_back=True)
-            lives.append(run.second)
-            run.second.start(loop)
+        dying = range(1, 1 + num_dying) if dies else ()
+        if has_spare or all(lives[group].join(limit_s) for group in dying):
+            run.second = [Life(run, group, seed=seed + num_groups + group, comes_back=True) for group in dying]
+            lives += run.second
+            for life in run.second:
+                life.start(loop)
         if refused:
             wait_until(lambda: run.has_ended.is_set(), "somebody refuses it", limit_s)
             for life in lives:
@@ -754,14 +777,14 @@ def _show(snapshot: Snapshot, path: str) -> str:
     return f"{value[0]}{list(value[1])} {value[2][:8].hex()}" if isinstance(value, tuple) else repr(value)
 
 
-def check(entry: Idiom, *, dies: bool, follows: bool = False) -> Outcome:
-    """Run an idiom as groups, and compare what `Idiom.compare` says. `follows`: as `Run.follows`.
+def check(entry: Idiom, *, dies: bool, **options: Any) -> Outcome:
+    """Run an idiom as groups, and compare what `Idiom.compare` says. `options`: more of `run_groups`.
 
     Raises:
         AssertionError: a bit differs, or the run was not what it should be.
         Whatever a group's loop raised.
     """
-    loop, num_groups = entry.loop, entry.num_groups
+    loop, num_groups = entry.loop, options.pop("num_groups", entry.num_groups)
     limit_s = LIMIT_WHILE_PENDING_S if entry.pending else LIMIT_S
     outcome = run_groups(
         loop,
@@ -771,13 +794,13 @@ def check(entry: Idiom, *, dies: bool, follows: bool = False) -> Outcome:
         gloo=entry.gloo,
         waits=entry.waits,
         limit_s=limit_s,
-        follows=follows,
+        **options,
     )
     _raise_errors(outcome)
     if dies:
-        back = outcome.lives[-1]
-        assert back.current is not None and back.current.statistics().num_healed >= 1, "the group did not heal"
-        assert back.contributed, "the group that came back contributed to no step"
+        for back in outcome.run.second:
+            assert back.current is not None and back.current.statistics().num_healed >= 1, "the group did not heal"
+            assert back.contributed, "the group that came back contributed to no step"
     if entry.compare != "nothing":
         others = None
         if entry.compare == "plain":
@@ -829,7 +852,7 @@ def _raise_errors(outcome: Outcome) -> None:
 
 def _compare(entry: Idiom, outcome: Outcome, plains: Sequence[Job] | None) -> None:
     """Compare the lives of a run with the plain loop's, or with the first of them where there is none."""
-    others: Sequence[Job] = plains if plains is not None else [outcome.lives[0]] * entry.num_groups
+    others: Sequence[Job] = plains if plains is not None else [outcome.lives[0]] * outcome.run.num_groups
     found = [line for life in outcome.lives for line in differences(life, others[life.group], entry.own)]
     about = f"votes {outcome.run.votes}, contributors {outcome.run.contributors}"
     assert not found, "\n".join([f"{len(found)} differences; {about}", *found[:12]])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,6 @@ from torchft_ckpt import Checkpointer, SavedCheckpoint
 from torchft_ckpt.core.coordination import learning
 
 TABLE = table()
-FOLLOW_ALWAYS = ("forward_before_zero_grad",)
-"""Loops of which one was wrong once, where a group follows."""
 ALARMS = ("came to another state of step", "no registered state_dict returns", "sets its outer optimizer otherwise")
 """No loop gets one of these warnings, but those that it is made for."""
 RESTARTS_ALWAYS = ("best_weights", "ema", "history", "grad_scaler", "optimizer_state_of_any_shape")
@@ -65,23 +64,42 @@ def test_a_group_dies_and_returns_and_all_compute_what_the_plain_loop_computes(
         assert alarm not in caplog.text or alarm in entry.says, caplog.text
 
 
-def loops_that_follow() -> list[object]:
-    """Return those in which a group comes back: a few by default, all in a thorough run."""
+WAYS: dict[str, dict[str, Any]] = {
+    "follows": {"follows": True},
+    "spare": {"has_spare": True},
+    "two_of_three_die": {"num_groups": 3, "num_dying": 2},
+}
+"""How a group comes back: it follows before it joins; a spare takes its place; another one died in the same step."""
+ALWAYS = {
+    "follows": ("forward_before_zero_grad",),
+    "spare": ("ema_decay_read_at_top", "count_after_zero_grad"),
+    "two_of_three_die": ("ema_decay_read_at_top", "ema_after_zero_grad"),
+}
+"""Loops of which one was wrong once, if a group comes back so, and those that all newcomers get wrong alike."""
+
+
+def loops_and_ways() -> list[object]:
+    """Return in which way a group comes back in which loop: a few by default, all in a thorough run."""
     back = [
         e for e in TABLE if e.dies and e.compare != "nothing" and not (e.restarts or e.refused or e.waits or e.pending)
     ]
-    few = [entry for place, entry in enumerate(back) if place % 16 == 0 or entry.key in FOLLOW_ALWAYS]
-    return [pytest.param(entry, id=entry.key) for entry in by_default(few, thorough=back)]
+    found = []
+    for number, way in enumerate(WAYS):
+        those = [e for e in back if way == "follows" or e.category is not Category.OUTER]  # outer loops have no spares
+        few = [e for place, e in enumerate(those) if place % 16 == number or e.key in ALWAYS[way]]
+        found += [pytest.param(way, e, id=f"{way}-{e.key}") for e in by_default(few, thorough=those)]
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", loops_that_follow())
-def test_a_group_follows_before_it_joins_and_all_compute_what_the_plain_loop_computes(
-    entry: Idiom, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("way", "entry"), loops_and_ways())
+def test_groups_come_back_in_another_way_and_all_compute_what_the_plain_loop_computes(
+    way: str, entry: Idiom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learning, "_is_worth_it", lambda *_: True)
-    monkeypatch.setattr(learning, "_KEEPS_UP", float("inf"))
-    harness.check(entry, dies=True, follows=True)
+    if way == "follows":
+        monkeypatch.setattr(learning, "_is_worth_it", lambda *_: True)
+        monkeypatch.setattr(learning, "_KEEPS_UP", float("inf"))
+    harness.check(entry, dies=True, **WAYS[way])
 
 
 @pytest.mark.slow
