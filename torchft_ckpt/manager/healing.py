@@ -79,6 +79,8 @@ class Healing:
         self._wanted: QuorumFormed | StateLocated | None = None
         self._is_cancelled = False
         self._is_in_place = False
+        self.may_overwrite = True
+        """False: states are received into fresh memory only, as a load function writes to what it is given."""
         self._unchecked: Collection[int] = ()
         self._differences: Differences | None = None
         self._reception = Reception()
@@ -124,7 +126,8 @@ class Healing:
         else:
             self.cancel()
         self._is_cancelled = False
-        self._is_in_place = in_place and local is not None and self._transport.uses_memory_of_state
+        can_overwrite = self.may_overwrite and self._transport.uses_memory_of_state
+        self._is_in_place = in_place and local is not None and can_overwrite
         self._unchecked = unchecked
         limit = self._timeout if timeout is None else timeout
         self._differences = None
@@ -214,6 +217,11 @@ class Healing:
     def is_running(self) -> bool:
         """Whether a fetch, or the comparison that follows it, is not over."""
         return self._fetch is not None and not self._fetch.done()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the state that was fetched is in the tensors that were here."""
+        return self._is_in_place
 
     def differences(self) -> Differences:
         """Return what was found to differ, where it was to be compared; call it after `wait`."""

@@ -40,9 +40,10 @@ from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.redo_replay import Replay
 from torchft_ckpt.manager.serving import StateServing
+from torchft_ckpt.manager.showing import marks
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
-from torchft_ckpt.manager.volatile import StateToServe
+from torchft_ckpt.manager.volatile import StateToServe, tensors_in
 
 logger = logging.getLogger(__name__)
 _SAID_WHILE_APPLYING_S = 0.5
@@ -608,10 +609,19 @@ class Recovery:
     def _load_received(self, state: dict[str, Any], before_forward: bool, keys: Collection[str] | None = None) -> None:
         """Load it; `keys`: the registered functions to be called, None: all."""
         self._serving.end_offer()
+        in_place = list(tensors_in(state["user"])) if self._healing.is_in_place else []
         try:
             with self._healing.loading(Receives.LOAD_FIRST if before_forward else Receives.LOAD):
+                before = marks(in_place)
                 self._healing.calls("load_state_dict")
                 self._registry.load(state["user"], keys)
+                if marks(in_place) != before:
+                    self._healing.may_overwrite = False
+                    raise CheckpointError(
+                        "load_state_dict wrote to the tensors that it was given before it had copied them (w.zero_(); w.add_(s))."
+                        " They are the registered ones, received in place. This group receives into fresh memory from now on, and"
+                        " heals in the next step; heal_in_place=False does so from the start"
+                    )
                 self._healing.calls("state_dict after load_state_dict")
                 self._take_own(state["torchft"])
                 found = self._registry.not_returned(state["user"])

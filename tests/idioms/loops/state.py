@@ -339,3 +339,26 @@ def models_of_other_size(job: Job) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     job.manager(*states(model=model, sgd=sgd))
     loop(job, model, sgd)
+
+
+@idiom(
+    "A load function that clears a weight before it reads what it was given (`w.zero_(); w.add_(s)`)",
+    STATE,
+    "A state may be received straight into the registered tensors, and the function is given these. The library sees that they"
+    " were written to, and receives the state again into fresh memory.",
+    was="the group trained from zeros, silently",
+    says="wrote to the tensors that it was given",
+    dies=False,
+)
+def load_zeroes_first(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def load(state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.zero_().add_(state["model"][name])
+        sgd.load_state_dict(state["sgd"])
+
+    job.manager(load, lambda: {"model": model.state_dict(), "sgd": sgd.state_dict()}, min_replica_size=2)
+    loop(job, model, sgd)
