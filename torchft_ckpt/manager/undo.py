@@ -6,11 +6,11 @@ optimizer owns and is small is copied: running statistics, centres, codebooks. P
 loop was seen to write to them before a vote, as SAM does; and until the first step that counts, if there is no optimizer state
 yet, in whose place a copy of them fits.
 
-The state functions are called as the first step begins, and after the first one that counts, not in each step. Each tensor or
+The state functions are called as the first step begins, after the first one that counts, and after each discard. Each tensor or
 plain value that they return is looked for where the loop has it: in an attribute, a dict, a variable. So what a loop binds anew
-(`self.center = ...`) goes back, too. A tensor is known by its memory; a plain value by its name and what it is, if nothing else
-looks like it, neither at first nor after a step. Other plain values stay, and so do random generators and the place in the data:
-that batch was read.
+(`self.center = ...`) goes back, too, and what comes into being in a step that is discarded is taken out. A tensor is known by its
+memory; a plain value by its name and what it is, if nothing else looks like it, neither at first nor after a step. Other plain
+values stay, and so do random generators and the place in the data: that batch was read.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class _Part:
         self.copied = [place for place in places if place.is_small or copies_all]
         self.watched = [place for place in places if not (place.is_small or copies_all)]
         self.is_held = False
-        self._learns = copies_all
+        self.learns = copies_all
+        """What is large is copied until it is known whether the loop writes to it."""
         self._versions: list[tuple[int, int]] = []
 
     def hold(self) -> None:
@@ -119,14 +120,14 @@ class _Part:
     def end(self, *, counts: bool) -> list[_Place]:
         """Return what is large and was written to. It is copied from now on."""
         self.is_held = False
-        if self._learns and not counts:
+        if self.learns and not counts:
             return []  # all is copied, and goes back
         now = zip(self.watched, self._count(), self._versions, strict=True)
         written = [place for place, one, other in now if one != other or place.here is not place.held]
-        if self._learns:
+        if self.learns:
             large = [place for place in self.copied if not place.is_small and type(place.held) in _OF_TORCH]
             written += [p for p in large if p.here is not p.held or not torch.equal(_bits(p.held), _bits(p.copy))]
-            self._learns = False
+            self.learns = False
             self.watched = [place for place in large if place not in written]
             self.copied = [place for place in self.copied if place not in self.watched]
             for place in self.watched:
@@ -153,9 +154,11 @@ class Undo:
         """The registry's when the state was looked for."""
         self._num_in_a_row = 0
         self._sees_forward = False
-        self._looks_again = False
-        """A step counts since plain values were looked for first."""
-        self._has_looked_again = False
+        self._looks_again = self._has_looked_again = False
+        self._slots: set[tuple[int, Any]] = set()
+        """Where the open step may have found something in what belongs to the loop, if it began with a look; else empty."""
+        self._paths: set[str] = set()
+        """In the state, at that look."""
 
     def begin(self) -> None:
         """A step begins with a state that is whole. What is held already stays so."""
@@ -169,16 +172,19 @@ class Undo:
                     "%s: what a discarded step writes to the state does not go back: the state cannot be read now: %s"
                 )
                 logger.warning(message, self._party, error)
-        elif self._looks_again:
-            self._looks_again = False
-            self._look_again()
         self._parameters.hold()
         if not self._sees_forward:
-            self._others.hold()
+            self._hold_others()
 
     def forward_begins(self) -> None:
         """A forward pass begins, of the open step or of the next one."""
         self._sees_forward = True
+        self._hold_others()
+
+    def _hold_others(self) -> None:
+        if self._looks_again and not self._others.is_held:
+            self._looks_again = False
+            self._look_again()
         self._others.hold()
 
     def end(self, *, counts: bool) -> None:
@@ -188,12 +194,13 @@ class Undo:
             self._parameters.is_held = self._others.is_held = False
             return  # what was loaded meanwhile is of no step
         self._num_in_a_row = 0 if counts else self._num_in_a_row + 1
-        if counts and not self._has_looked_again:
-            self._has_looked_again = self._looks_again = True
+        self._looks_again = self._looks_again or not (counts and self._has_looked_again)
+        self._has_looked_again = self._has_looked_again or counts
         places = [place for part in parts for place in part.copied + part.watched]
         written = [place for part in parts for place in part.end(counts=counts)]
         if not counts:
             try:
+                self._take_out()
                 self._put_back(places)
             except Exception as error:  # noqa: BLE001 - whatever a loop has bound there: a discard ends no job
                 logger.warning(
@@ -201,6 +208,7 @@ class Undo:
                     self._party,
                     error,
                 )
+        self._slots = set()
         if written:
             logger.log(
                 logging.INFO if counts else logging.WARNING,
@@ -211,6 +219,18 @@ class Undo:
                 sum(place.held.nbytes for place in written),
                 "" if counts else ". This one is, and had no copy: each group may have another value now",
             )
+
+    def _take_out(self) -> None:
+        """Take out of the loop's dicts and objects what has come into being in this step, as part of the state."""
+        if not self._slots:
+            return
+        new = [
+            (name, value) for name, value in self._leaves(self._registry.known_optimizers()) if name not in self._paths
+        ]
+        looks = {look for name, value in new for look in _looks(name.rpartition(".")[2], value)}
+        for holder, key, name, value in list(_reached(self._registry.state_functions()) if looks else ()):
+            if isinstance(holder, dict) and (id(holder), key) not in self._slots and looks & {*_looks(name, value)}:
+                del holder[key]
 
     def _put_back(self, places: list[_Place]) -> None:
         is_late = self._num_in_a_row > _MAX_IN_A_ROW
@@ -236,20 +256,28 @@ class Undo:
         return [place for look, places in alike.items() if len(places) <= values[look] for place in places]
 
     def _look_again(self) -> None:
-        """Let the plain values go that were not those of the state after all, now that a step has moved these."""
-        leaves = self._leaves(self._registry.known_optimizers())
-        still = {(id(place.holder), place.key) for place in self._plain_places(leaves)}
-        self._others.copied = [
-            place
-            for place in self._others.copied
-            if type(place.held) in _OF_TORCH or (id(place.holder), place.key) in still
-        ]
+        """Find what has come into being since, and let the plain values go that were not those of the state after all."""
+        before = self._others
+        plain = {(id(place.holder), place.key) for place in before.copied if type(place.held) not in _OF_TORCH}
+        written = {place.name for place in before.copied if not place.is_small}
+        _, others = self._find()
+        others = [p for p in others if type(p.held) in _OF_TORCH or (id(p.holder), p.key) in plain]
+        for place in others:
+            place.is_small = place.is_small or place.name in written
+        self._others = _Part(others, copies_all=before.learns)
 
     def _look(self) -> None:
         """Find where the loop has its state."""
         self._looks_again = self._has_looked_again = False
+        parameters, others = self._find()
+        has_room = not any(optimizer.state for optimizer in self._registry.known_optimizers())
+        self._parameters, self._others = _Part(parameters, copies_all=has_room), _Part(others, copies_all=has_room)
+
+    def _find(self) -> tuple[list[_Place], list[_Place]]:
+        """Return where the loop has parameters, and where all else."""
         optimizers = self._registry.known_optimizers()
         leaves = self._leaves(optimizers)
+        self._paths = {name for name, _ in leaves}
         parts = [(name, part) for name, value in leaves if isinstance(value, torch.Tensor) for part in memory_of(value)]
         tensors = {part.data_ptr(): (name, part) for name, part in parts if _can_be_held(part)}
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -263,7 +291,9 @@ class Undo:
             tensors.pop(address, None)
         others = []
         found = set()
+        self._slots = set()
         for holder, key, _, value in _reached(self._registry.state_functions()):
+            self._slots.add((id(holder), key))
             if type(value) in _OF_TORCH and _can_be_held(value) and value.data_ptr() in tensors:
                 found.add(value.data_ptr())
                 path = tensors[value.data_ptr()][0]
@@ -271,8 +301,7 @@ class Undo:
         others += self._plain_places(leaves)
         for name, tensor in (tensors[address] for address in tensors.keys() - found):
             others.append(_Place(None, None, name, tensor, is_small=tensor.nbytes <= MAX_COPIED_BYTES))
-        has_room = not any(optimizer.state for optimizer in optimizers)
-        self._parameters, self._others = _Part(parameters, copies_all=has_room), _Part(others, copies_all=has_room)
+        return parameters, others
 
 
 def _reached(functions: Iterable[object]) -> Iterator[tuple[dict[Any, Any] | CellType, Any, str, Any]]:
@@ -335,6 +364,13 @@ def _words(value: object) -> str:
     if not all(is_small or isinstance(item, _PLAIN) for item, is_small in zip(value, small, strict=True)):
         return ""
     return repr([item.data_ptr() if is_small else item for item, is_small in zip(value, small, strict=True)])
+
+
+def _looks(name: str, value: object) -> list[object]:
+    """Return by what a part of the state is known again where the loop has it."""
+    if isinstance(value, torch.Tensor):
+        return [part.data_ptr() for part in memory_of(value)] if _can_be_held(value) else []
+    return [(name, words)] if (words := _words(value)) else []
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

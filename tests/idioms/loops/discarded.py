@@ -349,3 +349,37 @@ def skips_after_the_vote(job: Job) -> None:
             scale.scale /= 2
             continue
         sgd.step()
+
+
+@idiom(
+    "Gradients filtered by averages in a dict, which the first step fills (Grokfast)",
+    DISCARDED,
+    was="what came into being in a discarded step stayed: the groups differed, and ended by a ReplicasDifferError",
+    num_discards=3,
+)
+def filtered_gradients(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    averages: dict[str, torch.Tensor] = {}
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        sgd.load_state_dict(state["sgd"])
+        averages.clear()
+        averages.update(state["averages"])
+
+    state = lambda: {"model": model.state_dict(), "sgd": sgd.state_dict(), "averages": dict(averages)}  # noqa: E731
+    job.manager(load, state, use_async_quorum=False)
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    discards = Discards(job)
+    while job.goes_on():
+        optimizer.zero_grad()
+        value = error(ddp, job.batch())
+        discards()
+        value.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            average = averages.get(name)
+            averages[name] = parameter.grad.clone() if average is None else average * 0.9 + parameter.grad * 0.1
+            parameter.grad.add_(averages[name], alpha=2.0)
+        optimizer.step()
