@@ -430,6 +430,8 @@ class OwnState:
 
     def __init__(self) -> None:
         self.known = KnownLeaves()
+        self.found: tuple[Sequence[str], Sequence[str]] = (), ()
+        """Which leaves are common and which own, as the lighthouse found before the last quorum."""
         self.batches_committed = 0
         """Batches that went into committed steps, over all replica groups."""
         self.batches_before = 0

@@ -209,6 +209,7 @@ class Steps:
 
     def _begin(self, wishes: StepWishes, limit: timedelta) -> None:
         """Ask for a quorum, and do what comes before the forward pass."""
+        self._learn_leaves()
         layout = self._registry.layout()
         has_to_wait, prepared, parts = self._prepare(wishes, is_sharded=layout.is_sharded)
         self._ask(
@@ -516,7 +517,7 @@ class Steps:
         with record_function("torchft::manager::_client::_quorum"):
             plan = self._client.await_plan(limit, self._quorum_retries)
         formed = plan.formed
-        self._learn_leaves(formed)
+        self._own.found = formed.common, formed.own
         self._note_quorum(formed)
         budget_s = formed.join_budget_s
         self._collectives.begin_step(
@@ -537,8 +538,9 @@ class Steps:
             self._is_planned.set()
             self._configure(formed)
 
-    def _learn_leaves(self, formed: QuorumFormed) -> None:
-        news = self._own.known.learn(formed.common, formed.own)
+    def _learn_leaves(self) -> None:
+        """Take what was found before the last quorum. As it is served with the state, it changes between two steps only."""
+        news = self._own.known.learn(*self._own.found)
         if news:
             logger.info(
                 "%s: each replica group has its own %s, as they differ after a step that all began with the same. These are not"

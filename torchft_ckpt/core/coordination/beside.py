@@ -348,6 +348,8 @@ class Beside:
             stays=follows and self._is_idle_spare(member),
             unverified=assignment.unverified,
             newest_step=self._job.newest_step,
+            common=current.common,
+            own=current.own,
             rolled_back_to=self._job.history.rolled_back_to,
             reason=reason,
         )

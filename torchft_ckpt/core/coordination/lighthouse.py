@@ -894,6 +894,7 @@ class LighthouseState:
         is_new = quorum_id != self.quorum_id or self.round is None
         yield from self._go_on_from(assignment, quorum_id)
         current = self._deciding.begin(assignment, members, quorum_id, now)
+        current.common, current.own = trial.common, trial.own
         roles = current.tally.roles
         numbers = {part.contributor_rank: part.replica_id for part in assignment.parts}
         self._contributors.note(
@@ -948,8 +949,8 @@ class LighthouseState:
                 unverified=assignment.unverified,
                 newest_step=self.newest_step,
                 patience_s=patience_s,
-                common=trial.common,
-                own=trial.own,
+                common=current.common,
+                own=current.own,
                 names_state=assignment.is_first,
                 rolled_back_to=self._job.history.rolled_back_to,
                 reason=clip(reason),

@@ -155,6 +155,9 @@ class Round:
     join_budget_s: float | None
     """None where nobody joins."""
     formed_at: float
+    common: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
+    """What was found before it: see `Verdict`."""
     all_approved_at: float | None = None
     """Since when the step waits for nothing but joiners. Not before `formed_at`; set once."""
     stalled: set[str] = field(default_factory=set)
