@@ -314,7 +314,8 @@ class StateRegistry:
     def leaves_to_compare(self, captured: dict[str, Any] | None = None) -> list[CheckedLeaf]:
         """Return the leaves of the state of now by which groups are compared. On the training thread.
 
-        Of groups that train apart it is what they agreed on, and nothing of the optimizers that they train with.
+        Of groups that train apart it is what they agreed on, and nothing of the optimizers that they train with, nor what outer
+        optimizers are set to: a round is applied with the same settings everywhere.
 
         Args:
             captured: as `capture` has just returned it.
@@ -322,7 +323,8 @@ class StateRegistry:
         captured = self.capture() if captured is None else captured
         still = captured.keys() - self._moving
         if self._agreed_on:
-            return leaves_to_compare({key: captured[key] for key in still}, (), still=still)
+            leaves = leaves_to_compare({key: captured[key] for key in still}, (), still=still)
+            return [leaf for leaf in leaves if ".param_groups." not in leaf.place]
         return leaves_to_compare(captured, self._known(), still=still)
 
     def glance(self, glance: Glance, step: int) -> None:
