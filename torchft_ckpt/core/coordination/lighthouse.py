@@ -444,6 +444,7 @@ class LighthouseState:
             can_serve=request.can_serve,
             unverified=request.unverified and member.replica_id not in equal,
             contributes=request.contributes,
+            is_corrected=self._trials.is_corrected(member.replica_id),
             min_contributors=request.min_contributors,
         )
 

@@ -55,6 +55,8 @@ class Holder:
     can_serve: bool = True
     unverified: bool = False
     contributes: bool = True
+    is_corrected: bool = False
+    """It has loaded the others' state of this step, and its loop may have computed something with its own before."""
     min_contributors: int = 1
 
 
@@ -238,8 +240,10 @@ def _assignment(
             destinations.setdefault(server, []).append(rank)
     parts: list[MemberRole] = []
     num_contributors = 0
-    for rank, (member, role) in enumerate(zip(members, roles, strict=True)):
-        contributes = role in (Role.HEALTHY, Role.INLINE)
+    computed = [role in (Role.HEALTHY, Role.INLINE) for role in roles]
+    if any(has and not member.is_corrected for member, has in zip(members, computed, strict=True)):
+        computed = [has and not member.is_corrected for member, has in zip(members, computed, strict=True)]
+    for rank, (member, role, contributes) in enumerate(zip(members, roles, computed, strict=True)):
         parts.append(
             MemberRole(
                 replica_id=member.replica_id,

@@ -7,7 +7,8 @@ itself, shows its state with its next request, and serves it. Here the requests 
 
 - All show the same: the quorum forms. Nothing was sent, and nobody has waited.
 - A group shows something else than those that are right: it is told to load their state *of this very step*, and asks again,
-  while the others wait. The boundary after the next step is one of a trial, too.
+  while the others wait. It adds nothing to that step, as its loop may have computed something already (a teacher's outputs, a
+  weight of the loss). The boundary after the next step is one of a trial, too.
 
 Who is right: only groups that were found equal after a step since they joined have a voice; where none has, as when the job
 begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. A
@@ -63,6 +64,8 @@ class Trials:
         """Members that take part and were not found equal yet: whether their loops may have read another step before that."""
         self._loaded: dict[str, int] = {}
         """Members that were told to load, and at which step, the last time."""
+        self._corrected: set[str] = set()
+        """Of these, who was in no quorum since."""
         self._given: dict[str, None] = {}
         """Leaves that a group was given once, the latest last."""
         self._differed: tuple[int, Shows] = (-1, Shows.NOTHING)
@@ -80,6 +83,7 @@ class Trials:
             elif is_new_life and member.hello.was_in_quorum and member.hello.version.proven:
                 self._voices[replica_id] = None  # it trained before this lighthouse was started again
                 self._joined.pop(replica_id, None)
+            self._corrected.discard(replica_id)
             if replica_id not in self._voices:
                 moved = not assignment.is_first or member.asked.version.step != assignment.version.step
                 self._joined.setdefault(replica_id, moved)
@@ -102,6 +106,11 @@ class Trials:
         self._voices.pop(replica_id, None)
         self._joined.pop(replica_id, None)
         self._loaded.pop(replica_id, None)
+        self._corrected.discard(replica_id)
+
+    def is_corrected(self, replica_id: str) -> bool:
+        """Whether a member has loaded before the quorum that forms: its loop may have computed something before that."""
+        return replica_id in self._corrected
 
     # -------------------------------------------------------------------------------------------------- the verdict
 
@@ -176,6 +185,7 @@ class Trials:
             if sources and is_able and not has_loaded:
                 verdict.loads[replica_id] = sources
                 self._loaded[replica_id] = step
+                self._corrected.add(replica_id)
                 if replica_id not in self._voices:  # of a quorum of an earlier life
                     self._joined.setdefault(replica_id, True)
         late = [m for m in wrong if m not in verdict.loads]
