@@ -143,7 +143,7 @@ class PlainManager:
         return not self._is_open and self.iteration.committed
 
     def start_quorum(self, **_: Any) -> None:
-        if self._is_open and not self.iteration.committed:
+        if self._is_open and not self.iteration.committed and not self.sharing.joins_open:
             self._place += 1  # nobody voted here on what the others discarded
         self._is_open, self._has_skipped = True, False
         self._on_begin()
@@ -153,11 +153,15 @@ class PlainManager:
 
     def ensure_step(self) -> None:
         """A forward pass begins: a loop that has not cleared the gradients of what was discarded tries again without them."""
-        if not self._is_open and self._place and not self.iteration.committed:
+        if self._is_open:
+            return
+        if self._place and not self.iteration.committed:
             for optimizer in self.sharing.again():
                 for parameter in (p for group in optimizer.param_groups for p in group["params"]):  # type: ignore[attr-defined]
                     parameter.grad = None
-            self.start_quorum()
+        else:
+            self.sharing.begins()
+        self._is_open, self._has_skipped = True, False
 
     def wait_quorum(self) -> None: ...
 

@@ -698,18 +698,18 @@ class Manager:
 
     @torch.compiler.disable
     def ensure_step(self) -> None:
-        """Begin a step as the last one was begun where a state may have to be loaded first; on the training thread.
+        """Begin a step as the last one was begun, if none is open; on the training thread.
 
         `DistributedDataParallel` calls it before a forward pass of training. A loop may so call `zero_grad` after its forward
-        pass: what a group loads before it computes anything is there by then, and `zero_grad` finds the step open. It does
-        nothing where a step is open, before there are an optimizer and a registered state, and where nothing is to be loaded and
-        the last step counts. After one that was discarded a loop may leave `zero_grad` out: its gradients are cleared here.
+        pass, and its loss: what a group loads before it computes anything is there by then, what the loss averages belongs to
+        the step, and `zero_grad` finds it open. It does nothing before there are an optimizer and a registered state. After a
+        step that was discarded a loop may leave `zero_grad` out: its gradients are cleared here.
 
         Raises: as `start_quorum`.
         """
         wishes = self._steps.wishes_before_forward()
         if wishes is not None:
-            self._steps.forget_discarded()
+            self._steps.begins_by_forward()
             self.start_quorum(wishes.allow_heal, wishes.shrink_only, contributes=wishes.contributes)
         self._steps.note_forward()
 

@@ -354,6 +354,8 @@ class Steps:
         is_there = quorum.done()
         if is_there and quorum.exception() is not None:
             return False
+        if self._sharing.joins_open and self._client.view().is_in_step:
+            return True  # with an error, too: what is computed already is of no other step
         may_keep = self._client.may_keep_step(
             wishes,
             has_reduced=is_there and self._clearing.count > 0,  # there is none before the quorum is there
@@ -379,15 +381,16 @@ class Steps:
         is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
         is_ready = self._registry.knows_optimizers and not self._registry.is_empty
         may_begin = is_ready and not is_outer and not self._sharing.is_half_taken
-        has_to = now.begins_with_load or self._is_committed is False
-        return last if may_begin and has_to and not now.is_in_step else None
+        return last if may_begin and not now.is_in_step else None
 
-    def forget_discarded(self) -> None:
+    def begins_by_forward(self) -> None:
         """A step begins that the script has not cleared the gradients for: those of a discarded one are not to count twice."""
         if self._is_committed is False:
             for optimizer in self._sharing.again():
                 if isinstance(optimizer, torch.optim.Optimizer):
                     optimizer.zero_grad()
+        else:
+            self._sharing.begins()
 
     def note_forward(self) -> None:
         """A forward pass begins."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
+from idioms.loops.discarded import Discards
 from idioms.models import Box, error, mlp
 from idioms.table import Category, idiom
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -164,3 +166,72 @@ def ema_after_zero_grad(job: Job) -> None:
         if counts:
             ema.update_parameters(model)
             counter.global_step += 1
+
+
+@idiom(
+    "DINO's order: rates by its own count, teacher, student, a loss that averages its centre, `zero_grad`, the teacher's step",
+    ORDER,
+    "The forward pass of `DistributedDataParallel` begins the step, so what the loss averages belongs to it. A group that comes"
+    " back adds nothing to the step for which it loads what it lacks: its teacher has computed something already.",
+    was="a group that came in crashed in its backward pass, or each step was discarded",
+    says=SAYS,
+    num_discards=3,
+)
+def dino(job: Job) -> None:
+    student = mlp()
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    centre, counter = nn.Module(), Counter(it=0)
+    centre.register_buffer("center", torch.zeros(1, 3))
+    adamw = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    parts = {"student": student, "teacher": teacher, "centre": centre, "counter": counter, "adamw": adamw}
+    manager = job.manager(*states(**parts))
+    ddp, optimizer = job.ddp(student), job.optimizer(adamw)
+    discards = Discards(job)
+    while job.goes_on():
+        it = counter.it
+        for group in adamw.param_groups:
+            group["lr"], group["weight_decay"] = 1e-2 / (1 + it), 0.01 * (1 + it)
+        inputs, targets = job.batch()
+        with torch.no_grad():
+            taught = teacher(inputs)
+        loss = F.mse_loss(ddp(inputs), targets + taught - centre.center)
+        mean = taught.mean(0, keepdim=True)
+        manager.allreduce(mean).wait()
+        centre.center.mul_(0.9).add_(mean * 0.1)
+        optimizer.zero_grad()
+        discards()
+        loss.backward()
+        if optimizer.step():
+            lerp(teacher, student, 0.9 + 0.01 * it)
+            counter.it += 1
+
+
+@idiom(
+    "A diffusion trainer's order: accumulate, clip, `step`, `zero_grad`, count, then an average that counts by itself",
+    ORDER,
+    TAIL,
+    says=SAYS,
+)
+def diffusion(job: Job) -> None:
+    model, counter = mlp(), Counter(step=0)
+    average = nn.Module()
+    average.model = copy.deepcopy(model)
+    average.register_buffer("initted", torch.tensor(False))
+    average.register_buffer("step", torch.tensor(0))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adam=adam, average=average, counter=counter))
+    ddp, optimizer = job.ddp(model), job.optimizer(adam)
+    while job.goes_on():
+        for _ in range(2):
+            (error(ddp, job.batch()) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        counts = optimizer.step()
+        optimizer.zero_grad()
+        counter.step += counts
+        if counts:
+            step = int(average.step)
+            average.step += 1
+            if not average.initted:
+                average.model.load_state_dict(model.state_dict())
+                average.initted.copy_(torch.tensor(True))
+            lerp(average.model, model, min(0.9, 1 - (1 + step) ** -0.7))

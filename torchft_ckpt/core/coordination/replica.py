@@ -811,6 +811,8 @@ class SharedStep:
         self._known: set[Hashable] = set()
         self.is_first_of_kind = False
         """The step was begun by one that has begun none before."""
+        self._is_by_forward = self.joins_open = False
+        """A forward pass has begun the step; and the one that cleared its gradients last was the first to do so in it."""
 
     @property
     def joined(self) -> Collection[Hashable]:
@@ -827,6 +829,7 @@ class SharedStep:
 
         `is_decided`: no step is open: the last one was decided, or there was none.
         """
+        self.joins_open, self._is_by_forward = self._is_by_forward and not is_decided, False
         if not is_decided and self._joined and optimizer not in self._joined:
             self._joined.add(optimizer)
             return False
@@ -839,10 +842,16 @@ class SharedStep:
         self._stepped, self._ahead = set(), set()
         return True
 
+    def begins(self) -> None:
+        """A step begins by a forward pass: nobody takes part in it yet."""
+        self._joined, self._stepped, self._ahead = set(), set(), set()
+        self._is_by_forward = True
+
     def again(self) -> set[Hashable]:
         """A step begins in place of a discarded one: those that took part in that take part in this. They are returned."""
         self._joined |= self._ahead
         self._stepped, self._ahead = set(), set()
+        self._is_by_forward = True
         return self._joined
 
     def has_stepped(self, optimizer: Hashable) -> bool:
