@@ -570,6 +570,7 @@ class GroupState:
             entry_s=max(request.entry_s for request in requests),
             replays=all(request.replays for request in requests),
             load_s=max(request.load_s for request in requests),
+            stood_s=max(request.stood_s for request in requests),
             layout=combine_ranks([request.layout for request in requests]),
             layout_text=news,
             frozen=first.frozen if len(set(frozen)) == 1 else f"frozen parameters: not the same on all ranks ({word})",

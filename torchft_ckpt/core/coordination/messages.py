@@ -273,6 +273,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """It brings that state on by redo entries then, which its sources note of each step from there on."""
     load_s: Seconds = 0.0
     """Seconds that loading took the last time."""
+    stood_s: Seconds = 0.0
+    """Its training thread has just stood still for so long to capture and show the state, for those who come in."""
     store_address: StorePlace = ""
     layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""

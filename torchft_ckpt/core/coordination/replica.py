@@ -138,6 +138,8 @@ class StepFacts(NamedTuple):
     """How long it would take to receive the newest state, as far as is known."""
     load_s: float = 0.0
     """How long loading a state took the last time."""
+    stood_s: float = 0.0
+    """How long the state was captured and shown just now, for those who come in."""
     guesses: bool = False
     """`reach_s` rests on no measurement."""
     can_follow: bool = False
@@ -454,6 +456,7 @@ class ReplicaState:
             entry_s=facts.entry_s,
             replays=facts.can_follow and facts.replays,
             load_s=facts.load_s,
+            stood_s=facts.stood_s,
             store_address=facts.store_address,
             shown=facts.shown,
         )
