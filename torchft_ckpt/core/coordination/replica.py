@@ -461,11 +461,13 @@ class ReplicaState:
             shown=facts.shown,
         )
 
-    def locate(self, has_finished: bool = False) -> LocateState:
-        """Ask where the newest state is. A step that is open is abandoned. `has_finished`: there will be no other."""
+    def locate(self, has_finished: bool = False, **moves: bool) -> LocateState:
+        """Ask where the newest state is. A step that is open is abandoned. `has_finished`: there will be no other. `moves`: as in
+        `LocateState`.
+        """
         self._leave_step()
         self.phase = StepPhase.IDLE
-        return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished)
+        return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished, **moves)
 
     def located(self, located: StateLocated) -> None:
         """The answer says what the newest state is, or that nothing is known of it."""
