@@ -605,8 +605,8 @@ class Checkpointer:
         if is_lost and not self._has_logged_nameless:
             self._has_logged_nameless = True
             logger.warning(
-                "what ranks save of their own (rank_state, random state) will not be restored: this group has no name to find it by."
-                " Give each Manager a replica_id that is the same after a restart"
+                "what ranks save of their own (rank_state, random state) will not be restored: their group has no name to find it"
+                " by. Give each Manager a replica_id that is the same after a restart"
             )
 
     def _say_once_if_alone(self, task: SaveTask) -> None:

@@ -11,7 +11,7 @@ import math
 import struct
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -66,7 +66,7 @@ class TreeEncoder:
         self.copied_arrays: set[int] = set()
         self.classes: dict[str, dict[str, type]] = {}
         self.num_items = 0
-        """Of all containers but flat lists."""
+        """Of all containers; a flat list counts as one."""
 
     def encode(self, value: object, path: str = "", depth: int = 0) -> Node:
         """Return the node of a value.
@@ -86,7 +86,7 @@ class TreeEncoder:
         if kind is int:
             return value if value in _INT64 else self._big_int(value, path)
         if kind is float:
-            return value if math.isfinite(value) else _bits_of(value)  # type: ignore[arg-type]
+            return value if math.isfinite(value) else {"f": struct.pack(">d", value).hex()}  # type: ignore[arg-type]
         if isinstance(value, torch.Tensor):
             return {"x": self._tensor(value, path)}
         if kind is list:
@@ -151,10 +151,8 @@ class TreeEncoder:
 
     def _elements(self, values: Iterable[object], path: str, depth: int) -> list[Node]:
         """Return the nodes of a set's elements, in an order that follows from what they are."""
-        values = tuple(values)
-        nodes = _flat_nodes(values) if depth < MAX_DEPTH else None
-        if nodes is None:
-            nodes = [self._element(item, path, depth + 1) for item in values]
+        is_simple = depth < MAX_DEPTH
+        nodes = [i if is_simple and _is_node(i) else self._element(i, path, depth + 1) for i in tuple(values)]
         return sorted(nodes, key=None if {*map(type, nodes)} in ({int}, {str}) else repr)  # type: ignore[type-var, arg-type]
 
     def _element(self, value: Any, path: str, depth: int) -> Node:
@@ -173,10 +171,14 @@ class TreeEncoder:
         return self.encode(value, path, depth)
 
     def _items(self, values: Sequence[object], path: str, depth: int) -> list[Node]:
-        if depth < MAX_DEPTH and (nodes := _flat_nodes(values)) is not None:
-            return nodes
-        self.num_items += len(values)
-        return [self.encode(item, join_path(path, index), depth + 1) for index, item in enumerate(values)]
+        self.num_items += 1 if is_flat(values) else len(values)
+        is_simple = depth < MAX_DEPTH
+        if is_simple and {*map(type, values)} == {int} and min(values) in _INT64 and max(values) in _INT64:  # type: ignore[type-var]
+            return list(values)  # a permutation has millions
+        return [
+            item if is_simple and _is_node(item) else self.encode(item, join_path(path, index), depth + 1)
+            for index, item in enumerate(values)
+        ]
 
     def _pairs(self, mapping: dict[object, object], path: str, depth: int) -> list[Node]:
         pairs: list[Node] = []
@@ -252,30 +254,6 @@ def _is_node(value: Any) -> bool:
     if kind is float:
         return math.isfinite(value)
     return value is None or kind is bool or (kind is str and value.isascii())
-
-
-def _flat_nodes(values: Collection[object]) -> list[Node] | None:
-    """Return the nodes of plain values; None: some are no plain values, or need to be looked at one by one."""
-    kinds = {*map(type, values)}
-    if not kinds <= _FLAT:
-        return None
-
-    def of(kind: type) -> Collection[Any]:
-        return values if len(kinds) == 1 else [value for value in values if type(value) is kind]
-
-    if int in kinds and not (min(of(int)) in _INT64 and max(of(int)) in _INT64):
-        return None
-    try:
-        "".join(of(str) if str in kinds else ()).encode()
-    except UnicodeEncodeError:
-        return None
-    if float in kinds and not all(map(math.isfinite, of(float))):
-        return [v if type(v) is not float or math.isfinite(v) else _bits_of(v) for v in values]
-    return list(values)
-
-
-def _bits_of(value: float) -> Node:
-    return {"f": struct.pack(">d", value).hex()}
 
 
 def _flags_of(member: enum.Flag) -> list[str] | None:
@@ -540,6 +518,9 @@ class _Decoder:
         keys = self._keys
         decoded: list[object] = []
         for index, item in enumerate(nodes):
+            if depth < MAX_DEPTH and type(item) in _FLAT:
+                decoded.append(item)
+                continue
             keys.append(index)
             decoded.append(self.decode(item, depth + 1))
             keys.pop()
@@ -553,9 +534,10 @@ class _Decoder:
                 raise StateFormatError("a dict entry is not a pair of key and value", party="source")
             keys.append(pair[0] if type(pair[0]) is str else self.key(pair[0], depth))
         _check_hashes([key for key in keys if type(key) is not str])
-        for key, (_, node) in zip(keys, content, strict=True):  # type: ignore[misc]
+        for key, pair in zip(keys, content, strict=True):
             if key in decoded:
                 raise StateFormatError(f"the key {in_words(key, repr):.80} appears twice in one dict", party="source")
+            node = pair[1]  # type: ignore[index]  # it is a pair
             if type(node) in _FLAT and depth < MAX_DEPTH:
                 decoded[key] = node
             elif type(node) is dict and len(node) == 1 and "x" in node and depth < MAX_DEPTH:

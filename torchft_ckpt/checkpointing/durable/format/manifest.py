@@ -317,8 +317,6 @@ def encode_value(value: object, path: str) -> PlainValue:
     """
     encoder = TreeEncoder()
     node = encoder.encode(value, path)
-    if not encoder.tensors:
-        return PlainValue(node=node)
     for where, tensor in encoder.tensors:
         _check_inline(tensor, where)
     if sum(tensor.nbytes for _, tensor in encoder.tensors) > MAX_INLINE_BYTES:
