@@ -170,10 +170,10 @@ class TreeEncoder:
             return {"named": [self._class(kind, path), list(kind._fields), items]}
         return self.encode(value, path, depth)
 
-    def _items(self, values: Sequence[object], path: str, depth: int) -> list[Node]:
+    def _items(self, values: Sequence[Any], path: str, depth: int) -> list[Node]:
         self.num_items += 1 if is_flat(values) else len(values)
         is_simple = depth < MAX_DEPTH
-        if is_simple and {*map(type, values)} == {int} and min(values) in _INT64 and max(values) in _INT64:  # type: ignore[type-var]
+        if is_simple and {*map(type, values)} == {int} and min(values) in _INT64 and max(values) in _INT64:
             return list(values)  # a permutation has millions
         return [
             item if is_simple and _is_node(item) else self.encode(item, join_path(path, index), depth + 1)
