@@ -27,6 +27,7 @@ import torch
 from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
 from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
+from torchft_ckpt.checkpointing.durable.format.manifest import encode_value
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
@@ -60,6 +61,7 @@ from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.tree import largest_value
 from torchft_ckpt.compat.deprecated import moved_names, renamed_parameters, warn_renamed
 from torchft_ckpt.config import TOKEN, not_negative, resolve
+from torchft_ckpt.core.coordination.messages import name_some
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.durable.retention import plan_removals
 from torchft_ckpt.core.durable.saving import SavingRank, Writers
@@ -104,6 +106,7 @@ _STAGING_SHARE = 2
 _BLOCK_BYTES = HUGE_PAGE_BYTES
 """Memory is copied aside in blocks of this size. Smaller ones copy less beside the shares; below a huge page they are slow."""
 _MANY_VALUES = 10_000
+_NOTHING_OF_ONES_OWN = encode_value({"user": None, "random": None}, "own")
 _NEVER_A_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 _TO_SAY = timedelta(seconds=3)
 _TO_CLOSE = timedelta(seconds=10)
@@ -284,7 +287,7 @@ class Checkpointer:
         self._threads: list[Thread] = []
         self._last: dict[Tier, tuple[CheckpointName, Future[SavedCheckpoint]]] = {}
         self._is_over = False
-        self._has_logged_no_backups = self._has_logged_many_values = False
+        self._has_logged_no_backups = self._has_logged_many_values = self._has_logged_nameless = False
         self._owner = os.getpid()
         """The process whose threads save."""
         self._num_loads = self._num_saves = 0
@@ -417,6 +420,7 @@ class Checkpointer:
                 versions=held.versions,
             )
             self._say_once_if_many(captured)
+            self._say_once_if_nameless(captured, identity)
             worker = SaveWorker(
                 task,
                 captured,
@@ -596,6 +600,15 @@ class Checkpointer:
                 largest_value(captured.manifest.tree),
             )
 
+    def _say_once_if_nameless(self, captured: CapturedState, identity: SaveIdentity) -> None:
+        is_lost = identity.num_replicas > 1 and not identity.replica_id and captured.own != _NOTHING_OF_ONES_OWN
+        if is_lost and not self._has_logged_nameless:
+            self._has_logged_nameless = True
+            logger.warning(
+                "what ranks save of their own (rank_state, random state) will not be restored: their group has no name to find it"
+                " by. Give each Manager a replica_id that is the same after a restart"
+            )
+
     def _say_once_if_alone(self, task: SaveTask) -> None:
         if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_logged_no_backups:
             self._has_logged_no_backups = True
@@ -751,7 +764,8 @@ class Checkpointer:
                         state = load_state(
                             attempt.checkpoint, attempt.fill, local, replica_id=name, rank=rank, in_place=True
                         )
-                rank_state = self._rank_state_of(attempt.reader, name, rank)
+                num_groups = None if gathering is None else gathering.num_replicas
+                rank_state = self._rank_state_of(attempt.reader, name, rank, num_groups)
                 load_saved(manager, state)
         except BaseException as error:
             if cold_start.has_written:  # so that it is not taken for a state, should the script go on
@@ -793,18 +807,32 @@ class Checkpointer:
         except StorageError as error:
             logger.info("checkpoint %s stays without DCP's metadata: %s", checkpoint.name, error)
 
-    def _rank_state_of(self, reader: CheckpointReader, replica_id: str, rank: int) -> object:
-        """Return what this rank saved of itself; None, with a line in the log, where the work is divided otherwise now."""
-        part = reader.checkpoint.own_part(replica_id, rank)
-        if part is None or part.manifest.num_ranks != self._place()[1]:
-            logger.info(
-                "rank %d of %r did not save step %d: its random state and what was its own are not restored",
-                rank,
-                replica_id,
-                reader.checkpoint.name.step,
+    def _rank_state_of(
+        self, reader: CheckpointReader, replica_id: str, rank: int, num_groups: int | None = None
+    ) -> object:
+        """Return what this rank saved of itself, or None; warn where that of a rank finds nobody, or this rank finds none."""
+        checkpoint, num_ranks = reader.checkpoint, self._place()[1]
+        part = checkpoint.own_part(replica_id, rank)
+        is_here = part is not None and part.manifest.num_ranks == num_ranks
+        saved = [one.manifest for one in checkpoint.parts if one.manifest.own != _NOTHING_OF_ONES_OWN]
+        names = sorted({one.replica_id for one in saved})
+        why = ""
+        if is_here and saved and num_groups is not None and num_groups < saved[0].num_replicas:
+            why = f"{saved[0].num_replicas} groups saved it ({name_some(names)}), and {num_groups} start"
+        elif not is_here and names == [""]:
+            why = "nobody knows whose it was: give each Manager a replica_id that is the same after a restart"
+        elif not is_here and saved:
+            why = (
+                f"rank {rank} of {num_ranks} of {replica_id!r} is none of those who saved it:"
+                f" {saved[0].num_ranks} of each of {name_some(names)}"
             )
-            return None
-        return reader.own(replica_id, rank, KnownClasses())
+        if why:
+            logger.warning(
+                "not all that ranks had of their own at step %d (rank_state, random state) is restored: %s",
+                checkpoint.name.step,
+                why,
+            )
+        return reader.own(replica_id, rank, KnownClasses()) if is_here else None
 
     def _restored(
         self, source: RestoreSource, cold_start: ColdStart, step: int, rank_state: object, reason: str

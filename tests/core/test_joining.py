@@ -451,6 +451,39 @@ def test_what_a_load_takes_is_needed_beyond_a_step_however_long_that_is():
     assert "keep the others waiting for 9.0 s, and join_stall_limit allows 5 s at most" in told
 
 
+def test_what_those_who_train_stand_still_to_capture_their_state_is_taken_from_the_allowance_once():
+    job, a, b = trained()
+    a.asks(stood_s=14.0)
+    b.asks(stood_s=3.0)
+    assert job.lighthouse._joining._allowance.purse_s(job.now) == pytest.approx(MINUTE - 14.0)
+    a.votes()
+    b.votes()
+    before_s = job.lighthouse._joining._allowance.purse_s(job.now)
+    job.step(a, b)
+    assert job.lighthouse._joining._allowance.purse_s(job.now) >= before_s
+
+
+def test_who_comes_in_needs_what_the_others_stand_still_for_it_and_waits_outside_while_that_does_not_fit():
+    """Without it a state that takes 14 s to capture holds up every step for good, for one that never comes in."""
+    job, a, b = trained(limit_s=30.0)
+    for _ in range(2):
+        a.asks(stood_s=14.0)
+        b.asks()
+        a.votes()
+        b.votes()
+    j = job.join("j")
+    j.asks(reach_s=0.1)
+    begins(job, a, b)
+    (told, *_) = pending(job, j, 2.0)
+    assert "keep the others waiting for 14 s" in told and "join_stall_limit (30 s)" in told
+    assert a.formed.replica_world_size == 2
+    a.votes()
+    b.votes()
+    job.passes(260.0)
+    begins(job, a, b)
+    assert a.formed.replica_world_size == 3
+
+
 def test_one_that_has_the_state_and_does_not_go_on_is_waited_for_as_long_as_the_join_budget():
     job, a, b = trained()
     j = job.join("j")

@@ -408,11 +408,9 @@ def _two_layouts() -> Iterator[Situation]:
         both = mock.Mock(hand_over=thread.start, take_over=lambda: new.take_over(LIMIT))
 
         def after(names: dict[str, Any]) -> None:
-            goes_on = threading.Thread(target=new.start_quorum)  # which says that it holds the state
-            goes_on.start()
             thread.join()
             old["manager"].shutdown()
-            goes_on.join()
+            new.start_quorum()
             assert handed == [True] and torch.equal(fresh["model"].weight, old["model"].weight)
 
         try:

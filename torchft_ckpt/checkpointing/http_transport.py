@@ -43,6 +43,7 @@ from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLO
 from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES, Elsewhere, Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.target import StateTarget
+from torchft_ckpt.checkpointing.state.tree import MANY_LEAVES, largest_value
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
 from torchft_ckpt.config import (
@@ -178,6 +179,7 @@ class HTTPTransport(CheckpointTransport[T]):
         memory = memory_bytes()
         self._has_own_limit = max_total_bytes is not None
         self._lock = lock or StateDictLock(timeout)
+        self._has_said_many = False
         self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
         self._snapshots = SnapshotRegistry()
         if redo_budget_bytes is None:
@@ -326,6 +328,14 @@ class HTTPTransport(CheckpointTransport[T]):
             self._snapshots.cannot(step, str(error))
             self._server.wake()
             raise
+        if snapshot.num_values > MANY_LEAVES and not self._has_said_many:
+            self._has_said_many = True
+            logger.warning(
+                "the state has about %d plain values, most of them in %r: those who train stand still for them whenever a group"
+                " comes in. Put them into a tensor, or into lists of nothing but numbers",
+                snapshot.num_values,
+                largest_value(snapshot.manifest.tree),
+            )
         level = logging.INFO if dst_ranks else logging.DEBUG  # an offer to nobody in particular is made every round
         logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
         self._server.publish(snapshot, lease_s=timeout.total_seconds())

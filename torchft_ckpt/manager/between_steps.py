@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2
 """Between two attempts, unless something is heard."""
+_LAST_ANSWER_S = 5.0
+_NOBODY = "nobody hands a state over"
 
 
 class BetweenSteps:
@@ -72,7 +74,7 @@ class BetweenSteps:
 
         Args:
             limit: of all attempts together.
-            moving: also where steps of optimizers change the state: somebody stands still to hand it over.
+            moving: take the state over from somebody who stands still to hand it over, whatever changes it.
         """
         self._steps.leave()
         if not self._can_fetch or not (self._registry.is_explicitly_locked or moving):
@@ -81,10 +83,14 @@ class BetweenSteps:
         until = time.monotonic() + limit.total_seconds()
         why: object = "the lighthouse does not answer"
         while time.monotonic() < until:
-            located = client.locate(until)
+            located = client.locate(until, takes_over=moving)
             if located is None:
                 break
             now = client.view()
+            if moving and located.version.proven and not located.is_held and not located.sources:
+                why = _NOBODY  # yet
+                client.pause(_PAUSE_S)
+                continue
             if located.is_held or not located.version.proven:
                 return located.is_held
             if now.restored and not located.version.step:
@@ -106,6 +112,8 @@ class BetweenSteps:
             why = failure
             logger.warning("%s: catching up with step %d failed: %s", client.replica_id, located.version.step, failure)
             client.pause(_PAUSE_S)
+        if why == _NOBODY and not client.view().torn:
+            return False
         message = f"{client.replica_id} could not catch up within {limit.total_seconds():g} s: {why}"
         failed = TransferTimeoutError(message, party=client.replica_id)
         if client.view().torn:
@@ -125,25 +133,24 @@ class BetweenSteps:
         return None
 
     def hand_over(self, limit: timedelta) -> bool:
-        """Serve the state of now until another group holds it that did not at the beginning; return whether one came."""
+        """Serve the state of now until another group has taken it over; return whether one has."""
         self._steps.leave()
         client, now = self._client, self._client.view()
         if not now.version.proven or now.is_behind or now.unverified:
             return False
         self._serving.offer(now.version, moving=True)
         until = time.monotonic() + limit.total_seconds()
-        before: set[str] | None = None
-        while time.monotonic() < until:
-            located = client.locate(until)
-            if located is None:
-                break
-            holders = {source.replica_id for source in located.sources}
-            if before is not None and holders - before:
-                who = min(holders - before)
-                logger.info("%s handed step %d over to %s", client.replica_id, located.version.step, who)
+        is_over = False
+        while not is_over:
+            is_over = (
+                time.monotonic() >= until
+            )  # who takes the state after this question is told that nobody hands it over
+            located = client.locate(until + _LAST_ANSWER_S * is_over, hands_over=not is_over)
+            if located is not None and located.taken_by:
+                logger.info("%s handed step %d over to %s", client.replica_id, now.version.step, located.taken_by)
                 return True
-            before = holders if before is None else before
-            client.pause(_PAUSE_S)
+            if not is_over:
+                client.pause(_PAUSE_S)
         return False
 
     def offer_state(self) -> None:

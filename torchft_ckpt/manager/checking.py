@@ -25,8 +25,10 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.checkpointing.state.containers import SEQUENCES
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES, is_one_leaf
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
+from torchft_ckpt.checkpointing.state.tree import in_words, is_flat
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes, is_changed
 from torchft_ckpt.core.coordination.equality import runs_of
 from torchft_ckpt.core.coordination.layouts import SEPARATOR
@@ -48,6 +50,7 @@ _MAX_PLACE_CHARS = 900
 _MAX_FROZEN_CHARS = 150
 
 
+@gc_paused()
 def leaves_to_compare(
     state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer], *, still: Collection[str] = ()
 ) -> list[CheckedLeaf]:
@@ -79,21 +82,23 @@ def leaves_to_compare(
     return sorted(leaves, key=lambda leaf: leaf.place)
 
 
-def _leaves(value: Any, path: str) -> Iterator[Found]:
-    """Yield the tensors and plain values of a state. A sequence of values and nothing else is one of them."""
+def _leaves(value: Any, path: str, num_beside: int = 0) -> Iterator[Found]:
+    """Yield the tensors and plain values of a state. A sequence of values and nothing else is one of them; see `is_one_leaf`."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_meta:
             yield path, value
     elif is_random_state(value) or isinstance(value, np.ndarray):
         return
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and not is_one_leaf(value, num_beside):
         for key, item in value.items():
-            yield from _leaves(item, f"{path}.{key}")
-    elif isinstance(value, SEQUENCES) and not all(isinstance(item, _PLAIN) for item in value):
+            yield from _leaves(item, f"{path}.{key}", len(value))
+    elif isinstance(value, SEQUENCES) and not is_flat(value) and not all(isinstance(item, _PLAIN) for item in value):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}.{index}")
+            yield from _leaves(item, f"{path}.{index}", len(value))
     else:
-        words = value_in_words(value)
+        # The order in which a mapping was filled is a group's own.
+        by_key = isinstance(value, Mapping) and {key: value[key] for key in sorted(value, key=in_words)}
+        words = value_in_words(by_key or value)
         if words is not None:  # else another process may have other words for the same
             yield path, words
 

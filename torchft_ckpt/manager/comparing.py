@@ -10,17 +10,19 @@ import copy
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder, join_path
+from torchft_ckpt.checkpointing.state.tree import MANY_LEAVES, TreeEncoder, is_flat, join_path
 from torchft_ckpt.core.coordination.replica import Comparison
 from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES, owned_by
 
 MAX_NAMED = 5
+_EQUAL_BY_WORTH = (bool, int, str, type(None))
 _NUM_PYTHON_WORDS = 625
 _NUM_TORCH_BYTES = (16, 5056)
 """Of a generator's state on a CUDA device, and on the CPU."""
@@ -53,9 +55,10 @@ def compare_states(here: object, there: object, optimizers: Iterable[torch.optim
 def fixed(state: Any) -> Any:
     """Return a state with containers of its own: what is put into those of the training loop meanwhile does not appear in it."""
     if isinstance(state, Mapping):
-        return {key: fixed(item) for key, item in state.items()}
+        return dict(state) if is_flat(state.values()) else {key: fixed(item) for key, item in state.items()}
     if isinstance(state, SEQUENCES):
-        return rebuilt(state if isinstance(state, tuple) else copy.copy(state), fixed)
+        own = state if isinstance(state, tuple) else copy.copy(state)
+        return own if is_flat(own) else rebuilt(own, fixed)
     return copy.copy(state) if isinstance(state, (set, bytearray)) else state
 
 
@@ -85,10 +88,17 @@ class _Search:
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             for key in dict.fromkeys([*here, *there]):
                 if key in here and key in there:
+                    if type(one := here[key]) is type(there[key]) in _EQUAL_BY_WORTH and one == there[key]:
+                        continue
                     self.compare(here[key], there[key], join_path(path, key))
                 else:
                     self.weighty.append(join_path(path, key))
         elif isinstance(here, SEQUENCES) and type(here) is type(there) and len(here) == len(there):
+            if is_flat(here) and is_flat(there):
+                is_same = _same_value(here, there)
+                if is_same or len(here) > MANY_LEAVES:
+                    self.weighty += [] if is_same else [path]
+                    return
             for index, (one, other) in enumerate(zip(here, there, strict=True)):
                 self.compare(one, other, join_path(path, index))
         elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
@@ -164,6 +174,6 @@ def value_in_words(value: object) -> str | None:
     if type(value) in (bool, int, str, type(None)) or (type(value) is float and value == value):  # as nearly all are
         return repr(value)
     try:
-        return repr(TreeEncoder().encode(value))
+        return msgspec.json.encode(TreeEncoder().encode(value)).decode()  # five times as fast as `repr`
     except UnsupportedValueError:
         return None

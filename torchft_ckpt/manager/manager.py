@@ -910,7 +910,8 @@ class Manager:
     def take_over(self, timeout: timedelta | None = None) -> bool:
         """Get the state that another group hands over (`hand_over`), on whatever layout this one has, before the first step.
 
-        As `catch_up` otherwise. A quorum without that group is formed when it has left.
+        As `catch_up` otherwise. A quorum without that group is formed when it has left. False: nobody has handed a state over
+        in time, or not until it was here.
         """
         return self._between_steps.catch_up(config.not_negative(timeout) or self._timeouts.transfer, moving=True)
 

@@ -69,6 +69,8 @@ class Prepared:
     """No forward pass was computed in this step."""
     has_pending_request: bool
     """Somebody who looks at this job from outside asks for the state."""
+    stood_s: float = 0.0
+    """How long the state was captured and shown for those who come in, while training stood still."""
 
 
 class _Beside:

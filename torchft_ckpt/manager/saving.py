@@ -152,7 +152,7 @@ def check_state(manager: Manager) -> None:
     state = with_managers_state(_at_root(manager.registry.capture()), manager)
     try:
         flattened(state)
-    except (StateFormatError, ValueError) as error:
+    except StateFormatError as error:
         raise UnsupportedValueError(f"state dict: {error}", "state_dict") from error
     if doubled := LocalState(state).doubled:
         raise UnsupportedValueError(f"state dict: two tensors are named {doubled[0]!r}", doubled[0])

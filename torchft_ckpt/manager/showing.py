@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES, is_one_leaf, rebuilt
 from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.core.coordination.messages import MAX_LEAF_CHARS, MAX_LEAVES, Leaf, Shows, StateShown
 from torchft_ckpt.manager.comparing import bits_of
@@ -65,6 +65,8 @@ def keeping(received: Any, here: Any, own: Collection[str], place: str) -> Any:
     """Return a received state with what is here in place of each group's own leaves, as far as that is here."""
     if leaf_key(place) in own:
         return here
+    if not own or is_one_leaf(received):
+        return received
     if isinstance(received, Mapping) and isinstance(here, Mapping):
         items = iter([keeping(v, here.get(k, v), own, f"{place}.{k}") for k, v in received.items()])
     elif isinstance(received, SEQUENCES) and isinstance(here, SEQUENCES) and len(received) == len(here):

@@ -226,7 +226,7 @@ class Steps:
 
     def _prepare(self, wishes: StepWishes, *, is_sharded: bool) -> tuple[bool, Prepared, list[StateShown]]:
         """Return whether to wait for the quorum, what it will need of the state that is here, and what is shown of it."""
-        now, registry = self._client.view(), self._registry
+        now, registry, began_at = self._client.view(), self._registry, time.monotonic()
         has_to_wait, has_to_capture = self._client.wants()
         is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes, now)
         has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
@@ -259,6 +259,9 @@ class Steps:
             trainer_waits=has_to_wait,
             is_untouched=not self._has_computed,
             has_pending_request=has_pending_request,
+            stood_s=time.monotonic() - began_at
+            if has_to_capture and captured and is_compared and not now.is_behind
+            else 0.0,
         )
         return has_to_wait, prepared, parts
 
@@ -328,6 +331,7 @@ class Steps:
             entry_s=entry_s,
             replays=replays,
             load_s=healing.load_s,
+            stood_s=prepared.stood_s,
             shown=parts,
             is_first_of_kind=self._sharing.is_first_of_kind,
         )

@@ -246,16 +246,16 @@ class StepClient:
         self._loading, self._applying = [], []
         self._redo_said = self._redo_told = None
 
-    def locate(self, until: float, *, has_finished: bool = False) -> StateLocated | None:
+    def locate(self, until: float, *, has_finished: bool = False, **moves: bool) -> StateLocated | None:
         """Ask where the newest state is, and wait for the answer; None: there was none in time.
 
-        An open step is abandoned. `has_finished`: say that it was the last.
+        An open step is abandoned. `has_finished`: say that it was the last. `moves`: as in `LocateState`.
         """
         with self.lock, self.replica as replica:
             self._raise_if_fatal()
             self._forget_step()
             self._located = None
-            asked = self._asked_where = replica.locate(has_finished)
+            asked = self._asked_where = replica.locate(has_finished, **moves)
         self.send(asked)
         self._wait_for(lambda: self._located is not None, until)
         return self._located

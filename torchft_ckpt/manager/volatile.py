@@ -17,6 +17,7 @@ import torch
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
 from torchft_ckpt.checkpointing.state.shards import is_dtensor, memory_of
+from torchft_ckpt.checkpointing.state.tree import is_flat
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 
 MAX_COPIED_BYTES = 1024 * 1024
@@ -132,11 +133,9 @@ def leaves_in(state: Any, kinds: tuple[type, ...] = (torch.Tensor, np.ndarray, b
     """Yield the tensors, arrays and bytes of a state, or what else is of these kinds."""
     if isinstance(state, kinds):
         yield state
-    elif isinstance(state, Mapping):
-        for item in state.values():
-            yield from leaves_in(item, kinds)
-    elif isinstance(state, SEQUENCES):
-        for item in state:
+    elif isinstance(state, (Mapping, *SEQUENCES)):
+        items = state.values() if isinstance(state, Mapping) else state
+        for item in () if is_flat(items) else items:
             yield from leaves_in(item, kinds)
 
 
@@ -170,6 +169,8 @@ def _copy(
     if kind is np.ndarray:
         return value if value.nbytes > MAX_COPIED_BYTES else value.copy()
     if isinstance(value, (dict, *SEQUENCES)):
+        if is_flat(value.values() if isinstance(value, dict) else value):
+            return value
         return rebuilt(value, lambda item: _copy(item, owned, copies, unsteady))
     return value
 

@@ -151,6 +151,8 @@ class Snapshot:
             self._tensors = _by_segment(space, encoder.tensors, count_writes if versions is None else versions.of)
             if see_tensors is not None:
                 see_tensors(encoder.tensors)
+        self.num_values = encoder.num_items - len(encoder.tensors)
+        """About so many leaves are no tensors; a flat list is one."""
         self.arrays = frozenset(encoder.arrays)
         """Places in the manifest of what are numpy arrays."""
         self._elsewhere = elsewhere

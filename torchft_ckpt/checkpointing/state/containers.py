@@ -1,13 +1,15 @@
-"""Walks through the containers of a state: mappings, lists, tuples and deques. It knows no tensors."""
+"""Walks through the containers of a state: mappings, lists, tuples and deques. A flat one may be a leaf (`is_one_leaf`)."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from torchft_ckpt.checkpointing.state.classes import is_named_tuple
-from torchft_ckpt.checkpointing.state.tree import in_words
+from torchft_ckpt.checkpointing.state.tree import MANY_LEAVES, in_words, is_flat
 from torchft_ckpt.errors import StateFormatError, StateMismatchError
 
 _MANAGERS_KEYS = {"user", "torchft"}
@@ -23,6 +25,15 @@ def items_of(value: object) -> Iterator[tuple[str | int, Any]]:
             yield in_words(key), item
     elif isinstance(value, SEQUENCES):
         yield from enumerate(value)
+
+
+def is_one_leaf(container: object, num_beside: int = 0) -> bool:
+    """Whether a container is taken for one leaf: a sequence of plain values alone is, and such a mapping if it, or the container
+    that it is in, of `num_beside` items, has many.
+    """
+    if isinstance(container, Mapping):
+        return max(len(container), num_beside) > MANY_LEAVES and is_flat(container.values())
+    return isinstance(container, SEQUENCES) and is_flat(container)
 
 
 def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
@@ -50,11 +61,14 @@ def rebuilt(container: Any, change: Callable[[Any], Any]) -> Any:
     return tuple.__new__(kind, changed) if kind is tuple or is_named_tuple(kind) else container
 
 
-def walk(value: object, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield a value and all that is in it, each with the keys that lead to it; a container comes before its items."""
+def walk(value: object, path: Path = (), num_beside: int = 0) -> Iterator[tuple[Path, Any]]:
+    """Yield a value and all that is in it, each with the keys that lead to it; a container comes before its items.
+
+    `is_one_leaf` says what is not looked into.
+    """
     yield path, value
-    for key, item in items_of(value):
-        yield from walk(item, (*path, key))
+    for key, item in () if is_one_leaf(value, num_beside) else items_of(value):
+        yield from walk(item, (*path, key), len(value))  # type: ignore[arg-type]  # a container
 
 
 def optimizer_states(state: object) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
@@ -70,12 +84,38 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         StateFormatError: DCP has no name for one.
     """
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # takes a moment to import
+    leaves: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+
+    def add(items: Iterable[tuple[Any, Any]], path: Path, prefix: str) -> None:
+        for key, item in items:
+            name = f"{prefix}{key}"
+            if not is_dcps_leaf(item):
+                is_mapping = isinstance(item, Mapping)
+                items_in = ((str(k), v) for k, v in item.items()) if is_mapping else enumerate(item)
+                add(items_in, (*path, key), f"{name}.")
+            elif name in leaves:
+                raise ValueError(f"duplicated flatten key {name}")
+            else:
+                leaves[name], paths[name] = item, (*path, key)
 
     try:
-        return flatten_state_dict(state)
-    except ValueError as error:  # a key that is an integer of more than 4300 digits
+        add(((str(key), item) for key, item in state.items()), (), "")
+    except ValueError as error:  # or a key that is an integer of more than 4300 digits
         raise StateFormatError(f"the state has a key of which DCP makes no name: {error}", party="source") from error
+    return leaves, paths
+
+
+def is_dcps_leaf(value: object) -> bool:
+    """Whether DCP sees a value as one: a mapping is none, and a list that holds tensors or mappings is none."""
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list) or is_flat(value):
+        return True
+    return not any(
+        isinstance(item, torch.Tensor) or (isinstance(item, (Mapping, list)) and not is_dcps_leaf(item))
+        for item in value
+    )
 
 
 def below_root(state: Any, root: str | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torchft_ckpt.checkpointing.state.local_state import (
 )
 from torchft_ckpt.checkpointing.state.regions import c_strides
 from torchft_ckpt.checkpointing.state.space import span_of
-from torchft_ckpt.checkpointing.state.tree import Node, check_classes, items_of_node, join_path, plain_paths
+from torchft_ckpt.checkpointing.state.tree import Node, check_classes, is_flat, items_of_node, join_path, plain_paths
 from torchft_ckpt.errors import LayoutMismatchError, StateFormatError, StateMismatchError
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
@@ -226,7 +226,7 @@ def _optimizer_state(tree: Node) -> Iterator[str]:
                 path = join_path(path, key)
             yield path
         for key, item in items:
-            if isinstance(item, (list, dict)):
+            if isinstance(item, dict) or (isinstance(item, list) and not is_flat(item)):
                 keys.append(key)
                 yield from search(item)
                 keys.pop()

@@ -30,16 +30,26 @@ MAX_DEPTH = 64
 _MAX_INT_DIGITS = 4096
 _MAX_ALIKE = 64
 MAX_NAME = 200
+MANY_LEAVES = 10_000
+"""So many values that are no tensors cost whoever goes through a state a time that is felt."""
 MAX_PATH_CHARS = 2**30
 """Of all leaves together: a state of 20,000 tensors has some million."""
 _POSITION_CHARS = 4
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_FLAT = frozenset({bool, int, float, str, type(None)})
 _INT64 = range(-(2**63), 2**63)
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple, Counter, OrderedDict, deque)
 }
 _FACTORY_NAMES = {kind: name for name, kind in _FACTORIES.items()}
 _MAX_CLASS_NAME = 512
+
+
+def is_flat(values: Iterable[object]) -> bool:
+    """Whether these are plain values and nothing else. Whoever goes through a state asks for all at once, and takes such a list
+    for one leaf: there may be millions of them.
+    """
+    return _FLAT.issuperset(map(type, values))
 
 
 class TreeEncoder:
@@ -55,6 +65,8 @@ class TreeEncoder:
         self.arrays: set[int] = set()
         self.copied_arrays: set[int] = set()
         self.classes: dict[str, dict[str, type]] = {}
+        self.num_items = 0
+        """Of all containers; a flat list counts as one."""
 
     def encode(self, value: object, path: str = "", depth: int = 0) -> Node:
         """Return the node of a value.
@@ -139,7 +151,9 @@ class TreeEncoder:
 
     def _elements(self, values: Iterable[object], path: str, depth: int) -> list[Node]:
         """Return the nodes of a set's elements, in an order that follows from what they are."""
-        return sorted((self._element(item, path, depth + 1) for item in tuple(values)), key=repr)
+        is_simple = depth < MAX_DEPTH
+        nodes = [i if is_simple and _is_node(i) else self._element(i, path, depth + 1) for i in tuple(values)]
+        return sorted(nodes, key=None if {*map(type, nodes)} in ({int}, {str}) else repr)  # type: ignore[type-var, arg-type]
 
     def _element(self, value: Any, path: str, depth: int) -> Node:
         kind = type(value)
@@ -156,24 +170,29 @@ class TreeEncoder:
             return {"named": [self._class(kind, path), list(kind._fields), items]}
         return self.encode(value, path, depth)
 
-    def _items(self, values: Sequence[object], path: str, depth: int) -> list[Node]:
-        return [self.encode(item, join_path(path, index), depth + 1) for index, item in enumerate(values)]
+    def _items(self, values: Sequence[Any], path: str, depth: int) -> list[Node]:
+        self.num_items += 1 if is_flat(values) else len(values)
+        is_simple = depth < MAX_DEPTH
+        if is_simple and {*map(type, values)} == {int} and min(values) in _INT64 and max(values) in _INT64:
+            return list(values)  # a permutation has millions
+        return [
+            item if is_simple and _is_node(item) else self.encode(item, join_path(path, index), depth + 1)
+            for index, item in enumerate(values)
+        ]
 
     def _pairs(self, mapping: dict[object, object], path: str, depth: int) -> list[Node]:
         pairs: list[Node] = []
+        self.num_items += len(mapping)
         prefix = f"{path}." if path else ""
         is_shallow = depth < MAX_DEPTH
         for key, item in mapping.items():
-            # Nearly everything in a large state is a tensor under a plain name: that is done in place.
-            if (
-                type(key) is str
-                and key.isascii()
-                and len(key) <= MAX_NAME
-                and is_shallow
-                and type(item) in _PLAIN_TENSORS
-            ):
+            # Nearly everything in a large state is a tensor under a plain name, or a plain value: that is done in place.
+            is_simple = is_shallow and type(key) is str and key.isascii() and len(key) <= MAX_NAME
+            if is_simple and type(item) in _PLAIN_TENSORS:
                 pairs.append([key, {"x": len(self.tensors)}])
-                self.tensors.append((prefix + key, item))  # type: ignore[arg-type]
+                self.tensors.append((prefix + key, item))  # type: ignore[arg-type, operator]
+            elif is_shallow and _is_node(item) and (is_simple or _is_node(key)):
+                pairs.append([key, item])
             else:
                 pairs.append([self._key(key, path), self.encode(item, join_path(path, key), depth + 1)])
         return pairs
@@ -225,6 +244,16 @@ class TreeEncoder:
                 f"state dict{_at(path)}: an integer of more than {_MAX_INT_DIGITS} hex digits cannot be carried", path
             )
         return {"i": digits}
+
+
+def _is_node(value: Any) -> bool:
+    """Whether a value is its own node."""
+    kind = type(value)
+    if kind is int:
+        return -(2**63) <= value < 2**63
+    if kind is float:
+        return math.isfinite(value)
+    return value is None or kind is bool or (kind is str and value.isascii())
 
 
 def _flags_of(member: enum.Flag) -> list[str] | None:
@@ -366,6 +395,8 @@ def _measure(node: Node, depth: int) -> tuple[int, int]:
             return 1, 0
     if depth > MAX_DEPTH or not items:
         return 1, 0
+    if not is_dict and is_flat(items):
+        return len(items), len(items) * (_POSITION_CHARS + 1)
     num_leaves = num_chars = 0
     for item in items:
         length = _POSITION_CHARS
@@ -410,7 +441,7 @@ def items_of_node(node: Node) -> list[tuple[object, Node]]:
 def largest_value(node: Node) -> str:
     """Return the path of the largest leaf of a checked tree, or of the container of many small ones."""
     path, size = "", len(msgspec.json.encode(node))
-    while items := items_of_node(node):
+    while not (isinstance(node, list) and is_flat(node)) and (items := items_of_node(node)):
         num_bytes, number = max((len(msgspec.json.encode(item)), number) for number, (_, item) in enumerate(items))
         if 2 * num_bytes < size:
             break
@@ -482,9 +513,14 @@ class _Decoder:
         return self._plain(tag, content, depth)
 
     def _items(self, nodes: list[Node], depth: int) -> list[object]:
+        if depth < MAX_DEPTH and is_flat(nodes):
+            return list(nodes)
         keys = self._keys
-        decoded = []
+        decoded: list[object] = []
         for index, item in enumerate(nodes):
+            if depth < MAX_DEPTH and type(item) in _FLAT:
+                decoded.append(item)
+                continue
             keys.append(index)
             decoded.append(self.decode(item, depth + 1))
             keys.pop()
@@ -492,18 +528,19 @@ class _Decoder:
 
     def _pairs(self, content: list[Node], depth: int) -> dict[object, object]:
         decoded: dict[object, object] = {}
-        hashes: Counter[int] = Counter()
+        keys: list[object] = []
         for pair in content:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise StateFormatError("a dict entry is not a pair of key and value", party="source")
-            key = pair[0]
-            if type(key) is not str:
-                key = self.key(key, depth)
-                _note_hash(key, hashes)
+            keys.append(pair[0] if type(pair[0]) is str else self.key(pair[0], depth))
+        _check_hashes([key for key in keys if type(key) is not str])
+        for key, pair in zip(keys, content, strict=True):
             if key in decoded:
                 raise StateFormatError(f"the key {in_words(key, repr):.80} appears twice in one dict", party="source")
-            node = pair[1]
-            if type(node) is dict and len(node) == 1 and "x" in node and depth < MAX_DEPTH:
+            node = pair[1]  # type: ignore[index]  # it is a pair
+            if type(node) in _FLAT and depth < MAX_DEPTH:
+                decoded[key] = node
+            elif type(node) is dict and len(node) == 1 and "x" in node and depth < MAX_DEPTH:
                 decoded[key] = self._leaf(node["x"], False)
             else:
                 self._keys.append(key)
@@ -512,10 +549,9 @@ class _Decoder:
         return decoded
 
     def _elements(self, content: list[Node], depth: int) -> list[object]:
-        hashes: Counter[int] = Counter()
-        elements = [self._element(node, depth + 1) for node in content]
-        for element in elements:
-            _note_hash(element, hashes)
+        is_plain = depth < MAX_DEPTH and is_flat(content)
+        elements = content if is_plain else [self._element(node, depth + 1) for node in content]
+        _check_hashes(elements)
         return elements
 
     def _element(self, node: Node, depth: int) -> object:
@@ -609,13 +645,13 @@ def _no_tensor(index: object, is_array: bool) -> object:
     raise StateFormatError("a tensor is where none can be", party="source")
 
 
-def _note_hash(key: object, hashes: Counter[int]) -> None:
+def _check_hashes(keys: Iterable[object]) -> None:
     # Hashes of numbers are no secret: many keys of one hash would make every look-up a search.
     try:
-        hashes[hash(key)] += 1
+        hashes = [*map(hash, keys)]
     except TypeError as error:
         raise StateFormatError(f"a key or an element cannot be one: {error}", party="source") from error
-    if hashes[hash(key)] > _MAX_ALIKE:
+    if len(hashes) > _MAX_ALIKE and max(Counter(hashes).values()) > _MAX_ALIKE:
         raise StateFormatError(f"more than {_MAX_ALIKE} keys of one dict or set have the same hash", party="source")
 
 
@@ -695,7 +731,8 @@ def _factory(name: object) -> Callable[[], Any] | None:
 def join_path(path: str, key: object) -> str:
     """Return the path of what lies under a key of a container, or at a place of one. Long keys are cut, so paths are not long."""
     text = key if isinstance(key, str) else in_words(key)
-    text = text[:MAX_NAME].encode(errors="backslashreplace").decode()
+    if len(text) > MAX_NAME or not text.isascii():
+        text = text[:MAX_NAME].encode(errors="backslashreplace").decode()
     return f"{path}.{text}" if path else text
 
 

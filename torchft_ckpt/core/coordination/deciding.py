@@ -81,6 +81,8 @@ class Deciding:
             contributing = [member for member in holding if member.asked.contributes]
             current.is_needed = len(contributing) < self._job.min_trainers(contributing)
             self._joining.begin(current, holding, healing, now)
+        if not current.is_needed:
+            self._joining.stood(holding, now)
         self._job.round = current
         return current
 

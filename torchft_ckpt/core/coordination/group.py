@@ -366,7 +366,13 @@ class GroupState:
             versions = {located.version for located in self._locating.values()}
             version = message.version if len(versions) == 1 else StateVersion()
             has_finished = all(located.has_finished for located in self._locating.values())
-            self._located_for = LocateState(request_id=self._request_id, version=version, has_finished=has_finished)
+            self._located_for = LocateState(
+                request_id=self._request_id,
+                version=version,
+                has_finished=has_finished,
+                hands_over=all(located.hands_over for located in self._locating.values()),
+                takes_over=any(located.takes_over for located in self._locating.values()),
+            )
             self._finished = self._located_for if has_finished else None
             self._quorum = None
             self._votes.clear()
@@ -570,6 +576,7 @@ class GroupState:
             entry_s=max(request.entry_s for request in requests),
             replays=all(request.replays for request in requests),
             load_s=max(request.load_s for request in requests),
+            stood_s=max(request.stood_s for request in requests),
             layout=combine_ranks([request.layout for request in requests]),
             layout_text=news,
             frozen=first.frozen if len(set(frozen)) == 1 else f"frozen parameters: not the same on all ranks ({word})",

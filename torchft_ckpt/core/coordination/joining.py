@@ -150,6 +150,8 @@ class Joining:
         self._allowance = JoinAllowance()
         self._usual_s = 0.0
         """How long a step takes that nobody joins."""
+        self._stands_s = 0.0
+        """How long those who train stood still the last time to capture and show their state."""
 
     # ------------------------------------------------------------------------------------------------ before a quorum
 
@@ -164,6 +166,12 @@ class Joining:
         """How long a step takes that nobody joins; 0: not known yet."""
         return self._usual_s
 
+    def stood(self, members: Iterable[Member], now: float) -> None:
+        """A quorum forms of those who train. Before it they captured and showed their state, and stood still meanwhile."""
+        if stood_s := max((member.asked.stood_s for member in members), default=0.0):
+            self._stands_s = stood_s
+            self._allowance.spend(stood_s, now)
+
     def why_out(self, member: Member, budget_s: float, now: float) -> str:
         """Say why a member that has to load the state is not admitted now, and until when; empty: it is."""
         debt = self._debt(member)
@@ -175,7 +183,7 @@ class Joining:
         beside_s = 0.0 if member.asked.heal_inline else self._usual_s
 
         def needs_s(factor: float) -> float:
-            return max(0.0, factor * (reach_s or 0.0) - beside_s) + factor * member.asked.load_s
+            return max(0.0, factor * (reach_s or 0.0) - beside_s) + factor * member.asked.load_s + self._stands_s
 
         need_s = needs_s(1.0)
         if debt is not None:

@@ -80,6 +80,7 @@ from torchft_ckpt.core.coordination.messages import (
     ReplicasDiffer,
     Role,
     StallReport,
+    StateLocated,
     StateVersion,
     ToLighthouse,
     Welcome,
@@ -453,7 +454,7 @@ class LighthouseState:
     def _on_quorum_request(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
         replica_id = member.replica_id
         yield from self._deciding.abandoned(replica_id, now)
-        member.layout, member.frozen = request.layout, request.frozen
+        member.layout, member.frozen, member.hands_over = request.layout, request.frozen, False
         member.min_contributors = request.min_contributors if request.contributes else 0
         member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
         if request.layout_text is not None:
@@ -526,7 +527,7 @@ class LighthouseState:
         yield from self._on_state_shown(member, message.version, now)
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
         sources = ((other.as_source(rank), other.version) for rank, other in enumerate(living))
-        located = self._job.history.locate(replica_id, message, sources)
+        located = self._handed_over(member, message, self._job.history.locate(replica_id, message, sources))
         if message.has_finished and self.newest_step > 0 and self._job.holds_newest(message.version):
             self._job.finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
@@ -536,6 +537,22 @@ class LighthouseState:
             self._job.quorum_members.pop(replica_id, None)
         yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
         yield from self._reconsider(now)
+
+    def _handed_over(self, member: Member, message: LocateState, located: StateLocated) -> StateLocated:
+        """Return the answer where a state may be handed over: one decision for both sides.
+
+        Who takes it holds it exactly if another one stands still for it, or nobody else holds it. Whoever asks later is told.
+        """
+        member.hands_over = message.hands_over
+        others = [m for m in self.members.values() if m is not member and m.version == located.version]
+        if message.takes_over and others:
+            giving = {m.replica_id for m in others if m.hands_over}
+            sources = [source for source in located.sources if source.replica_id in giving]
+            located = msgspec.structs.replace(located, is_held=located.is_held and bool(giving), sources=sources)
+        if message.takes_over and located.is_held:
+            member.took = located.version
+        taken_by = next((m.replica_id for m in others if m.took == located.version), "")
+        return msgspec.structs.replace(located, taken_by=taken_by)
 
     def _on_state_shown(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """Note the state that a member holds between two steps."""

@@ -73,6 +73,10 @@ class Member:
     """Set exactly while it waits for a quorum."""
     has_left_step: bool = False
     """It takes no decision on an earlier step any more: it asked where the newest state is, or computes outside of the quorum."""
+    hands_over: bool = False
+    """It stands still until somebody has taken its state over."""
+    took: StateVersion | None = None
+    """The state that it was told it has taken over."""
     has_finished: bool = False
     """It has made its last step, and has not asked for another since."""
     is_excused: bool = False

@@ -273,6 +273,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """It brings that state on by redo entries then, which its sources note of each step from there on."""
     load_s: Seconds = 0.0
     """Seconds that loading took the last time."""
+    stood_s: Seconds = 0.0
+    """Its training thread has just stood still for so long to capture and show the state, for those who come in."""
     store_address: StorePlace = ""
     layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
@@ -339,6 +341,10 @@ class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What the asker holds; unproven where it holds nothing whole."""
     has_finished: bool = False
     """The asker has made its last step."""
+    hands_over: bool = False
+    """The asker stands still until somebody has taken its state over."""
+    takes_over: bool = False
+    """The asker goes on alone from the state of one that stands still for it, and from no other."""
 
 
 class Lacks(str, Enum):
@@ -584,7 +590,9 @@ class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_finished: bool = False
     """It is the last one: a group that holds it has finished, and nobody goes on from it."""
     sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
-    """Who else holds it; empty where no address is known."""
+    """Who else holds it; empty where no address is known. For one that takes over: who hands it over."""
+    taken_by: Text = ""
+    """Who has taken it over; empty: nobody."""
     rolled_back_to: StateVersion = StateVersion()
     """As in `QuorumFormed`."""
 

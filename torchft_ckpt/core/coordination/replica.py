@@ -138,6 +138,8 @@ class StepFacts(NamedTuple):
     """How long it would take to receive the newest state, as far as is known."""
     load_s: float = 0.0
     """How long loading a state took the last time."""
+    stood_s: float = 0.0
+    """How long the state was captured and shown just now, for those who come in."""
     guesses: bool = False
     """`reach_s` rests on no measurement."""
     can_follow: bool = False
@@ -454,15 +456,18 @@ class ReplicaState:
             entry_s=facts.entry_s,
             replays=facts.can_follow and facts.replays,
             load_s=facts.load_s,
+            stood_s=facts.stood_s,
             store_address=facts.store_address,
             shown=facts.shown,
         )
 
-    def locate(self, has_finished: bool = False) -> LocateState:
-        """Ask where the newest state is. A step that is open is abandoned. `has_finished`: there will be no other."""
+    def locate(self, has_finished: bool = False, **moves: bool) -> LocateState:
+        """Ask where the newest state is. A step that is open is abandoned. `has_finished`: there will be no other. `moves`: as in
+        `LocateState`.
+        """
         self._leave_step()
         self.phase = StepPhase.IDLE
-        return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished)
+        return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished, **moves)
 
     def located(self, located: StateLocated) -> None:
         """The answer says what the newest state is, or that nothing is known of it."""

@@ -10,21 +10,10 @@ from typing import Any
 
 import torch
 
-from torchft_ckpt.checkpointing.state.containers import Path, items_of
+from torchft_ckpt.checkpointing.state.containers import Path, is_dcps_leaf, items_of
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.tree import TensorPlace
 from torchft_ckpt.errors import StateMismatchError
-
-
-def is_leaf(value: object) -> bool:
-    """Whether DCP sees it as one: a mapping is none, and a list that holds tensors or mappings is none."""
-    if isinstance(value, Mapping):
-        return False
-    if not isinstance(value, list):
-        return True
-    return not any(
-        isinstance(item, torch.Tensor) or (isinstance(item, (Mapping, list)) and not is_leaf(item)) for item in value
-    )
 
 
 def leaves_of(container: Any, fqn: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -33,7 +22,7 @@ def leaves_of(container: Any, fqn: str = "") -> Iterator[tuple[str, Any, Any]]:
         name = f"{fqn}.{key}" if fqn else str(key)
         if isinstance(item, torch.Tensor):
             continue
-        if is_leaf(item):
+        if is_dcps_leaf(item):
             yield name, container, key
         else:
             yield from leaves_of(item, name)
@@ -45,7 +34,7 @@ def structure_of(state: Any, names: Sequence[str]) -> Any:
         return names[state.number]
     if isinstance(state, Mapping):
         return {key: structure_of(item, names) for key, item in state.items()}
-    return None if is_leaf(state) else [structure_of(item, names) for item in state]
+    return None if is_dcps_leaf(state) else [structure_of(item, names) for item in state]
 
 
 def merged(one: Any, other: Any) -> Any:

@@ -21,12 +21,14 @@ from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.parts import read_region, region_in_chunk, slices_of
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import count_blocks
+from torchft_ckpt.checkpointing.state.containers import flattened
 from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, slices
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes.geometry import Box, contains
-from torchft_ckpt.errors import CheckpointError, StateChangedError, UnsupportedValueError
+from torchft_ckpt.errors import CheckpointError, StateChangedError, StateFormatError, UnsupportedValueError
 
 RECEIVER = "save"
 
@@ -62,6 +64,7 @@ class CapturedState:
         UnsupportedValueError: something in it cannot be carried; the message has its path.
     """
 
+    @gc_paused()
     def __init__(
         self,
         state: dict[str, Any],
@@ -74,8 +77,6 @@ class CapturedState:
         group_local_ids: Collection[int] = (),
         versions: StateVersions | None = None,
     ) -> None:
-        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
         self.step = step
         self._index = index
         self._layouts: list[Layout] = []
@@ -91,8 +92,8 @@ class CapturedState:
             ]
 
         try:
-            flat, self.paths = flatten_state_dict(state)
-        except ValueError as error:
+            flat, self.paths = flattened(state)
+        except StateFormatError as error:
             raise UnsupportedValueError(f"state dict: {error}", "state_dict") from error
         self.own = encode_value(own, "own")
         self.values = [
