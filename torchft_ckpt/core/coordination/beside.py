@@ -347,7 +347,7 @@ class Beside:
             step_s=self._joining.usual_s if follows else 0.0,
             stays=follows and self._is_idle_spare(member),
             unverified=assignment.unverified,
-            newest_step=self._job.newest_step,
+            newest_step=self._job.history.lasting_step,
             rolled_back_to=self._job.history.rolled_back_to,
             reason=reason,
         )

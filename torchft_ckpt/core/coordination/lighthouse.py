@@ -267,9 +267,8 @@ class LighthouseState:
     def _on_member_message(self, member: Member, message: ToLighthouse, now: float) -> Iterator[Instruction]:
         if isinstance(message, Heartbeat):
             return
-        if isinstance(message, QuorumRequest | LocateState) and (no_quorum := self._why_no_quorum(message.version)):
-            refusal = Refused(code="quorum id", reason=f"{clip(member.replica_id, 200)} is refused: {no_quorum}")
-            yield from self._send_away(member, refusal, "it named a quorum that cannot have existed", now)
+        if (impossible := self._why_impossible(member.replica_id, message)) is not None:
+            yield from self._send_away(member, impossible, "it named a quorum or a step that cannot have existed", now)
         elif isinstance(message, QuorumRequest):
             yield from self._on_quorum_request(member, message, now)
         elif isinstance(message, LocateState):
@@ -404,18 +403,30 @@ class LighthouseState:
             return Refused(code="job", reason=reason)
         if self._roster.is_superseded(hello.replica_id):
             return _refuse_superseded(group_name(hello.replica_id))
-        last = StateVersion(quorum_id=hello.last_quorum_id, epoch=hello.last_epoch)
-        if no_id := self._why_no_quorum(last, hello.version, hello.rolled_back_to):
-            return Refused(code="quorum id", reason=f"{clip(hello.replica_id, 200)} is refused: {no_id}")
+        if (impossible := self._why_impossible(hello.replica_id, hello)) is not None:
+            return impossible
         if len(self.members) >= MAX_GROUPS and hello.replica_id not in self.members:
             reason = f"{clip(hello.replica_id, 200)} would exceed the {MAX_GROUPS} groups that a job may have"
             return Refused(code="groups", reason=reason)
         return None
 
-    def _why_no_quorum(self, *versions: StateVersion) -> str:
-        """Say why one of these states cannot come from a quorum of this job; empty: all can."""
-        reasons = (self._job.quorum_ids.why_never_given(version.quorum_id, version.epoch) for version in versions)
-        return next(filter(None, reasons), "")
+    def _why_impossible(self, replica_id: str, message: ToLighthouse) -> Refused | None:
+        """Refuse a message that names a quorum or a step that this job cannot have had."""
+        versions: list[StateVersion] = []
+        if isinstance(message, Hello):
+            last = StateVersion(step=message.newest_step, quorum_id=message.last_quorum_id, epoch=message.last_epoch)
+            versions = [last, message.version, message.rolled_back_to]
+        elif isinstance(message, QuorumRequest | LocateState):
+            versions = [message.version]
+        elif isinstance(message, CommitVote):
+            versions = [StateVersion(step=message.step, quorum_id=message.quorum_id, epoch=message.epoch)]
+        for version in versions:
+            no_id = self._job.quorum_ids.why_never_given(version.quorum_id, version.epoch)
+            why = no_id or self._job.history.why_never_made(version.step)
+            if why:
+                code = "quorum id" if no_id else "step"
+                return Refused(code=code, reason=f"{clip(replica_id, 200)} is refused: {why}")
+        return None
 
     def _learn_from(self, hello: Hello, now: float) -> None:
         """Take what a member remembers, and this lighthouse may not remember."""
@@ -526,7 +537,10 @@ class LighthouseState:
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
         sources = ((other.as_source(rank), other.version) for rank, other in enumerate(living))
         located = self._job.history.locate(replica_id, message, sources)
-        if message.has_finished and self.newest_step > 0 and self._job.holds_newest(message.version):
+        # Whoever comes while all groups are away must not end their job by a word.
+        has_trained = self.round is not None and replica_id in self.round.tally.roles
+        may_say = has_trained or not self._job.history.has_begun
+        if message.has_finished and may_say and self.newest_step > 0 and self._job.holds_newest(message.version):
             self._job.finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
             yield from self._beside.call_spares()
@@ -701,7 +715,7 @@ class LighthouseState:
                 sources=[self.members[source].as_source(places[source]) for source in sources],
                 follows=True,
                 differs=True,
-                newest_step=self.newest_step,
+                newest_step=self._job.history.lasting_step,
                 rolled_back_to=self._job.history.rolled_back_to,
                 reason=clip(f"it came to another state of step {request.version.step} than {name_some(sources)}"),
             )
@@ -785,7 +799,7 @@ class LighthouseState:
                 num_contributors=0,
                 num_voters=0,
                 store_address=part.store_address,
-                newest_step=self.newest_step,
+                newest_step=self._job.history.lasting_step,
                 gathers=True,
                 reason=clip(verdict.reason),
             )
@@ -946,7 +960,7 @@ class LighthouseState:
                 or len(taught) < len(learners)
                 or Role.JOINER in roles.values(),
                 unverified=assignment.unverified,
-                newest_step=self.newest_step,
+                newest_step=self._job.history.lasting_step,
                 patience_s=patience_s,
                 common=trial.common,
                 own=trial.own,
@@ -963,7 +977,8 @@ class LighthouseState:
     def _go_on_from(self, assignment: Assignment, quorum_id: int) -> Iterator[Instruction]:
         """Note from which state the job trains on, in which quorum. What was open of earlier lives is over with that."""
         step = assignment.version.step
-        newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch)
+        holders = [part.replica_id for part in assignment.parts if part.role is Role.HEALTHY]
+        newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch, holders)
         if assignment.is_first or step < newest_step:
             self._job.finished_at_step = None  # the job goes on from a checkpoint, or from an older step
         if step < newest_step:
@@ -1000,6 +1015,9 @@ class LighthouseState:
         if vote.epoch == self.epoch or self._job.history.remembers(key) or self._restart.is_over:
             yield from self._deciding.voted(member, vote, now)
         else:
+            self._job.quorum_ids.begin_after(
+                vote.quorum_id, vote.epoch
+            )  # the state that comes of it is no later quorum's
             yield from self._break_forgotten_collectives(self._restart.voted(member.replica_id, vote, now))
             yield from self._settle_forgotten_steps(now)
 
@@ -1031,6 +1049,8 @@ class LighthouseState:
         member = self._roster.remove(replica_id, reason, is_closed=is_closed)
         self._job.history.gone(replica_id)
         self._speaking.gone(replica_id)
+        if not self._job.history.has_begun:
+            self._job.finished_at_step = None  # it may have been the word of this member alone
         if not is_back:  # the same process, with the state that it had
             self._trials.lost(replica_id)
         if not is_on_purpose and not member.has_finished:

@@ -528,6 +528,7 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Capture at the next step: somebody who joins now will compare its state then, or could not be admitted because no
     member had captured its state."""
     newest_step: Number = 0
+    """The newest step apart from states that were not committed in this life of the lighthouse: it may be below `version`."""
     patience_s: Seconds = 0.0
     """The longest that a member's way to this step took: so long, too, the others may take from here on."""
     gathers: bool = False
