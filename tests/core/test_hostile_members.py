@@ -303,7 +303,7 @@ def test_a_vote_in_doubt_about_a_quorum_that_cannot_have_been_is_refused() -> No
 def test_the_state_that_comes_of_a_vote_in_doubt_is_of_no_later_quorum_than_the_next_one() -> None:
     """The operator lets the job go back behind it: then it is void."""
     job = Job(1)
-    x = stranger(job)
+    x = stranger(job, last_quorum_id=77, last_quorum_size=1, last_epoch="old")
     x.says(CommitVote(quorum_id=77, epoch="old", step=3, approve=True, num_voters=1, counts=True))
     assert job.lighthouse.newest_step == 4
     a, b = job.join("a"), job.join("b")
@@ -313,6 +313,39 @@ def test_the_state_that_comes_of_a_vote_in_doubt_is_of_no_later_quorum_than_the_
     job.passes(61.0)
     assert a.formed is not None
     assert (a.formed.quorum_id > 77, a.formed.version.step, job.lighthouse.newest_step) == (True, 0, 0)
+
+
+def test_who_has_no_part_in_the_open_step_does_not_break_its_collectives_by_a_vote() -> None:
+    job, (a, b) = trained("a", "b")
+    x = stranger(job)
+    a.asks()
+    b.asks()
+    a.hears(), b.hears()
+    assert a.formed is not None
+    says = CommitVote(quorum_id=a.formed.quorum_id, epoch=a.formed.epoch, step=1, approve=False, broken=True)
+    x.says(says)
+    a.votes()
+    b.votes()
+    assert (a.hears(), b.hears(), x.hears()) == (["commit"], ["commit"], [])
+    x.says(says)
+    assert x.hears() == ["left_behind"]
+
+
+def test_nor_those_of_a_step_that_is_in_doubt_after_a_restart() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    job.restart()
+    a.connects()
+    b.connects()
+    x = stranger(job)
+    assert a.formed is not None
+    vote = CommitVote(quorum_id=a.formed.quorum_id, epoch=a.formed.epoch, step=1, approve=False, broken=True)
+    a.hears(), b.hears()
+    x.says(vote)
+    a.votes()
+    b.votes()
+    assert (a.hears(), b.hears()) == (["commit"], ["commit"])
 
 
 def test_a_state_of_this_life_that_the_job_was_never_at_is_none() -> None:

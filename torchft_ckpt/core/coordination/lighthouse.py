@@ -692,8 +692,8 @@ class LighthouseState:
             yield Log(said, is_warning=True)
         if trial.stops:
             stop = ReplicasDiffer(version=members[0].asked.version, stops=True, reason=clip(" ".join(trial.said), 4000))
-            for member in self.members.values():
-                yield Send(member.connection, stop)
+            for replica_id in trial.stops:
+                yield Send(self.members[replica_id].connection, stop)
             return
         places = {member.replica_id: place for place, member in enumerate(members)}
         for replica_id, sources in trial.loads.items():
@@ -904,6 +904,7 @@ class LighthouseState:
         yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
         self._trials.begins(assignment, members)
+        self._speaking.begins([member.replica_id for member in members], now)
         quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
         yield from self._go_on_from(assignment, quorum_id)
@@ -1014,10 +1015,7 @@ class LighthouseState:
         key = (vote.quorum_id, vote.epoch, vote.step)
         if vote.epoch == self.epoch or self._job.history.remembers(key) or self._restart.is_over:
             yield from self._deciding.voted(member, vote, now)
-        else:
-            self._job.quorum_ids.begin_after(
-                vote.quorum_id, vote.epoch
-            )  # the state that comes of it is no later quorum's
+        elif member.hello.was_in_quorum and key[:2] == (member.hello.last_quorum_id, member.hello.last_epoch):
             yield from self._break_forgotten_collectives(self._restart.voted(member.replica_id, vote, now))
             yield from self._settle_forgotten_steps(now)
 
