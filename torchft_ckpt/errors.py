@@ -231,6 +231,15 @@ class LockTimeoutError(CheckpointError, TimeoutError):
 class StateFormatError(CheckpointError):
     """Received bytes break a rule of the state format; nothing was applied."""
 
+    @classmethod
+    def of(cls, error: Exception, party: str) -> CheckpointError:
+        """Return what reading a peer's bytes raised as an error of ours: it is that peer's, and no other one pays for it."""
+        if isinstance(error, CheckpointError):
+            return error
+        failure = cls(f"what {party} sent cannot be read: {type(error).__name__}: {error}", party)
+        failure.__cause__ = error
+        return failure
+
 
 class UnsupportedValueError(CheckpointError, TypeError):
     """Our own state dict holds a value that the format cannot carry; the message has its path in the tree."""

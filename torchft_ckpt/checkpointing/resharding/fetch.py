@@ -34,7 +34,6 @@ from torchft_ckpt.errors import (
     StateMismatchError,
     TransferError,
     TransferStalledError,
-    TransferTimeoutError,
 )
 
 logger = logging.getLogger(__name__)
@@ -135,6 +134,12 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
                     raise  # it is whole, so it is what it is
                 logger.info("%s cannot be the source: %s", group.names[0], error)
                 continue
+            except CheckpointError:
+                raise
+            except Exception as error:  # noqa: BLE001 - what it sent may have raised it
+                failure = failure or StateFormatError.of(error, group.names[0])
+                logger.warning("%s cannot be the source: %r", group.names[0], error)
+                continue
             # The others are waited for a little: what they can give need not come from this one.
             self._await_manifests([name for names in self._names for name in names], time.monotonic() + _GRACE_S)
             others = [self._group(other) for other in range(len(self._names)) if other != number]
@@ -155,7 +160,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
                 with gc_paused():
                     plan = plan_parts(wants, [*groups, *more], lambda: self._check_time(until))
                 groups += more
-            except (StateFormatError, TransferTimeoutError) as error:
+            except Exception as error:  # noqa: BLE001 - they only help
                 if len(more) > 1:
                     together = [[other] for other in more]
                 else:
@@ -368,9 +373,9 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         for name, asked in by_holder.items():
             try:
                 found.update(self._ask_digests(name, asked))
-            except CheckpointError as error:
+            except Exception as error:  # noqa: BLE001 - what it sent may have raised it
                 # Its own threads may be idle and notice nothing.
-                self._state.fail_source(name, error)
+                self._state.fail_source(name, StateFormatError.of(error, name))
                 self._close_clients(name)
         return found
 
