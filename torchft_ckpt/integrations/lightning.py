@@ -15,6 +15,9 @@ group that loads one goes to that place. If that comes before the batch, all hoo
 gradients of another state, it computes them again from there. `on_train_batch_start` is then called again, as hooks set there
 what follows from `global_step`.
 
+**No path travels.** `ModelCheckpoint` removes the checkpoints before the last, by names in its state. What travels are names below
+its `dirpath`; a group takes those that are checkpoints' in its own.
+
 **Callbacks of Lightning's** are right in all groups, or refused by name when `fit` begins.
 
 **SIGTERM** is `Manager.leave_on`'s, where that was called: Lightning does not end the loop, and the next step is not begun. Else
@@ -30,6 +33,7 @@ import contextlib
 import copy
 import csv
 import logging
+import os
 import signal
 import time
 from collections import OrderedDict, deque
@@ -37,11 +41,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     Timer,
@@ -62,7 +68,7 @@ from torch.utils.data import DataLoader
 from torchft_ckpt.core.training.discards import pauses_s
 from torchft_ckpt.data import DistributedSampler
 from torchft_ckpt.ddp import GradientAverage
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import ConfigError, StateFormatError
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
@@ -301,8 +307,11 @@ class _ReplicaGroup(Strategy):
         for callback in trainer.callbacks:
             if isinstance(callback, Timer):
                 state["callbacks"].pop(callback.state_key, None)  # each group has a clock of its own
-        for values in state["callbacks"].values():
-            values.pop("current_score", None)  # ModelCheckpoint returns it, and does not load it
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.state_key in state["callbacks"]:
+                values = state["callbacks"][callback.state_key]
+                values.pop("current_score", None)  # it returns that, and does not load it
+                state["callbacks"][callback.state_key] = _with_names(values, _names_below(callback))
         return {**state, _PLACE: place}
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -311,8 +320,17 @@ class _ReplicaGroup(Strategy):
         assert module is not None
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = state = dict(state)
-        self._place = state.pop(_PLACE)
+        place = state.pop(_PLACE)
+        if not _is_of_numbers(place):  # they are in the names of checkpoints, too
+            raise StateFormatError(
+                "the place in the data that came with a state is not one of numbers alone", party=KEY
+            )
+        self._place = place
         self._has_moved = self._is_outdated = True
+        state["callbacks"] = callbacks = dict(state["callbacks"])
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.state_key in callbacks:
+                callbacks[callback.state_key] = _with_paths(callbacks[callback.state_key], callback)
         try:
             connector.restore_datamodule()
             call._call_lightning_module_hook(trainer, "on_load_checkpoint", state)
@@ -535,6 +553,55 @@ class FaultToleranceModelParallelStrategy(_ReplicaGroup, ModelParallelStrategy):
     def __init__(self, manager: Manager, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._manager = manager
+
+
+def _is_of_numbers(place: object) -> bool:
+    return all(map(_is_of_numbers, place.values())) if isinstance(place, dict) else isinstance(place, int)
+
+
+def _names_below(callback: ModelCheckpoint) -> Callable[[str], str]:
+    """Return what makes of a path the name that it has below the callback's directory, or an empty one."""
+    above = os.path.join(str(callback.dirpath), "")
+    return lambda path: path[len(above) :] if callback.dirpath and path.startswith(above) else ""
+
+
+def _paths_below(callback: ModelCheckpoint) -> Callable[[object], str]:
+    """Return what makes of such a name a path again. A checkpoint of this callback's can have it, or it is empty.
+
+    The name is another group's word, and the callback removes what it names, a directory with all that is in it.
+    """
+    ours = str(callback.dirpath or "")
+    is_local = _is_local_file_protocol(ours)
+
+    def path_of(name: object) -> str:
+        if not ours or not isinstance(name, str) or not name.endswith(callback.FILE_EXTENSION) or "\0" in name:
+            return ""
+        if any(part in ("", ".", "..") or ":" in part or "\\" in part for part in name.split("/")):
+            return ""
+        real = os.path.realpath(ours.removeprefix("file://"))
+        leads_elsewhere = is_local and os.path.realpath(os.path.join(real, name)) != os.path.join(real, name)
+        return "" if leads_elsewhere else os.path.join(ours, name)
+
+    return path_of
+
+
+def _with_names(values: dict[str, Any], renamed: Callable[[Any], str]) -> dict[str, Any]:
+    """Return the state of a ModelCheckpoint with other paths; where one is empty there is none."""
+    scores = {renamed(path): score for path, score in values["best_k_models"].items()}
+    scores.pop("", None)
+    paths = {key: renamed(values[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
+    return {**values, **paths, "best_k_models": scores, "dirpath": ""}
+
+
+def _with_paths(values: dict[str, Any], callback: ModelCheckpoint) -> dict[str, Any]:
+    """Return what a ModelCheckpoint can load of the state of another group's."""
+    taken = {**_with_names(values, _paths_below(callback)), "dirpath": callback.dirpath}
+    scores = taken["best_k_models"]
+    if taken["kth_best_model_path"] not in scores:
+        worst = max if callback.mode == "min" else min
+        taken["kth_best_model_path"] = worst(scores, key=scores.get, default="")
+        taken["kth_value"] = scores.get(taken["kth_best_model_path"], callback.kth_value)
+    return taken
 
 
 class _ContinuedMetrics(ExperimentWriter):

@@ -2,7 +2,8 @@
 
 A file is written beside its name, fsynced, renamed, and its directory fsynced. An fsync that failed is never tried again: what
 was to be written may be gone from memory by then, and a second one would say that all is well. Nothing is written through a link
-that is below the directory: somebody may have put it there. The raw operations are those of an `OsSystem`, so that tests can put one in its place that fails where they say.
+that is below the directory: somebody may have put it there. The raw operations are those of an `OsSystem`, so that tests can put
+one in its place that fails where they say.
 """
 
 from __future__ import annotations
