@@ -83,8 +83,7 @@ def resolve(
 ) -> T:
     """Return the argument if it was given, else the first variable that is set, else the default.
 
-    The token is also looked for in the file that `TORCHFT_CKPT_TOKEN_FILE` names, if no variable holds it. A newline at its end
-    is no part of it.
+    The token, without a newline at its end, is also looked for in the file that `TORCHFT_CKPT_TOKEN_FILE` names.
 
     Raises:
         ConfigError: the variable that would be used cannot be parsed; it names the variable and its value. Or the file
@@ -115,9 +114,8 @@ _warned_of: set[str] = set()
 
 def _secret(text: str, what: str) -> str:
     secret = text.removesuffix("\n").removesuffix("\r")
-    if text and (not secret or not secret.isascii() or not secret.isprintable()):
-        why = "printable characters of ASCII in one line" if secret else "more than a newline"
-        raise ConfigError(f"{what} cannot be used: a token has {why}. It is not shown here", party=what)
+    if text and not (secret and secret.isascii() and secret.isprintable()):
+        raise ConfigError(f"{what} cannot be used: a token is one line of printable ASCII; it is not shown", party=what)
     return secret
 
 

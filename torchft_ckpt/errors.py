@@ -233,12 +233,9 @@ class StateFormatError(CheckpointError):
 
     @classmethod
     def of(cls, error: Exception, party: str) -> CheckpointError:
-        """Return what reading a peer's bytes raised as an error of ours: it is that peer's, and no other one pays for it."""
-        if isinstance(error, CheckpointError):
-            return error
-        failure = cls(f"what {party} sent cannot be read: {type(error).__name__}: {error}", party)
-        failure.__cause__ = error
-        return failure
+        """Return what reading a peer's bytes raised as an error of ours: no other peer pays for it."""
+        what = f"what {party} sent cannot be read: {type(error).__name__}: {error}"
+        return error if isinstance(error, CheckpointError) else cls(what, party)
 
 
 class UnsupportedValueError(CheckpointError, TypeError):

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ from torchft_ckpt.integrations.lightning import (
     FaultToleranceStrategy,
     _ContinuedMetrics,
     _is_of_numbers,
-    _names_below,
-    _with_names,
-    _with_paths,
+    _name_below,
+    _path_below,
+    _renamed,
 )
 
 SCRIPT = Path(__file__).with_name("lightning_job.py")
@@ -204,9 +205,10 @@ def test_of_the_names_that_come_with_a_state_those_of_own_checkpoints_are_taken(
     other.best_model_path = f"{other.dirpath}/sub/b.ckpt"
     other.kth_best_model_path = f"{other.dirpath}/../other/c.ckpt"
     other.last_model_path = "/elsewhere/last.ckpt"
-    travels = _with_names(other.state_dict(), _names_below(other))
+    travels = {**_renamed(other.state_dict(), partial(_name_below, other), other), "dirpath": ""}
     assert str(tmp_path) not in repr(travels)
-    callback.load_state_dict(_with_paths(travels, callback))
+    taken = _renamed(travels, partial(_path_below, callback), callback)
+    callback.load_state_dict({**taken, "dirpath": callback.dirpath})
     assert list(callback.best_k_models) == [f"{callback.dirpath}/{name}" for name in ("a.ckpt", "sub/b.ckpt")]
     assert callback.best_model_path == f"{callback.dirpath}/sub/b.ckpt"
     assert (callback.kth_best_model_path, callback.last_model_path) == (f"{callback.dirpath}/a.ckpt", "")

@@ -102,8 +102,7 @@ class SafetensorsFile:
 
     Made first and written last, so that a place that cannot be written to is known before the state is fetched. Within it
     SIGTERM ends the process as `SystemExit` does (status 143), so that no temporary file is left; on the main thread, and
-    unless somebody handles it already. What others put in the place of the temporary file meanwhile, a link for one, is not
-    written to.
+    unless somebody handles it already. What others put in its place meanwhile is not written to.
 
     Args:
         path: its place.
@@ -148,8 +147,7 @@ class SafetensorsFile:
             step: of the state, where it is known.
 
         Raises:
-            CheckpointError: it could not be written, for example because the disk is full; nothing is left behind. Or somebody
-                else has replaced it.
+            CheckpointError: it could not be written, for example because the disk is full; nothing is left behind.
             ConfigError: another file has come to its place meanwhile.
             UnsupportedValueError: safetensors cannot hold the dtype of a tensor, or so many values in a header.
             Also what `chunks` raises.

@@ -15,8 +15,8 @@ group that loads one goes to that place. If that comes before the batch, all hoo
 gradients of another state, it computes them again from there. `on_train_batch_start` is then called again, as hooks set there
 what follows from `global_step`.
 
-**No path travels.** `ModelCheckpoint` removes the checkpoints before the last, by names in its state. What travels are names below
-its `dirpath`; a group takes those that are checkpoints' in its own.
+**No path travels.** `ModelCheckpoint` removes what its state names. Names below its `dirpath` travel; a group takes those of
+checkpoints in its own.
 
 **Callbacks of Lightning's** are right in all groups, or refused by name when `fit` begins.
 
@@ -38,6 +38,7 @@ import signal
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -309,9 +310,9 @@ class _ReplicaGroup(Strategy):
                 state["callbacks"].pop(callback.state_key, None)  # each group has a clock of its own
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.state_key in state["callbacks"]:
-                values = state["callbacks"][callback.state_key]
+                values = _renamed(state["callbacks"][callback.state_key], partial(_name_below, callback), callback)
                 values.pop("current_score", None)  # it returns that, and does not load it
-                state["callbacks"][callback.state_key] = _with_names(values, _names_below(callback))
+                state["callbacks"][callback.state_key] = {**values, "dirpath": ""}
         return {**state, _PLACE: place}
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -330,7 +331,8 @@ class _ReplicaGroup(Strategy):
         state["callbacks"] = callbacks = dict(state["callbacks"])
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.state_key in callbacks:
-                callbacks[callback.state_key] = _with_paths(callbacks[callback.state_key], callback)
+                taken = _renamed(callbacks[callback.state_key], partial(_path_below, callback), callback)
+                callbacks[callback.state_key] = {**taken, "dirpath": callback.dirpath}
         try:
             connector.restore_datamodule()
             call._call_lightning_module_hook(trainer, "on_load_checkpoint", state)
@@ -559,49 +561,31 @@ def _is_of_numbers(place: object) -> bool:
     return all(map(_is_of_numbers, place.values())) if isinstance(place, dict) else isinstance(place, int)
 
 
-def _names_below(callback: ModelCheckpoint) -> Callable[[str], str]:
-    """Return what makes of a path the name that it has below the callback's directory, or an empty one."""
-    above = os.path.join(str(callback.dirpath), "")
-    return lambda path: path[len(above) :] if callback.dirpath and path.startswith(above) else ""
+def _name_below(callback: ModelCheckpoint, path: str) -> str:
+    above = os.path.join(callback.dirpath or "", "")
+    return path[len(above) :] if above and path.startswith(above) else ""
 
 
-def _paths_below(callback: ModelCheckpoint) -> Callable[[object], str]:
-    """Return what makes of such a name a path again. A checkpoint of this callback's can have it, or it is empty.
-
-    The name is another group's word, and the callback removes what it names, a directory with all that is in it.
-    """
-    ours = str(callback.dirpath or "")
-    is_local = _is_local_file_protocol(ours)
-
-    def path_of(name: object) -> str:
-        if not ours or not isinstance(name, str) or not name.endswith(callback.FILE_EXTENSION) or "\0" in name:
-            return ""
-        if any(part in ("", ".", "..") or ":" in part or "\\" in part for part in name.split("/")):
-            return ""
-        real = os.path.realpath(ours.removeprefix("file://"))
-        leads_elsewhere = is_local and os.path.realpath(os.path.join(real, name)) != os.path.join(real, name)
-        return "" if leads_elsewhere else os.path.join(ours, name)
-
-    return path_of
+def _path_below(callback: ModelCheckpoint, name: object) -> str:
+    """Return the path of a checkpoint in the callback's directory, empty where it is none: the callback removes what it names."""
+    ours, parts = str(callback.dirpath or ""), name.split("/") if isinstance(name, str) else []
+    if any(part in ("", ".", "..") or {*":\\\0"} & {*part} for part in parts):
+        return ""
+    real = os.path.join(os.path.realpath(ours.removeprefix("file://")), *parts)
+    leads_elsewhere = _is_local_file_protocol(ours) and os.path.realpath(real) != real
+    is_one = ours and parts and parts[-1].endswith(callback.FILE_EXTENSION) and not leads_elsewhere
+    return os.path.join(ours, *parts) if is_one else ""
 
 
-def _with_names(values: dict[str, Any], renamed: Callable[[Any], str]) -> dict[str, Any]:
+def _renamed(values: dict[str, Any], renamed: Callable[[Any], str], callback: ModelCheckpoint) -> dict[str, Any]:
     """Return the state of a ModelCheckpoint with other paths; where one is empty there is none."""
     scores = {renamed(path): score for path, score in values["best_k_models"].items()}
     scores.pop("", None)
     paths = {key: renamed(values[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
-    return {**values, **paths, "best_k_models": scores, "dirpath": ""}
-
-
-def _with_paths(values: dict[str, Any], callback: ModelCheckpoint) -> dict[str, Any]:
-    """Return what a ModelCheckpoint can load of the state of another group's."""
-    taken = {**_with_names(values, _paths_below(callback)), "dirpath": callback.dirpath}
-    scores = taken["best_k_models"]
-    if taken["kth_best_model_path"] not in scores:
-        worst = max if callback.mode == "min" else min
-        taken["kth_best_model_path"] = worst(scores, key=scores.get, default="")
-        taken["kth_value"] = scores.get(taken["kth_best_model_path"], callback.kth_value)
-    return taken
+    worst = (max if callback.mode == "min" else min)(scores, key=scores.get, default="")
+    if paths["kth_best_model_path"] not in scores:
+        paths |= {"kth_best_model_path": worst, "kth_value": scores.get(worst, values["kth_value"])}
+    return {**values, **paths, "best_k_models": scores}
 
 
 class _ContinuedMetrics(ExperimentWriter):

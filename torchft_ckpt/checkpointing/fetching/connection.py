@@ -122,14 +122,13 @@ class SourceConnection:
 
         Raises:
             SourceLostError: nobody accepts connections there.
-            SourceRefusedError: no TLS session was agreed on; above all, its certificate does not verify. Or there was to be one,
-                and its address is `http`. Or it did not prove that it is the source.
+            SourceRefusedError: no TLS session was agreed on; above all, its certificate does not verify, or it speaks plain http
+                where it must not. Or it did not prove that it is the source.
             TransferStalledError: no proof came.
         """
         if self._needs_tls and self._source.scheme != "https":
             raise SourceRefusedError(
-                f"source {self.party} speaks plain http, and this transport serves https: it takes states, and shows its token,"
-                " over TLS alone. Give all transports of the job an ssl_context; nobody was contacted",
+                f"source {self.party} speaks plain http, and this transport serves https; nothing was asked of it",
                 self.party,
             )
         failure: OSError | None = None
@@ -365,10 +364,9 @@ class SourceConnection:
             kind = SourceRefusedError if error.reason and "ALERT" in error.reason else SourceLostError
             raise kind(f"source {self.party} ended the TLS session while {doing}: {error}", self.party) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # What http.client says of a header that cannot be sent has its value in it, the token for one.
+            # What http.client says of a header that cannot be sent quotes its value, the token for one.
             is_quoting = isinstance(error, ValueError) and not isinstance(error, http.client.HTTPException)
-            what = "" if is_quoting else str(error)
-            what = what or type(error).__name__
+            what = ("" if is_quoting else str(error)) or type(error).__name__
             raise SourceLostError(f"source {self.party} was lost while {doing}: {what}", self.party) from error
 
 

@@ -128,17 +128,13 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
                 with gc_paused():
                     wants = self._want(group)
                     plan = plan_parts(wants, [group], lambda: self._check_time(self._deadline))
-            except (StateMismatchError, StateFormatError) as error:
-                failure = failure or error
+            except Exception as error:
+                if isinstance(error, CheckpointError) and not isinstance(error, (StateMismatchError, StateFormatError)):
+                    raise
+                failure = failure or StateFormatError.of(error, group.names[0])
                 if all(group.manifests) and isinstance(error, StateMismatchError):
                     raise  # it is whole, so it is what it is
                 logger.info("%s cannot be the source: %s", group.names[0], error)
-                continue
-            except CheckpointError:
-                raise
-            except Exception as error:  # noqa: BLE001 - what it sent may have raised it
-                failure = failure or StateFormatError.of(error, group.names[0])
-                logger.warning("%s cannot be the source: %r", group.names[0], error)
                 continue
             # The others are waited for a little: what they can give need not come from this one.
             self._await_manifests([name for names in self._names for name in names], time.monotonic() + _GRACE_S)

@@ -66,7 +66,7 @@ class Followers:
     key: StepKey
     replica_ids: set[str]
     step_before: int
-    """The newest step before, apart from `StateHistory._beyond`."""
+    """`StateHistory.lasting_step` before."""
 
     @property
     def version(self) -> StateVersion:
@@ -87,8 +87,8 @@ class StateHistory:
         """The newest step apart from `_beyond`. Falls only where the job goes back, or where nobody followed a commit."""
         self._beyond: dict[str, int] = {}
         """By the replica id of a connected member: the later step that it shows, which was not committed in this life. Empty
-        before `_has_begun`."""
-        self._has_begun = finished_step is not None
+        before `has_begun`."""
+        self.has_begun = finished_step is not None
         """Whether this life has formed a quorum, or the job was over. Never becomes false again."""
         self._highest_step = 0
         """No state of this life has a higher step than this. Never falls."""
@@ -115,14 +115,9 @@ class StateHistory:
         """The newest step that stays when those are gone who hold a later state: members may carry it on."""
         return self._own_step
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a quorum of this life has formed, or the job was over: what came of that is known, and no claim is needed."""
-        return self._has_begun
-
     def why_never_made(self, step: int) -> str:
         """Say why nobody can be at a step; empty: somebody can."""
-        if step <= (self._own_step + MAX_STEPS_AHEAD if self._has_begun else MAX_FIRST_STEP):
+        if step <= (self._own_step + MAX_STEPS_AHEAD if self.has_begun else MAX_FIRST_STEP):
             return ""
         return f"it names step {step}, but the newest one known here is {self._own_step}: no job has made so many since"
 
@@ -141,7 +136,7 @@ class StateHistory:
         """Note that a connected member was seen with a state."""
         self._beyond.pop(replica_id, None)
         if self.is_valid(version):
-            if self._has_begun and version.step > self._own_step:
+            if self.has_begun and version.step > self._own_step:
                 self._beyond[replica_id] = version.step
             else:
                 self._note_step(version.step)
@@ -158,13 +153,13 @@ class StateHistory:
             held: what the connected members hold.
             open_step: of the present quorum, or 0.
         """
-        if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id and not self._has_begun:
+        if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id and not self.has_begun:
             self.rolled_back_to = hello.rolled_back_to
             known = [version.step for version in held if self.is_valid(version)]
             self._own_step = self._reported_step = max([*known, open_step])
             self._beyond.clear()
         is_new = hello.last_quorum_id >= self.rolled_back_to.quorum_id and hello.last_epoch != self._epoch
-        if is_new and not self._has_begun:
+        if is_new and not self.has_begun:
             self._note_step(hello.newest_step)
         self.note(hello.replica_id, hello.version)
 
@@ -173,22 +168,18 @@ class StateHistory:
         self._beyond.pop(replica_id, None)
 
     def goes_on_from(self, version: StateVersion, quorum_id: int, epoch: str, holders: Iterable[str]) -> int:
-        """Note that a quorum trains from a state, which these members hold.
-
-        Returns:
-            the newest step until now: beyond that state if the job goes back.
-        """
+        """Note that a quorum trains from what these hold. Returns the newest step until now: beyond that if the job goes back."""
         before = self.newest_step
         if version.step < before:
             self.rolled_back_to = StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch)
         self._followers = None
-        if self._has_begun and version.step > self._own_step:  # it counts for as long as somebody holds it
+        if self.has_begun and version.step > self._own_step:  # it counts for as long as somebody holds it
             nearer = {replica_id: step for replica_id, step in self._beyond.items() if step <= version.step}
             self._beyond = nearer | dict.fromkeys(holders, version.step)
         else:
             self._own_step = self._reported_step = version.step
             self._beyond.clear()
-        self._has_begun = True
+        self.has_begun = True
         if version.epoch == self._epoch:
             self._highest_step = max(self._highest_step, version.step)
         return before
@@ -351,10 +342,10 @@ class StateHistory:
 
     def nobody_followed(self, key: StepKey) -> None:
         """Take a commit back that has no holder: all who approved went on without waiting for the decision."""
-        followers, self._followers = self._followers, None
-        step = key[2]
-        if self._own_step == step + 1:
-            self._own_step = max(followers.step_before if followers is not None else step, self._reported_step)
+        before = self._followers.step_before if self._followers is not None else key[2]
+        self._followers = None
+        if self._own_step == key[2] + 1:
+            self._own_step = max(before, self._reported_step)
         self.remember(key, None, Outcome.DISCARD, "nobody waited for the decision")
 
     # ------------------------------------------------------------------------------------------------------ invariants
@@ -363,7 +354,7 @@ class StateHistory:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken. `held`: the members' states."""
         if not 0 <= self._reported_step <= self._own_step:
             raise RuntimeError(f"step {self._reported_step} was reported, and {self._own_step} is the newest")
-        if self._beyond and not self._has_begun:
+        if self._beyond and not self.has_begun:
             raise RuntimeError(f"{self._beyond} are beyond this life, and no quorum of it was formed")
         if not self._beyond.keys() <= held.keys():
             raise RuntimeError(f"{self._beyond} counts, and not all of them are here")

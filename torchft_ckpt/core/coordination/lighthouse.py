@@ -412,20 +412,18 @@ class LighthouseState:
 
     def _why_impossible(self, replica_id: str, message: ToLighthouse) -> Refused | None:
         """Refuse a message that names a quorum or a step that this job cannot have had."""
-        versions: list[StateVersion] = []
         if isinstance(message, Hello):
             last = StateVersion(step=message.newest_step, quorum_id=message.last_quorum_id, epoch=message.last_epoch)
             versions = [last, message.version, message.rolled_back_to]
-        elif isinstance(message, QuorumRequest | LocateState):
-            versions = [message.version]
         elif isinstance(message, CommitVote):
             versions = [StateVersion(step=message.step, quorum_id=message.quorum_id, epoch=message.epoch)]
+        else:
+            versions = [message.version] if isinstance(message, QuorumRequest | LocateState) else []
         for version in versions:
             no_id = self._job.quorum_ids.why_never_given(version.quorum_id, version.epoch)
-            why = no_id or self._job.history.why_never_made(version.step)
-            if why:
-                code = "quorum id" if no_id else "step"
-                return Refused(code=code, reason=f"{clip(replica_id, 200)} is refused: {why}")
+            if why := no_id or self._job.history.why_never_made(version.step):
+                reason = f"{clip(replica_id, 200)} is refused: {why}"
+                return Refused(code="quorum id" if no_id else "step", reason=reason)
         return None
 
     def _learn_from(self, hello: Hello, now: float) -> None:
@@ -537,9 +535,7 @@ class LighthouseState:
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
         sources = ((other.as_source(rank), other.version) for rank, other in enumerate(living))
         located = self._job.history.locate(replica_id, message, sources)
-        # Whoever comes while all groups are away must not end their job by a word.
-        has_trained = self.round is not None and replica_id in self.round.tally.roles
-        may_say = has_trained or not self._job.history.has_begun
+        may_say = not self._job.history.has_begun or (self.round is not None and replica_id in self.round.tally.roles)
         if message.has_finished and may_say and self.newest_step > 0 and self._job.holds_newest(message.version):
             self._job.finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")

@@ -7,8 +7,7 @@ It stays when the lost group comes back, and is one of those that train from the
     wanted     the most groups that were no spares and were at work at once, in this life of the lighthouse
     vacancies  wanted, less those at work, less the spares that were called a moment ago and are not at work yet
 
-A spare may hang, or lie about how close it is. If it is not at work `COMES_WITHIN_S` after its call, the next one is called, too.
-Both may come then.
+If one that was called is not at work after `COMES_WITHIN_S`, as it hangs or lies about its step, the next one is called, too.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ told to speak, or says that it was, may write until it
 - asks for a step and says that it does not speak any more; or
 - is not connected any more.
 
-Before the first quorum the word of each member holds: an earlier life of the lighthouse may have told it so. Later the word of
-one that was not told counts for `BELIEVED_S` more when a quorum forms without it. Else whoever says so would keep all others
-silent.
+Whoever says so keeps the others silent. So after the first quorum the word of one that was not told counts for `BELIEVED_S` more
+when a quorum forms without it. Before, an earlier life of the lighthouse may have told it.
 
 A member that is cut off from the lighthouse, or whose process stands still for longer than the lighthouse waits for a sign of
 life, is taken for dead, and may write all the same. Where it comes back and says so, the other one is silent from its next step
@@ -33,7 +32,7 @@ class Speaking:
         self._may_write: dict[str, float] = {}
         """With each, until when."""
         self._told: deque[str] = deque(maxlen=MAX_TOLD)
-        """Members that were told to speak last, by this life of the lighthouse or one before, also those that are gone."""
+        """Members that were told to speak last, as far as is known, also those that are gone."""
         self._has_begun = False
         self._kept_silent = ""
         """The group that would speak, as of the last step that counts, but for others; empty: there is none."""
@@ -45,7 +44,7 @@ class Speaking:
             return
         self._may_write.setdefault(replica_id, float("inf"))
         if not self._has_begun:
-            self._told.append(replica_id)
+            self._told.extend({replica_id}.difference(self._told))
 
     def begins(self, members: Collection[str], now: float) -> None:
         """A quorum forms, of these members: what one of them said of itself holds until the next one forms, or it votes."""
@@ -77,7 +76,7 @@ class Speaking:
             self._may_write.pop(first, None)
         elif hears:
             self._may_write = {first: float("inf")}
-            self._told.append(first)
+            self._told.extend({first}.difference(self._told))
         if self._kept_silent in ("", before):
             return ""
         return f"{first} does not speak for the job yet: {min(others)} did so last, and may still write"

@@ -41,10 +41,7 @@ _REMOVE_ATTEMPTS = 3
 
 
 class OsSystem:
-    """The operations of the operating system that `LocalStorage` is made of. Each raises OSError as those of `os` do.
-
-    Those that make, rename or remove a file by its path raise NotADirectoryError where its directory is a link.
-    """
+    """The operations of the operating system that `LocalStorage` is made of. Each raises OSError as those of `os` do."""
 
     def open_new(self, path: str) -> int:
         """Make an empty file, open it to write and return its handle; FileExistsError where there is one."""
@@ -133,11 +130,7 @@ class OsSystem:
 
     def unlink(self, path: str, directory: int | None = None) -> None:
         """Remove a file, or a link and not what it leads to."""
-        if directory is not None:
-            os.unlink(path, dir_fd=directory)
-            return
-        with self._parent_of(path) as (parent, name):
-            os.unlink(name, dir_fd=parent)
+        os.unlink(path, dir_fd=directory)
 
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
