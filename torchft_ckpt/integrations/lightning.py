@@ -582,7 +582,7 @@ def _renamed(values: dict[str, Any], renamed: Callable[[Any], str], callback: Mo
     scores = {renamed(path): score for path, score in values["best_k_models"].items()}
     scores.pop("", None)
     paths = {key: renamed(values[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
-    worst = (max if callback.mode == "min" else min)(scores, key=scores.get, default="")
+    worst = (max if callback.mode == "min" else min)(scores, key=scores.__getitem__, default="")
     if paths["kth_best_model_path"] not in scores:
         paths |= {"kth_best_model_path": worst, "kth_value": scores.get(worst, values["kth_value"])}
     return {**values, **paths, "best_k_models": scores}
