@@ -34,7 +34,7 @@ from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
 from torchft_ckpt.cli.output import format_bytes
 from torchft_ckpt.cli.safetensors_file import Content, SafetensorsFile, flatten, unused_name
-from torchft_ckpt.errors import ConfigError, TransferTimeoutError
+from torchft_ckpt.errors import CheckpointError, ConfigError, TransferTimeoutError
 from torchft_ckpt.testing.transport_conformance import differences, example_state
 
 LONG = timedelta(seconds=60)
@@ -341,6 +341,26 @@ def test_a_file_that_comes_while_the_state_is_fetched_is_not_replaced(tmp_path: 
         path.write_text("precious")
         file.write(Content(tensors={"weight": torch.zeros(4)}), 3)
     assert (files_in(tmp_path), path.read_text()) == (["state.safetensors"], "precious")
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_nothing_is_written_to_what_comes_to_the_place_of_the_temporary_file(
+    tmp_path: Path, force: bool, kind: str
+) -> None:
+    """The state may come minutes after the file was made, and others may write to the directory."""
+    (tmp_path / "out").mkdir()
+    outside = tmp_path / "precious"
+    outside.write_text("precious")
+    with (
+        pytest.raises(CheckpointError, match="somebody else has replaced"),
+        SafetensorsFile(tmp_path / "out/state.safetensors", force=force) as file,
+    ):
+        (temporary,) = (tmp_path / "out").iterdir()
+        temporary.unlink()
+        temporary.symlink_to(outside) if kind == "link" else temporary.write_text("another")
+        file.write(Content(tensors={"weight": torch.zeros(4)}), 3)
+    assert (outside.read_text(), files_in(tmp_path / "out")) == ("precious", [])
 
 
 def test_a_pull_that_is_terminated_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from torchft_ckpt import LighthouseServer, config, network
 from torchft_ckpt.__main__ import main
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.checkpointing.address import SourceAddress
+from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
+from torchft_ckpt.errors import ConfigError, SourceLostError
 
 
 @pytest.fixture
@@ -43,10 +45,11 @@ def test_the_argument_is_taken_then_the_variable_then_the_file(file: Path) -> No
         (b"\n", "it is empty"),
         (b"one\ntwo\n", "more than one line"),
         (b"a" * 5000, "more than one line"),
+        ("schl\u00fcssel".encode(), "printable ASCII"),
         (b"\xff\xfe", "it is no text"),
         (None, "No such file"),
     ],
-    ids=["empty", "a newline", "two lines", "long", "bytes", "absent"],
+    ids=["empty", "a newline", "two lines", "long", "not ASCII", "bytes", "absent"],
 )
 def test_a_file_that_cannot_be_used_is_named_with_what_named_it(file: Path, content: bytes | None, why: str) -> None:
     file.unlink() if content is None else file.write_bytes(content)
@@ -54,6 +57,31 @@ def test_a_file_that_cannot_be_used_is_named_with_what_named_it(file: Path, cont
         token(None, TORCHFT_CKPT_TOKEN_FILE=str(file))
     assert str(file) in str(raised.value)
     assert "TORCHFT_CKPT_TOKEN_FILE" in str(raised.value)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_newline_at_the_end_is_no_part_of_it_as_a_secret_of_kubernetes_has_one(end: str) -> None:
+    assert token(None, TORCHFT_CKPT_TOKEN=f"hidden{end}") == token(f"hidden{end}") == "hidden"
+
+
+@pytest.mark.parametrize("text", ["hidden\nword", "hidden\n\n", "hidden\x00", "hidden\u00fc", "\n"])
+def test_one_that_no_header_can_hold_is_refused_and_not_quoted(text: str) -> None:
+    for said in ({"TORCHFT_CKPT_TOKEN": text}, {}):
+        with pytest.raises(ConfigError, match="cannot be used") as raised:
+            token(None if said else text, **said)
+        assert "hidden" not in str(raised.value)
+
+
+def test_what_no_header_can_hold_is_quoted_by_no_error_of_a_transfer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = SourceAddress("127.0.0.1", listener.getsockname()[1])
+        connection = SourceConnection(
+            where, headers={"Authorization": "Bearer hidden\n"}, connect_timeout_s=5, stall_timeout_s=5
+        )
+        with pytest.raises(SourceLostError, match="ValueError") as raised:
+            connection.get("/v1/checkpoint")
+        connection.release()
+    assert "hidden" not in str(raised.value)
 
 
 def test_a_file_that_others_may_read_is_named_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:

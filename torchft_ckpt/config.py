@@ -83,18 +83,20 @@ def resolve(
 ) -> T:
     """Return the argument if it was given, else the first variable that is set, else the default.
 
-    The token is also looked for in the file that `TORCHFT_CKPT_TOKEN_FILE` names, if no variable holds it.
+    The token, without a newline at its end, is also looked for in the file that `TORCHFT_CKPT_TOKEN_FILE` names.
 
     Raises:
         ConfigError: the variable that would be used cannot be parsed; it names the variable and its value. Or the file
-            cannot be used: see `read_secret`.
+            cannot be used: see `read_secret`. Or no header can hold the token, which is not quoted.
     """
     if argument is not None:
-        return argument
+        return parse(_secret(argument, "token")) if variables is TOKEN and isinstance(argument, str) else argument
     environ = os.environ if environ is None else environ
     for variable in variables:
         value = environ.get(variable, "")
         if value != "":
+            if variables is TOKEN:
+                return parse(_secret(value, variable))
             try:
                 return parse(value)
             except ValueError as error:
@@ -108,6 +110,13 @@ def resolve(
 
 _warned_of: set[str] = set()
 """Files that a warning was given of, once for this process."""
+
+
+def _secret(text: str, what: str) -> str:
+    secret = text.removesuffix("\n").removesuffix("\r")
+    if text and not (secret and secret.isascii() and secret.isprintable()):
+        raise ConfigError(f"{what} cannot be used: a token is one line of printable ASCII; it is not shown", party=what)
+    return secret
 
 
 def read_secret(path: str, what: str) -> str:
@@ -126,8 +135,8 @@ def read_secret(path: str, what: str) -> str:
             text = file.read(MAX_SECRET_BYTES + 1).decode().removesuffix("\n").removesuffix("\r")
         if not text:
             raise ValueError("it is empty")
-        if len(text) > MAX_SECRET_BYTES or not text.isprintable():
-            raise ValueError("it holds more than one line of text")
+        if len(text) > MAX_SECRET_BYTES or not text.isprintable() or not text.isascii():
+            raise ValueError("it holds more than one line of printable ASCII")
     except (OSError, ValueError) as error:
         why = (
             error.strerror

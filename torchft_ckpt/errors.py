@@ -231,6 +231,12 @@ class LockTimeoutError(CheckpointError, TimeoutError):
 class StateFormatError(CheckpointError):
     """Received bytes break a rule of the state format; nothing was applied."""
 
+    @classmethod
+    def of(cls, error: Exception, party: str) -> CheckpointError:
+        """Return what reading a peer's bytes raised as an error of ours: no other peer pays for it."""
+        what = f"what {party} sent cannot be read: {type(error).__name__}: {error}"
+        return error if isinstance(error, CheckpointError) else cls(what, party)
+
 
 class UnsupportedValueError(CheckpointError, TypeError):
     """Our own state dict holds a value that the format cannot carry; the message has its path in the tree."""

@@ -132,6 +132,35 @@ def test_a_bug_that_one_sources_answers_reach_costs_that_source_and_is_in_the_lo
     assert other.url in record.message and "ZeroDivisionError" in caplog.text
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_such_a_bug_in_the_plan_of_a_transfer_costs_that_source_alone(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    state = {"w": torch.arange(5000.0)}
+    with source_of(state) as honest, LyingSource(honest, Reply.send) as other:
+
+        def fail(wants: Any, groups: Any, check: Any) -> Any:
+            if any(other.url in group.names for group in groups):
+                raise KeyError("nobody thought of that")
+            return plan_parts(wants, groups, check)
+
+        monkeypatch.setattr(sharded_fetch, "plan_parts", fail)
+        groups = [[other.url], [honest]] if is_first else [[honest], [other.url]]
+        received = receive(groups, True, {"w": torch.zeros(5000)})
+    assert torch.equal(received["w"], state["w"])
+
+
+def test_a_source_whose_probe_raises_such_a_thing_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, scratch: Any) -> int:
+        raise ZeroDivisionError("nobody thought of that")
+
+    monkeypatch.setattr(engine.SourceClient, "receive_probe", fail)
+    with source_of({}) as url:
+        transport = make_transport()
+        assert transport.measure_rate([url]) is None
+        transport.shutdown()
+
+
 def test_parts_that_a_source_was_asked_for_when_such_a_bug_came_are_asked_for_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

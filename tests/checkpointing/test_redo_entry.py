@@ -160,6 +160,11 @@ WRONG: dict[str, tuple[Any, type[CheckpointError], str]] = {
         StateFormatError,
         "a tensor of several elements",
     ),
+    "a tensor for a step": (
+        lambda m, t: t["steps"].append(_gradients(t)[0]),
+        StateFormatError,
+        "no entry of a redo log",
+    ),
     "a deep setting": (
         lambda m, t: _set(_step(t, 2), "settings", [[{"d": [["lr", [[[[[[1]]]]]]]]}]]),
         StateFormatError,

@@ -22,6 +22,7 @@ from support.thoroughness import by_default
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching.redo import RedoFollower
+from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.state.redo_entry import RedoEntry
 from torchft_ckpt.errors import ConfigError, SourceRefusedError, TransferCancelledError
 from torchft_ckpt.manager.redo_recording import parameters_of
@@ -315,6 +316,30 @@ def test_one_that_dies_while_it_sends_an_entry_is_left_and_the_entry_comes_from_
         job.step()
     killer.join()
     assert (job.here, job.is_equal()) == (version(2), True)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("where", ["fetch_redo_manifest", "open_blocks", "tell_redo_held"])
+def test_one_whose_answers_raise_what_nobody_thought_of_is_left_and_the_entry_comes_from_another(
+    scene: Callable[..., Scene], learner: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch, first: bool, where: str
+) -> None:
+    job = scene(2)
+    job.begin()
+    job.train(2)
+    liar = job.transports[0 if first else 1].metadata()
+    real = getattr(SourceClient, where)
+
+    def fail(self: SourceClient, *rest: Any) -> Any:
+        if self.name == liar:
+            raise AttributeError("nobody thought of that")
+        return real(self, *rest)
+
+    monkeypatch.setattr(SourceClient, where, fail)
+    follower = job.follow(learner)
+    for _ in range(2):
+        job.step()
+    assert (job.here, job.is_equal()) == (version(2), True)
+    assert liar not in repr(follower)
 
 
 def test_where_no_source_is_left_each_ones_reason_is_heard(

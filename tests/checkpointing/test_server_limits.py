@@ -603,6 +603,16 @@ def test_what_peers_do_wrong_is_logged_once_a_second(caplog):
     ]
 
 
+@pytest.mark.parametrize("token", [None, "s"])
+def test_of_a_request_that_cannot_be_read_no_word_is_logged(token, caplog):
+    """It may be one of a client whose token has a character that no header can hold."""
+    with serving({}, token=token) as source, socket.create_connection((source.host, source.port)) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer hid\x00den\r\n\r\n")
+        while sock.recv(4096):
+            pass
+    assert not [record for record in caplog.records if "den" in record.getMessage()]
+
+
 @pytest.mark.parametrize("field", ["max_connections", "max_requests_per_s", "head_timeout_s", "max_serve_bytes_per_s"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
 def test_limits_that_are_none_are_named(field, value):

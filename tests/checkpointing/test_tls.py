@@ -24,6 +24,7 @@ from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES
+from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
 
 PATH = "/v1/checkpoint/3/blocks/0-0"
@@ -319,6 +320,40 @@ def test_a_context_for_the_other_side_is_named(authority):
     with pytest.raises(ConfigError, match="ssl_context"):
         with connecting(SourceAddress("127.0.0.1", 1, "https"), server_context(authority, "127.0.0.1")):
             pass
+
+
+@pytest.fixture
+def victim(authority) -> Iterator[HTTPTransport[object]]:
+    """A transport with TLS at both sides, and a token."""
+    transport: HTTPTransport[object] = HTTPTransport(
+        hostname="127.0.0.1",
+        token="hidden",
+        ssl_context=server_context(authority, "127.0.0.1"),
+        client_ssl_context=client_context(authority),
+    )
+    yield transport
+    transport.shutdown()
+
+
+@pytest.mark.parametrize("call", ["fetch", "fetch_sharded", "measure_rate", "redo"])
+def test_a_transport_that_serves_https_asks_a_plain_source_for_nothing(victim, call) -> None:
+    """The lighthouse names sources, in plain HTTP: whoever changes its packets must not turn TLS off."""
+    heard: list[bytes] = []
+    with listening(lambda sock: heard.append(sock.recv(4096))) as source:
+        plain = f"http://{source.host}:{source.port}"
+        if call == "fetch":
+            with pytest.raises(SourceRefusedError, match="speaks plain http"):
+                victim.fetch_checkpoint([plain], 3, LONG)
+        elif call == "fetch_sharded":
+            with pytest.raises(SourceRefusedError, match="speaks plain http"):
+                victim.fetch_sharded([[plain]], 0, 1, 3, LONG, local_state={"w": torch.zeros(4)})
+        elif call == "measure_rate":
+            assert victim.measure_rate([plain]) is None
+        else:
+            follower = victim.follow_redo_logs([plain], [[torch.zeros(4)]])
+            with pytest.raises(SourceRefusedError, match="speaks plain http"):
+                follower.next_entry(StateVersion(step=1, quorum_id=1, epoch="e"), 10.0)
+    assert not heard
 
 
 @pytest.mark.parametrize("metadata", ["http://h:1", "https://h:1", "https://[::1]:443", "http://10.0.0.1:65535"])

@@ -568,3 +568,10 @@ def test_what_a_group_replays_is_told_to_all_its_ranks_by_their_own_numbers() ->
     assert group.handle(RankMessage(1, RedoFetched(request_id=99, step=8))) == [], "of a step that is over"
     out = group.handle(RankMessage(1, request(2)))
     assert SendToRank(0, ApplyRedo(request_id=1, step=6, failure="group rank 1 gave the step up")) in out
+
+
+def test_what_its_ranks_say_they_have_received_is_summed_up_to_what_the_lighthouse_takes() -> None:
+    group, most = open_step(role=Role.JOINER), 2**53 - 1
+    progress = JoinProgress(quorum_id=2, step=4, reach_s=1.0, done_bytes=most, total_bytes=most)
+    (said,) = up([done for rank in range(2) for done in group.handle(RankMessage(rank, progress))])[-1:]
+    assert isinstance(said, JoinProgress) and (said.done_bytes, said.total_bytes) == (most, most)

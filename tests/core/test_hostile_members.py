@@ -8,11 +8,13 @@ from test_lighthouse_scenarios import trained
 
 from torchft_ckpt.core.coordination.callers import Callers
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse, SendToRank
+from torchft_ckpt.core.coordination.history import MAX_FIRST_STEP, MAX_STEPS_AHEAD
 from torchft_ckpt.core.coordination.lighthouse_events import Close, LighthouseSettings, Send
 from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     PROTOCOL_VERSION,
     CallerHello,
+    CommitVote,
     GroupBroken,
     Hello,
     Leave,
@@ -27,6 +29,8 @@ from torchft_ckpt.core.coordination.quorum import MAX_FIRST_ID, MAX_IDS_AHEAD, Q
 from torchft_ckpt.core.coordination.replica import ReplicaSettings
 
 FAR = 2**52
+LATER = MAX_STEPS_AHEAD
+"""As far beyond the job as anybody may be."""
 
 
 def stranger(job: Job, **hello: object) -> Member:
@@ -134,13 +138,214 @@ def test_nor_does_the_mere_word_that_the_job_went_back_once() -> None:
 def test_a_state_of_an_earlier_life_counts_for_as_long_as_somebody_is_here_to_give_it() -> None:
     """It may be true: a group that was cut off when the lighthouse restarted. Then the others heal from it."""
     job, (a,) = trained("a")
-    x = stranger(job, version=StateVersion(step=FAR, quorum_id=1, epoch="old"))
-    assert job.lighthouse.newest_step == FAR
+    x = stranger(job, version=StateVersion(step=LATER, quorum_id=1, epoch="old"))
+    assert job.lighthouse.newest_step == LATER
     assert not trains(job, a)
     x.dies()
     job.passes(3.0)
     a.votes()
     assert (a.step, job.lighthouse.newest_step) == (2, 2)
+
+
+def of_old(step: int) -> StateVersion:
+    return StateVersion(step=step, quorum_id=1, epoch="old")
+
+
+@pytest.mark.parametrize("least", [1, 2, 3])
+@pytest.mark.parametrize("restored", [False, True], ids=["named", "restored"])
+def test_nor_does_a_quorum_that_trains_from_it_make_it_one_that_the_job_waits_for(least: int, restored: bool) -> None:
+    """One who was there for a moment stood for all that came after: the job, and its members after a restart, told each other."""
+    job, groups = trained("a", "b", least=least if least < 3 else 2)
+    if restored:  # it needs another one, whose state makes all others too old
+        stranger(job, version=of_old(LATER - 1))
+    x = job.members["y:1"] = Member(job, "y:1", 1, ReplicaSettings(min_replica_size=1))
+    version = StateVersion(step=LATER) if restored else of_old(LATER)
+    x.connects(version=version)
+    x.says(QuorumRequest(request_id=1, version=version, restored=restored, can_serve=True))
+    for member in groups:
+        member.asks(can_serve=True)
+    job.passes(61.0)
+    formed = groups[0].formed
+    assert formed is not None
+    assert (formed.version.step, formed.newest_step) == (LATER, 1)
+    for member in [m for name, m in job.members.items() if name[0] in "xy"]:
+        member.dies()
+    for _ in range(2):
+        for member in groups:
+            member.asks(can_serve=True)
+        job.passes(61.0)
+        for member in groups:
+            member.votes()
+    assert {member.step for member in groups} == {3}
+    job.restart()
+    for member in groups:
+        member.connects()
+    job.step(*groups)
+    assert {member.step for member in groups} == {job.lighthouse.newest_step} == {4}
+
+
+def test_the_others_carry_such_a_step_to_no_restarted_lighthouse() -> None:
+    job, (a, b) = trained("a", "b")
+    x = stranger(job, version=of_old(LATER))
+    x.says(QuorumRequest(request_id=1, version=of_old(LATER), can_serve=True))
+    a.asks()
+    b.asks()
+    job.passes(61.0)
+    assert a.formed is not None
+    assert a.formed.version.step == LATER
+    x.dies()
+    job.restart()
+    for member in (a, b):
+        member.connects()
+    assert job.lighthouse.newest_step == 1
+    a.asks()
+    b.asks()
+    job.passes(61.0)  # the last quorum had one more
+    a.votes()
+    b.votes()
+    assert (a.step, b.step) == (2, 2)
+
+
+def test_where_one_has_loaded_such_a_state_the_job_goes_on_from_it() -> None:
+    """It was none of a liar's: a group that was cut off when the lighthouse restarted came back with it, and died again."""
+    job, (a, b) = trained("a", "b")
+    x = stranger(job, version=of_old(7))
+    x.says(QuorumRequest(request_id=1, version=of_old(7), can_serve=True))
+    a.asks()
+    b.asks()
+    job.passes(61.0)
+    a.loads()
+    x.dies()
+    a.asks(can_serve=True)
+    b.asks()
+    assert b.formed is not None
+    assert (b.formed.version.step, [source.replica_id for source in b.formed.sources]) == (7, ["a:1"])
+    a.votes()
+    b.votes()
+    assert (a.step, b.step, job.lighthouse.newest_step) == (8, 8, 8)
+
+
+def test_a_commit_from_it_that_nobody_followed_leaves_nothing() -> None:
+    job, (a,) = trained("a")
+    x = stranger(job, version=of_old(LATER))
+    x.replica.version = of_old(LATER)
+    x.asks(can_serve=True)
+    a.asks()
+    job.passes(61.0)
+    x.votes()
+    a.votes(load=False)
+    assert job.lighthouse.newest_step == LATER + 1
+    x.says(QuorumRequest(request_id=9, version=StateVersion()))
+    x.dies()
+    assert trains(job, a)
+    assert job.lighthouse.newest_step == a.step == 2
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [{"version": of_old(2 + LATER)}, {"version": StateVersion(step=FAR)}, {"newest_step": FAR, "last_epoch": "old"}],
+    ids=["state", "without a name", "word"],
+)
+def test_a_step_that_no_job_can_have_made_since_is_refused_by_name(hello: dict[str, object]) -> None:
+    job, (a,) = trained("a")
+    x = stranger(job, **hello)
+    assert x.hears() == ["refused: step"]
+    assert trains(job, a)
+
+
+def test_nor_may_one_say_so_in_a_request_or_in_a_vote() -> None:
+    for message in (
+        QuorumRequest(request_id=1, version=of_old(FAR)),
+        LocateState(request_id=1, version=of_old(FAR)),
+        CommitVote(quorum_id=1, epoch="old", step=FAR, approve=True),
+    ):
+        job, (a,) = trained("a")
+        x = stranger(job)
+        x.says(message)
+        assert x.hears()[-1] == "refused: step"
+        assert trains(job, a)
+
+
+def test_a_fresh_lighthouse_believes_no_more_steps_than_a_job_can_make() -> None:
+    job = Job(1)
+    assert stranger(job, version=of_old(MAX_FIRST_STEP + 1)).hears() == ["refused: step"]
+    a = job.join("a")
+    job.step(a)
+    assert a.step == 1
+
+
+def test_a_state_of_this_life_that_the_job_has_gone_back_behind_is_tied_to_who_shows_it() -> None:
+    job, (a,) = trained("a")
+    for _ in range(3):
+        assert trains(job, a)
+    a.dies()
+    b = job.join("b")
+    b.replica.restore(2)
+    b.asks(can_serve=True)
+    job.passes(61.0)
+    b.votes()
+    x = stranger(job, version=StateVersion(step=4, quorum_id=job.lighthouse.quorum_id, epoch=job.lighthouse.epoch))
+    x.dies()
+    assert job.lighthouse.newest_step == 3
+    assert trains(job, b)
+
+
+def test_a_vote_in_doubt_about_a_quorum_that_cannot_have_been_is_refused() -> None:
+    job, (a,) = trained("a")
+    job.restart()
+    x = stranger(job)
+    x.says(CommitVote(quorum_id=2**53 - 1, epoch="old", step=3, approve=True))
+    assert x.hears()[-1] == "refused: quorum id"
+    a.connects()
+    assert trains(job, a)
+
+
+def test_the_state_that_comes_of_a_vote_in_doubt_is_of_no_later_quorum_than_the_next_one() -> None:
+    """The operator lets the job go back behind it: then it is void."""
+    job = Job(1)
+    x = stranger(job, last_quorum_id=77, last_quorum_size=1, last_epoch="old")
+    x.says(CommitVote(quorum_id=77, epoch="old", step=3, approve=True, num_voters=1, counts=True))
+    assert job.lighthouse.newest_step == 4
+    a, b = job.join("a"), job.join("b")
+    job.operator_allows_loss()
+    a.asks()
+    b.asks()
+    job.passes(61.0)
+    assert a.formed is not None
+    assert (a.formed.quorum_id > 77, a.formed.version.step, job.lighthouse.newest_step) == (True, 0, 0)
+
+
+def test_who_has_no_part_in_the_open_step_does_not_break_its_collectives_by_a_vote() -> None:
+    job, (a, b) = trained("a", "b")
+    x = stranger(job)
+    a.asks()
+    b.asks()
+    a.hears(), b.hears()
+    assert a.formed is not None
+    says = CommitVote(quorum_id=a.formed.quorum_id, epoch=a.formed.epoch, step=1, approve=False, broken=True)
+    x.says(says)
+    a.votes()
+    b.votes()
+    assert (a.hears(), b.hears(), x.hears()) == (["commit"], ["commit"], [])
+    x.says(says)
+    assert x.hears() == ["left_behind"]
+
+
+def test_nor_those_of_a_step_that_is_in_doubt_after_a_restart() -> None:
+    job, (a, b) = trained("a", "b")
+    a.asks()
+    b.asks()
+    job.restart()
+    a.connects()
+    b.connects()
+    x = stranger(job)
+    assert a.formed is not None
+    vote = CommitVote(quorum_id=a.formed.quorum_id, epoch=a.formed.epoch, step=1, approve=False, broken=True)
+    a.hears(), b.hears()
+    x.says(vote)
+    a.votes()
+    b.votes()
+    assert (a.hears(), b.hears()) == (["commit"], ["commit"])
 
 
 def test_a_state_of_this_life_that_the_job_was_never_at_is_none() -> None:

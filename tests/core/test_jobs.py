@@ -374,6 +374,37 @@ def test_all_that_wait_when_the_job_ends_are_told() -> None:
     assert [refusal(lighthouse.said[group.connection]).step for group in late] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_who_was_in_no_quorum_of_a_job_says_nothing_of_its_end(is_over: bool) -> None:
+    """A job that crashed was over by a word of anybody, and its groups, with a checkpoint of an older step, were sent away."""
+    lighthouse = Lighthouse()
+    first = Group(lighthouse, "gpt")
+    first.trains(3)
+    if is_over:
+        first.finishes()
+        first.leaves()
+    else:
+        first.dies()
+    lighthouse.pass_time(100.0)
+    later = StateVersion(step=9 if is_over else 3, quorum_id=1, epoch="old")
+    liar = Group(lighthouse, "gpt", "liar:1")
+    liar.version = later
+    liar.says(LocateState(request_id=1, version=later, has_finished=True))
+    liar.dies()
+    assert {name: job.step for name, job in lighthouse.jobs.finished.items()} == ({"gpt": 3} if is_over else {})
+
+
+def test_a_restarted_lighthouse_takes_such_a_word_while_who_says_it_is_there() -> None:
+    lighthouse = Lighthouse()
+    liar, late = Group(lighthouse, "gpt", "liar:1"), Group(lighthouse, "gpt", "late:1")
+    liar.version = StateVersion(step=9, quorum_id=1, epoch="old")
+    assert liar.finishes()
+    liar.dies()
+    assert lighthouse.jobs.states["gpt"].finished_step is None
+    late.dies()
+    assert not lighthouse.jobs.finished
+
+
 def two_groups() -> tuple[Lighthouse, Group, Group]:
     lighthouse = Lighthouse(LighthouseSettings(min_replicas=2, heartbeat_timeout_s=1000.0))
     a, b = Group(lighthouse, "gpt", "a:1"), Group(lighthouse, "gpt", "b:1")

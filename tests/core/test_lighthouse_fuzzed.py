@@ -21,9 +21,11 @@ from torchft_ckpt.core.coordination.messages import (
     CallerHeartbeat,
     CallerHello,
     CallGivenUp,
+    CollectiveWait,
     CommitVote,
     Heartbeat,
     Hello,
+    JoinProgress,
     Leave,
     LocateState,
     Outcome,
@@ -32,6 +34,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumFormed,
     QuorumMember,
     QuorumRequest,
+    Receives,
     StallReport,
     StateVersion,
     ToLighthouse,
@@ -41,7 +44,8 @@ from torchft_ckpt.core.coordination.messages import (
 
 EPOCHS = st.sampled_from(["now", "old"])
 SMALL = st.integers(0, 3)
-VERSIONS = st.builds(StateVersion, step=SMALL, quorum_id=SMALL, epoch=EPOCHS)
+NUMBERS = SMALL | SMALL | SMALL | st.sampled_from([10**9, 10**9 + 3, 2**40, 2**52, 2**53 - 1])
+VERSIONS = st.builds(StateVersion, step=NUMBERS, quorum_id=NUMBERS, epoch=EPOCHS)
 REASONS = st.sampled_from(["", "r" * 4096])
 NAMES = st.sampled_from(["a:1", "a:2", "b:1", "c:1", "d" * 510 + ":1"])
 MESSAGES = st.one_of(
@@ -50,10 +54,10 @@ MESSAGES = st.one_of(
         protocol=st.sampled_from([PROTOCOL_VERSION] * 3 + [1]),
         replica_id=NAMES,
         version=VERSIONS,
-        newest_step=SMALL,
-        last_quorum_id=SMALL,
-        last_quorum_size=SMALL,
-        last_step=SMALL,
+        newest_step=NUMBERS,
+        last_quorum_id=NUMBERS,
+        last_quorum_size=NUMBERS,
+        last_step=NUMBERS,
         last_epoch=EPOCHS,
         rolled_back_to=VERSIONS,
         last_outcome=st.none() | st.sampled_from(Outcome),
@@ -80,16 +84,27 @@ MESSAGES = st.one_of(
     st.builds(LocateState, request_id=SMALL, version=VERSIONS),
     st.builds(
         CommitVote,
-        quorum_id=SMALL,
+        quorum_id=NUMBERS,
         epoch=EPOCHS,
-        step=SMALL,
+        step=NUMBERS,
         approve=st.booleans(),
         broken=st.booleans(),
         counts=st.booleans(),
-        num_voters=SMALL,
+        num_voters=NUMBERS,
         reason=REASONS,
     ),
-    st.builds(StallReport, quorum_id=SMALL, step=SMALL),
+    st.builds(StallReport, quorum_id=SMALL, step=NUMBERS),
+    st.builds(
+        JoinProgress,
+        quorum_id=SMALL,
+        step=NUMBERS,
+        reach_s=st.sampled_from([0.0, 0.5, 1e9]),
+        does=st.sampled_from(Receives),
+        done_bytes=NUMBERS,
+    ),
+    st.builds(
+        CollectiveWait, quorum_id=SMALL, step=NUMBERS, index=NUMBERS, digest=st.just("x"), deviates=st.booleans()
+    ),
     st.builds(Leave, REASONS),
     st.just(AllowStepLoss()),
 )

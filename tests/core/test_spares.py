@@ -328,3 +328,41 @@ def test_a_spare_that_asks_after_a_group_was_lost_comes_in_with_the_next_step() 
     a.asks(can_serve=True)
     assert spare.formed is not None and spare.formed.role is Role.JOINER
     assert a.formed is not None and a.formed.replica_world_size == 2
+
+
+def test_a_spare_that_says_it_is_further_than_the_job_is_no_closer_than_one_that_has_made_all_steps() -> None:
+    _, (_, b), (honest, liar) = with_spares(2)
+    replays(liar, step=2**53 - 1)
+    b.dies()
+    assert (len(needed(honest)), needed(liar)) == (1, [])
+
+
+def test_where_a_called_spare_does_not_come_the_next_one_is_called_and_both_may_join() -> None:
+    job, (a, b), (slow, other) = with_spares(2)
+    a.asks(can_serve=True)
+    b.dies()
+    a.votes()
+    assert (len(needed(slow)), needed(other)) == (1, [])
+    for _ in range(3):
+        job.passes(5.0)
+        trains(job, a)
+    assert (needed(slow), len(needed(other))) == ([], 1)
+    trains(job, a)
+    assert (needed(slow), needed(other)) == ([], []), "nobody is called twice"
+    steps_in(other)
+    steps_in(slow)
+    joins(job, other, a)
+    slow.votes()
+    assert a.formed is not None and slow.formed is not None and slow.formed.role is not Role.LEARNER
+
+
+def test_one_that_did_not_come_when_it_was_called_is_called_after_all_others() -> None:
+    job, (a, b, c), (slow, other, third) = with_spares(3, num_training=3)
+    b.dies()
+    job.passes(11.0)
+    trains(job, a, c)
+    assert (len(needed(slow)), len(needed(other))) == (1, 1)
+    steps_in(other)
+    joins(job, other, a, c)
+    c.dies()
+    assert (needed(slow), len(needed(third))) == ([], 1)

@@ -7,6 +7,7 @@ from lighthouse_script import Job, Member
 
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse
 from torchft_ckpt.core.coordination.messages import Hello, QuorumRequest, StateVersion
+from torchft_ckpt.core.coordination.replica import ReplicaSettings
 
 
 def three() -> tuple[Job, Member, Member, Member]:
@@ -132,6 +133,24 @@ def test_a_restarted_lighthouse_learns_who_may_write() -> None:
     b.votes()
     c.votes()
     assert b.step == 2
+    assert speak(a, b, c) == ["a:1"]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_one_that_nobody_told_to_speak_keeps_no_other_silent_for_long_by_its_word(asks: bool) -> None:
+    job, a, b, c = three()
+    x = job.members["x:1"] = Member(job, "x:1", 1, ReplicaSettings(min_replica_size=1))
+    x.connects(speaks=True)
+    job.step(a, b, c)
+    assert speak(a, b, c) == [], "it may be true"
+    if asks:  # it comes in, hangs, and is left behind
+        x.says(QuorumRequest(request_id=1, version=StateVersion(), speaks=True))
+        for member in (a, b, c):
+            member.asks(can_serve=True)
+            member.votes()
+    for _ in range(3):
+        job.passes(16.0)
+        job.step(a, b, c)
     assert speak(a, b, c) == ["a:1"]
 
 

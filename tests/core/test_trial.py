@@ -97,7 +97,9 @@ def test_without_a_majority_the_state_of_the_longest_in_the_job_is_taken_and_tha
 def test_what_becomes_of_groups_that_were_equal_is_as_they_wish(policy: OnReplicasDiffer) -> None:
     job, members = at_work("abc", policy)
     discards(members)
+    late = job.join("late")
     ask(members, "xyx")
+    assert late.hears() == []
     assert not told_to_load(members)
     if policy is OnReplicasDiffer.WARN:
         assert roles(members) == [Role.HEALTHY] * 3

@@ -144,7 +144,7 @@ def test_an_error_at_any_operation_is_said_and_leaves_the_old_file_or_the_new_on
         assert caught.value.errno == (errno.ENOSPC if fault is Fault.ENOSPC else errno.EIO), what
         for left in whats_left(system):
             assert left in (before, {"/c/step/.metadata": NEW}), what
-        assert system.num_open == 0 or (fault is Fault.EIO_DONE and "open_new" in what)
+        assert system.num_open == 0 or (fault is Fault.EIO_DONE and ("open_new" in what or "open_directory" in what))
         if not (fault is Fault.EIO_DONE and "open_new" in what):
             assert system.files() == seen(system.files()), "something temporary is left"
         system.faults.clear()
@@ -331,6 +331,52 @@ def test_a_link_that_comes_while_a_checkpoint_is_removed_is_not_followed(tmp_pat
         LocalStorage(tmp_path / "c", Swapping()).remove_checkpoint("step")
     assert all(path.exists() for path in archived)
     assert os.listdir(tmp_path / "c/moved") == [], "what was opened is what was emptied"
+
+
+@pytest.mark.parametrize("when", ["before", "after the directory is made", "after the file is begun"])
+def test_nothing_is_written_through_a_link_in_the_place_of_a_directory(tmp_path: Path, when: str) -> None:
+    """Its name follows from the checkpoint before. Another run's data were replaced."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "data").write_bytes(b"of another run")
+    storage = LocalStorage(tmp_path / "c")
+    storage.make_directory("")
+
+    def swap() -> None:
+        if (tmp_path / "c/step").exists():
+            (tmp_path / "c/step").rename(tmp_path / "c/moved")
+        (tmp_path / "c/step").symlink_to(other)
+
+    if when == "before":
+        swap()
+        with pytest.raises(StorageError, match="Not a directory"):
+            storage.make_directory("step")
+    storage.make_directory("x") if when == "before" else storage.make_directory("step")
+    if when == "after the directory is made":
+        swap()
+    if when != "after the file is begun":
+        with pytest.raises(StorageError, match="Not a directory"):
+            storage.create("step/data")
+    else:
+        file = storage.create("step/data")
+        file.write(NEW)
+        swap()
+        with pytest.raises(StorageError, match="Not a directory"):
+            file.commit()
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == {"data": b"of another run"}
+
+
+def test_the_place_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "c").symlink_to(tmp_path / "disk")
+    storage = LocalStorage(tmp_path / "c")
+    storage.make_directory("step")
+    for path in ("step/.metadata", "data"):
+        with storage.create(path) as file:
+            file.write(NEW)
+            file.commit()
+    assert storage.remove_checkpoint("step")
+    assert (tmp_path / "disk/data").read_bytes() == NEW
 
 
 def test_a_file_where_a_directory_should_be_is_an_error(tmp_path: Path) -> None:

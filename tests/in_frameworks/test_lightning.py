@@ -13,6 +13,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,13 @@ pytest.importorskip("lightning")
 
 from fingerprints import _leaves
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+)
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_job import ACCUMULATE, BATCH_SIZE, HELD_AT, Net, make_data, make_trainer, sampler_of
@@ -33,7 +40,14 @@ from torch.utils.data import DataLoader
 
 from torchft_ckpt import LighthouseServer, Manager, ProcessGroupGloo
 from torchft_ckpt.errors import ConfigError
-from torchft_ckpt.integrations.lightning import FaultToleranceStrategy, _ContinuedMetrics
+from torchft_ckpt.integrations.lightning import (
+    FaultToleranceStrategy,
+    _ContinuedMetrics,
+    _is_of_numbers,
+    _name_below,
+    _path_below,
+    _renamed,
+)
 
 SCRIPT = Path(__file__).with_name("lightning_job.py")
 NUM_STEPS = 60
@@ -138,6 +152,72 @@ def test_gradients_of_a_state_before_the_one_that_arrived_are_computed_again(tmp
     assert tolerant == plain
     assert manager.statistics().num_discarded == 2
     assert rows_of(tmp_path / "tolerant") == rows_of(tmp_path / "plain")
+
+
+class LoadLies(Callback):
+    """Has a state arrive whose ModelCheckpoint names what it does not own, before each step that another one removes in."""
+
+    def __init__(self, lie: str) -> None:
+        self.lie = lie
+        self.was_handed_on: list[str] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        state = copy.deepcopy(strategy._state())
+        for values in state["callbacks"].values():
+            if "best_k_models" in values:
+                self.was_handed_on += [path for path in (values["best_model_path"], *values["best_k_models"]) if path]
+                values["best_k_models"] = dict.fromkeys([self.lie], torch.tensor(0.0))
+                for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
+                    values[key] = self.lie
+        strategy._load(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lie", ["{checkpoints}/../../precious.ckpt", "local://{precious}", "{precious}", "link.ckpt", "runs"]
+)
+def test_no_path_that_comes_with_a_state_is_removed(tmp_path: Path, manager: Manager, lie: str) -> None:
+    """The group that speaks removed any directory that a source had named, with all that was in it."""
+    precious, checkpoints = tmp_path / "precious.ckpt", tmp_path / "job" / "checkpoints"
+    precious.mkdir()
+    (precious / "file").write_text("precious")
+    (checkpoints / "runs").mkdir(parents=True)
+    (checkpoints / "runs" / "file").write_text("precious")
+    (checkpoints / "link.ckpt").symlink_to(precious)
+    lies = LoadLies(lie.format(checkpoints=checkpoints, precious=precious))
+    trainer, _ = train_here(
+        tmp_path / "job", 25, strategy=FaultToleranceStrategy(manager, "cpu"), more_callbacks=[lies]
+    )
+    assert trainer.global_step == 25
+    assert (precious / "file").exists() and (checkpoints / "runs" / "file").exists()
+    assert (checkpoints / "link.ckpt").is_symlink()
+    assert lies.was_handed_on and all(os.sep not in path for path in lies.was_handed_on), "names below the directory"
+
+
+def test_of_the_names_that_come_with_a_state_those_of_own_checkpoints_are_taken(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "own", monitor="loss", save_top_k=2)
+    other = ModelCheckpoint(tmp_path / "other", monitor="loss", save_top_k=2)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "link").symlink_to(tmp_path)
+    scores = {"a.ckpt": 2.0, "sub/b.ckpt": 1.0, "../other/c.ckpt": 9.0, "data.txt": 8.0, "link/d.ckpt": 7.0}
+    other.best_k_models = {f"{other.dirpath}/{name}": torch.tensor(score) for name, score in scores.items()}
+    other.best_model_path = f"{other.dirpath}/sub/b.ckpt"
+    other.kth_best_model_path = f"{other.dirpath}/../other/c.ckpt"
+    other.last_model_path = "/elsewhere/last.ckpt"
+    travels = {**_renamed(other.state_dict(), partial(_name_below, other), other), "dirpath": ""}
+    assert str(tmp_path) not in repr(travels)
+    taken = _renamed(travels, partial(_path_below, callback), callback)
+    callback.load_state_dict({**taken, "dirpath": callback.dirpath})
+    assert list(callback.best_k_models) == [f"{callback.dirpath}/{name}" for name in ("a.ckpt", "sub/b.ckpt")]
+    assert callback.best_model_path == f"{callback.dirpath}/sub/b.ckpt"
+    assert (callback.kth_best_model_path, callback.last_model_path) == (f"{callback.dirpath}/a.ckpt", "")
+
+
+@pytest.mark.parametrize("place", [{"progress": {"epoch": {"completed": "/../../x"}}}, {"accumulate": 1.5}, {"a": [1]}])
+def test_a_place_that_is_not_of_numbers_is_refused_as_it_is_in_the_names_of_checkpoints(place: dict[str, Any]) -> None:
+    assert not _is_of_numbers(place)
+    assert _is_of_numbers({"progress": {"epoch": {"completed": 3, "is_last": True}}})
 
 
 @pytest.mark.slow

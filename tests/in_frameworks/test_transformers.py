@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -331,6 +332,32 @@ def test_arguments_that_would_leave_groups_apart_are_refused(
 
 @pytest.mark.processes
 @pytest.mark.slow
+class Alone:
+    """The Manager of a group that finds no other one."""
+
+    def newest_step_of_peers(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    "worst", [None, "checkpoint-000102", "checkpoint-" + "9" * 20, "checkpoint-\u0663\u0664", "-1"]
+)
+def test_a_folder_that_the_trainer_did_not_write_keeps_nobody_from_a_good_one(
+    tmp_path: Path, worst: str | None
+) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(text)
+
+    write("checkpoint-20", "{}")
+    write("checkpoint-30", "[" * 100_000 + "]" * 100_000)
+    (tmp_path / "checkpoint-40").mkdir()
+    os.mkfifo(tmp_path / "checkpoint-40" / "trainer_state.json")
+    if worst is not None:
+        write(worst, "{}")
+    assert FaultToleranceCallback(Alone()).resume_from(tmp_path) == str(tmp_path / "checkpoint-20")
+
+
 def test_while_one_group_saves_for_longer_than_the_others_wait_no_other_one_writes(tmp_path: Path) -> None:
     """The others train on after 1 s, of 6 s."""
     (tmp_path / "go").touch()

@@ -114,7 +114,7 @@ class HTTPTransport(CheckpointTransport[T]):
             machine's or the container's.
         redo_budget_bytes: at most so much is kept of the redo log for learners that follow; default: an eighth of that
             memory, divided by torchrun's `LOCAL_WORLD_SIZE`.
-        ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`); default: plain http.
+        ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`), and refuse sources that do not; default: plain http.
         client_ssl_context: whom to believe, and who we are, where a source speaks https; default: the certificate
             authorities of this machine.
         max_connections: connections at a time. Where there are more, those are closed first that have not shown the token.

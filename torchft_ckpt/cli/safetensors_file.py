@@ -102,7 +102,7 @@ class SafetensorsFile:
 
     Made first and written last, so that a place that cannot be written to is known before the state is fetched. Within it
     SIGTERM ends the process as `SystemExit` does (status 143), so that no temporary file is left; on the main thread, and
-    unless somebody handles it already.
+    unless somebody handles it already. What others put in its place meanwhile is not written to.
 
     Args:
         path: its place.
@@ -126,7 +126,7 @@ class SafetensorsFile:
         except OSError as error:
             self._leave_sigterm()
             raise ConfigError(f"{path} cannot be written: {error.strerror}", party=str(path)) from error
-        os.close(descriptor)
+        self._file = os.fdopen(descriptor, "wb")
 
     def write(self, content: Content, step: int) -> int:
         """Write it all, put it in its place, and return its length in bytes. Raises as `write_stream`."""
@@ -160,14 +160,16 @@ class SafetensorsFile:
                 )
         header = _header(outlines, self._metadata(content, step))
         try:
-            with self._temporary.open("wb") as file:
-                file.write(header)
-                for chunk in chunks:
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
-                num_bytes = file.tell()
+            file = self._file
+            file.write(header)
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+            num_bytes = file.tell()
+            self._check_is_ours(self._temporary)
             self._put_in_place()
+            self._check_is_ours(self._path)
         except CheckpointError:  # of what was to be written; some are OSErrors as well
             raise
         except FileExistsError as error:
@@ -199,6 +201,8 @@ class SafetensorsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        with contextlib.suppress(OSError):  # of the disk, which was said before
+            self._file.close()
         with contextlib.suppress(FileNotFoundError):  # it is in its place
             self._temporary.unlink()
         self._leave_sigterm()
@@ -230,6 +234,10 @@ class SafetensorsFile:
             os.replace(self._temporary, self._path)
         else:
             self._temporary.unlink()
+
+    def _check_is_ours(self, path: Path) -> None:
+        if not os.path.samestat(os.lstat(path), os.fstat(self._file.fileno())):
+            raise OSError(f"somebody else has replaced {path}, and may write to this directory")
 
     def _is_taken(self) -> ConfigError:
         return ConfigError(f"{self._path} is there already; --force replaces it", party=str(self._path))

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _LOG_PAUSE_S = 1.0
 _REFUSAL_DELAY_S = 0.05
 _LATE = 0.5
-_MAX_LOGGED = 300
 _SHARE_OF_DESCRIPTORS = 4
 _END_OF_HEAD = b"\r\n\r\n"
 # Of Linux's struct tcp_info: where tcpi_unacked, tcpi_bytes_acked and tcpi_notsent_bytes are, and where the last one ends.
@@ -84,7 +83,7 @@ class FrontLimits:
 class SparseLog(logging.LoggerAdapter):
     """A logger that writes at most one warning or error a second: what peers do wrong must not fill a disk.
 
-    A request that cannot be read is reported in a short line, without its control characters.
+    A request that cannot be read is reported in a short line, without a word of it: it may hold the token.
     """
 
     def __init__(self, to: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
@@ -106,7 +105,7 @@ class SparseLog(logging.LoggerAdapter):
         unreadable = kwargs.get("exc_info")
         if isinstance(unreadable, HttpProcessingError):
             kwargs["exc_info"] = None
-            msg, args = f"{msg}: %.{_MAX_LOGGED}s", (*args, ascii(unreadable.message))
+            msg, args = f"{msg}: %s", (*args, type(unreadable).__name__)
         super().log(level, msg, *args, **kwargs)
 
 

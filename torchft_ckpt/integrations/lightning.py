@@ -15,6 +15,9 @@ group that loads one goes to that place. If that comes before the batch, all hoo
 gradients of another state, it computes them again from there. `on_train_batch_start` is then called again, as hooks set there
 what follows from `global_step`.
 
+**No path travels.** `ModelCheckpoint` removes what its state names. Names below its `dirpath` travel; a group takes those of
+checkpoints in its own.
+
 **Callbacks of Lightning's** are right in all groups, or refused by name when `fit` begins.
 
 **SIGTERM** is `Manager.leave_on`'s, where that was called: Lightning does not end the loop, and the next step is not begun. Else
@@ -30,18 +33,22 @@ import contextlib
 import copy
 import csv
 import logging
+import os
 import signal
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     Timer,
@@ -62,7 +69,7 @@ from torch.utils.data import DataLoader
 from torchft_ckpt.core.training.discards import pauses_s
 from torchft_ckpt.data import DistributedSampler
 from torchft_ckpt.ddp import GradientAverage
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import ConfigError, StateFormatError
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
@@ -301,8 +308,11 @@ class _ReplicaGroup(Strategy):
         for callback in trainer.callbacks:
             if isinstance(callback, Timer):
                 state["callbacks"].pop(callback.state_key, None)  # each group has a clock of its own
-        for values in state["callbacks"].values():
-            values.pop("current_score", None)  # ModelCheckpoint returns it, and does not load it
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.state_key in state["callbacks"]:
+                values = _renamed(state["callbacks"][callback.state_key], partial(_name_below, callback), callback)
+                values.pop("current_score", None)  # it returns that, and does not load it
+                state["callbacks"][callback.state_key] = {**values, "dirpath": ""}
         return {**state, _PLACE: place}
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -311,8 +321,18 @@ class _ReplicaGroup(Strategy):
         assert module is not None
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = state = dict(state)
-        self._place = state.pop(_PLACE)
+        place = state.pop(_PLACE)
+        if not _is_of_numbers(place):  # they are in the names of checkpoints, too
+            raise StateFormatError(
+                "the place in the data that came with a state is not one of numbers alone", party=KEY
+            )
+        self._place = place
         self._has_moved = self._is_outdated = True
+        state["callbacks"] = callbacks = dict(state["callbacks"])
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.state_key in callbacks:
+                taken = _renamed(callbacks[callback.state_key], partial(_path_below, callback), callback)
+                callbacks[callback.state_key] = {**taken, "dirpath": callback.dirpath}
         try:
             connector.restore_datamodule()
             call._call_lightning_module_hook(trainer, "on_load_checkpoint", state)
@@ -535,6 +555,37 @@ class FaultToleranceModelParallelStrategy(_ReplicaGroup, ModelParallelStrategy):
     def __init__(self, manager: Manager, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._manager = manager
+
+
+def _is_of_numbers(place: object) -> bool:
+    return all(map(_is_of_numbers, place.values())) if isinstance(place, dict) else isinstance(place, int)
+
+
+def _name_below(callback: ModelCheckpoint, path: str) -> str:
+    above = os.path.join(callback.dirpath or "", "")
+    return path[len(above) :] if above and path.startswith(above) else ""
+
+
+def _path_below(callback: ModelCheckpoint, name: object) -> str:
+    """Return the path of a checkpoint in the callback's directory, empty where it is none: the callback removes what it names."""
+    ours, parts = str(callback.dirpath or ""), name.split("/") if isinstance(name, str) else []
+    if any(part in ("", ".", "..") or {*":\\\0"} & {*part} for part in parts):
+        return ""
+    real = os.path.join(os.path.realpath(ours.removeprefix("file://")), *parts)
+    leads_elsewhere = _is_local_file_protocol(ours) and os.path.realpath(real) != real
+    is_one = ours and parts and parts[-1].endswith(callback.FILE_EXTENSION) and not leads_elsewhere
+    return os.path.join(ours, *parts) if is_one else ""
+
+
+def _renamed(values: dict[str, Any], renamed: Callable[[Any], str], callback: ModelCheckpoint) -> dict[str, Any]:
+    """Return the state of a ModelCheckpoint with other paths; where one is empty there is none."""
+    scores = {renamed(path): score for path, score in values["best_k_models"].items()}
+    scores.pop("", None)
+    paths = {key: renamed(values[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
+    worst = (max if callback.mode == "min" else min)(scores, key=scores.__getitem__, default="")
+    if paths["kth_best_model_path"] not in scores:
+        paths |= {"kth_best_model_path": worst, "kth_value": scores.get(worst, values["kth_value"])}
+    return {**values, **paths, "best_k_models": scores}
 
 
 class _ContinuedMetrics(ExperimentWriter):

@@ -333,7 +333,7 @@ class FaultToleranceCallback(TrainerCallback):
     def _take_best(self, carried: torch.Tensor, state: TrainerState) -> None:
         metric, *steps = carried.tolist()
         state.best_metric = None if math.isnan(metric) else metric
-        state.best_global_step, self._best_saved = (None if math.isnan(step) else int(step) for step in steps)
+        state.best_global_step, self._best_saved = (int(step) if 0 <= step < 2**53 else None for step in steps)
 
     def _best_checkpoint(self, args: TrainingArguments) -> str | None:
         """Return where the best checkpoint is; None: there is none, or it is not there any more."""
@@ -545,17 +545,20 @@ def _refuse(args: TrainingArguments) -> None:
 
 
 def _step_of(checkpoint: str | os.PathLike[str] | None) -> int | None:
-    """Return the step in the name of a checkpoint's folder; None: it has none."""
+    """Return the step in the name of a checkpoint's folder, as the Trainer writes it; None: it has none."""
     name = "" if checkpoint is None else Path(checkpoint).name
-    found = re.fullmatch(r"checkpoint-(\d+)", name)
+    found = re.fullmatch(r"checkpoint-(0|[1-9][0-9]{0,17})", name)
     return int(found[1]) if found else None
 
 
 def _is_complete(checkpoint: str) -> bool:
     """Whether the Trainer has written all of a checkpoint: its own state comes last."""
+    path = Path(checkpoint, "trainer_state.json")
     try:
-        json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if not path.is_file():  # one of another kind may be read for ever
+            return False
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return False
     return True
 

@@ -164,7 +164,8 @@ class Manager:
         on_replicas_differ: what becomes of groups that were equal, and differ. "heal": those that are not of a strict majority,
             or without one not as the longest in the job, load the others' state before the next step. "warn" names them, and the
             first tensors or values, in the logs of the lighthouse and of the groups. "stop" discards the step and raises
-            `ReplicasDifferError` in all groups. The group that would load the same for the third time in a row gets that, too.
+            `ReplicasDifferError` in the groups that were compared. The group that would load the same for the third time in a row
+            gets that, too.
         on_event: gets what happened (`torchft_ckpt.events`), in order, on the training thread: when the next step begins, before
             this group asks for it, in `finish`, and at last in `shutdown`. It may ask this Manager, or save. The other groups
             wait meanwhile, up to the lighthouse's join timeout (60 s) if they are more than half of the living groups. An

@@ -69,6 +69,7 @@ class SourceConnection:
         stall_timeout_s: limit for each wait for a byte.
         ssl_context: for clients; whom to believe, and who we are, where the source speaks https. Default: the certificate
             authorities of this machine.
+        needs_tls: a source that does not speak https is refused.
 
     Raises:
         ConfigError: the context is for servers.
@@ -84,6 +85,7 @@ class SourceConnection:
         connect_timeout_s: float,
         stall_timeout_s: float,
         ssl_context: ssl.SSLContext | None = None,
+        needs_tls: bool = False,
     ) -> None:
         if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_SERVER:
             raise ConfigError("ssl_context is one for servers; fetching needs PROTOCOL_TLS_CLIENT", party="ssl_context")
@@ -99,6 +101,7 @@ class SourceConnection:
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._ssl_context = ssl_context
+        self._needs_tls = needs_tls
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._closed = False
@@ -119,10 +122,15 @@ class SourceConnection:
 
         Raises:
             SourceLostError: nobody accepts connections there.
-            SourceRefusedError: no TLS session was agreed on; above all, its certificate does not verify. Or it did not prove
-                that it is the source.
+            SourceRefusedError: no TLS session was agreed on; above all, its certificate does not verify, or it speaks plain http
+                where it must not. Or it did not prove that it is the source.
             TransferStalledError: no proof came.
         """
+        if self._needs_tls and self._source.scheme != "https":
+            raise SourceRefusedError(
+                f"source {self.party} speaks plain http, and this transport serves https; nothing was asked of it",
+                self.party,
+            )
         failure: OSError | None = None
         try:
             candidates = socket.getaddrinfo(self._source.host, self._source.port, type=socket.SOCK_STREAM)
@@ -356,7 +364,9 @@ class SourceConnection:
             kind = SourceRefusedError if error.reason and "ALERT" in error.reason else SourceLostError
             raise kind(f"source {self.party} ended the TLS session while {doing}: {error}", self.party) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            what = str(error) or type(error).__name__
+            # What http.client says of a header that cannot be sent quotes its value, the token for one.
+            is_quoting = isinstance(error, ValueError) and not isinstance(error, http.client.HTTPException)
+            what = ("" if is_quoting else str(error)) or type(error).__name__
             raise SourceLostError(f"source {self.party} was lost while {doing}: {what}", self.party) from error
 
 

@@ -34,7 +34,6 @@ from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.errors import (
     CheckpointError,
     SourceRefusedError,
-    StateFormatError,
     TransferError,
     TransferStalledError,
 )
@@ -332,7 +331,7 @@ class Fetch(FetchEngine[BlockTransfer]):
 
         try:
             self._over_any(self._sources[primary], ask)
-        except (TransferError, StateFormatError) as error:  # its own streams notice that, too, and say what it means
+        except Exception as error:  # noqa: BLE001 - its own streams notice that, too, and say what it means
             logger.debug("the digests of %s cannot be compared: %s", primary, error)
 
     def _ask_for_blake3s(self) -> None:
@@ -347,7 +346,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         while (primary := self._state.await_primary()) is not None:
             try:
                 self._over_any(self._sources[primary], functools.partial(self._learn_blake3s_of, primary))
-            except (TransferError, StateFormatError) as error:  # what that means its own streams find out
+            except Exception as error:  # noqa: BLE001 - what that means its own streams find out
                 logger.info(
                     "nothing comes in place of source %s, which does not say what it must be: %s", primary, error
                 )

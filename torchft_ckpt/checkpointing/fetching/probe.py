@@ -12,7 +12,7 @@ from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
-from torchft_ckpt.errors import CheckpointError
+from torchft_ckpt.errors import StateFormatError
 from torchft_ckpt.threads import in_background
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ def measure_rate(sources: Sequence[str], options: FetchOptions) -> float | None:
                 num_bytes = client.receive_probe(memoryview(bytearray(SLICE_BYTES)))
             finally:
                 client.release()
-        except CheckpointError as error:
-            logger.info("%s is not probed: %s", address, error)
+        except Exception as error:  # noqa: BLE001 - what it sent may have raised it
+            logger.info("%s is not probed: %s", address, StateFormatError.of(error, address))
         return num_bytes, began, time.monotonic()
 
     probes = [in_background(functools.partial(receive, address), "torchft_ckpt-probe") for address in sources]

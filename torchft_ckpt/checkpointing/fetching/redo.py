@@ -35,7 +35,13 @@ from torchft_ckpt.checkpointing.state.redo_entry import (
     max_manifest_bytes,
 )
 from torchft_ckpt.core.coordination.messages import StateVersion
-from torchft_ckpt.errors import CheckpointError, DigestMismatchError, SourceRefusedError, TransferCancelledError
+from torchft_ckpt.errors import (
+    CheckpointError,
+    DigestMismatchError,
+    SourceRefusedError,
+    StateFormatError,
+    TransferCancelledError,
+)
 from torchft_ckpt.threads import parallel_map
 
 logger = logging.getLogger(__name__)
@@ -114,8 +120,8 @@ class RedoFollower:
                     return None
                 if num_asked >= len(self._clients):
                     self._closed.wait(_PAUSE_S)
-            except CheckpointError as error:
-                self._drop(client, error)
+            except Exception as error:  # noqa: BLE001 - what a source sent may have raised it
+                self._drop(client, StateFormatError.of(error, client.name))
 
     def close(self) -> None:
         """Wake and fail whoever waits here. From any thread; the thread that follows still calls `release`."""
@@ -141,8 +147,8 @@ class RedoFollower:
         for client in list(self._clients):
             try:
                 client.tell_redo_held(format_version(version))
-            except CheckpointError as error:
-                self._drop(client, error)
+            except Exception as error:  # noqa: BLE001 - what a source sent may have raised it
+                self._drop(client, StateFormatError.of(error, client.name))
 
     def _turn(self) -> SourceClient:
         with self._lock:
@@ -192,8 +198,8 @@ class RedoFollower:
                     except BaseException:
                         runs.append(run)
                         raise
-            except CheckpointError as error:
-                self._drop(client, error)
+            except Exception as error:  # noqa: BLE001 - what a source sent may have raised it
+                self._drop(client, StateFormatError.of(error, client.name))
 
         while runs:
             if not clients:

@@ -34,7 +34,6 @@ from torchft_ckpt.errors import (
     StateMismatchError,
     TransferError,
     TransferStalledError,
-    TransferTimeoutError,
 )
 
 logger = logging.getLogger(__name__)
@@ -129,8 +128,10 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
                 with gc_paused():
                     wants = self._want(group)
                     plan = plan_parts(wants, [group], lambda: self._check_time(self._deadline))
-            except (StateMismatchError, StateFormatError) as error:
-                failure = failure or error
+            except Exception as error:
+                if isinstance(error, CheckpointError) and not isinstance(error, (StateMismatchError, StateFormatError)):
+                    raise
+                failure = failure or StateFormatError.of(error, group.names[0])
                 if all(group.manifests) and isinstance(error, StateMismatchError):
                     raise  # it is whole, so it is what it is
                 logger.info("%s cannot be the source: %s", group.names[0], error)
@@ -155,7 +156,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
                 with gc_paused():
                     plan = plan_parts(wants, [*groups, *more], lambda: self._check_time(until))
                 groups += more
-            except (StateFormatError, TransferTimeoutError) as error:
+            except Exception as error:  # noqa: BLE001 - they only help
                 if len(more) > 1:
                     together = [[other] for other in more]
                 else:
@@ -368,9 +369,9 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         for name, asked in by_holder.items():
             try:
                 found.update(self._ask_digests(name, asked))
-            except CheckpointError as error:
+            except Exception as error:  # noqa: BLE001 - what it sent may have raised it
                 # Its own threads may be idle and notice nothing.
-                self._state.fail_source(name, error)
+                self._state.fail_source(name, StateFormatError.of(error, name))
                 self._close_clients(name)
         return found
 

@@ -165,9 +165,9 @@ class Beside:
         """Have spares step in for groups that are gone; where the job is over, have them ask, to hear that."""
         at_work = self._job.at_work()
         is_over = self._job.finished_step is not None
-        self._spares.release(at_work)
+        self._spares.release(at_work, self._job.now)
         idle = [m for m in self._job.staying() if not m.wishes_to_leave and self._is_idle_spare(m)]
-        called = idle if is_over else self._spares.call(idle, at_work, self._job.now)
+        called = idle if is_over else self._spares.call(idle, at_work, self._job.now, self._job.newest_step)
         for member in called:
             here = f"{len(at_work)} of {self._spares.num_wanted} replica groups train ({name_some(sorted(at_work))})"
             reason = "the job is over" if is_over else f"{here}, and it is a spare"
@@ -347,7 +347,7 @@ class Beside:
             step_s=self._joining.usual_s if follows else 0.0,
             stays=follows and self._is_idle_spare(member),
             unverified=assignment.unverified,
-            newest_step=self._job.newest_step,
+            newest_step=self._job.history.lasting_step,
             common=current.common,
             own=current.own,
             rolled_back_to=self._job.history.rolled_back_to,

@@ -115,6 +115,8 @@ class Deciding:
             if current.tally.decided or member.replica_id in current.tally.lost:
                 yield from self._on_late_vote(member, vote, current, now)
                 return
+            if member.replica_id not in current.tally.roles:
+                return  # it has no part in this step
             was_broken = current.tally.broken
             current.tally.cast(member.replica_id, vote)
             current.name_late(member.replica_id)
@@ -330,7 +332,7 @@ class Deciding:
         contributors = [part.replica_id for part in current.assignment.parts if part.contributor_rank is not None]
         if committed:
             first = next((part.replica_id for part in current.assignment.parts if part.contributor_rank == 0), "")
-            if kept_silent := self._speaking.committed(first, approvers, hears=first in followers):
+            if kept_silent := self._speaking.committed(first, approvers, now, hears=first in followers):
                 yield Log(kept_silent)
         all_leave = (
             committed

@@ -5,7 +5,7 @@ samples that follow from the step alone; at steps that groups ask for (`is_check
 voters have approved; the lost have no part in it. What follows is the strictest that one of the compared groups wishes for:
 - warn: the groups are named;
 - heal: they are compared before the next quorum forms, and one of them loads what is right: see `trial`;
-- stop: the step is discarded, and no group trains on.
+- stop: the step is discarded, and none of the compared groups trains on.
 
 Which of the tensors differ is asked of two to four groups, and of one rank of each whose digests differ. What they answer is
 bounded (`runs_of`). Nothing waits for it but the message that names the tensors.
@@ -164,7 +164,7 @@ class Equality:
         if policy is OnReplicasDiffer.HEAL:
             self.differed_at = version.step
         if policy is OnReplicasDiffer.STOP:
-            said = f"{what}. No group trains on (on_replicas_differ is 'stop')"
+            said = f"{what}. None of them trains on (on_replicas_differ is 'stop')"
             tally.discard_all(clip(said))
         elif (
             self._last_logged is not None
@@ -248,7 +248,7 @@ class Equality:
             version=question.version, stops=question.stops, reason=clip(f"{question.said}. {tensors}", 4000)
         )
         for replica_id, member in self._members.items():
-            if question.stops or replica_id in question.compared:
+            if replica_id in question.compared:
                 yield Send(member.connection, message)
 
 

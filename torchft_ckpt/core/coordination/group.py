@@ -37,6 +37,7 @@ import msgspec
 from torchft_ckpt.core.coordination.layouts import SEPARATOR, combine_layouts, combine_ranks
 from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
+    MAX_COUNT,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     ApplyRedo,
@@ -407,8 +408,8 @@ class GroupState:
                     progress,
                     reach_s=reach_s,
                     does=progress.does if replays else self._loads,
-                    done_bytes=sum(said.done_bytes for said in self._reach.values()),
-                    total_bytes=sum(said.total_bytes for said in self._reach.values()),
+                    done_bytes=min(sum(said.done_bytes for said in self._reach.values()), MAX_COUNT),
+                    total_bytes=min(sum(said.total_bytes for said in self._reach.values()), MAX_COUNT),
                 )
             )
 

@@ -6,8 +6,9 @@ asks whether a state counts, whether the job may go back to an older one, and wh
 
 - The *newest step* is the highest committed one that anybody here knows of. Until this life of the lighthouse has formed a
   quorum, it is what members say of earlier lives, whether they are still here or not. Then it is what came of that quorum. A
-  later state of an earlier life counts while the member is here that came with it and can give it; the mere word for such a
-  state counts for nothing. The job has gone on without that state, and nobody can stop its training by a claim.
+  later state that was not committed here counts while a member is here that holds it and can give it, also if a quorum trains
+  from it, until a step is committed from it. The mere word for such a state counts for nothing. The job has gone on without
+  that state, and nobody can stop its training by a claim.
 - The job may go back on purpose. Later steps of earlier quorums are *void* from then on. A state of this life is void too
   where the job has not reached its step in this life.
 - A commit that nobody followed is none: where all who approved gave up waiting before they heard of it, the step is free.
@@ -47,6 +48,10 @@ NUM_REMEMBERED = 8
 MAX_DECIDED = 8
 """Steps whose decision is remembered for members that vote too late."""
 MAX_AWAY = 4096
+MAX_STEPS_AHEAD = 10**9
+"""A member may be so far beyond the newest step."""
+MAX_FIRST_STEP = 1 << 40
+"""A member may be so far where no quorum was formed yet."""
 
 
 def state_after(key: StepKey) -> StateVersion:
@@ -60,6 +65,8 @@ class Followers:
 
     key: StepKey
     replica_ids: set[str]
+    step_before: int
+    """`StateHistory.lasting_step` before."""
 
     @property
     def version(self) -> StateVersion:
@@ -79,9 +86,10 @@ class StateHistory:
         self._own_step = finished_step or 0
         """The newest step apart from `_beyond`. Falls only where the job goes back, or where nobody followed a commit."""
         self._beyond: dict[str, int] = {}
-        """By the replica id of a connected member: the later step of an earlier life that it shows. Empty before `_has_begun`."""
-        self._has_begun = False
-        """Whether this life has formed a quorum. Never becomes false again."""
+        """By the replica id of a connected member: the later step that it shows, which was not committed in this life. Empty
+        before `has_begun`."""
+        self.has_begun = finished_step is not None
+        """Whether this life has formed a quorum, or the job was over. Never becomes false again."""
         self._highest_step = 0
         """No state of this life has a higher step than this. Never falls."""
         self._reported_step = 0
@@ -102,6 +110,17 @@ class StateHistory:
         """The highest committed step that anybody here knows of."""
         return max(self._own_step, *self._beyond.values()) if self._beyond else self._own_step
 
+    @property
+    def lasting_step(self) -> int:
+        """The newest step that stays when those are gone who hold a later state: members may carry it on."""
+        return self._own_step
+
+    def why_never_made(self, step: int) -> str:
+        """Say why nobody can be at a step; empty: somebody can."""
+        if step <= (self._own_step + MAX_STEPS_AHEAD if self.has_begun else MAX_FIRST_STEP):
+            return ""
+        return f"it names step {step}, but the newest one known here is {self._own_step}: no job has made so many since"
+
     def is_valid(self, version: StateVersion) -> bool:
         """Whether a state has a name, and the job has not gone back behind it."""
         return version.proven and not self.is_void(version)
@@ -117,7 +136,7 @@ class StateHistory:
         """Note that a connected member was seen with a state."""
         self._beyond.pop(replica_id, None)
         if self.is_valid(version):
-            if self._has_begun and version.epoch != self._epoch and version.step > self._own_step:
+            if self.has_begun and version.step > self._own_step:
                 self._beyond[replica_id] = version.step
             else:
                 self._note_step(version.step)
@@ -134,13 +153,13 @@ class StateHistory:
             held: what the connected members hold.
             open_step: of the present quorum, or 0.
         """
-        if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id and not self._has_begun:
+        if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id and not self.has_begun:
             self.rolled_back_to = hello.rolled_back_to
             known = [version.step for version in held if self.is_valid(version)]
             self._own_step = self._reported_step = max([*known, open_step])
             self._beyond.clear()
         is_new = hello.last_quorum_id >= self.rolled_back_to.quorum_id and hello.last_epoch != self._epoch
-        if is_new and not self._has_begun:
+        if is_new and not self.has_begun:
             self._note_step(hello.newest_step)
         self.note(hello.replica_id, hello.version)
 
@@ -148,16 +167,21 @@ class StateHistory:
         """Forget what only this member, which is gone, has shown of earlier lives."""
         self._beyond.pop(replica_id, None)
 
-    def goes_on_from(self, version: StateVersion, quorum_id: int, epoch: str) -> int:
-        """Note that a quorum trains from a state. Returns the newest step until now: beyond that state if the job goes back."""
+    def goes_on_from(self, version: StateVersion, quorum_id: int, epoch: str, holders: Iterable[str]) -> int:
+        """Note that a quorum trains from what these hold. Returns the newest step until now: beyond that if the job goes back."""
         before = self.newest_step
         if version.step < before:
             self.rolled_back_to = StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch)
         self._followers = None
-        self._own_step = self._reported_step = version.step
-        self._beyond.clear()
-        self._has_begun = True
-        self._highest_step = max(self._highest_step, version.step)
+        if self.has_begun and version.step > self._own_step:  # it counts for as long as somebody holds it
+            nearer = {replica_id: step for replica_id, step in self._beyond.items() if step <= version.step}
+            self._beyond = nearer | dict.fromkeys(holders, version.step)
+        else:
+            self._own_step = self._reported_step = version.step
+            self._beyond.clear()
+        self.has_begun = True
+        if version.epoch == self._epoch:
+            self._highest_step = max(self._highest_step, version.step)
         return before
 
     def _note_step(self, step: int) -> None:
@@ -276,9 +300,9 @@ class StateHistory:
 
     def committed(self, key: StepKey, followers: Collection[str], *, others_may_know: bool = False) -> None:
         """Note that a step is committed. The followers wait to hear it; others may have heard it in an earlier life."""
+        self._followers = None if others_may_know else Followers(key, set(followers), self._own_step)
         self._own_step = max(self._own_step, key[2] + 1)
         self._highest_step = max(self._highest_step, key[2] + 1)
-        self._followers = None if others_may_know else Followers(key, set(followers))
 
     def answer_late(self, replica_id: str, vote: CommitVote) -> CommitDecided:
         """Return what to tell a member that votes after the decision. If that is to commit, the member may hold that state."""
@@ -318,10 +342,10 @@ class StateHistory:
 
     def nobody_followed(self, key: StepKey) -> None:
         """Take a commit back that has no holder: all who approved went on without waiting for the decision."""
+        before = self._followers.step_before if self._followers is not None else key[2]
         self._followers = None
-        step = key[2]
-        if self._own_step == step + 1:
-            self._own_step = max(step, self._reported_step)
+        if self._own_step == key[2] + 1:
+            self._own_step = max(before, self._reported_step)
         self.remember(key, None, Outcome.DISCARD, "nobody waited for the decision")
 
     # ------------------------------------------------------------------------------------------------------ invariants
@@ -330,7 +354,7 @@ class StateHistory:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken. `held`: the members' states."""
         if not 0 <= self._reported_step <= self._own_step:
             raise RuntimeError(f"step {self._reported_step} was reported, and {self._own_step} is the newest")
-        if self._beyond and not self._has_begun:
+        if self._beyond and not self.has_begun:
             raise RuntimeError(f"{self._beyond} are beyond this life, and no quorum of it was formed")
         if not self._beyond.keys() <= held.keys():
             raise RuntimeError(f"{self._beyond} counts, and not all of them are here")

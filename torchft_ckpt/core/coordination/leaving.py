@@ -75,7 +75,7 @@ class Leaving:
                 quorum_id=job.quorum_id,
                 epoch=job.epoch,
                 reason=f"this replica group leaves: {member.wishes_to_leave}",
-                newest_step=job.newest_step,
+                newest_step=job.history.lasting_step,
                 rolled_back_to=job.history.rolled_back_to,
             )
             yield Send(member.connection, formed)

@@ -268,9 +268,8 @@ class LighthouseState:
     def _on_member_message(self, member: Member, message: ToLighthouse, now: float) -> Iterator[Instruction]:
         if isinstance(message, Heartbeat):
             return
-        if isinstance(message, QuorumRequest | LocateState) and (no_quorum := self._why_no_quorum(message.version)):
-            refusal = Refused(code="quorum id", reason=f"{clip(member.replica_id, 200)} is refused: {no_quorum}")
-            yield from self._send_away(member, refusal, "it named a quorum that cannot have existed", now)
+        if (impossible := self._why_impossible(member.replica_id, message)) is not None:
+            yield from self._send_away(member, impossible, "it named a quorum or a step that cannot have existed", now)
         elif isinstance(message, QuorumRequest):
             yield from self._on_quorum_request(member, message, now)
         elif isinstance(message, LocateState):
@@ -405,18 +404,28 @@ class LighthouseState:
             return Refused(code="job", reason=reason)
         if self._roster.is_superseded(hello.replica_id):
             return _refuse_superseded(group_name(hello.replica_id))
-        last = StateVersion(quorum_id=hello.last_quorum_id, epoch=hello.last_epoch)
-        if no_id := self._why_no_quorum(last, hello.version, hello.rolled_back_to):
-            return Refused(code="quorum id", reason=f"{clip(hello.replica_id, 200)} is refused: {no_id}")
+        if (impossible := self._why_impossible(hello.replica_id, hello)) is not None:
+            return impossible
         if len(self.members) >= MAX_GROUPS and hello.replica_id not in self.members:
             reason = f"{clip(hello.replica_id, 200)} would exceed the {MAX_GROUPS} groups that a job may have"
             return Refused(code="groups", reason=reason)
         return None
 
-    def _why_no_quorum(self, *versions: StateVersion) -> str:
-        """Say why one of these states cannot come from a quorum of this job; empty: all can."""
-        reasons = (self._job.quorum_ids.why_never_given(version.quorum_id, version.epoch) for version in versions)
-        return next(filter(None, reasons), "")
+    def _why_impossible(self, replica_id: str, message: ToLighthouse) -> Refused | None:
+        """Refuse a message that names a quorum or a step that this job cannot have had."""
+        if isinstance(message, Hello):
+            last = StateVersion(step=message.newest_step, quorum_id=message.last_quorum_id, epoch=message.last_epoch)
+            versions = [last, message.version, message.rolled_back_to]
+        elif isinstance(message, CommitVote):
+            versions = [StateVersion(step=message.step, quorum_id=message.quorum_id, epoch=message.epoch)]
+        else:
+            versions = [message.version] if isinstance(message, QuorumRequest | LocateState) else []
+        for version in versions:
+            no_id = self._job.quorum_ids.why_never_given(version.quorum_id, version.epoch)
+            if why := no_id or self._job.history.why_never_made(version.step):
+                reason = f"{clip(replica_id, 200)} is refused: {why}"
+                return Refused(code="quorum id" if no_id else "step", reason=reason)
+        return None
 
     def _learn_from(self, hello: Hello, now: float) -> None:
         """Take what a member remembers, and this lighthouse may not remember."""
@@ -528,7 +537,8 @@ class LighthouseState:
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
         sources = ((other.as_source(rank), other.version) for rank, other in enumerate(living))
         located = self._handed_over(member, message, self._job.history.locate(replica_id, message, sources))
-        if message.has_finished and self.newest_step > 0 and self._job.holds_newest(message.version):
+        may_say = not self._job.history.has_begun or (self.round is not None and replica_id in self.round.tally.roles)
+        if message.has_finished and may_say and self.newest_step > 0 and self._job.holds_newest(message.version):
             self._job.finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
             yield from self._beside.call_spares()
@@ -696,8 +706,8 @@ class LighthouseState:
             yield Log(said, is_warning=True)
         if trial.stops:
             stop = ReplicasDiffer(version=members[0].asked.version, stops=True, reason=clip(" ".join(trial.said), 4000))
-            for member in self.members.values():
-                yield Send(member.connection, stop)
+            for replica_id in trial.stops:
+                yield Send(self.members[replica_id].connection, stop)
             return
         places = {member.replica_id: place for place, member in enumerate(members)}
         for replica_id, sources in trial.loads.items():
@@ -719,7 +729,7 @@ class LighthouseState:
                 sources=[self.members[source].as_source(places[source]) for source in sources],
                 follows=True,
                 differs=True,
-                newest_step=self.newest_step,
+                newest_step=self._job.history.lasting_step,
                 rolled_back_to=self._job.history.rolled_back_to,
                 reason=clip(f"it came to another state of step {request.version.step} than {name_some(sources)}"),
             )
@@ -803,7 +813,7 @@ class LighthouseState:
                 num_contributors=0,
                 num_voters=0,
                 store_address=part.store_address,
-                newest_step=self.newest_step,
+                newest_step=self._job.history.lasting_step,
                 gathers=True,
                 reason=clip(verdict.reason),
             )
@@ -908,6 +918,7 @@ class LighthouseState:
         yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
         self._trials.begins(assignment, members)
+        self._speaking.begins([member.replica_id for member in members], now)
         quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
         yield from self._go_on_from(assignment, quorum_id)
@@ -965,7 +976,7 @@ class LighthouseState:
                 or len(taught) < len(learners)
                 or Role.JOINER in roles.values(),
                 unverified=assignment.unverified,
-                newest_step=self.newest_step,
+                newest_step=self._job.history.lasting_step,
                 patience_s=patience_s,
                 common=current.common,
                 own=current.own,
@@ -982,7 +993,8 @@ class LighthouseState:
     def _go_on_from(self, assignment: Assignment, quorum_id: int) -> Iterator[Instruction]:
         """Note from which state the job trains on, in which quorum. What was open of earlier lives is over with that."""
         step = assignment.version.step
-        newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch)
+        holders = [part.replica_id for part in assignment.parts if part.role is Role.HEALTHY]
+        newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch, holders)
         if assignment.is_first or step < newest_step:
             self._job.finished_at_step = None  # the job goes on from a checkpoint, or from an older step
         if step < newest_step:
@@ -1018,7 +1030,7 @@ class LighthouseState:
         key = (vote.quorum_id, vote.epoch, vote.step)
         if vote.epoch == self.epoch or self._job.history.remembers(key) or self._restart.is_over:
             yield from self._deciding.voted(member, vote, now)
-        else:
+        elif member.hello.was_in_quorum and key[:2] == (member.hello.last_quorum_id, member.hello.last_epoch):
             yield from self._break_forgotten_collectives(self._restart.voted(member.replica_id, vote, now))
             yield from self._settle_forgotten_steps(now)
 
@@ -1050,6 +1062,8 @@ class LighthouseState:
         member = self._roster.remove(replica_id, reason, is_closed=is_closed)
         self._job.history.gone(replica_id)
         self._speaking.gone(replica_id)
+        if not self._job.history.has_begun:
+            self._job.finished_at_step = None  # it may have been the word of this member alone
         if not is_back:  # the same process, with the state that it had
             self._trials.lost(replica_id)
         if not is_on_purpose and not member.has_finished:

@@ -45,7 +45,8 @@ MAX_DATA_DEPTH = 64
 MAX_LEAVES = 4096
 MAX_LEAF_CHARS = 120
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+MAX_COUNT = (1 << 53) - 1
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 """A number that somebody says of himself."""
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 """A number that may be made of somebody's `Count`."""
@@ -117,7 +118,7 @@ class OnReplicasDiffer(str, Enum):
     HEAL = "heal"
     """Those that are not right, by the rule of `trial`, load the state of those that are."""
     STOP = "stop"
-    """No group trains on."""
+    """None of those that were compared trains on."""
 
 
 class Shows(str, Enum):
@@ -534,6 +535,7 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Capture at the next step: somebody who joins now will compare its state then, or could not be admitted because no
     member had captured its state."""
     newest_step: Number = 0
+    """The newest step apart from states that were not committed in this life of the lighthouse: it may be below `version`."""
     patience_s: Seconds = 0.0
     """The longest that a member's way to this step took: so long, too, the others may take from here on."""
     gathers: bool = False
@@ -672,7 +674,7 @@ class ReplicasDiffer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     version: StateVersion
     stops: bool = False
-    """Nobody trains on."""
+    """None of those that hear this trains on."""
     reason: Text
     """Which groups, and in which tensors or values."""
 

@@ -5,7 +5,9 @@ groups are at work than before, as many spares are *called*. A called spare is a
 It stays when the lost group comes back, and is one of those that train from then on.
 
     wanted     the most groups that were no spares and were at work at once, in this life of the lighthouse
-    vacancies  wanted, less those at work, less the spares that were called and are not at work yet
+    vacancies  wanted, less those at work, less the spares that were called a moment ago and are not at work yet
+
+If one that was called is not at work after `COMES_WITHIN_S`, as it hangs or lies about its step, the next one is called, too.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from torchft_ckpt.core.coordination.lighthouse_records import Member
 ASKS_WITHIN_S = 0.1
 """So long at most a quorum waits for a spare that was called and is close: else it adds to a step only one step later."""
 
+COMES_WITHIN_S = 10.0
+
 
 class Spares:
     """Knows which spares were called. Not thread-safe."""
 
     def __init__(self) -> None:
         self.num_wanted = 0
-        self._called: dict[str, bool] = {}
-        """With each, whether it was close when it was called."""
+        self._called: dict[str, tuple[bool, float]] = {}
+        """With each, whether it was close when it was called, and until when no other one is called in its place."""
+        self._late: set[str] = set()
+        """Were called, and were not at work in time: all others are called before them."""
         self.await_until = float("-inf")
         """So long the next quorum waits for spares that were called last."""
 
@@ -33,24 +39,29 @@ class Spares:
         at_work = list(members)
         self.num_wanted = max(self.num_wanted, sum(not member.hello.spare for member in at_work))
         for member in at_work:
-            self._called.pop(member.replica_id, None)
+            self.lost(member.replica_id)
 
     def is_called(self, replica_id: str) -> bool:
         return replica_id in self._called
 
-    def num_vacancies(self, at_work: Collection[str]) -> int:
+    def num_vacancies(self, at_work: Collection[str], now: float) -> int:
         """Return how many groups are missing that no called spare replaces."""
-        return self.num_wanted - len({*at_work, *self._called})
+        self._late |= {name for name, (_, until) in self._called.items() if until <= now}
+        return self.num_wanted - len({*at_work, *self._called.keys() - self._late})
 
-    def call(self, idle: Iterable[Member], at_work: Collection[str], now: float) -> list[Member]:
+    def call(self, idle: Iterable[Member], at_work: Collection[str], now: float, newest_step: int) -> list[Member]:
         """Call as many spares as groups are missing; return those called now, the closest first.
 
         Args:
             idle: spares that are here, were not called, and do not leave.
             at_work: those that hold the state and train, and those that join now.
+            now: the time.
+            newest_step: nobody is closer than at this one.
         """
-        chosen = sorted(idle, key=_distance)[: max(self.num_vacancies(at_work), 0)]
-        self._called |= {member.replica_id: _is_close(member) for member in chosen}
+        vacancies = max(self.num_vacancies(at_work, now), 0)
+        chosen = sorted(idle, key=lambda one: (one.replica_id in self._late, _distance(one, newest_step)))[:vacancies]
+        self._called |= {member.replica_id: (_is_close(member), now + COMES_WITHIN_S) for member in chosen}
+        self._late -= {member.replica_id for member in chosen}
         if chosen:
             self.await_until = now + ASKS_WITHIN_S
         return chosen
@@ -59,11 +70,13 @@ class Spares:
         """Whether the next quorum waits for a spare that was called a moment ago, and has not asked yet."""
         if now >= self.await_until:
             return False
-        return any(is_close and members[replica_id].is_beside for replica_id, is_close in self._called.items())
+        return any(is_close and members[replica_id].is_beside for replica_id, (is_close, _) in self._called.items())
 
-    def release(self, at_work: Collection[str]) -> None:
+    def release(self, at_work: Collection[str], now: float) -> None:
         """Take calls back, the latest first, where others came sooner."""
-        while self._called and self.num_vacancies(at_work) < 0:
+        if len(at_work) >= self.num_wanted:
+            self._called = {name: call for name, call in self._called.items() if name not in self._late - set(at_work)}
+        while self._called and self.num_vacancies(at_work, now) < 0:
             last = next((name for name in reversed(self._called) if name not in at_work), None)
             if last is None:
                 return
@@ -72,15 +85,16 @@ class Spares:
     def lost(self, replica_id: str) -> None:
         """A member is gone."""
         self._called.pop(replica_id, None)
+        self._late.discard(replica_id)
 
 
 def _is_close(member: Member) -> bool:
     return member.is_beside and member.only_replays and not member.warms_up
 
 
-def _distance(member: Member) -> tuple[int, int, str]:
+def _distance(member: Member, newest_step: int) -> tuple[int, int, str]:
     """Return how far a spare is from joining, to be compared: one that replays is closer than one that receives a state."""
     progress = member.progress
     if progress is None or not member.is_beside:
         return 2, 0, member.replica_id
-    return (0 if _is_close(member) else 1), -progress.step, member.replica_id
+    return (0 if _is_close(member) else 1), -min(progress.step, newest_step), member.replica_id

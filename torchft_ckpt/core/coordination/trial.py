@@ -44,8 +44,8 @@ class Verdict:
     """They hold the state of those that are right."""
     loads: dict[str, list[str]] = field(default_factory=dict)
     """By replica id: the members whose state it loads before it asks again."""
-    stops: bool = False
-    """No group trains on."""
+    stops: list[str] = field(default_factory=list)
+    """These were compared, and none of them trains on."""
     common: list[str] = field(default_factory=list)
     own: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Trials:
         policy = _strictest(members.values())
         drifted = [m for m in wrong if m in self._voices and _owned(members[m]) != _owned(members[right[0]])]
         if drifted and policy is not OnReplicasDiffer.HEAL:
-            verdict.stops = policy is OnReplicasDiffer.STOP
+            verdict.stops = list(members) if policy is OnReplicasDiffer.STOP else []
             verdict.said.append(f"{what}. on_replicas_differ is {policy.value!r}")
             wrong = [m for m in wrong if m not in drifted]
         elif self._voices.keys() & wrong and 2 * len(right) <= sum(m in self._voices for m in members):

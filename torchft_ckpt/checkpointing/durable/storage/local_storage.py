@@ -1,8 +1,9 @@
 """Files of durable checkpoints in a directory of this machine, or of a network file system that is mounted here.
 
 A file is written beside its name, fsynced, renamed, and its directory fsynced. An fsync that failed is never tried again: what
-was to be written may be gone from memory by then, and a second one would say that all is well. The raw operations are those
-of an `OsSystem`, so that tests can put one in its place that fails where they say.
+was to be written may be gone from memory by then, and a second one would say that all is well. Nothing is written through a link
+that is below the directory: somebody may have put it there. The raw operations are those of an `OsSystem`, so that tests can put
+one in its place that fails where they say.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from typing import cast
 
 from torchft_ckpt.checkpointing.durable.names import may_be_removed
@@ -43,7 +45,17 @@ class OsSystem:
 
     def open_new(self, path: str) -> int:
         """Make an empty file, open it to write and return its handle; FileExistsError where there is one."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with self._parent_of(path) as (directory, name):
+            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=directory)
+
+    @contextlib.contextmanager
+    def _parent_of(self, path: str) -> Iterator[tuple[int, str]]:
+        above = os.path.dirname(path.rstrip("/"))
+        directory = OsSystem.open_directory(self, above)
+        try:
+            yield directory, path[len(above) :].lstrip("/")
+        finally:
+            os.close(directory)
 
     def open_existing(self, path: str) -> int:
         """Open a file to read and return its handle."""
@@ -77,7 +89,8 @@ class OsSystem:
 
     def rename(self, old: str, new: str) -> None:
         """Give a file another name in its directory, in place of what has that name."""
-        os.rename(old, new)
+        with self._parent_of(old) as (directory, name), self._parent_of(new) as (to, new_name):
+            os.rename(name, new_name, src_dir_fd=directory, dst_dir_fd=to)
 
     def fsync_directory(self, path: str) -> None:
         """Make the entries of a directory outlive a crash of the machine."""
@@ -173,8 +186,8 @@ class LocalStorage(Storage):
 
     def make_directory(self, path: str) -> None:
         with storage_errors(self.location, path, "making the directory"):
-            self._make_location(self.location)
-            at = self.location
+            at = self._full("")
+            self._make_location(at)
             for name in path_below(self.location, path).split("/") if path else ():
                 above, at = at, os.path.join(at, name)
                 self._mkdir(at)
@@ -209,7 +222,8 @@ class LocalStorage(Storage):
             return not kept
 
     def _full(self, path: str) -> str:
-        return os.path.join(self.location, path_below(self.location, path)) if path else self.location
+        at = os.path.realpath(self.location)  # the user may have made a link of it
+        return os.path.join(at, path_below(self.location, path)) if path else at
 
     def _fill(self, handle: int, path: str, start: int, memory: memoryview) -> None:
         done = 0
@@ -242,7 +256,7 @@ class LocalStorage(Storage):
         try:
             self._system.mkdir(path)
         except FileExistsError:
-            self._system.listdir(os.path.join(path, ""))  # NotADirectoryError
+            self._system.close(self._system.open_directory(path))  # NotADirectoryError
             return False
         return True
 
