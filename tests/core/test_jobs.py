@@ -23,7 +23,6 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
-    CallerHello,
     CommitDecided,
     CommitVote,
     Done,
@@ -221,7 +220,7 @@ def test_no_more_jobs_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 @st.composite
 def stories(draw: st.DrawFn) -> list[tuple[str, str, float]]:
     """What happens: to which job, what, and after how long."""
-    deeds = ("connect", "ask", "vote", "finish", "leave", "die", "beat", "caller")
+    deeds = ("connect", "ask", "vote", "finish", "leave", "die", "beat")
     return draw(
         st.lists(
             st.tuples(st.sampled_from("abc"), st.sampled_from(deeds), st.sampled_from((0.0, 0.4, 2.0, 6.0))),
@@ -274,8 +273,6 @@ def test_each_job_hears_what_it_would_hear_alone(story: list[tuple[str, str, flo
             connection = f"{job}{numbers[job]}"
             hello = Hello(protocol=PROTOCOL_VERSION, replica_id=f"g:{numbers[job]}", version=version[job])
             events = [Opened(connection, job), Received(connection, hello)]
-        elif deed == "caller":
-            events = [Opened(f"{job}caller", job), Received(f"{job}caller", CallerHello(protocol=PROTOCOL_VERSION))]
         elif deed == "ask":
             events = [Received(connection, QuorumRequest(request_id=1, version=version[job]))]
         elif deed == "finish":

@@ -5,8 +5,8 @@
     for instruction in jobs.handle(Received("conn-1", Hello(...)), now=12.0): ...
     jobs.next_deadline()  # call handle(Tick(), now) then
 
-A job begins with the first group, or caller, that is welcomed under its name, and is remembered when its groups are gone: they
-may come back. Of a finished one only its step stays. A job that never had a quorum is forgotten with its last group.
+A job begins with the first group that is welcomed under its name, and is remembered when its groups are gone: they may come
+back. Of a finished one only its step stays. A job that never had a quorum is forgotten with its last group.
 
 Names are no secrets, and no boundary between users: who has the lighthouse's token may name any job.
 """
@@ -59,14 +59,13 @@ class FinishedJob:
 class Jobs:
     """All that the lighthouse knows, with the arguments of `LighthouseState`. Not thread-safe: one caller at a time."""
 
-    def __init__(self, settings: LighthouseSettings, epoch: str, unix_time_of_zero: float = 0.0) -> None:
+    def __init__(self, settings: LighthouseSettings, epoch: str) -> None:
         self.settings = settings
         self.states: dict[str, LighthouseState] = {}
         """By name, those that have begun and are not over."""
         self.finished: OrderedDict[str, FinishedJob] = OrderedDict()
         """By name, those that are over and whose groups are gone, the latest last."""
         self._epoch = epoch
-        self._unix_time_of_zero = unix_time_of_zero
         self._num_begun = 0
         self._job_of: dict[str, str | None] = {}
         """By connection; None: it named none."""
@@ -129,7 +128,6 @@ class Jobs:
         self.states[name] = LighthouseState(
             self.settings,
             epoch=f"{self._epoch}.{self._num_begun}",
-            unix_time_of_zero=self._unix_time_of_zero,
             finished_step=over.step if over is not None else None,
         )
 
@@ -184,7 +182,7 @@ class Jobs:
         elif isinstance(message, Drain):
             yield from self._drain(connection, message, name, now)
         elif state is not None and not state.is_deserted:
-            groups = name_some(sorted([*state.members, *state.callers.members]))
+            groups = name_some(sorted(state.members))
             yield from self._refuse(
                 connection, f"job {name} is not forgotten: groups of it are connected ({groups}); end them first"
             )
