@@ -208,7 +208,8 @@ class LighthouseState:
 
     @property
     def had_quorum(self) -> bool:
-        return self.quorum_id > 0 or self.newest_step > 0
+        """Whether one was formed in this life."""
+        return self.round is not None
 
     def _excuse_silence_while_paused(self, now: float) -> Iterator[Instruction]:
         """If the lighthouse itself was paused, it could not hear: what the members said meanwhile is yet to be read."""
@@ -312,12 +313,14 @@ class LighthouseState:
             yield Close(before.connection)
         self._job.history.is_back(name)
 
+        addresses = hello.checkpoint_addresses
+        hello = msgspec.structs.replace(hello, checkpoint_addresses=[])  # it is kept in several places, for long
         member = Member(
             connection=connection,
             hello=hello,
             last_seen=now,
             version=hello.version,
-            checkpoint_addresses=hello.checkpoint_addresses,
+            checkpoint_addresses=addresses,
             is_beside=hello.is_beside,
             has_left_step=hello.is_beside,
             is_excused=hello.is_beside,
