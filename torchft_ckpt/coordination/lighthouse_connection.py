@@ -240,7 +240,7 @@ class LighthouseConnection:
                         self._on_refused(_refused(message, self.address))
                         return
                     if isinstance(message, Dropped):
-                        logger.warning("the lighthouse took this group for dead: %s; connecting again", message.reason)
+                        logger.warning("the lighthouse dropped this group: %s; connecting again", message.reason)
                         is_explained = True
                     else:
                         self._on_message(message)

@@ -38,12 +38,13 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 )
 from torchft_ckpt.core.coordination.messages import (
     MIN_HEARTBEAT_TIMEOUT_S,
+    Dropped,
     Hello,
     decode_to_lighthouse,
     refuse_unreadable,
 )
 from torchft_ckpt.errors import ConfigError, ProtocolError
-from torchft_ckpt.front.limits import FrontLimits, introduced
+from torchft_ckpt.front.limits import FrontLimits, introduced, on_overrun
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import advertised_host, bearer_matches, join_host_port, listen_as
 from torchft_ckpt.threads import end_at_exit
@@ -168,6 +169,7 @@ class LighthouseServer:
         self._channels[name] = channel
         self._handle(Opened(name, request.query.get("job")))
         reason = "its connection closed"
+        on_overrun(request, lambda what: channel.end(Dropped(f"it sent {what}; its connection was closed")))
         try:
             async for data in channel.messages():
                 message = decode_to_lighthouse(data, party)

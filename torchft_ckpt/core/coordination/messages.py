@@ -688,7 +688,7 @@ class CollectiveCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """This incarnation was taken for dead; it may connect again and will be told what to do."""
+    """This incarnation was taken for dead, or sent too much; it may connect again and will be told what to do."""
 
     reason: Text
 
@@ -837,8 +837,7 @@ FromLighthouse: TypeAlias = (
     | Dropped
 )
 RankToGroup: TypeAlias = (
-    RankHello
-    | Heartbeat
+    Heartbeat
     | QuorumRequest
     | LocateState
     | CommitVote
@@ -877,7 +876,7 @@ GroupToRank: TypeAlias = (
     | ApplyRedo
     | GroupBroken
 )
-Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank
+Message: TypeAlias = ToLighthouse | FromLighthouse | RankHello | RankToGroup | GroupToRank
 
 _FOR_PEOPLE = {
     "reason": MAX_TEXT_CHARS,
@@ -954,6 +953,7 @@ def _bounded(message: _Taken, party: str) -> _Taken:
 decode_to_lighthouse: Callable[[str | bytes, str], ToLighthouse] = _decoder_of(ToLighthouse, is_sent_on=True)
 decode_from_lighthouse: Callable[[str | bytes, str], FromLighthouse] = _decoder_of(FromLighthouse)
 decode_rank_to_group: Callable[[str | bytes, str], RankToGroup] = _decoder_of(RankToGroup, is_sent_on=True)
+decode_rank_hello: Callable[[str | bytes, str], RankHello] = _decoder_of(RankHello)
 decode_group_to_rank: Callable[[str | bytes, str], GroupToRank] = _decoder_of(GroupToRank)
 
 
