@@ -171,6 +171,22 @@ def test_many_come_in_from_one_address(
             assert [sock.recv(12) for sock in socks] == [b"HTTP/1.1 101"] * 50
 
 
+@pytest.mark.parametrize("token", [TOKEN, ""], ids=["with a token", "without one"])
+def test_a_lighthouse_takes_half_of_the_descriptors_of_its_process(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft_ckpt.front.limits.max_descriptors", lambda: 40)
+    request = f"GET /healthz HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    with lighthouse(token) as address, contextlib.ExitStack() as opened:
+        socks = []
+        for _ in range(30):
+            sock = opened.enter_context(connected(address))
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(request)
+                sock.recv(12)
+            socks.append(sock)
+        wait_until(lambda: sum(map(is_open, socks)) == 20)
+        assert all(map(is_open, socks[:20]))
+
+
 MALFORMED = {
     "a head that is none": b"GET / HTTP/1.1\r\nHost\x00: \x1b[31m" + b"A" * 8000 + b"\r\n\r\n",
     "a path of zeros": b"GET /" + b"\x00" * 8000 + b" HTTP/1.1\r\n\r\n",

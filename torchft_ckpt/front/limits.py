@@ -61,8 +61,9 @@ class FrontLimits:
     A stranger is a client that has not shown the token or, in a job without one, that has not made a request.
 
     Args:
-        max_connections: open at once, all clients together; each costs a descriptor.
-        max_connections_per_client: open at once from one client: without the token where there is one, else in all.
+        max_connections: open at once, all clients together; never more than half of the descriptors that the process may have.
+        max_connections_per_client: open at once from one client: without the token where there is one, else in all. With the
+            token it may have more, up to half of all.
         max_strangers: open at once without the token, all clients together; never more than a quarter of the descriptors
             that the process may have.
         max_requests_per_s: of one client, for ever; twice as many may come at once.
@@ -141,12 +142,14 @@ class ClientLimits:
         self._rates = RateLimiter(limits.max_requests_per_s, max(2 * limits.max_requests_per_s, 1.0))
         self.overruns = RateLimiter(REOPENINGS_PER_S, OVERRUNS_AT_ONCE)
         """Of each client: WebSockets that were closed because they sent too much, and that it opens after that."""
+        total = max(min(limits.max_connections, max_descriptors() // 2), 1)
         self._admission = Admission(
             ConnectionLimits(
-                total=limits.max_connections,
+                total=total,
                 strangers=max(min(limits.max_strangers, max_descriptors() // _SHARE_OF_DESCRIPTORS), 1),
                 per_client=limits.max_connections_per_client,
                 binds_known=not token,
+                known_per_client=max(limits.max_connections_per_client, total // 2),
             )
         )
         self._connections: set[GuardedConnection] = set()
