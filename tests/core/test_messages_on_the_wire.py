@@ -339,3 +339,11 @@ def test_a_group_keeps_its_name_over_its_incarnations() -> None:
 def test_votes_say_by_default_that_they_count() -> None:
     assert CommitVote(quorum_id=1, epoch="e", step=0, approve=True).counts
     assert QuorumFormed.__struct_config__.frozen
+
+
+def test_the_addresses_of_a_group_are_encoded_once_for_all_who_are_told_them() -> None:
+    lists = [[f"http://10.0.0.{number}:1"] for number in range(20)]
+    for addresses in lists:
+        assert messages._encoded(addresses) is messages._encoded(addresses)
+        assert msgspec.json.decode(messages._encoded(addresses)) == addresses
+    assert len(messages._latest_encoded) <= 8

@@ -26,8 +26,12 @@ from torchft_ckpt.core.coordination.messages import (
     Dropped,
     Heartbeat,
     Hello,
+    LocateState,
+    Outcome,
     RankHello,
     Refused,
+    StateLocated,
+    StateVersion,
     decode_from_lighthouse,
     decode_group_to_rank,
     encode,
@@ -71,7 +75,7 @@ def test_a_member_that_sends_more_than_it_may_is_told_so_and_closed(flood: bytes
         said = decode_from_lighthouse(hears(sock)[-1], "the lighthouse")
         assert isinstance(said, Dropped)
         assert said.reason.startswith(
-            "it sent more than 4000 messages a second, or as many times 4096 bytes; its connection was closed"
+            "it sent or asked for more than 4000 messages a second, or as many times 4096 bytes; its connection was closed"
         )
 
 
@@ -80,7 +84,7 @@ def test_a_rank_that_sends_more_than_it_may_is_told_so_and_closed() -> None:
         sock.sendall(frame(encode(RankHello(protocol=PROTOCOL_VERSION, group_rank=1))) + BEAT * 5000)
         said = decode_group_to_rank(hears(sock)[-1], "the service")
         assert isinstance(said, Refused)
-        assert (said.code, "sent more than 4000 messages" in said.reason) == ("rate", True)
+        assert (said.code, "sent or asked for more than 4000 messages" in said.reason) == ("rate", True)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +128,33 @@ def test_the_client_of_one_that_sent_too_much_waits_before_it_opens_more_and_oth
         with connected(address, "127.0.0.2") as sock:
             sock.sendall(handshake("/v1/groups"))
             assert sock.recv(12) == b"HTTP/1.1 101"
+
+
+def test_short_questions_for_long_answers_count_as_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MESSAGES_AT_ONCE", 1000.0)
+    monkeypatch.setattr(limits, "MESSAGES_PER_S", 1.0)  # or a slow machine would give it more meanwhile
+    version = StateVersion(step=3, quorum_id=1, epoch="old")
+    holder = Hello(
+        protocol=PROTOCOL_VERSION,
+        replica_id="h:1",
+        version=version,
+        newest_step=3,
+        last_quorum_id=1,
+        last_quorum_size=2,
+        last_epoch="old",
+        last_outcome=Outcome.COMMIT,
+        checkpoint_addresses=["a" * 4000] * 15,
+    )
+    with lighthouse() as address, speaks(address, "/v1/groups") as holds, speaks(address, "/v1/groups") as sock:
+        holds.sendall(frame(encode(holder)))
+        assert holds.recv(1)
+        sock.sendall(HELLO)
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(b"".join(frame(encode(LocateState(request_id=n, version=StateVersion()))) for n in range(600)))
+        *answers, said = [decode_from_lighthouse(data, "the lighthouse") for data in hears(sock)]
+        located = [answer for answer in answers if isinstance(answer, StateLocated)]
+        assert located[0].sources[0].checkpoint_addresses == ["a" * 4000] * 15
+        assert (isinstance(said, Dropped), len(located) < 200) == (True, True)
 
 
 class Clock:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import aiohttp
 from aiohttp import web
@@ -121,6 +121,8 @@ class Channel:
         self.sent_at = asyncio.get_running_loop().time()
         """The time, on the loop's clock, when a message was last handed to the socket."""
         self._is_closing = False
+        self.charge: Callable[[int], object] = lambda _: None
+        """Called with the bytes of each message that is sent."""
 
     def send(self, message: Message) -> None:
         """Queue a message. After `close` it is dropped."""
@@ -138,9 +140,12 @@ class Channel:
         else:
             self._queued_bytes += num_bytes
             self._outgoing.put_nowait(text)
+            self.charge(num_bytes)
 
     def end(self, message: Message) -> None:
-        """Send one last message, and close."""
+        """Send one last message in place of those that wait, and close."""
+        while not self._outgoing.empty():
+            self._outgoing.get_nowait()
         self.send(message)
         self.close()
 

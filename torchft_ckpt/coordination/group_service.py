@@ -225,7 +225,9 @@ class GroupService:
         channel = Channel(websocket, request_socket(request), party, DEAD_PEER_TIMEOUT_S)
         rank: int | None = None
         reason = "its connection closed"
-        on_overrun(request, lambda what: channel.end(Refused(code="rate", reason=f"{party} sent {what}")))
+        channel.charge = on_overrun(
+            request, lambda what: channel.end(Refused(code="rate", reason=f"{party} sent {what}"))
+        )
         try:
             async for data in channel.messages():
                 if rank is None:  # who has not said so is no rank: nothing else is read of it

@@ -169,7 +169,9 @@ class LighthouseServer:
         self._channels[name] = channel
         self._handle(Opened(name, request.query.get("job")))
         reason = "its connection closed"
-        on_overrun(request, lambda what: channel.end(Dropped(f"it sent {what}; its connection was closed")))
+        channel.charge = on_overrun(
+            request, lambda what: channel.end(Dropped(f"it sent {what}; its connection was closed"))
+        )
         try:
             async for data in channel.messages():
                 message = decode_to_lighthouse(data, party)

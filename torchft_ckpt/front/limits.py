@@ -329,8 +329,11 @@ class GuardedConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._has_messages:
-            if self._may_send(data):
+            amount = self._frames.count(data) + len(data) / _MESSAGE_BYTES
+            if self.spend(amount, is_all=len(data) < _READ_BYTES):
                 self.inner.data_received(data)
+            elif self._transport is not None:
+                self._transport.pause_reading()  # each time: aiohttp reads on when it has handed on what it had
             return
         self._num_after_head += len(data)
         if not self._has_head:
@@ -370,22 +373,18 @@ class GuardedConnection(asyncio.Protocol):
         self.leave()
         self.inner.connection_lost(exc)
 
-    def _may_send(self, data: bytes) -> bool:
-        if not self._is_over:
-            amount, now = self._frames.count(data) + len(data) / _MESSAGE_BYTES, self._loop.time()
-            if self._allowance.read(amount, now, is_all=len(data) < _READ_BYTES):
-                return True
-            self._is_over = True
-            self.clients.overruns.reserve(self.client, now, _MAX_TURN_S)
-            what = f"more than {MESSAGES_PER_S:g} messages a second, or as many times {_MESSAGE_BYTES} bytes"
-            self.clients.log.warning(
-                "%s: a connection of %s sent %s; it was closed", self.clients.name, self.client, what
-            )
-            self.on_overrun(what)
-            self._disarm()
-            self._timer = self._loop.call_later(_LINGER_S, self.abort)
-        if self._transport is not None:
-            self._transport.pause_reading()  # each time: aiohttp reads on when it has handed on what it had
+    def spend(self, amount: float, *, is_all: bool) -> bool:
+        """Whether it may have sent, or asked for, so much; from the first time that it may not it is over."""
+        now = self._loop.time()
+        if self._is_over or self._allowance.read(amount, now, is_all=is_all):
+            return not self._is_over
+        self._is_over = True
+        self.clients.overruns.reserve(self.client, now, _MAX_TURN_S)
+        what = f"or asked for more than {MESSAGES_PER_S:g} messages a second, or as many times {_MESSAGE_BYTES} bytes"
+        self.clients.log.warning("%s: a connection of %s sent %s; it was closed", self.clients.name, self.client, what)
+        self.on_overrun(what)
+        self._disarm()
+        self._timer = self._loop.call_later(_LINGER_S, self.abort)
         return False
 
     # The timer
@@ -464,11 +463,16 @@ async def becomes_websocket(request: web.Request) -> None:
         raise web.HTTPBadRequest(text="nothing may be sent before the answer to a handshake")
 
 
-def on_overrun(request: web.Request, tell: Callable[[str], None]) -> None:
-    """Have a function called if the WebSocket that a request became sends too much; it tells the client and closes it."""
+def on_overrun(request: web.Request, tell: Callable[[str], None]) -> Callable[[int], object]:
+    """Have a function called if the WebSocket that a request became sends too much; it tells the client and closes it.
+
+    Returns what is to be called with the bytes of each answer: short questions for long answers count as those.
+    """
     connection = _connection_of(request)
-    if connection is not None:
-        connection.on_overrun = tell
+    if connection is None:
+        return lambda _: None
+    connection.on_overrun = tell
+    return lambda num_bytes: connection.spend(num_bytes / _MESSAGE_BYTES, is_all=False)
 
 
 def introduced(request: web.Request) -> None:

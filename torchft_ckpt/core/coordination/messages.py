@@ -894,8 +894,26 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(message: Message) -> str:
-    """Return the message as JSON text."""
+    """Return the message as JSON text. Of sources, the addresses of one group are encoded once for all who are told them."""
+    if sources := getattr(message, "sources", None):
+        told = [
+            msgspec.structs.replace(one, checkpoint_addresses=_encoded(one.checkpoint_addresses)) for one in sources
+        ]
+        message = msgspec.structs.replace(message, sources=told)
     return _encoder.encode(message).decode()
+
+
+_latest_encoded: dict[int, tuple[list[str], msgspec.Raw]] = {}
+
+
+def _encoded(addresses: list[str]) -> msgspec.Raw:
+    """Return a list, which nobody changes, as JSON; the few latest ones are kept, each with its list."""
+    known = _latest_encoded.get(id(addresses))
+    if known is None:
+        if len(_latest_encoded) >= 8:
+            _latest_encoded.clear()
+        known = _latest_encoded[id(addresses)] = addresses, msgspec.Raw(_encoder.encode(addresses))
+    return known[1]
 
 
 def size_of(addresses: list[str]) -> int:

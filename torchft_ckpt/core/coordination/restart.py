@@ -10,7 +10,7 @@ This file knows no connections and no clock. From the first such member's `Hello
 Once this lighthouse has formed a quorum of its own there is nothing left to learn. A vote in doubt that comes later does not
 count, because the job has gone on without it.
 
-Anybody may come, say something, and go. So what is kept is bounded: the latest `MAX_HEARD` members, and `MAX_DOUBTS` steps.
+Anybody may come, say something, and go: what is kept is bounded.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RestartRecovery:
             raise RuntimeError(f"{self._training.keys() & self._between.keys()} are in a step, and between two")
         if not self._here.keys() <= set(connected):
             raise RuntimeError(f"some of {list(self._here)} are not connected")
-        if any(len(kept) > MAX_HEARD for kept in (self._hellos, self._beside, *self._doubts.values())):
+        if max(len(self._hellos), len(self._beside), *map(len, self._doubts.values()), 0) > MAX_HEARD:
             raise RuntimeError("more members are remembered than may be")
         if len(self._doubts) > MAX_DOUBTS:
             raise RuntimeError(f"{len(self._doubts)} steps are in doubt, of {MAX_DOUBTS} at most")
