@@ -7,8 +7,6 @@
     |   |-- AddressInUseError           the port that a service was told to bind is taken (an OSError)
     |   |-- AuthenticationError         the other side refused our token, or we refused theirs
     |   |-- ProtocolVersionError        the two sides speak different versions
-    |   |-- ManagerUnreachableError     nobody answered at a manager server's address (a ConnectionError)
-    |   |-- CallTimeoutError            a client's call was not answered in time (a TimeoutError)
     |   |-- ProtocolError               a peer sent something that the protocol does not allow
     |   |-- RefusedError                the lighthouse will not have this group; the message says why
     |   |   `-- JobFinishedError        the job was over when this group came
@@ -100,14 +98,6 @@ class AuthenticationError(CoordinationError):
 
 class ProtocolVersionError(CoordinationError):
     """The two sides speak different protocol versions; no message was exchanged."""
-
-
-class ManagerUnreachableError(CoordinationError, ConnectionError):
-    """A `ManagerServer` did not answer at its address, or went away before it answered; what became of the call is not known."""
-
-
-class CallTimeoutError(CoordinationError, TimeoutError):
-    """A call of a `LighthouseClient` or `ManagerClient` was not answered in the caller's time; what became of it is not known."""
 
 
 class ProtocolError(CoordinationError):

@@ -72,6 +72,19 @@ def test_submodules_are_attributes_of_a_package_that_was_only_imported() -> None
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=Path(torchft_ckpt.__file__).parents[1])
 
 
+@pytest.mark.parametrize("name", ["LighthouseClient", "ManagerClient", "ManagerServer", "Quorum", "Timestamp"])
+def test_who_would_vote_by_hand_hears_what_to_use_in_one_sentence(name: str) -> None:
+    from torchft_ckpt import _torchft, coordination
+
+    bare = getattr(coordination, name)
+    assert bare is getattr(_torchft, name)
+    with pytest.raises(
+        AbsentNameError, match=rf"^torchft_ckpt\.coordination\.{name} is torchft's and is not here: .*Manager"
+    ) as caught:
+        bare("127.0.0.1:29510")
+    assert ". " not in str(caught.value)
+
+
 class TestAbsent:
     """A script names what it uses on other machines only; whatever it does with it here says what to use."""
 

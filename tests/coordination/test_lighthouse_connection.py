@@ -82,9 +82,7 @@ def stay_away_for_a_while(group: Group) -> None:
     group.service._thread.call_later(0.05, group.service._client.release)
 
 
-@pytest.mark.parametrize(
-    ("end", "said"), [(cut_off, LOST), (drop, "took this group for dead"), (stay_away_for_a_while, "")]
-)
+@pytest.mark.parametrize(("end", "said"), [(cut_off, LOST), (drop, "dropped this group"), (stay_away_for_a_while, "")])
 def test_a_connection_that_ends_is_called_lost_only_where_it_was_and_is_opened_again(
     group: Group, end: Callable[[Group], None], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:

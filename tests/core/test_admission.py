@@ -10,8 +10,16 @@ import pytest
 from torchft_ckpt.core.services.admission import Admission, ConnectionLimits, ConnectionVerdict, client_of_address
 
 
-def places(*, total: int = 8, strangers: int = 4, per_client: int = 2, binds_known: bool = False) -> ConnectionLimits:
-    return ConnectionLimits(total=total, strangers=strangers, per_client=per_client, binds_known=binds_known)
+def places(
+    *, total: int = 8, strangers: int = 4, per_client: int = 2, binds_known: bool = False, known_per_client: int = 4096
+) -> ConnectionLimits:
+    return ConnectionLimits(
+        total=total,
+        strangers=strangers,
+        per_client=per_client,
+        binds_known=binds_known,
+        known_per_client=known_per_client,
+    )
 
 
 def test_a_stranger_too_many_takes_the_place_of_the_one_that_came_first() -> None:
@@ -46,6 +54,18 @@ def test_where_all_places_are_those_of_the_known_a_stranger_is_refused() -> None
     assert admission.admit(2, "b") == ConnectionVerdict(False, reason="2 connections are open")
     admission.leave(0)
     assert admission.admit(3, "b") == ConnectionVerdict(True)
+
+
+def test_who_has_shown_the_token_on_as_many_connections_as_one_may_leaves_the_other_places_to_others() -> None:
+    admission = Admission(places(total=4, strangers=4, per_client=4, known_per_client=2))
+    for number in range(4):
+        admission.admit(number, "greedy")
+        admission.show(number)
+    assert [admission.knows(number) for number in range(4)] == [True, True, False, False]
+    assert admission.admit("late", "another") == ConnectionVerdict(True, 2, "4 connections are open")
+    admission.leave(0)
+    admission.show(3)
+    assert admission.knows(3)
 
 
 def test_without_a_token_a_client_is_bound_by_all_its_connections() -> None:
@@ -94,7 +114,9 @@ class Oracle:
         return True, candidates[0][0]
 
     def show(self, connection: int) -> None:
-        self.open = [(number, client, known or number == connection) for number, client, known in self.open]
+        clients = [client for number, client, _ in self.open if number == connection]
+        if sum(known and client in clients for _, client, known in self.open) < self.places.known_per_client:
+            self.open = [(number, client, known or number == connection) for number, client, known in self.open]
 
     def leave(self, connection: int) -> None:
         self.open = [each for each in self.open if each[0] != connection]
@@ -108,6 +130,7 @@ def test_it_decides_as_one_who_looks_through_a_list(seed: int) -> None:
         strangers=rng.randint(1, 6),
         per_client=rng.randint(1, 4),
         binds_known=bool(seed % 2),
+        known_per_client=rng.randint(1, 9),
     )
     admission, oracle = Admission(given), Oracle(given)
     for number in range(400):

@@ -6,23 +6,16 @@ import pytest
 from lighthouse_script import Job, Member
 from test_lighthouse_scenarios import trained
 
-from torchft_ckpt.core.coordination.callers import Callers
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse, SendToRank
 from torchft_ckpt.core.coordination.history import MAX_FIRST_STEP, MAX_STEPS_AHEAD
-from torchft_ckpt.core.coordination.lighthouse_events import Close, LighthouseSettings, Send
 from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
-    PROTOCOL_VERSION,
-    CallerHello,
     CommitVote,
     GroupBroken,
     Hello,
     Leave,
     LocateState,
-    QuorumCall,
-    QuorumMember,
     QuorumRequest,
-    Refused,
     StateVersion,
 )
 from torchft_ckpt.core.coordination.quorum import MAX_FIRST_ID, MAX_IDS_AHEAD, QuorumIds
@@ -107,16 +100,6 @@ def test_a_restarted_lighthouse_takes_what_it_hears_first_within_what_it_can_cou
     assert (ids.begin_after(7, "old"), ids.latest) == (True, 999)
     assert [ids.why_never_given(999 + MAX_IDS_AHEAD + n, "old") == "" for n in (0, 1)] == [True, False]
     assert [ids.why_never_given(999 + n, "now") == "" for n in (0, 1)] == [True, False]
-
-
-def test_a_caller_that_names_such_an_id_is_refused_too() -> None:
-    callers = Callers(LighthouseSettings(min_replicas=1), "now", 0.0)
-    list(callers.received("c", CallerHello(protocol=PROTOCOL_VERSION), 0.0))
-    call = QuorumCall(request_id=1, member=QuorumMember(replica_id="x"), last_quorum_id=2**53 - 1, last_epoch="old")
-    sent, closed = callers.received("c", call, 0.0)
-    assert isinstance(sent, Send)
-    assert isinstance(sent.message, Refused)
-    assert ("names quorum" in sent.message.reason, closed) == (True, Close("c"))
 
 
 def test_the_mere_word_that_later_steps_were_committed_stops_no_job_that_trains() -> None:

@@ -23,10 +23,10 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
-    CallerHello,
     CommitDecided,
     CommitVote,
     Done,
+    Dropped,
     ForgetJob,
     Heartbeat,
     Hello,
@@ -179,6 +179,76 @@ def test_a_job_that_was_never_more_than_a_hello_leaves_nothing() -> None:
     assert lighthouse.jobs.next_deadline() is None
 
 
+def test_claims_of_earlier_lives_fill_no_names_once_the_claimers_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "MAX_JOBS", 4)
+    lighthouse = Lighthouse()
+    for number in range(9):
+        lighthouse.open("c", f"claimed-{number}")
+        claim = StateVersion(step=7, quorum_id=3, epoch="old")
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            replica_id="g:1",
+            version=claim,
+            newest_step=9,
+            last_quorum_id=3,
+            last_quorum_size=2,
+            last_epoch="old",
+        )
+        lighthouse.hear("c", hello)
+        lighthouse.close("c")
+    assert not lighthouse.jobs.states
+    Group(lighthouse, "honest").trains()
+
+
+def test_who_gives_the_most_addresses_is_dropped_where_all_together_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs_module, "MAX_ADDRESS_BYTES", 4300)
+    lighthouse = Lighthouse()
+    honest = Group(lighthouse, "gpt")
+    honest.says(QuorumRequest(request_id=1, version=honest.version, checkpoint_addresses=["http://10.0.0.1:29600"]))
+    for number in range(5):
+        lighthouse.open(f"c{number}", f"job-{number}")
+        addresses = ["aa"] * (15 + number)
+        lighthouse.hear(
+            f"c{number}", Hello(protocol=PROTOCOL_VERSION, replica_id="g:1", checkpoint_addresses=addresses)
+        )
+    assert lighthouse.closed == {"c4"}
+    (said,) = [message for message in lighthouse.said["c4"] if isinstance(message, Dropped)]
+    assert "more than those of any other group" in said.reason
+    lighthouse.close("c3")
+    lighthouse.open("c5", "job-5")
+    lighthouse.hear("c5", Hello(protocol=PROTOCOL_VERSION, replica_id="g:1", checkpoint_addresses=["aa"] * 20))
+    assert lighthouse.closed == {"c4"}
+
+
+def test_what_is_kept_of_a_member_for_long_has_no_addresses() -> None:
+    lighthouse = Lighthouse()
+    lighthouse.open("c", "gpt")
+    lighthouse.hear("c", Hello(protocol=PROTOCOL_VERSION, replica_id="g:1", checkpoint_addresses=["http://a:1"]))
+    (member,) = lighthouse.jobs.states["gpt"].members.values()
+    assert (member.hello.checkpoint_addresses, member.checkpoint_addresses) == ([], ["http://a:1"])
+
+
+def test_a_job_whose_groups_come_and_go_fills_no_log_and_hides_no_line_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs_module, "LINES_AT_ONCE", 10.0)
+    lighthouse = Lighthouse()
+    honest = Group(lighthouse, "gpt")
+    honest.trains()
+    for number in range(100):
+        Group(lighthouse, "noisy", f"x{number}:1").dies()
+    honest.trains()
+    honest.dies()
+    noisy = [line for line in lighthouse.log if line.startswith("job noisy: ")]
+    assert len(noisy) == 10
+    assert "g:1 is gone" in lighthouse.log[-1]
+    lighthouse.pass_time(1.0)
+    Group(lighthouse, "noisy", "y:1")
+    assert lighthouse.log[-1].endswith("(190 lines of this job were left out before)")
+
+
 def test_two_lives_of_one_name_do_not_share_an_epoch() -> None:
     lighthouse = Lighthouse()
     first = Group(lighthouse, "gpt")
@@ -221,7 +291,7 @@ def test_no_more_jobs_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 @st.composite
 def stories(draw: st.DrawFn) -> list[tuple[str, str, float]]:
     """What happens: to which job, what, and after how long."""
-    deeds = ("connect", "ask", "vote", "finish", "leave", "die", "beat", "caller")
+    deeds = ("connect", "ask", "vote", "finish", "leave", "die", "beat")
     return draw(
         st.lists(
             st.tuples(st.sampled_from("abc"), st.sampled_from(deeds), st.sampled_from((0.0, 0.4, 2.0, 6.0))),
@@ -274,8 +344,6 @@ def test_each_job_hears_what_it_would_hear_alone(story: list[tuple[str, str, flo
             connection = f"{job}{numbers[job]}"
             hello = Hello(protocol=PROTOCOL_VERSION, replica_id=f"g:{numbers[job]}", version=version[job])
             events = [Opened(connection, job), Received(connection, hello)]
-        elif deed == "caller":
-            events = [Opened(f"{job}caller", job), Received(f"{job}caller", CallerHello(protocol=PROTOCOL_VERSION))]
         elif deed == "ask":
             events = [Received(connection, QuorumRequest(request_id=1, version=version[job]))]
         elif deed == "finish":

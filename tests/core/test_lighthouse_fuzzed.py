@@ -18,9 +18,6 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
-    CallerHeartbeat,
-    CallerHello,
-    CallGivenUp,
     CollectiveWait,
     CommitVote,
     Heartbeat,
@@ -29,10 +26,7 @@ from torchft_ckpt.core.coordination.messages import (
     Leave,
     LocateState,
     Outcome,
-    QuorumCall,
-    QuorumCalled,
     QuorumFormed,
-    QuorumMember,
     QuorumRequest,
     Receives,
     StallReport,
@@ -108,26 +102,6 @@ MESSAGES = st.one_of(
     st.builds(Leave, REASONS),
     st.just(AllowStepLoss()),
 )
-CALLS = st.one_of(
-    st.just(CallerHello(protocol=PROTOCOL_VERSION)),
-    st.builds(
-        QuorumCall,
-        request_id=SMALL,
-        member=st.builds(
-            QuorumMember,
-            replica_id=NAMES,
-            step=SMALL,
-            shrink_only=st.sampled_from([False, False, True]),
-            commit_failures=st.sampled_from([0, 0, 1]),
-            data=st.none() | st.just({"loss": 0.5}),
-        ),
-        last_quorum_id=SMALL,
-        last_epoch=EPOCHS,
-    ),
-    st.builds(CallerHeartbeat, request_id=SMALL, replica_id=NAMES),
-    st.builds(CallGivenUp, request_id=SMALL, replica_id=NAMES),
-    st.builds(Leave, REASONS),
-)
 CONNECTIONS = st.sampled_from(["c1", "c2", "c3", "c4"])
 
 
@@ -173,26 +147,3 @@ def test_it_never_raises_and_says_nothing_that_cannot_be_read(
         deadline = state.next_deadline()
         assert deadline is None or isinstance(deadline, float)
         state.validate()
-
-
-@settings(max_examples=by_default(60, thorough=300), deadline=None)
-@given(steps=steps_of(CALLS | CALLS | CALLS | MESSAGES), least=st.integers(1, 2))
-def test_nor_do_callers_make_it_raise_and_a_job_is_of_one_kind(
-    steps: list[tuple[Event, float, bool]], least: int
-) -> None:
-    state = LighthouseState(LighthouseSettings(min_replicas=least, join_timeout_s=5.0), epoch="now")
-    now, sets = 0.0, dict[int, list[str]]()
-    hellos = [(Received(f"c{number}", CallerHello(protocol=PROTOCOL_VERSION)), 0.0, False) for number in range(1, 5)]
-    for event, pause, _ in (*hellos, *steps):
-        now += pause
-        for instruction in state.handle(event, now):
-            if isinstance(instruction, Send):
-                message = instruction.message
-                assert decode_from_lighthouse(encode(message), "lighthouse") == message
-                if isinstance(message, QuorumCalled):
-                    names = [member.replica_id for member in message.quorum.participants]
-                    assert sets.setdefault(message.quorum.quorum_id, names) == names
-                    assert message.quorum.quorum_id == max(sets)
-        state.validate()
-        deadline = state.next_deadline()
-        assert deadline is None or isinstance(deadline, float)

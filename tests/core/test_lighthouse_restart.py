@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 from test_lighthouse_scenarios import trained
 
-from torchft_ckpt.core.coordination.messages import Outcome, StateVersion
+from torchft_ckpt.core.coordination import restart
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, CommitVote, Hello, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import StepPhase
 
 
@@ -375,3 +379,46 @@ def test_a_step_in_doubt_is_committed_where_a_group_that_was_in_no_quorum_shows_
     assert a.outcomes[-1] is Outcome.COMMIT, "it need not wait for the other one"
     back(b)
     assert b.outcomes[-1] is Outcome.COMMIT and (a.step, b.step) == (2, 2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 4), st.sampled_from(["hello", "beside", "vote", "left", "settle"])),
+        max_size=80,
+    )
+)
+def test_what_is_remembered_of_those_who_come_say_something_and_go_is_bounded(
+    said: list[tuple[int, int, str]],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restart, "MAX_HEARD", 4)
+        patch.setattr(restart, "MAX_DOUBTS", 2)
+        recovery, here = restart.RestartRecovery(10.0), set[str]()
+        for number, (who, step, what) in enumerate(said):
+            name, now = f"x{who}:1", number / 100
+            if what in ("hello", "beside"):
+                here.add(name)
+                size = 3 if what == "hello" else 0
+                version = StateVersion(step=step, quorum_id=1, epoch="old")
+                hello = Hello(
+                    protocol=PROTOCOL_VERSION,
+                    replica_id=name,
+                    version=version,
+                    last_quorum_id=1,
+                    last_epoch="old",
+                    last_quorum_size=size,
+                    last_step=step,
+                )
+                recovery.left(name)
+                recovery.heard(hello, now)
+            elif what == "vote":
+                digests = ["d" * 32] * 1000
+                vote = CommitVote(quorum_id=1, epoch="old", step=step, approve=True, state_digests=digests, reason="r")
+                recovery.voted(name, vote, now)
+                assert not any(vote.state_digests or vote.reason for vote in recovery._doubts[1, "old", step].values())
+            elif what == "left":
+                here.discard(name)
+                recovery.left(name)
+            else:
+                list(recovery.settle(now))
+            recovery.validate(here)

@@ -15,28 +15,21 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
     CommitVote,
     FromLighthouse,
-    FromManagerServer,
     GroupToRank,
     Hello,
     LocateState,
-    Quorum,
     QuorumFormed,
-    QuorumMember,
     QuorumRequest,
     RankHello,
     RankToGroup,
     Source,
     StateVersion,
-    Timestamp,
     ToLighthouse,
-    ToManagerServer,
     clip,
     decode_from_lighthouse,
-    decode_from_manager_server,
     decode_group_to_rank,
     decode_rank_to_group,
     decode_to_lighthouse,
-    decode_to_manager_server,
     encode,
     group_name,
     name_some,
@@ -53,18 +46,6 @@ SECONDS = st.floats(0, 1e9)
 DIGESTS = st.text("0123456789abcdef", max_size=32)
 VERSIONS = st.builds(StateVersion, step=COUNTS, quorum_id=COUNTS, epoch=TEXTS)
 NAMES = st.text(PRINTABLE.filter(lambda one: not "\U000e0000" <= one <= "\U000e0fff"), min_size=1, max_size=20)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
-    max_leaves=5,
-)
-MEMBERS = st.builds(
-    QuorumMember,
-    replica_id=NAMES,
-    address=TEXTS,
-    step=COUNTS,
-    data=st.none() | st.dictionaries(TEXTS, JSON, max_size=3),
-)
 SOURCES = st.builds(Source, replica_id=NAMES, replica_rank=RANKS, checkpoint_addresses=st.lists(TEXTS, max_size=3))
 SHOWN = st.builds(
     messages.StateShown,
@@ -72,7 +53,6 @@ SHOWN = st.builds(
     common=DIGESTS,
     open=st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
 )
-TIMES = st.builds(Timestamp, seconds=COUNTS, nanos=COUNTS)
 
 
 def strategy(message: type) -> st.SearchStrategy[object]:
@@ -83,13 +63,12 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "group_rank": st.integers(0, 65535),
         "group_world_size": st.integers(1, 65536),
         "heartbeat_timeout_s": st.floats(messages.MIN_HEARTBEAT_TIMEOUT_S, 1e9),
-        "store_address": TEXTS if message is messages.QuorumResult else PLACES,
+        "store_address": PLACES,
         "standby_store_address": PLACES,
         "replica_rank": RANKS,
         "replica_world_size": GROUPS,
         "num_contributors": GROUPS,
         "num_voters": COUNTS if message is CommitVote else GROUPS,
-        "max_world_size": GROUPS,
         "patience_s": SECONDS,
         "waited_s": SECONDS,
         "checkpoint_addresses": (st.nothing() if message is messages.Hello else st.none())
@@ -112,14 +91,6 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "lacks": st.sampled_from(messages.Lacks),
         "loading": st.sampled_from(messages.Loading),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
-        "recover_src_replica_rank": st.none() | RANKS,
-        "max_replica_rank": st.none() | RANKS,
-        "recover_dst_replica_ranks": st.lists(RANKS, max_size=3),
-        "replica_ids": st.lists(NAMES, max_size=3),
-        "member": MEMBERS,
-        "quorum": st.builds(
-            Quorum, quorum_id=COUNTS, participants=st.lists(MEMBERS, min_size=1, max_size=3), created=TIMES
-        ),
         "sources": st.lists(SOURCES, max_size=2),
     }
     fields: dict[str, st.SearchStrategy[object]] = {}
@@ -157,10 +128,8 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         (FromLighthouse, decode_from_lighthouse),
         (RankToGroup, decode_rank_to_group),
         (GroupToRank, decode_group_to_rank),
-        (ToManagerServer, decode_to_manager_server),
-        (FromManagerServer, decode_from_manager_server),
     ],
-    ids=["to lighthouse", "from lighthouse", "rank to group", "group to rank", "to manager server", "from it"],
+    ids=["to lighthouse", "from lighthouse", "rank to group", "group to rank"],
 )
 @settings(max_examples=by_default(40, thorough=100), deadline=None)
 @given(data=st.data())
@@ -305,10 +274,6 @@ GOOD = encode(Hello(protocol=1, replica_id="a"))
 @example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":1e300}')
 @example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":NaN}')
 @example('{"type":"Leave","reason":"' + "a" * 5000 + '"}')
-@example(
-    '{"type":"QuorumCall","request_id":1,"member":{"replica_id":"a","data":' + '{"a":' * 900 + "{}" + "}" * 901 + "}"
-)
-@example('{"type":"QuorumCall","request_id":1,"member":{"replica_id":"a","data":{"a":NaN}}}')
 @example('{"type":"Leave","reason":"\\ud800"}')
 @example('{"type":"Hello","protocol":1,"replica_id":"a","on_replicas_differ":"explode"}')
 @example('{"type":"CommitVote","quorum_id":1,"epoch":"","step":1,"approve":true,"state_digests":["' + "a" * 33 + '"]}')
@@ -317,14 +282,7 @@ GOOD = encode(Hello(protocol=1, replica_id="a"))
 )
 @example("{" + " " * (MAX_MESSAGE_BYTES + 1) + "}")
 def test_hostile_input_is_a_protocol_error_that_names_the_peer(data: str | bytes) -> None:
-    for decode in (
-        decode_to_lighthouse,
-        decode_from_lighthouse,
-        decode_rank_to_group,
-        decode_group_to_rank,
-        decode_to_manager_server,
-        decode_from_manager_server,
-    ):
+    for decode in (decode_to_lighthouse, decode_from_lighthouse, decode_rank_to_group, decode_group_to_rank):
         error = None
         try:
             decode(data, "peer 7")
@@ -381,3 +339,11 @@ def test_a_group_keeps_its_name_over_its_incarnations() -> None:
 def test_votes_say_by_default_that_they_count() -> None:
     assert CommitVote(quorum_id=1, epoch="e", step=0, approve=True).counts
     assert QuorumFormed.__struct_config__.frozen
+
+
+def test_the_addresses_of_a_group_are_encoded_once_for_all_who_are_told_them() -> None:
+    lists = [[f"http://10.0.0.{number}:1"] for number in range(20)]
+    for addresses in lists:
+        assert messages._encoded(addresses) is messages._encoded(addresses)
+        assert msgspec.json.decode(messages._encoded(addresses)) == addresses
+    assert len(messages._latest_encoded) <= 8

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from torchft_ckpt.core.services.rate import RateLimiter, bucket_of_bytes, piece_bytes
+from torchft_ckpt.core.services.rate import RateLimiter, TokenBucket, bucket_of_bytes, piece_bytes
 
 
 def test_a_burst_passes_at_once_and_the_next_request_is_told_how_long_to_wait() -> None:
@@ -103,3 +105,51 @@ def test_a_client_that_has_used_its_tokens_is_not_forgotten_for_others() -> None
     for client in range(1000):
         limiter.take(client, now=1.0)
     assert limiter.take("a", 1.0) > 0.0
+
+
+READS = st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 400), st.booleans()), min_size=1, max_size=30)
+
+
+@given(READS)
+def test_what_is_read_is_within_the_rate_as_an_oracle_counts_it(reads: list[tuple[float, int, bool]]) -> None:
+    """The oracle: since each moment when nothing was left to read, and since the beginning, at most burst and rate have come."""
+    rate, burst = 10.0, 100.0
+    bucket = TokenBucket(rate, burst, burst, 0.0)
+    now, since = 0.0, [(0.0, 0)]  # moments, and what had come by then
+    total = 0
+    for pause_s, amount, is_all in reads:
+        now, total = now + pause_s, total + amount
+        slack = min(burst + rate * (now - moment) - (total - by_then) for moment, by_then in since)
+        assume(abs(slack) > 1e-6)
+        is_within = bucket.read(amount, now, is_all=is_all)
+        assert is_within == (slack > 0)
+        if not is_within:
+            return
+        if is_all:
+            since.append((now, total))
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 64)), max_size=30), st.data())
+def test_who_keeps_to_the_rate_is_within_it_however_long_the_reader_stands_still_and_however_it_reads(
+    sent: list[tuple[float, int]], data: st.DataObject
+) -> None:
+    rate, burst = 10.0, 64.0
+    bucket, sender = TokenBucket(rate, burst, burst, 0.0), TokenBucket(rate, burst, burst, 0.0)
+    now, unread = 0.0, 0
+    for pause_s, amount in sent:
+        now += pause_s
+        amount = min(amount, int(sender.level(now)))
+        sender.reserve(amount, now)
+        unread += amount
+        if data.draw(st.booleans()):  # it reads, in one piece or in several
+            while unread:
+                piece = data.draw(st.integers(1, unread))
+                unread -= piece
+                assert bucket.read(piece, now, is_all=unread == 0)
+
+
+def test_one_that_has_gone_too_far_is_known_until_its_bucket_is_full_and_waits_in_a_row() -> None:
+    limiter = RateLimiter(rate_per_s=2.0, burst=2.0)
+    assert not limiter.knows("a", 0.0)
+    assert [limiter.reserve("a", 0.0, 0.5) for _ in range(5)] == [0.0, 0.0, 0.0, 0.5, 1.0]
+    assert [limiter.reserve("a", 0.5, 0.5), limiter.knows("a", 2.4), limiter.knows("a", 2.5)] == [0.5, True, False]

@@ -41,7 +41,6 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
-    CallerHello,
     CommitDecided,
     CommitVote,
     FromLighthouse,
@@ -162,18 +161,17 @@ def pools_of(rng: random.Random, epochs: list[str], ids: list[int], steps: list[
         "min_contributors": lambda: rng.choice([0, 1, 2]),
         "allow_heal": lambda: rng.random() < 0.9,
         "torn": lambda: rng.random() < 0.1,
-        "data": lambda: rng.choice([None, {"a": WIDE * 100}]),
     }
 
 
-ENDING = (Hello, CallerHello, messages.QuorumCall, messages.CallerHeartbeat, messages.CallGivenUp, messages.Leave)
+ENDING = (Hello, messages.Leave)
 """Whoever says one of these again is sent away, or goes."""
 OF_MEMBERS = {"QuorumFormed", "CommitDecided", "QuorumBroken", "StateLocated", "Refused", "QuorumPending"}
 
 
-@pytest.mark.parametrize("seed", range(4), ids=lambda seed: "callers" if seed == 3 else f"members {seed}")
+@pytest.mark.parametrize("seed", range(3))
 def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: int) -> None:
-    rng, of_callers = random.Random(20 + seed), seed == 3
+    rng = random.Random(40 + seed)
     jobs = Jobs(LighthouseSettings(min_replicas=1 + seed % 2, join_timeout_s=5.0), epoch="now")
     epochs, ids, steps = ["now.1", "old", "older", ""], [0, 0], [0, 0]
     chatter = Chatter(rng, pools_of(rng, epochs, ids, steps))
@@ -182,25 +180,22 @@ def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: i
     kinds = [kind for kind in kinds if kind not in (messages.ForgetJob, messages.LostAsked)]
     if seed == 0:
         kinds = [kind for kind in kinds if kind not in (messages.Drain, messages.LeaveWish)]
-    if of_callers:
-        kinds = [messages.QuorumCall] * 3 + [messages.CallerHeartbeat, messages.CallGivenUp, messages.CallerHello]
     now, seen = 0.0, set[str]()
     connections: list[str] = []
     for number in range(NUM_EVENTS // 4):
         now += rng.choice([0.0, 0.0, 0.01, 0.01, 0.5, 4.0])
         event: Any
         pending: list[Any] = []
-        if rng.random() < 0.002 and not of_callers:
+        if rng.random() < 0.002:
             jobs = Jobs(jobs.settings, epoch=f"life{number}")  # it was restarted
             connections, epochs[1:3], ids[1], steps[1] = [], epochs[:2], ids[0], steps[0]
         if len(connections) < 4 or rng.random() < 0.02:
             connections = [*connections[-7:], f"c{number}"]
             pending = [
                 Opened(connections[-1], None),
-                Received(connections[-1], CallerHello(protocol=PROTOCOL_VERSION)),
                 Received(connections[-1], Hello(protocol=PROTOCOL_VERSION, replica_id=rng.choice(NAMES))),
             ]
-            if rng.random() < 0.5 and not of_callers:
+            if rng.random() < 0.5:
                 said = chatter.message(Hello)
                 if rng.random() < 0.5:  # of a quorum that the lighthouse has forgotten
                     said = msgspec.structs.replace(
@@ -210,17 +205,16 @@ def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: i
                     pending[-1] = Received(connections[-1], decode_to_lighthouse(encode(said), "a member"))
                 except ProtocolError:
                     seen.add("refused at the door")
-            del pending[2 if of_callers else 1]
         elif rng.random() < 0.02:
             pending = [ConnectionClosed(connections.pop(rng.randrange(len(connections))))]
         elif rng.random() < 0.05:
             pending = [Tick()]
         else:
             kind = rng.choice(kinds)
-            if kind in ENDING and rng.random() < 0.9 and not of_callers:
+            if kind in ENDING and rng.random() < 0.9:
                 kind = QuorumRequest
             said = chatter.message(kind)
-            if rng.random() < 0.1 and not of_callers:  # whoever says it
+            if rng.random() < 0.1:  # whoever says it
                 quorum_id, epoch, step = rng.choice(list(zip(ids, epochs, steps, strict=False)))
                 said = msgspec.structs.replace(chatter.message(CommitVote), quorum_id=quorum_id, epoch=epoch, step=step)
             try:
@@ -269,7 +263,7 @@ def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: i
                         pending.append(Received(done.connection, decode_to_lighthouse(lost, "a member")))
             for state in jobs.states.values():
                 state.validate()
-    assert not ({"QuorumCalled", "CallerHeard"} if of_callers else OF_MEMBERS) - seen
+    assert not OF_MEMBERS - seen
     assert "LostTold" in seen or seed
 
 

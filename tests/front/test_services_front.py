@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.config import parse_host_port
-from torchft_ckpt.coordination import ManagerServer, group_service, lighthouse_server, manager_server
+from torchft_ckpt.coordination import group_service, lighthouse_server
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Hello, RankHello, encode
 from torchft_ckpt.core.services.proofs import RankProof
@@ -60,26 +60,6 @@ def manager_service(token: str = TOKEN, hostname: str = "127.0.0.1", world_size:
             service.shutdown("the test is over")
 
 
-@contextlib.contextmanager
-def server_of_calls(token: str = TOKEN) -> Iterator[Address]:
-    with lighthouse(token) as (host, port):
-        server = ManagerServer(
-            replica_id="g",
-            lighthouse_addr=f"{host}:{port}",
-            hostname="127.0.0.1",
-            bind="127.0.0.1:0",
-            store_addr="g:1",
-            world_size=2,
-            heartbeat_interval=timedelta(seconds=1),
-            connect_timeout=LONG,
-            token=token,
-        )
-        try:
-            yield parse_host_port(server.address(), what="address")
-        finally:
-            server.shutdown()
-
-
 of_websockets = pytest.mark.parametrize(
     ("serving", "path", "hello"),
     [
@@ -88,7 +68,7 @@ of_websockets = pytest.mark.parametrize(
     ],
     ids=["lighthouse", "manager service"],
 )
-of_all = pytest.mark.parametrize("serving", [lighthouse, manager_service, server_of_calls])
+of_all = pytest.mark.parametrize("serving", [lighthouse, manager_service])
 
 
 @pytest.fixture
@@ -96,8 +76,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fronts wait for a moment only."""
     limits = dataclasses.replace(lighthouse_server._LIMITS, head_timeout_s=SHORT_S)
     monkeypatch.setattr(lighthouse_server, "_LIMITS", limits)
-    for module in (group_service, manager_server):
-        monkeypatch.setattr(module, "FrontLimits", functools.partial(FrontLimits, head_timeout_s=SHORT_S))
+    monkeypatch.setattr(group_service, "FrontLimits", functools.partial(FrontLimits, head_timeout_s=SHORT_S))
 
 
 def connected(address: Address, from_host: str = "127.0.0.1") -> socket.socket:
@@ -190,6 +169,22 @@ def test_many_come_in_from_one_address(
             for sock in socks:
                 sock.sendall(handshake(path, token))
             assert [sock.recv(12) for sock in socks] == [b"HTTP/1.1 101"] * 50
+
+
+@pytest.mark.parametrize("token", [TOKEN, ""], ids=["with a token", "without one"])
+def test_a_lighthouse_takes_half_of_the_descriptors_of_its_process(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft_ckpt.front.limits.max_descriptors", lambda: 40)
+    request = f"GET /healthz HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    with lighthouse(token) as address, contextlib.ExitStack() as opened:
+        socks = []
+        for _ in range(30):
+            sock = opened.enter_context(connected(address))
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(request)
+                sock.recv(12)
+            socks.append(sock)
+        wait_until(lambda: sum(map(is_open, socks)) == 20)
+        assert all(map(is_open, socks[:20]))
 
 
 MALFORMED = {

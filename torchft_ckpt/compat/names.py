@@ -66,6 +66,14 @@ _FUTURE = Instead(
 )
 _SLOW_STREAM = Instead("a process group's `timeout` ends collectives on a stream that does not complete")
 _DUMMY = Instead("it runs Baby process groups in threads, and there are none here")
+_BY_HAND = Instead(
+    "use Manager (start_quorum, allreduce, should_commit): here the lighthouse decides each step once for all groups, and nobody"
+    " votes by hand"
+)
+_MEMBERS = Instead(
+    "ask the Manager (num_participants(), participating_rank(), current_step()), or the lighthouse's `status`, which names the"
+    " groups"
+)
 _STREAMS = Instead("use torch.accelerator's streams and synchronize()")
 
 TABLE: dict[str, dict[str, Entry]] = {
@@ -95,6 +103,15 @@ TABLE: dict[str, dict[str, Entry]] = {
         "allreduce_quantized": _QUANTIZED,
         "get_padded_sizes": _QUANTIZED,
         "reduce_scatter_quantized": _QUANTIZED,
+    },
+    "coordination": {
+        "LighthouseClient": _BY_HAND,
+        "ManagerClient": _BY_HAND,
+        "ManagerServer": _BY_HAND,
+        "Quorum": _MEMBERS,
+        "QuorumMember": _MEMBERS,
+        "QuorumResult": _MEMBERS,
+        "Timestamp": _MEMBERS,
     },
     "futures": {
         "WATCHDOG_TIMEOUT_SEC": Value("TORCHFT_WATCHDOG_TIMEOUT_SEC"),

@@ -4,30 +4,17 @@
     channel                one WebSocket: ordered bounded sending, decoded receiving, closing
     lighthouse_server      the lighthouse as a service
     lighthouse_connection  a group's one connection to it, kept up
-    lighthouse_calls       calls for quorums to it, for trainers without a Manager
-    manager_server         torchft's manager service on top of these, and its client
     group_service          group rank 0: this group's ranks on one side, the lighthouse on the other
     rank_session           group ranks above 0: the connection to their group's service
 
 They receive, hand to the core, carry out what it says and arm one timer. No torch is imported here.
 """
 
+from torchft_ckpt.compat.names import lookup
 from torchft_ckpt.coordination.group_service import GroupService
-from torchft_ckpt.coordination.lighthouse_calls import LighthouseClient
 from torchft_ckpt.coordination.lighthouse_server import LighthouseServer
-from torchft_ckpt.coordination.manager_server import ManagerClient, ManagerServer
 from torchft_ckpt.coordination.rank_session import RankSession
-from torchft_ckpt.core.coordination.messages import Quorum, QuorumMember, QuorumResult, Timestamp
 
-__all__ = [
-    "GroupService",
-    "LighthouseClient",
-    "LighthouseServer",
-    "ManagerClient",
-    "ManagerServer",
-    "Quorum",
-    "QuorumMember",
-    "QuorumResult",
-    "RankSession",
-    "Timestamp",
-]
+__all__ = ["GroupService", "LighthouseServer", "RankSession"]
+
+__getattr__ = lookup(__name__)

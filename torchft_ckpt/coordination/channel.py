@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import aiohttp
 from aiohttp import web
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_MESSAGES = 1024
 MAX_QUEUED_BYTES = 8 << 20
 CLOSE_TIMEOUT_S = 1.0
+_IN_A_ROW = 4
 
 
 def request_socket(request: web.Request) -> socket.socket | None:
@@ -57,18 +58,21 @@ async def open_websocket(
 
     Raises:
         web.HTTPBadRequest: it is no handshake of a WebSocket, or the client has gone.
+        web.HTTPTooManyRequests: the client had too many closed, as they sent too much.
     """
+    showed_token(request)
+    await becomes_websocket(request)
     websocket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, timeout=1.0)
     websocket.headers.update(headers or {})
     try:
         await websocket.prepare(request)
     except ValueError as error:  # of a key that is not ASCII, say
         front.log.warning("refused %s: not the handshake of a WebSocket", client_of(request))
-        raise web.HTTPBadRequest(text="not the handshake of a WebSocket") from error
+        refusal = web.HTTPBadRequest(text="not the handshake of a WebSocket")
+        refusal.force_close()  # what comes is taken for messages already
+        raise refusal from error
     except ConnectionError as error:  # nobody reads this answer either
         raise web.HTTPBadRequest(text="the connection was lost") from error
-    showed_token(request)
-    becomes_websocket(request)
     return websocket
 
 
@@ -116,6 +120,9 @@ class Channel:
         self._writer = asyncio.get_running_loop().create_task(self._write())
         self.sent_at = asyncio.get_running_loop().time()
         """The time, on the loop's clock, when a message was last handed to the socket."""
+        self._is_closing = False
+        self.charge: Callable[[int], object] = lambda _: None
+        """Called with the bytes of each message that is sent."""
 
     def send(self, message: Message) -> None:
         """Queue a message. After `close` it is dropped."""
@@ -133,9 +140,18 @@ class Channel:
         else:
             self._queued_bytes += num_bytes
             self._outgoing.put_nowait(text)
+            self.charge(num_bytes)
+
+    def end(self, message: Message) -> None:
+        """Send one last message in place of those that wait, and close."""
+        while not self._outgoing.empty():
+            self._outgoing.get_nowait()
+        self.send(message)
+        self.close()
 
     def close(self) -> None:
-        """Close after what was queued has been sent."""
+        """Close after what was queued has been sent. Nothing more is read."""
+        self._is_closing = True
         if not self._writer.done():
             self._outgoing.put_nowait(None)
 
@@ -147,17 +163,25 @@ class Channel:
             await asyncio.gather(self._writer, return_exceptions=True)
 
     async def messages(self) -> AsyncIterator[str | bytes]:
-        """Yield what comes in; ends when the connection does, for whatever reason."""
+        """Yield what comes in; ends when the connection does, for whatever reason, or with `close` or `abort`.
+
+        Now and then others have their turn: aiohttp hands on all that it has read without a pause.
+        """
+        num_read = 0
         try:
             async for message in self._websocket:
-                if message.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+                if self._is_closing or message.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
                     break
                 yield message.data
+                num_read += 1
+                if num_read % _IN_A_ROW == 0:
+                    await asyncio.sleep(0)
         except ConnectionError as error:  # its ping was to be answered, and it has gone
             logger.debug("the connection to %s ended: %r", self._name, error)
 
     def abort(self) -> None:
         """End the connection now; what was not sent is lost."""
+        self._is_closing = True
         self._writer.cancel()
         if self._sock is not None:
             try:

@@ -36,15 +36,15 @@ from torchft_ckpt.core.coordination.messages import (
     GroupToRank,
     Heartbeat,
     Hello,
-    RankHello,
     RankToGroup,
     Refused,
+    decode_rank_hello,
     decode_rank_to_group,
     refuse_unreadable,
 )
 from torchft_ckpt.core.services.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import CoordinationError, JobFinishedError, ProtocolError
-from torchft_ckpt.front.limits import FrontLimits, introduced
+from torchft_ckpt.front.limits import FrontLimits, introduced, on_overrun
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import advertised_host, bind_for, join_host_port, listen_as
 
@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 DEAD_PEER_TIMEOUT_S = 10.0
 _BACKLOG = 128
 _MAX_STRANGERS = 64
+_MAX_HELLO_BYTES = 4096
 
 
 class GroupService:
@@ -224,23 +225,27 @@ class GroupService:
         channel = Channel(websocket, request_socket(request), party, DEAD_PEER_TIMEOUT_S)
         rank: int | None = None
         reason = "its connection closed"
+        channel.charge = on_overrun(
+            request, lambda what: channel.end(Refused(code="rate", reason=f"{party} sent {what}"))
+        )
         try:
             async for data in channel.messages():
-                message = decode_rank_to_group(data, party)
-                if rank is not None:
-                    self._heard_at[rank] = asyncio.get_running_loop().time()
-                if isinstance(message, RankHello):
-                    refusal = self._state.refusal(message.group_rank, message)
-                    if refusal is not None or message.group_rank in self._channels:
-                        channel.send(
-                            refusal or Refused(code="config", reason=f"rank {message.group_rank} is connected")
-                        )
+                if rank is None:  # who has not said so is no rank: nothing else is read of it
+                    if len(data) > _MAX_HELLO_BYTES:
+                        raise ProtocolError(f"{party} sent {len(data)} bytes, and no RankHello", party)
+                    hello = decode_rank_hello(data, party)
+                    refusal = self._state.refusal(hello.group_rank, hello)
+                    if refusal is not None or hello.group_rank in self._channels:
+                        channel.send(refusal or Refused(code="config", reason=f"rank {hello.group_rank} is connected"))
                         break
                     introduced(request)
-                    rank, party = message.group_rank, f"group rank {message.group_rank} at {client_of(request)}"
+                    rank, party = hello.group_rank, f"group rank {hello.group_rank} at {client_of(request)}"
                     self._channels[rank] = channel
                     self._heard_at[rank] = asyncio.get_running_loop().time()
-                elif rank is not None and not isinstance(message, Heartbeat):
+                    continue
+                message = decode_rank_to_group(data, party)
+                self._heard_at[rank] = asyncio.get_running_loop().time()
+                if not isinstance(message, Heartbeat):
                     self._handle(RankMessage(rank, message))
         except ProtocolError as error:
             front.log.warning("%s", error)

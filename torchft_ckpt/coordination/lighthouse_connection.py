@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 
 import aiohttp
@@ -21,7 +21,6 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     SAME_EVERYWHERE,
-    CallerHello,
     Dropped,
     FromLighthouse,
     Heartbeat,
@@ -79,7 +78,6 @@ class LighthouseConnection:
         on_refused: called when the lighthouse will not have this group any more; there will be no further attempt.
         heartbeat_interval: a heartbeat is sent when nothing else was for so long.
         connect_timeout: of one attempt.
-        heartbeats: makes what is sent to say who lives.
     """
 
     def __init__(
@@ -88,13 +86,12 @@ class LighthouseConnection:
         *,
         job: str,
         token: str,
-        hello: Callable[[], Hello | CallerHello],
+        hello: Callable[[], Hello],
         on_message: Callable[[FromLighthouse], None],
         on_up: Callable[[], None],
         on_refused: Callable[[CoordinationError], None],
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
-        heartbeats: Callable[[], Iterable[ToLighthouse]] = lambda: (Heartbeat(),),
     ) -> None:
         self.address = join_host_port(*config.parse_host_port(address, what="lighthouse address"))
         self._job = job
@@ -103,7 +100,6 @@ class LighthouseConnection:
         self._on_message = on_message
         self._on_up = on_up
         self._on_refused = on_refused
-        self._heartbeats = heartbeats
         self._interval_s = heartbeat_interval.total_seconds()
         self._pause_s = self._interval_s
         self.store_address = ""
@@ -117,10 +113,6 @@ class LighthouseConnection:
         """The lighthouse's patience, as it said at the last welcome."""
         self._may_connect = asyncio.Event()
         self._may_connect.set()
-
-    @property
-    def is_up(self) -> bool:
-        return self._channel is not None
 
     async def start(self) -> None:
         """Connect, and keep the connection up from then on.
@@ -248,7 +240,7 @@ class LighthouseConnection:
                         self._on_refused(_refused(message, self.address))
                         return
                     if isinstance(message, Dropped):
-                        logger.warning("the lighthouse took this group for dead: %s; connecting again", message.reason)
+                        logger.warning("the lighthouse dropped this group: %s; connecting again", message.reason)
                         is_explained = True
                     else:
                         self._on_message(message)
@@ -308,8 +300,7 @@ class LighthouseConnection:
             due = channel.sent_at + self._pause_s
             now = loop.time()
             if now >= due:
-                for message in self._heartbeats():
-                    channel.send(message)
+                channel.send(Heartbeat())
                 due = now + self._pause_s
             await asyncio.sleep(due - now)
 

@@ -38,13 +38,13 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 )
 from torchft_ckpt.core.coordination.messages import (
     MIN_HEARTBEAT_TIMEOUT_S,
-    CallerHello,
+    Dropped,
     Hello,
     decode_to_lighthouse,
     refuse_unreadable,
 )
 from torchft_ckpt.errors import ConfigError, ProtocolError
-from torchft_ckpt.front.limits import FrontLimits, introduced
+from torchft_ckpt.front.limits import FrontLimits, introduced, on_overrun
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import advertised_host, bearer_matches, join_host_port, listen_as
 from torchft_ckpt.threads import end_at_exit
@@ -108,7 +108,7 @@ class LighthouseServer:
             allow_step_loss=allow_step_loss,
         )
         self._unix_time_of_zero = time.time() - time.monotonic()
-        self._jobs = Jobs(self._settings, epoch=uuid.uuid4().hex[:8], unix_time_of_zero=self._unix_time_of_zero)
+        self._jobs = Jobs(self._settings, epoch=uuid.uuid4().hex[:8])
         self._channels: dict[str, Channel] = {}
         self._names = (f"connection-{number}" for number in itertools.count(1))
         self._timer: asyncio.TimerHandle | None = None
@@ -169,10 +169,13 @@ class LighthouseServer:
         self._channels[name] = channel
         self._handle(Opened(name, request.query.get("job")))
         reason = "its connection closed"
+        channel.charge = on_overrun(
+            request, lambda what: channel.end(Dropped(f"it sent {what}; its connection was closed"))
+        )
         try:
             async for data in channel.messages():
                 message = decode_to_lighthouse(data, party)
-                if isinstance(message, Hello | CallerHello):
+                if isinstance(message, Hello):
                     introduced(request)
                 self._handle(Received(name, message))
         except ProtocolError as error:
@@ -235,12 +238,11 @@ async def _serve_health(_: web.Request) -> web.Response:
 
 def _in_short(state: LighthouseState) -> dict[str, object]:
     return {
-        "kind": "callers" if state.callers.who else "managers" if state.members or state.round else "",
-        "groups": sorted([*state.members, *state.callers.members]),
-        "quorum_id": state.callers.quorum.quorum_id if state.callers.quorum else state.quorum_id,
+        "groups": sorted(state.members),
+        "quorum_id": state.quorum_id,
         "newest_step": state.newest_step,
         "finished_step": state.finished_step,
-        "reason": state.callers.reason or state.reason,
+        "reason": state.reason,
     }
 
 
@@ -255,21 +257,9 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
             "leaving": member.wishes_to_leave,
         }
         for member in state.members.values()
-    ] + [
-        {
-            "replica_id": replica_id,
-            "step": caller.step,
-            "waiting_s": round(now - caller.called_at, 3) if caller.call else None,
-            "reason": "",
-            "silent_s": round(now - caller.last_seen, 3),
-            "leaving": "",
-        }
-        for replica_id, caller in state.callers.members.items()
     ]
-    last = state.callers.quorum
-    participants = [member.replica_id for member in last.participants] if last else []
     return _in_short(state) | {
-        "participants": participants or (list(state.round.tally.roles) if state.round else []),
+        "participants": list(state.round.tally.roles) if state.round else [],
         "members": members,
         "lost": dict(state.lost_members),
     }

@@ -75,15 +75,6 @@ class LoopThread:
                 logger.debug("%s had ended already: %s", self._thread.name, error)
             self.stop()
 
-    def finish_soon(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Finish without waiting: for finalizers, which run in any thread, this one too."""
-        if os.getpid() == self._owner:
-            self.call_soon(self._finish_here, last)
-
-    def _finish_here(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        self._last = self.loop.create_task(last())  # a loop keeps no task alive
-        self._last.add_done_callback(lambda _: self.loop.stop())
-
     def stop(self) -> None:
         """End the loop and its thread; may be called twice."""
         self.call_soon(self.loop.stop)

@@ -7,6 +7,9 @@ aiohttp limits one line of a head, but neither the whole of it nor the time that
 connections there are. So each connection is a `GuardedConnection`: it hands what comes on to aiohttp's own protocol, counts,
 and holds one timer. A middleware tells it when a request is being answered. The timer also bounds how long a client that opens
 a WebSocket may take to introduce itself; from then on the handler watches the connection.
+
+What comes on a WebSocket is counted before aiohttp takes it apart. Who sends too much is told so and closed, and nothing more of
+it is read, also what lies in the kernel. Its client waits before it opens another.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from torchft_ckpt.core.services.admission import Admission, ConnectionLimits
-from torchft_ckpt.core.services.rate import RateLimiter
+from torchft_ckpt.core.services.frames import FrameCounter
+from torchft_ckpt.core.services.rate import RateLimiter, TokenBucket
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.network import bearer_matches, max_descriptors
 
@@ -35,8 +39,16 @@ logger = logging.getLogger(__name__)
 _LOG_PAUSE_S = 1.0
 _REFUSAL_DELAY_S = 0.05
 _LATE = 0.5
+_LINGER_S = 1.0
 _SHARE_OF_DESCRIPTORS = 4
 _END_OF_HEAD = b"\r\n\r\n"
+MESSAGES_PER_S, MESSAGES_AT_ONCE = 4000.0, 2000.0
+"""Of one WebSocket, each `_MESSAGE_BYTES` of them counting as one. A trainer that computes nothing makes some 300 a second."""
+REOPENINGS_PER_S, OVERRUNS_AT_ONCE = 2.0, 10.0
+"""Of a client: WebSockets that it opens once it had so many closed, as they sent too much."""
+_MESSAGE_BYTES = 4096
+_MAX_TURN_S = 10.0
+_READ_BYTES = 256 * 1024  # asyncio reads at most so much at once: less was all there was
 # Of Linux's struct tcp_info: where tcpi_unacked, tcpi_bytes_acked and tcpi_notsent_bytes are, and where the last one ends.
 _UNACKED, _BYTES_ACKED, _NOTSENT, _TCP_INFO_BYTES = 24, 120, 144, 148
 
@@ -48,8 +60,9 @@ class FrontLimits:
     A stranger is a client that has not shown the token or, in a job without one, that has not made a request.
 
     Args:
-        max_connections: open at once, all clients together; each costs a descriptor.
-        max_connections_per_client: open at once from one client: without the token where there is one, else in all.
+        max_connections: open at once, all clients together; never more than half of the descriptors that the process may have.
+        max_connections_per_client: open at once from one client: without the token where there is one, else in all. With the
+            token it may have more, up to half of all.
         max_strangers: open at once without the token, all clients together; never more than a quarter of the descriptors
             that the process may have.
         max_requests_per_s: of one client, for ever; twice as many may come at once.
@@ -126,12 +139,16 @@ class ClientLimits:
         self.log = SparseLog(logger)
         self._token = token
         self._rates = RateLimiter(limits.max_requests_per_s, max(2 * limits.max_requests_per_s, 1.0))
+        self.overruns = RateLimiter(REOPENINGS_PER_S, OVERRUNS_AT_ONCE)
+        """Of each client: WebSockets that were closed because they sent too much, and that it opens after that."""
+        total = max(min(limits.max_connections, max_descriptors() // 2), 1)
         self._admission = Admission(
             ConnectionLimits(
-                total=limits.max_connections,
+                total=total,
                 strangers=max(min(limits.max_strangers, max_descriptors() // _SHARE_OF_DESCRIPTORS), 1),
                 per_client=limits.max_connections_per_client,
                 binds_known=not token,
+                known_per_client=max(limits.max_connections_per_client, total // 2),
             )
         )
         self._connections: set[GuardedConnection] = set()
@@ -239,8 +256,16 @@ class GuardedConnection(asyncio.Protocol):
         self._num_acknowledged: int | None = None
         self._answering = False
         self._is_whole: Callable[[], bool] = lambda: True
+        self._num_after_head = 0
+        """Bytes that came behind the head that came last."""
         self._has_messages = False
         """Whether what comes are messages, and no requests any more."""
+        self._frames = FrameCounter()
+        self._allowance = TokenBucket(MESSAGES_PER_S, MESSAGES_AT_ONCE, MESSAGES_AT_ONCE, self._loop.time())
+        self._is_over = False
+        """Whether it sent too much: nothing more of it is taken."""
+        self.on_overrun: Callable[[str], None] = lambda _: self.abort()
+        """Tells the client what it did, and closes the connection; it is cut a moment later in any case."""
         self._between_requests = False
         self._left = False
         self.opening: asyncio.Task[None] | None = None
@@ -259,14 +284,19 @@ class GuardedConnection(asyncio.Protocol):
         elif self.opening is not None:
             self.opening.cancel()
 
-    def begin_messages(self) -> None:
-        """Count bytes no more; close it if `end_wait` does not follow in time."""
-        self._has_messages = True
+    def begin_messages(self) -> bool:
+        """Take what comes for frames, before the handshake is answered; close it if `end_wait` does not follow in time.
+
+        Returns whether nothing has come that nobody may send before that answer.
+        """
+        self._has_messages, self._allowance.at = not self._num_after_head, self._loop.time()
         self._arm()
+        return self._has_messages
 
     def end_wait(self) -> None:
         """Let it be silent for as long as its request is being answered."""
-        self._disarm()
+        if not self._is_over:
+            self._disarm()
 
     @contextlib.contextmanager
     def answering(self, is_whole: Callable[[], bool] = lambda: True) -> Iterator[None]:
@@ -298,12 +328,18 @@ class GuardedConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._has_messages:
-            self.inner.data_received(data)
+            amount = self._frames.count(data) + len(data) / _MESSAGE_BYTES
+            if self.spend(amount, is_all=len(data) < _READ_BYTES):
+                self.inner.data_received(data)
+            elif self._transport is not None:
+                self._transport.pause_reading()  # each time: aiohttp reads on when it has handed on what it had
             return
+        self._num_after_head += len(data)
         if not self._has_head:
             joined = self._last_bytes + data
             end = joined.find(_END_OF_HEAD)
             self._has_head = end >= 0
+            self._num_after_head = len(joined) - end - len(_END_OF_HEAD) if self._has_head else 0
             head_bytes = self._num_unanswered_bytes - len(self._last_bytes)
             head_bytes += end + len(_END_OF_HEAD) if self._has_head else len(joined)
             self._last_bytes = joined[1 - len(_END_OF_HEAD) :]
@@ -335,6 +371,20 @@ class GuardedConnection(asyncio.Protocol):
         self._disarm()
         self.leave()
         self.inner.connection_lost(exc)
+
+    def spend(self, amount: float, *, is_all: bool) -> bool:
+        """Whether it may have sent, or asked for, so much; from the first time that it may not it is over."""
+        now = self._loop.time()
+        if self._is_over or self._allowance.read(amount, now, is_all=is_all):
+            return not self._is_over
+        self._is_over = True
+        self.clients.overruns.reserve(self.client, now, _MAX_TURN_S)
+        what = f"or asked for more than {MESSAGES_PER_S:g} messages a second, or as many times {_MESSAGE_BYTES} bytes"
+        self.clients.log.warning("%s: a connection of %s sent %s; it was closed", self.clients.name, self.client, what)
+        self.on_overrun(what)
+        self._disarm()
+        self._timer = self._loop.call_later(_LINGER_S, self.abort)
+        return False
 
     # The timer
 
@@ -395,11 +445,33 @@ def showed_token(request: web.Request) -> None:
         connection.clients.show(connection)
 
 
-def becomes_websocket(request: web.Request) -> None:
-    """Take what comes on the connection of a request for messages, which is closed if `introduced` does not follow in time."""
+async def becomes_websocket(request: web.Request) -> None:
+    """Take what comes on the connection of a request for messages, which is closed if `introduced` does not follow in time.
+
+    Raises:
+        web.HTTPTooManyRequests: its client had too many closed, as they sent too much.
+        web.HTTPBadRequest: it has gone, or sent something behind its handshake.
+    """
+    connection, now = _connection_of(request), asyncio.get_running_loop().time()
+    if connection is not None and connection.clients.overruns.knows(connection.client, now):
+        wait_s = connection.clients.overruns.reserve(connection.client, now, _MAX_TURN_S)
+        await asyncio.sleep(wait_s if wait_s <= _MAX_TURN_S else _LINGER_S)
+        if wait_s > _MAX_TURN_S:
+            raise web.HTTPTooManyRequests(text="connections of this client sent too much")
+    if connection is None or not connection.begin_messages():
+        raise web.HTTPBadRequest(text="nothing may be sent before the answer to a handshake")
+
+
+def on_overrun(request: web.Request, tell: Callable[[str], None]) -> Callable[[int], object]:
+    """Have a function called if the WebSocket that a request became sends too much; it tells the client and closes it.
+
+    Returns what is to be called with the bytes of each answer: short questions for long answers count as those.
+    """
     connection = _connection_of(request)
-    if connection is not None:
-        connection.begin_messages()
+    if connection is None:
+        return lambda _: None
+    connection.on_overrun = tell
+    return lambda num_bytes: connection.spend(num_bytes / _MESSAGE_BYTES, is_all=False)
 
 
 def introduced(request: web.Request) -> None:

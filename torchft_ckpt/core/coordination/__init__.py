@@ -28,11 +28,9 @@ patience            how long to wait before trying again
 speaking            which group writes for the job what all would write
 equality            which votes show different states of one name
 trial               whether the groups that ask for a quorum hold one state, and what those load that do not
-callers             quorums of callers of `LighthouseClient.quorum`
 
 A replica group and its ranks:
 group               all ranks of a group take part in a step, or none does
-rank_calls          calls that all ranks of a group make, and the answer to each
 ranks_together      when the ranks of a group load a state, and apply redo entries: all of them, or none
 replica             the life of one rank's step: what it holds, whether it may contribute, vote and commit; who shares the step
 meeting             whether a rank and the rank 0 that it finds at a store are of one group

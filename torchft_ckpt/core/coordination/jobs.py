@@ -5,8 +5,12 @@
     for instruction in jobs.handle(Received("conn-1", Hello(...)), now=12.0): ...
     jobs.next_deadline()  # call handle(Tick(), now) then
 
-A job begins with the first group, or caller, that is welcomed under its name, and is remembered when its groups are gone: they
-may come back. Of a finished one only its step stays. A job that never had a quorum is forgotten with its last group.
+A job begins with the first group that is welcomed under its name, and is remembered when its groups are gone: they may come
+back. Of a finished one only its step stays. A job that had no quorum in this life of the lighthouse is forgotten with its last
+group, whatever its groups said of earlier ones: they say it again.
+
+All jobs share a bound on the addresses that groups give. Above it the group that gives most is dropped. Each has a rate of lines
+in the log.
 
 Names are no secrets, and no boundary between users: who has the lighthouse's token may name any job.
 """
@@ -31,7 +35,18 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
     Send,
     Tick,
 )
-from torchft_ckpt.core.coordination.messages import AllowStepLoss, Done, Drain, ForgetJob, Refused, clip, name_some
+from torchft_ckpt.core.coordination.messages import (
+    AllowStepLoss,
+    Done,
+    Drain,
+    Dropped,
+    ForgetJob,
+    Refused,
+    ToLighthouse,
+    clip,
+    name_some,
+)
+from torchft_ckpt.core.services.rate import RateLimiter
 from torchft_ckpt.core.text import printable
 
 DEFAULT_JOB = "default"
@@ -40,6 +55,10 @@ MAX_JOBS = 256
 """Jobs that are not over."""
 MAX_FINISHED = 4096
 """Jobs that are over."""
+MAX_ADDRESS_BYTES = 16 << 20
+"""Of memory, for the addresses of all groups together: a thousand groups of 64 ranks take some 7 MiB."""
+LINES_PER_S, LINES_AT_ONCE = 20.0, 5000.0
+"""Of a job in the log, and as many warnings."""
 
 
 def is_job_name(name: str) -> bool:
@@ -59,18 +78,21 @@ class FinishedJob:
 class Jobs:
     """All that the lighthouse knows, with the arguments of `LighthouseState`. Not thread-safe: one caller at a time."""
 
-    def __init__(self, settings: LighthouseSettings, epoch: str, unix_time_of_zero: float = 0.0) -> None:
+    def __init__(self, settings: LighthouseSettings, epoch: str) -> None:
         self.settings = settings
         self.states: dict[str, LighthouseState] = {}
         """By name, those that have begun and are not over."""
         self.finished: OrderedDict[str, FinishedJob] = OrderedDict()
         """By name, those that are over and whose groups are gone, the latest last."""
         self._epoch = epoch
-        self._unix_time_of_zero = unix_time_of_zero
         self._num_begun = 0
         self._job_of: dict[str, str | None] = {}
         """By connection; None: it named none."""
         self._deadlines: dict[str, float] = {}
+        self._address_bytes: dict[str, int] = {}
+        """By connection, of those that have given addresses."""
+        self._lines = RateLimiter(LINES_PER_S, LINES_AT_ONCE)
+        self._num_left_out: dict[str, int] = {}
 
     def handle(self, event: Opened | Event, now: float) -> list[Instruction]:
         """Take an event, return what to do, in order. `now` in seconds, never falling."""
@@ -82,6 +104,7 @@ class Jobs:
         job = self._job_of.get(event.connection)
         if isinstance(event, ConnectionClosed):
             self._job_of.pop(event.connection, None)
+            self._address_bytes.pop(event.connection, None)
             name = job or DEFAULT_JOB
             return self._tell(name, event, now) if name in self.states else []
         if event.connection not in self._job_of:
@@ -93,7 +116,7 @@ class Jobs:
             if len(self.states) >= MAX_JOBS and name not in self.finished:
                 return list(self._refuse(event.connection, self._why_full(name)))
             self._begin(name)
-        return self._tell(name, event, now)
+        return [*self._tell(name, event, now), *self._bound_addresses(event.connection, event.message)]
 
     def next_deadline(self) -> float | None:
         """Return when `Tick` is due, if nothing else happens before."""
@@ -102,10 +125,16 @@ class Jobs:
     def _tell(self, name: str, event: Event, now: float) -> list[Instruction]:
         """Hand an event to a job, and put the job away where that was the last of it."""
         state = self.states[name]
-        instructions: list[Instruction] = [
-            Log(printable(f"job {name}: {done.line}"), done.is_warning) if isinstance(done, Log) else done
-            for done in state.handle(event, now)
-        ]
+        instructions: list[Instruction] = []
+        for done in state.handle(event, now):
+            if not isinstance(done, Log):
+                instructions.append(done)
+            elif self._lines.take((name, done.is_warning), now) > 0:
+                self._num_left_out[name] = self._num_left_out.get(name, 0) + 1
+            else:
+                num = self._num_left_out.pop(name, 0)
+                more = f" ({num} lines of this job were left out before)" if num else ""
+                instructions.append(Log(printable(f"job {name}: {done.line}{more}"), done.is_warning))
         if name in self.finished and self.finished[name].step != state.newest_step:
             del self.finished[name]  # it went on
         deadline = state.next_deadline()
@@ -129,7 +158,6 @@ class Jobs:
         self.states[name] = LighthouseState(
             self.settings,
             epoch=f"{self._epoch}.{self._num_begun}",
-            unix_time_of_zero=self._unix_time_of_zero,
             finished_step=over.step if over is not None else None,
         )
 
@@ -149,6 +177,19 @@ class Jobs:
         self._job_of.pop(connection, None)
         yield Send(connection, Refused(code="job", reason=reason))
         yield Close(connection)
+
+    def _bound_addresses(self, connection: str, message: ToLighthouse) -> Iterator[Instruction]:
+        """Drop those that give the most, until what is left has room."""
+        addresses = getattr(message, "checkpoint_addresses", None)
+        if not addresses:
+            return
+        self._address_bytes[connection] = sum(map(str.__sizeof__, addresses))
+        while sum(self._address_bytes.values()) > MAX_ADDRESS_BYTES:
+            most = max(self._address_bytes, key=self._address_bytes.__getitem__)
+            num_bytes = self._address_bytes.pop(most)
+            reason = f"its addresses take {num_bytes} bytes, more than those of any other group, and all have {MAX_ADDRESS_BYTES}"
+            yield Send(most, Dropped(reason=reason))
+            yield Close(most)
 
     def _why_full(self, name: str) -> str:
         deserted = [other for other, state in self.states.items() if state.is_deserted]
@@ -184,7 +225,7 @@ class Jobs:
         elif isinstance(message, Drain):
             yield from self._drain(connection, message, name, now)
         elif state is not None and not state.is_deserted:
-            groups = name_some(sorted([*state.members, *state.callers.members]))
+            groups = name_some(sorted(state.members))
             yield from self._refuse(
                 connection, f"job {name} is not forgotten: groups of it are connected ({groups}); end them first"
             )

@@ -17,9 +17,6 @@ What must hold, whatever happens (the simulation in `tests/simulation` checks it
   then while a holder of a newer state is alive or was disconnected a moment ago.
 `LighthouseState.validate` says what holds between two events.
 
-A job is run by Managers, as described here, or by callers of `LighthouseClient.quorum` (`callers`). The first one to
-connect settles which; the lighthouse refuses the other kind.
-
 Who is a member: `roster`. Which states there are, and who may hold them: `history`. How a step goes once its quorum has formed:
 `deciding`. Who stays outside of the quorum, and what such a group is told: `beside`. When a group that is to leave may go:
 `leaving`. What a restarted lighthouse learns from its members: `restart`.
@@ -34,7 +31,6 @@ from collections.abc import Collection, Iterator, Mapping
 import msgspec
 
 from torchft_ckpt.core.coordination.beside import Beside
-from torchft_ckpt.core.coordination.callers import CallerMessage, Callers
 from torchft_ckpt.core.coordination.cold_start import decide_cold_start
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
@@ -57,7 +53,6 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_GROUPS,
     PROTOCOL_VERSION,
     AllowStepLoss,
-    CallerHello,
     CollectiveWait,
     CommitVote,
     Drain,
@@ -72,7 +67,6 @@ from torchft_ckpt.core.coordination.messages import (
     LocateState,
     LostAsked,
     QuorumBroken,
-    QuorumCall,
     QuorumFormed,
     QuorumPending,
     QuorumRequest,
@@ -111,7 +105,6 @@ class LighthouseState:
     Args:
         settings: what the operator chose.
         epoch: a text that no other life of this lighthouse has.
-        unix_time_of_zero: what the wall clock shows when `now` is 0, for the time that callers' quorums carry.
         finished_step: the job was over at this step, when its groups were gone and all else was forgotten.
     """
 
@@ -119,13 +112,11 @@ class LighthouseState:
         self,
         settings: LighthouseSettings,
         epoch: str,
-        unix_time_of_zero: float = 0.0,
         *,
         finished_step: int | None = None,
     ) -> None:
         self.settings = settings
         self.epoch = epoch
-        self.callers = Callers(settings, epoch, unix_time_of_zero)
         self.allow_step_loss = False
         """The operator's word, for the next quorum alone; `settings.allow_step_loss` holds for all."""
         self._roster = Roster()
@@ -183,7 +174,6 @@ class LighthouseState:
         for deadline in (
             self._deciding.deadline(),
             self._restart.deadline(self._job.now),
-            self.callers.next_deadline(),
         ):
             if deadline is not None:
                 deadlines.append(deadline)
@@ -215,34 +205,31 @@ class LighthouseState:
 
     @property
     def is_deserted(self) -> bool:
-        return not self.members and not self.callers.members
+        return not self.members
 
     @property
     def had_quorum(self) -> bool:
-        return self.quorum_id > 0 or self.newest_step > 0 or bool(self.callers.who)
+        """Whether one was formed in this life."""
+        return self.round is not None
 
     def _excuse_silence_while_paused(self, now: float) -> Iterator[Instruction]:
         """If the lighthouse itself was paused, it could not hear: what the members said meanwhile is yet to be read."""
-        silent = self._roster.longest_silent() or self.callers.longest_silent()  # a job is of one kind
+        silent = self._roster.longest_silent()
         timeout = self.settings.heartbeat_timeout_s
         late = now - (silent.last_seen + timeout) if silent is not None else 0.0
         if late > timeout / 2:
             self._roster.hear_all(now)
-            self.callers.hear_all(now)
             line = f"the lighthouse was paused for at least {late:.1f} s; it drops no replica group for being silent meanwhile"
             yield Log(line, is_warning=True)
 
     def validate(self) -> None:
         """Check the invariants of this class and its parts, for tests; a `RuntimeError` says which one is broken."""
         self._roster.validate()
-        self.callers.validate()
         self._job.validate()
         self._leaving.validate()
         self._beside.validate()
         self._trials.validate()
         self._restart.validate(self.members.keys())
-        if self.members and self.callers.members:
-            raise RuntimeError("a job is of Managers or of callers, and both are here")
         if self._job.waiting and self._evaluate_at is None:
             raise RuntimeError(f"{list(self._job.waiting)} wait, and nothing looks at them again")
         self._deciding.validate()
@@ -256,8 +243,6 @@ class LighthouseState:
             yield from self._on_drain(message, now)
         elif isinstance(message, Hello):
             yield from self._on_hello(connection, message, now)
-        elif isinstance(message, CallerHello) or self.callers.speaks_on(connection):
-            yield from self._on_caller_message(connection, message, now)
         elif (member := self._roster.on(connection)) is not None:
             self._roster.hear(member, now)
             yield from self._on_member_message(member, message, now)
@@ -303,29 +288,8 @@ class LighthouseState:
         yield from self._evaluate(now)
 
     def _on_connection_closed(self, event: ConnectionClosed, now: float) -> Iterator[Instruction]:
-        if self.callers.speaks_on(event.connection):
-            yield from self.callers.closed(event.connection, now, event.reason)
-        elif (member := self._roster.close(event.connection)) is not None:
+        if (member := self._roster.close(event.connection)) is not None:
             yield from self._on_member_lost(member.replica_id, event.reason, now, is_closed=True)
-
-    def _on_caller_message(self, connection: str, message: ToLighthouse, now: float) -> Iterator[Instruction]:
-        if isinstance(message, Leave):
-            yield from self.callers.closed(connection, now, clip(message.reason) or "it left")
-            yield Close(connection)
-        elif not isinstance(message, CallerMessage) or self._roster.on(connection) is not None:
-            yield Send(connection, Refused(code="hello", reason="one connection cannot serve a Manager and callers"))
-            yield Close(connection)
-        elif (self.members or self.round is not None) and not isinstance(message, CallerHello):
-            name = message.member.replica_id if isinstance(message, QuorumCall) else message.replica_id
-            here = name_some(sorted(self.members)) or "none of them is here now"
-            reason = (
-                f"{clip(name, 200)} is a caller of LighthouseClient, but Managers run this job ({here}); name another job"
-                " (TORCHFT_CKPT_JOB)"
-            )
-            yield Send(connection, Refused(code="job", reason=reason))
-            yield Close(connection)
-        else:
-            yield from self.callers.received(connection, message, now)
 
     def _on_hello(self, connection: str, hello: Hello, now: float) -> Iterator[Instruction]:
         refusal = self._why_refused(connection, hello)
@@ -349,12 +313,14 @@ class LighthouseState:
             yield Close(before.connection)
         self._job.history.is_back(name)
 
+        addresses = hello.checkpoint_addresses
+        hello = msgspec.structs.replace(hello, checkpoint_addresses=[])  # it is kept in several places, for long
         member = Member(
             connection=connection,
             hello=hello,
             last_seen=now,
             version=hello.version,
-            checkpoint_addresses=hello.checkpoint_addresses,
+            checkpoint_addresses=addresses,
             is_beside=hello.is_beside,
             has_left_step=hello.is_beside,
             is_excused=hello.is_beside,
@@ -394,14 +360,8 @@ class LighthouseState:
     def _why_refused(self, connection: str, hello: Hello) -> Refused | None:
         if hello.protocol != PROTOCOL_VERSION:
             return refuse_version("the lighthouse", hello.replica_id, hello.protocol)
-        if self._roster.on(connection) is not None or self.callers.speaks_on(connection):
+        if self._roster.on(connection) is not None:
             return Refused(code="hello", reason="a connection says Hello once")
-        if self.callers.who:
-            reason = (
-                f"{clip(hello.replica_id, 200)} is a Manager's, but callers of LighthouseClient.quorum run this job"
-                f" ({self.callers.who}); name another job (Manager(job=...), TORCHFT_CKPT_JOB)"
-            )
-            return Refused(code="job", reason=reason)
         if self._roster.is_superseded(hello.replica_id):
             return _refuse_superseded(group_name(hello.replica_id))
         if (impossible := self._why_impossible(hello.replica_id, hello)) is not None:
@@ -1113,7 +1073,6 @@ class LighthouseState:
         for let_go in self._leaving.let_go_between_steps(now):
             yield from let_go
             yield from self._reconsider(now)
-        yield from self.callers.tick(now)
         yield from self._break_forgotten_collectives(self._restart.expire(now))
         yield from self._settle_forgotten_steps(now)
         if self._job.waiting and self._evaluate_at is not None and now >= self._evaluate_at:

@@ -40,8 +40,6 @@ MAX_GROUPS = 65536
 """In a quorum."""
 MIN_HEARTBEAT_TIMEOUT_S = 0.01
 """Three heartbeats are sent in that time."""
-MAX_DATA_BYTES = 64 << 10
-MAX_DATA_DEPTH = 64
 MAX_LEAVES = 4096
 MAX_LEAF_CHARS = 120
 
@@ -700,7 +698,7 @@ class CollectiveCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """This incarnation was taken for dead; it may connect again and will be told what to do."""
+    """This incarnation was taken for dead, or sent too much; it may connect again and will be told what to do."""
 
     reason: Text
 
@@ -810,186 +808,6 @@ class GroupBroken(msgspec.Struct, frozen=True, tag=True):
     """It has left on purpose, with all of its ranks."""
 
 
-# ---------------------------------------------------------------------------------------------- callers of quorums
-
-
-class QuorumMember(msgspec.Struct, frozen=True, kw_only=True):
-    """One caller of a quorum, as it described itself: the same for all who are in that quorum.
-
-    Args:
-        replica_id: its name, taken as it is.
-        address: where it can be reached, whatever that means to the callers.
-        store_address: of its store, likewise.
-        step: its step.
-        world_size: ranks that it speaks for.
-        shrink_only: it wants nobody in who was not in the last quorum.
-        data: a JSON object, None where it gave none. At most 64 KiB as JSON, at most 64 levels deep.
-        commit_failures: steps that it could not commit in a row; where one has any, the quorum gets a new id.
-    """
-
-    replica_id: ReplicaId
-    address: Text = ""
-    store_address: Text = ""
-    step: Count = 0
-    world_size: Count = 0
-    shrink_only: bool = False
-    data: dict[str, Any] | None = None
-    commit_failures: Count = 0
-
-    def __post_init__(self) -> None:
-        if self.data is None:
-            return
-        if (num_bytes := len(_encoder.encode(self.data))) > MAX_DATA_BYTES:
-            raise ValueError(f"`data` is {num_bytes} bytes as JSON, at most {MAX_DATA_BYTES} are sent")
-        if _is_deeper(self.data, MAX_DATA_DEPTH):
-            raise ValueError(f"`data` is nested more than {MAX_DATA_DEPTH} levels deep")
-
-
-class Timestamp(msgspec.Struct, frozen=True, kw_only=True):
-    """A time on the lighthouse's clock, since 1970 (UTC).
-
-    Args:
-        seconds: whole seconds.
-        nanos: nanoseconds beyond them.
-    """
-
-    seconds: Count
-    nanos: Count
-
-
-class Quorum(msgspec.Struct, frozen=True, kw_only=True):
-    """The callers that are together until the next quorum; the same for all that are in it.
-
-    Args:
-        quorum_id: names this set of callers. It rises whenever another set is formed, or one of them was gone in between.
-        participants: all of them, in the order of their replica ids.
-        created: when it was formed.
-    """
-
-    quorum_id: Number
-    participants: Annotated[list[QuorumMember], msgspec.Meta(min_length=1, max_length=65536)]
-    created: Timestamp
-
-
-class CallerHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """First message on a connection that quorums are called on; answered by `Welcome`. Any caller may be named on it."""
-
-    protocol: Count
-
-
-class QuorumCall(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A caller asks for a quorum. It is answered by `QuorumCalled`; what it called before and was not answered is void."""
-
-    request_id: Count
-    member: QuorumMember
-    last_quorum_id: Count = 0
-    last_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """The latest quorum that was called on this connection: a lighthouse that restarted goes on above it."""
-
-
-class CallerHeartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A caller lives. Answered by `CallerHeard`."""
-
-    request_id: Count
-    replica_id: ReplicaId
-
-
-class CallGivenUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The caller does not wait for the quorum any longer."""
-
-    request_id: Count
-    replica_id: ReplicaId
-
-
-class QuorumCalled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to `QuorumCall`."""
-
-    request_id: Count
-    epoch: Annotated[str, msgspec.Meta(max_length=64)]
-    quorum: Quorum
-
-
-class CallerHeard(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to `CallerHeartbeat`."""
-
-    request_id: Count
-
-
-# ---------------------------------------------------------------------------------------------- rank <-> manager server
-
-
-class RankQuorumCall(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A rank asks for the next quorum of its group. Answered by `QuorumResult` once all of its ranks have asked."""
-
-    protocol: Count
-    group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
-    step: Count
-    checkpoint_metadata: Text = ""
-    shrink_only: bool = False
-    init_sync: bool = True
-    commit_failures: Count = 0
-
-
-class RankVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Whether a rank wants the step to count. Answered by `GroupDecision` once all ranks of the group have said so."""
-
-    protocol: Count
-    group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
-    step: Count
-    should_commit: bool
-
-
-class MetadataCall(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Asks what that rank said when it last asked for a quorum. Answered by `RankMetadata`, at once."""
-
-    protocol: Count
-    group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
-
-
-class QuorumResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One rank's view of its group's quorum, with its part in the recovery.
-
-    Args:
-        quorum_id: as in `Quorum`.
-        replica_rank, replica_world_size: place of this group among all of the quorum, in the order of their replica ids.
-        recover_src_manager_address, recover_src_replica_rank: the group to load from; empty and None where `heal` is False.
-        recover_dst_replica_ranks: groups that load from this one.
-        store_address: of a group that has the newest step; each rank uses that of another group in turn.
-        max_step: the newest step.
-        max_replica_rank: place of this group among those that have it, None where it does not.
-        max_world_size: how many have it.
-        heal: this rank has to load.
-        commit_failures: the most that a group reported.
-        replica_ids: all of the quorum.
-    """
-
-    quorum_id: Number
-    replica_rank: ReplicaRank
-    replica_world_size: NumGroups
-    recover_src_manager_address: Text = ""
-    recover_src_replica_rank: ReplicaRank | None = None
-    recover_dst_replica_ranks: Annotated[list[ReplicaRank], msgspec.Meta(max_length=65536)] = []
-    store_address: Text
-    max_step: Count
-    max_replica_rank: ReplicaRank | None
-    max_world_size: NumGroups
-    heal: bool
-    commit_failures: Count = 0
-    replica_ids: Annotated[list[ReplicaId], msgspec.Meta(max_length=65536)]
-
-
-class GroupDecision(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to `RankVote`: True where all ranks said so."""
-
-    should_commit: bool
-
-
-class RankMetadata(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to `MetadataCall`."""
-
-    checkpoint_metadata: Text
-
-
 ToLighthouse: TypeAlias = (
     Hello
     | Heartbeat
@@ -1007,10 +825,6 @@ ToLighthouse: TypeAlias = (
     | AllowStepLoss
     | ForgetJob
     | Drain
-    | CallerHello
-    | QuorumCall
-    | CallerHeartbeat
-    | CallGivenUp
 )
 FromLighthouse: TypeAlias = (
     Welcome
@@ -1031,12 +845,9 @@ FromLighthouse: TypeAlias = (
     | LeavesWanted
     | ReplicasDiffer
     | Dropped
-    | QuorumCalled
-    | CallerHeard
 )
 RankToGroup: TypeAlias = (
-    RankHello
-    | Heartbeat
+    Heartbeat
     | QuorumRequest
     | LocateState
     | CommitVote
@@ -1075,9 +886,7 @@ GroupToRank: TypeAlias = (
     | ApplyRedo
     | GroupBroken
 )
-ToManagerServer: TypeAlias = RankQuorumCall | RankVote | MetadataCall
-FromManagerServer: TypeAlias = QuorumResult | GroupDecision | RankMetadata | Refused
-Message: TypeAlias = ToLighthouse | FromLighthouse | RankToGroup | GroupToRank | ToManagerServer | FromManagerServer
+Message: TypeAlias = ToLighthouse | FromLighthouse | RankHello | RankToGroup | GroupToRank
 
 _FOR_PEOPLE = {
     "reason": MAX_TEXT_CHARS,
@@ -1095,13 +904,31 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(message: Message) -> str:
-    """Return the message as JSON text."""
+    """Return the message as JSON text. Of sources, the addresses of one group are encoded once for all who are told them."""
+    if sources := getattr(message, "sources", None):
+        told = [
+            msgspec.structs.replace(one, checkpoint_addresses=_encoded(one.checkpoint_addresses)) for one in sources
+        ]
+        message = msgspec.structs.replace(message, sources=told)
     return _encoder.encode(message).decode()
 
 
-def size_of(part: QuorumMember | list[str]) -> int:
-    """Return how many bytes of a message a member of a quorum takes, or a group's addresses."""
-    return len(_encoder.encode(part))
+_latest_encoded: dict[int, tuple[list[str], msgspec.Raw]] = {}
+
+
+def _encoded(addresses: list[str]) -> msgspec.Raw:
+    """Return a list, which nobody changes, as JSON; the few latest ones are kept, each with its list."""
+    known = _latest_encoded.get(id(addresses))
+    if known is None:
+        if len(_latest_encoded) >= 8:
+            _latest_encoded.clear()
+        known = _latest_encoded[id(addresses)] = addresses, msgspec.Raw(_encoder.encode(addresses))
+    return known[1]
+
+
+def size_of(addresses: list[str]) -> int:
+    """Return how many bytes of a message a group's addresses take."""
+    return len(_encoder.encode(addresses))
 
 
 def _decoder_of(messages: Any, *, is_sent_on: bool = False) -> Callable[[str | bytes, str], Any]:
@@ -1154,9 +981,8 @@ def _bounded(message: _Taken, party: str) -> _Taken:
 decode_to_lighthouse: Callable[[str | bytes, str], ToLighthouse] = _decoder_of(ToLighthouse, is_sent_on=True)
 decode_from_lighthouse: Callable[[str | bytes, str], FromLighthouse] = _decoder_of(FromLighthouse)
 decode_rank_to_group: Callable[[str | bytes, str], RankToGroup] = _decoder_of(RankToGroup, is_sent_on=True)
+decode_rank_hello: Callable[[str | bytes, str], RankHello] = _decoder_of(RankHello)
 decode_group_to_rank: Callable[[str | bytes, str], GroupToRank] = _decoder_of(GroupToRank)
-decode_to_manager_server: Callable[[str | bytes, str], ToManagerServer] = _decoder_of(ToManagerServer)
-decode_from_manager_server: Callable[[str | bytes, str], FromManagerServer] = _decoder_of(FromManagerServer)
 
 
 class _First(msgspec.Struct):
@@ -1232,21 +1058,6 @@ def refuse_unreadable(data: str | bytes, error: ProtocolError, *, ours: str, par
         return Refused(code="protocol", reason=str(error)[:1000])
     version, name = other
     return refuse_version(ours, f"{name} ({party})" if name else party, version)
-
-
-def _is_deeper(value: object, most: int) -> bool:
-    """Whether lists and objects of a JSON value are nested in each other more than `most` deep."""
-    layer = [value]
-    for _ in range(most + 1):
-        layer = [
-            inner
-            for outer in layer
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not layer:
-            return False
-    return True
 
 
 def group_name(replica_id: str) -> str:

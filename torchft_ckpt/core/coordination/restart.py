@@ -9,13 +9,17 @@ This file knows no connections and no clock. From the first such member's `Hello
 
 Once this lighthouse has formed a quorum of its own there is nothing left to learn. A vote in doubt that comes later does not
 count, because the job has gone on without it.
+
+Anybody may come, say something, and go: what is kept is bounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import msgspec
 
 from torchft_ckpt.core.coordination.commit import CommitDecision, decide_forgotten
 from torchft_ckpt.core.coordination.messages import CommitVote, Hello, Outcome, StateVersion
@@ -23,6 +27,10 @@ from torchft_ckpt.core.coordination.messages import CommitVote, Hello, Outcome, 
 StepKey: TypeAlias = tuple[int, str, int]
 """Quorum id, epoch and step: names one step of one quorum."""
 QuorumKey: TypeAlias = tuple[int, str]
+MAX_HEARD = 2048
+"""Members, also those that are gone, of whom is kept what they said: a job of more groups may wait for them in vain."""
+MAX_DOUBTS = 16
+"""Steps in doubt at once. Honest members know of one, or of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +84,9 @@ class RestartRecovery:
             return
         if not hello.was_in_quorum:
             if hello.version.proven:
-                self._beside[hello.replica_id] = hello.version
+                _keep_latest(self._beside, hello.replica_id, hello.version, MAX_HEARD)
             return
-        self._hellos[hello.replica_id] = hello
+        _keep_latest(self._hellos, hello.replica_id, hello, MAX_HEARD)
         if self._patient_until is None:
             self._patient_until = now + self.patience_s
         here = self._training if hello.last_outcome is None else self._between
@@ -90,7 +98,10 @@ class RestartRecovery:
         """A vote in doubt. Returns who must be told that which quorum's collectives are broken."""
         key = (vote.quorum_id, vote.epoch, vote.step)
         self._training.pop(replica_id, None)
-        self._doubts.setdefault(key, {})[replica_id] = vote
+        votes = self._doubts.get(key, {})
+        slim = msgspec.structs.replace(vote, reason="", state_digests=[], collectives="", collectives_by_rank=[])
+        _keep_latest(votes, replica_id, slim, MAX_HEARD)
+        _keep_latest(self._doubts, key, votes, MAX_DOUBTS)
         if self._patient_until is None:
             self._patient_until = now + self.patience_s
         return self._break_off(key[:2]) if vote.broken else []
@@ -179,6 +190,10 @@ class RestartRecovery:
             raise RuntimeError(f"{self._training.keys() & self._between.keys()} are in a step, and between two")
         if not self._here.keys() <= set(connected):
             raise RuntimeError(f"some of {list(self._here)} are not connected")
+        if max(len(self._hellos), len(self._beside), *map(len, self._doubts.values()), 0) > MAX_HEARD:
+            raise RuntimeError("more members are remembered than may be")
+        if len(self._doubts) > MAX_DOUBTS:
+            raise RuntimeError(f"{len(self._doubts)} steps are in doubt, of {MAX_DOUBTS} at most")
         if self.is_over and (self._here or self._hellos or self._beside or self._doubts):
             raise RuntimeError("a quorum of this life was formed, and something of earlier ones is still open")
 
@@ -215,3 +230,11 @@ class RestartRecovery:
             if hello.last_quorum_id > quorum_id and hello.last_step >= step:
                 refused = True  # a later quorum took this step up again
         return committed, refused
+
+
+def _keep_latest(kept: dict[Any, Any], key: str | StepKey, value: object, most: int) -> None:
+    """Put an entry last, and forget the first one where there are too many."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > most:
+        del kept[next(iter(kept))]

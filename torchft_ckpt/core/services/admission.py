@@ -3,6 +3,7 @@
 A connection is a stranger's until it has shown the token; then it is known. Strangers have places of their own, and a known
 connection is never cut. Where a stranger finds no place, the one that has been a stranger for longest loses its own: who has
 the token shows it within a round trip, so whoever is still a stranger after many others have come has none, or is too slow.
+One client has so many known connections at most; what it opens beyond stays a stranger's.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ class ConnectionLimits:
         strangers: of strangers together.
         per_client: of the strangers of one client; of all connections of one client where `binds_known`.
         binds_known: there is no token, so that to be known means little.
+        known_per_client: known ones of one client.
     """
 
     total: int
     strangers: int
     per_client: int
     binds_known: bool
+    known_per_client: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,9 @@ class Admission:
         return ConnectionVerdict(True, cut, reason)
 
     def show(self, connection: Hashable) -> None:
-        """It has shown the token. May be called again, and of one that was cut."""
+        """It has shown the token. May be called again, also of one that was cut, or has found no place."""
         client = self._strangers.get(connection)
-        if client is not None:
+        if client is not None and self._num_known_of.get(client, 0) < self._places.known_per_client:
             self.leave(connection)
             self._known[connection] = client
             self._num_known_of[client] = self._num_known_of.get(client, 0) + 1

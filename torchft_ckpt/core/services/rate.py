@@ -1,8 +1,9 @@
-"""This file decides how many requests of one client are let through, and how many bytes leave. It knows no clock and no network.
+"""This file decides how many requests and messages of one client are let through, and how many bytes leave.
 
-Both are token buckets. A bucket holds at most `burst` tokens and gains `rate_per_s` of them a second; a request takes one. So
-over any `t` seconds at most `burst + rate_per_s * t` requests pass. Bytes are reserved before they leave, in the order in which
-senders ask: over `t` seconds at most so many leave, and one piece more of each sender that used its reservation late.
+It knows no clock and no network. All are token buckets. A bucket holds at most `burst` tokens and gains `rate_per_s` of them
+a second; a request takes one. So over any `t` seconds at most `burst + rate_per_s * t` requests pass. Bytes are reserved before
+they leave, in the order in which senders ask: over `t` seconds at most so many leave, and one piece more of each sender that used
+its reservation late. What comes is counted when it is read (`TokenBucket.read`).
 """
 
 from __future__ import annotations
@@ -47,6 +48,19 @@ class TokenBucket:
         self.at = max(self.at, now)
         return max(-level, 0.0) / self.rate_per_s
 
+    def read(self, amount: float, now: float, *, is_all: bool) -> bool:
+        """Take tokens for what was read; whether that much may have come.
+
+        They grow with the time since the last read, beyond the burst too: what comes while the reader stands still is read
+        whole, in however many reads. `is_all`: it was all there was. Then what is left over is cut to the burst.
+        """
+        self.tokens += max(now - self.at, 0.0) * self.rate_per_s - amount
+        self.at = max(self.at, now)
+        is_within = self.tokens >= 0.0
+        if is_all:
+            self.tokens = min(self.tokens, self.burst)
+        return is_within
+
     def level(self, now: float) -> float:
         return min(self.burst, self.tokens + max(now - self.at, 0.0) * self.rate_per_s)
 
@@ -83,12 +97,27 @@ class RateLimiter:
 
     def take(self, client: Hashable, now: float) -> float:
         """Count one request of a client: 0.0 lets it through, else it is refused and may be made in so many seconds."""
+        return self._bucket(client, now).take(now)
+
+    def _bucket(self, client: Hashable, now: float) -> TokenBucket:
         bucket = self._buckets.get(client)
         if bucket is None:
             if len(self._buckets) >= self._sweep_at:
                 self._sweep(now)
             bucket = self._buckets[client] = TokenBucket(self._rate_per_s, self._burst, self._burst, now)
-        return bucket.take(now)
+        return bucket
+
+    def reserve(self, client: Hashable, now: float, most_s: float) -> float:
+        """Take a token, also one that is not there yet, and return the seconds until it is; longer than `most_s`: take none."""
+        bucket = self._bucket(client, now)
+        wait_s = bucket.reserve(1.0, now)
+        if wait_s > most_s:
+            bucket.reserve(-1.0, now)
+        return wait_s
+
+    def knows(self, client: Hashable, now: float) -> bool:
+        """Whether a client has done so much lately that its bucket is not full."""
+        return client in self._buckets and self._buckets[client].level(now) < self._burst
 
     def _sweep(self, now: float) -> None:
         """Forget full buckets; the next sweep comes when there are twice as many, so that a request pays O(1) for it."""
