@@ -1,4 +1,4 @@
-"""The life of one rank's step: the table of phases, and what a replica without the quorum's state must never do."""
+"""The life of one rank's step: its table, and what a replica without the quorum's state must never do."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from torchft_ckpt.core.coordination.messages import (
     StateVersion,
 )
 from torchft_ckpt.core.coordination.replica import (
+    TRANSITIONS,
     Comparison,
     ReplicaSettings,
     ReplicaState,
+    StepEvent,
     StepFacts,
     StepPhase,
     StepPlan,
@@ -592,6 +594,54 @@ def test_a_state_that_the_user_restores_or_that_is_torn_is_compared_with_nothing
     restored.restore(3)
     torn.load_torn()
     assert not asks(restored)[0] and not asks(torn)[0]
+
+
+def in_phase(phase: StepPhase, *, gathers: bool) -> ReplicaState:
+    state = replica()
+    state.caught_up(V4)
+    if phase is StepPhase.ASKING:
+        state.begin(StepWishes(), StepFacts(gathers=gathers))
+    elif phase is not StepPhase.IDLE:
+        begun(state)
+    if phase is StepPhase.VOTED:
+        state.vote()
+    return state
+
+
+def cannot_connect(state: ReplicaState) -> None:
+    """What is said of a process group that could not be made."""
+    state.cannot_connect()
+    state.fail("rank 2 never came")
+    state.collectives_failed()
+
+
+TELLS: dict[StepEvent, Callable[[ReplicaState], object]] = {
+    StepEvent.BEGIN: lambda state: state.begin(StepWishes(), StepFacts()),
+    StepEvent.LOCATE: lambda state: state.locate(),
+    StepEvent.FORMED: lambda state: state.formed(formed(state._request_id)),
+    StepEvent.FORMED_GATHERS: lambda state: state.formed(formed(state._request_id)),
+    StepEvent.CANNOT_CONNECT: cannot_connect,
+    StepEvent.OVERTAKEN: lambda state: state.overtaken(decision(Outcome.LEFT_BEHIND)),
+    StepEvent.BROKEN: lambda state: state.broken(BROKEN),
+    StepEvent.VOTE: lambda state: state.vote(),
+    StepEvent.DECIDED: lambda state: state.decided(decision(Outcome.COMMIT)),
+    StepEvent.DECISION_UNKNOWN: lambda state: state.decision_unknown(),
+    StepEvent.LEARNED: lambda state: state.learned(),
+}
+
+
+@pytest.mark.parametrize("phase", list(StepPhase), ids=lambda phase: phase.value)
+@pytest.mark.parametrize("event", list(StepEvent), ids=lambda event: event.value)
+def test_an_event_leads_where_the_table_says_and_changes_no_phase_where_it_is_not_in_it(
+    event: StepEvent, phase: StepPhase
+) -> None:
+    state = in_phase(phase, gathers=event is StepEvent.FORMED_GATHERS)
+    if event is StepEvent.VOTE and (phase, event) not in TRANSITIONS:
+        with pytest.raises(RuntimeError, match=f"internal error: there is no step to vote on in phase {phase.value}"):
+            state.vote()
+    else:
+        TELLS[event](state)
+    assert state.phase is TRANSITIONS.get((phase, event), phase)
 
 
 EVENTS = st.lists(
