@@ -4,7 +4,7 @@ It knows no tensors, threads, sockets or clock. The manager drives it with what 
 simulation drives it in the same way.
 
 `StepPhase` says which phases a step has, `StepEvent` what leads from one to the other and what follows, and `TRANSITIONS` where
-to.
+to. `ReplicaState.validate` says what holds between two events.
 
 Rules that hold in every phase: the version moves only together with the state that it names, or ahead of it from the decision
 until the optimizers have stepped, when `held` is another than it; a replica whose version is
@@ -20,7 +20,7 @@ not, it loads that of the others first: see `trial`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -819,6 +819,83 @@ class ReplicaState:
         self._is_stale = False
         self.newest_step = max(self.newest_step, version.step)
 
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        """Check what holds between two events, for tests; a `RuntimeError` says what does not."""
+        for what in (*self._wrong_in_state(), *self._wrong_in_step()):
+            raise RuntimeError(f"{what}: {self}, {vars(self)}")
+
+    def _wrong_in_state(self) -> Iterator[str]:
+        """Say what is wrong with what is held, and the name that it has."""
+        version = self.version
+        if self.torn and version != StateVersion():
+            yield "a torn state has a name"
+        if self.restored and (version.proven or self.torn):
+            yield "a state that was restored, and is the job's or torn since, counts as restored"
+        if self._held is not None and self.phase is not StepPhase.IDLE:
+            yield "a step begins with a state that is another than it says"
+        if self._held is not None and (not version.proven or self._held.step >= version.step):
+            yield "a step is to be taken that leads to no later state"
+        if self.unverified and not (self._on_probation and (version.proven or self._stands_in)):
+            yield "a state may have other bits than those of its name, and has none, or no comparison is to follow"
+        if version.proven and not self._is_stale and self.newest_step < version.step:
+            yield "it holds a later state than the newest"
+        if self._last_outcome is Outcome.LEFT_BEHIND and (self.speaks or self.configured is not None):
+            yield "the others went on without it, and it may write for them, or needs no new process group"
+        if self._is_broken and self.configured is not None:
+            yield "a process group that is broken can be used again"
+        if self.configured is not None and not self.is_learner and self.configured != self._quorum_key():
+            yield "the process group is that of another quorum"
+        if self.all_leave and not self.is_leaving:
+            yield "all leave, and it does not"
+        if self.is_leaving and self.phase is not StepPhase.IDLE and not self.follows:
+            yield "a step is open, and the last one has ended"
+
+    def _wrong_in_step(self) -> Iterator[str]:
+        """Say what is wrong with the step that is open, and this replica's part in it."""
+        formed, vote, version = self.quorum, self._vote, self.version
+        if (vote is None) == (self.phase is StepPhase.VOTED):
+            yield "there is a vote in another phase, or none in this"
+        if self.phase is StepPhase.ASKING and (self._wishes is None) != self._gathers:
+            yield "it is not known what the step was asked for with"
+        if self.phase not in (StepPhase.TRAINING, StepPhase.VOTED):
+            return
+        if formed is None or formed.gathers or self._gathers or formed.request_id != self._request_id:
+            yield "the quorum of the step is none, or is not the answer to what was asked"
+            return
+        if (self._is_broken or self.is_learner or formed.leaving) and self.error is None and vote is None:
+            yield "a step may count that is beside the quorum, or whose process group is broken"
+        if self._is_unconnected and (self.error is None or self.configured is not None):
+            yield "the process group could not be made, and the step goes on"
+        if self.participating_rank is not None and not (version == formed.version and _is_voter(formed)):
+            yield "it contributes, and has another state than the quorum, or another part"
+        if self.speaks and vote is not None and formed.contributor_rank != 0:
+            yield "it has voted, and may write for those who contribute, of whom it is not the first"
+        if formed.leaving:
+            return
+        if version != formed.version and not self.is_behind:
+            yield "it has another state than the quorum, and does not know that it is behind"
+        if version.proven and self._is_exact and version != formed.version:
+            yield "it began with the state of the quorum to the bit, and holds another"
+        if version == formed.version and _is_void(version, self.rolled_back_to):
+            yield "the quorum's state is one from which the job went back"
+        if self._last_outcome is not None:
+            yield "the last step's outcome is told beside a later one"
+        if self._shows is Shows.NOTHING and not formed.differs:
+            yield "its state is not compared if this step does not count"
+        if vote is not None and (vote.quorum_id, vote.epoch, vote.step) != (*self._quorum_key(), formed.version.step):
+            yield "the vote is about another step"
+        if vote is not None and vote.approve and (vote.broken or vote.lacks is not Lacks.NOTHING):
+            yield "it approves of what it says that it lacks, or is broken"
+        if vote is not None and vote.approve and version.proven and version != formed.version:
+            yield "it approves of a step from a state that it does not hold"
+        if vote is not None and vote.approve and self.num_participants < self.settings.min_replica_size:
+            yield "it approves of a step of too few"
+
+    def _quorum_key(self) -> tuple[int, str]:
+        return (0, "") if self.quorum is None else (self.quorum.quorum_id, self.quorum.epoch)
+
     def __repr__(self) -> str:
         quorum = self.quorum.quorum_id if self.quorum else None
         return (
@@ -828,6 +905,10 @@ class ReplicaState:
 
 def _is_voter(formed: QuorumFormed) -> bool:
     return formed.role in (Role.HEALTHY, Role.INLINE)
+
+
+def _is_void(version: StateVersion, rolled_back_to: StateVersion) -> bool:
+    return version.quorum_id < rolled_back_to.quorum_id and version.step > rolled_back_to.step
 
 
 class SharedStep:
