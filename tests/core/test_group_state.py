@@ -380,23 +380,22 @@ def test_whatever_comes_no_two_ranks_are_told_different_outcomes_and_no_one_comm
 
 
 @settings(max_examples=by_default(200, thorough=1500), deadline=None)
-@given(st.integers(1, 3), st.lists(st.tuples(ANY_EVENT, st.booleans()), max_size=50))
-def test_whatever_comes_what_a_group_knows_agrees(world_size: int, events: list[tuple[GroupEvent, bool]]) -> None:
-    """`is_answered`: the lighthouse answers what the group asked last."""
-    group = GroupState(world_size)
-    asked = 0
-    for event, is_answered in events:
-        if isinstance(event, RankMessage | RankLost) and event.rank >= world_size:
+@given(st.integers(1, 3), st.lists(st.tuples(ANY_EVENT, st.booleans(), st.booleans()), min_size=10, max_size=50))
+def test_whatever_comes_what_a_group_knows_agrees(world_size: int, events: list[tuple[GroupEvent, bool, bool]]) -> None:
+    """`of_all`: each rank says it. `is_answered`: the lighthouse answers what the group asked last."""
+    group, asked = GroupState(world_size), 0
+    for event, of_all, is_answered in events:
+        told: list[GroupEvent] = [event]
+        if isinstance(event, RankMessage) and of_all:
+            told = [RankMessage(rank, event.message) for rank in range(world_size)]
+        elif isinstance(event, RankMessage | RankLost) and event.rank >= world_size:
             continue
-        if (
-            isinstance(event, LighthouseMessage)
-            and isinstance(event.message, QuorumFormed | StateLocated)
-            and is_answered
-        ):
-            event = LighthouseMessage(msgspec.structs.replace(event.message, request_id=asked))
-        for message in up(group.handle(event)):
-            asked = message.request_id if isinstance(message, QuorumRequest | LocateState) else asked
-        group.validate()
+        elif isinstance(event, LighthouseMessage) and isinstance(event.message, QuorumFormed | StateLocated):
+            told = [LighthouseMessage(msgspec.structs.replace(event.message, request_id=asked if is_answered else 0))]
+        for one in told:
+            for message in up(group.handle(one)):
+                asked = message.request_id if isinstance(message, QuorumRequest | LocateState) else asked
+            group.validate()
 
 
 def test_a_group_that_is_broken_says_so_to_every_rank_that_speaks() -> None:

@@ -660,6 +660,7 @@ STORY = st.lists(
         st.sampled_from([V4, V7, StateVersion(step=7, quorum_id=2, epoch="e")]),
         st.tuples(st.booleans(), st.booleans(), st.booleans()),
     ),
+    min_size=10,
     max_size=60,
 )
 
@@ -678,6 +679,7 @@ def answer(
     role = Role.JOINER if role is Role.HEALTHY else role
     follows = role is Role.LEARNER and yes[0]
     told = formed(number, role=role, version=version, quorum_id=quorum_id, follows=follows, has_sources=True)
+    told = msgspec.structs.replace(told, num_contributors=1 + yes[1])
     warms_up = role is Role.LEARNER and not follows
     return msgspec.structs.replace(told, unverified=yes[2], warms_up=warms_up, differs=follows and yes[1])
 
@@ -687,7 +689,7 @@ def answer(
 def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
     story: list[tuple[str, Role, Outcome, StateVersion, tuple[bool, bool, bool]]],
 ) -> None:
-    state = ReplicaState(ReplicaSettings(min_replica_size=1))
+    state = ReplicaState(ReplicaSettings(min_replica_size=2))
     asked, plan, quorum_id = QuorumRequest(request_id=0, version=state.version), None, 5
     for word, role, outcome, version, yes in story:
         if state.phase is StepPhase.IDLE and word in ("begin", "locates") and state.held != state.version:
@@ -697,7 +699,10 @@ def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
             case "begin" if state.may_begin():
                 wishes = StepWishes(waits=True if yes[0] else None)
                 asked = state.begin(wishes, StepFacts(gathers=all(yes[:2]), compares=yes[2]))
-            case "formed" if state.phase is StepPhase.ASKING:
+            case "formed" if state.phase is StepPhase.ASKING or state.may_begin():
+                if state.phase is not StepPhase.ASKING:
+                    state.took_step()
+                    asked = state.begin(StepWishes(), StepFacts(compares=yes[2]))
                 quorum_id += asked.needs_new_quorum
                 plan = state.formed(answer(asked, role, version, yes, quorum_id))
                 if plan is not None and plan.configure and state.error is None:
