@@ -5,53 +5,23 @@ Text is dark on a light card, so that they can be read on light and on dark page
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
-from torchft_ckpt.core.coordination import replica
+from torchft_ckpt.core.coordination.replica import TRANSITIONS, StepEvent, StepPhase
 
 FOLDER = Path(__file__).resolve().parents[1] / "diagrams"
 _WIDTH, _BOX_WIDTH, _BOX_HEIGHT, _LINE = 900, 128, 46, 19
 _INK, _SOFT, _LINE_COLOUR, _CARD, _BOX, _EDGE = "#1f2937", "#4b5563", "#64748b", "#f8fafc", "#e0e7ff", "#6366f1"
 
 
-class Transition(NamedTuple):
-    """A row of a table: in this phase, with this event, comes that phase."""
-
-    phase: str
-    event: str
-    next: str
-
-
-def transitions_of(docstring: str) -> list[Transition]:
-    """Read a table whose columns are underlined; a row that has no event goes on with the one before."""
-    lines = docstring.splitlines()
-    rule = next(index for index, line in enumerate(lines) if re.fullmatch(r"\s*-{4,}(\s+-{4,}){3}", line))
-    starts = [match.start() for match in re.finditer(r"-+", lines[rule])]
-    ends = [*starts[1:], 10_000]
-    found: list[Transition] = []
-    for line in lines[rule + 1 :]:
-        if not line.strip():
-            break
-        phase, event, next_phase = (line[a:b].strip() for a, b in list(zip(starts, ends, strict=True))[:3])
-        if event:
-            found.append(Transition(phase, event, next_phase))
-        elif phase:
-            found[-1] = found[-1]._replace(phase=f"{found[-1].phase} {phase}")
-    return found
-
-
 def step_diagram() -> str:
     """A step's life: the phases in a row, what leads from one to the other, and what changes nothing below."""
-    phases = [phase.name for phase in replica.StepPhase]
-    rows = transitions_of(inspect.getdoc(replica) or "")
-    drawing = _Drawing(390, "A step's life: the phases of one rank's step, and the events between them")
+    phases = [phase.name for phase in StepPhase]
+    drawing = _Drawing(362, "A step's life: the phases of one rank's step, and the events between them")
     gap = (_WIDTH - 80 - _BOX_WIDTH * len(phases)) / (len(phases) - 1)
     places = {phase: 40 + index * (_BOX_WIDTH + gap) for index, phase in enumerate(phases)}
     top = 190
@@ -59,13 +29,14 @@ def step_diagram() -> str:
         drawing.box(x, top, phase)
     between: dict[tuple[str, str], list[str]] = defaultdict(list)
     always: list[str] = []
-    for row in rows:
-        if row.phase == "any":
-            always.append(f"{row.event} leads to {row.next} from every phase: the step that was open is given up.")
-            continue
-        for phase in row.phase.replace(",", " ").split():
-            target = phase if row.next == "as it was" else row.next
-            between[phase, target].append(row.event)
+    for event in StepEvent:
+        leads = {phase.name: target.name for (phase, its), target in TRANSITIONS.items() if its is event}
+        if leads.keys() == places.keys() and len(set(leads.values())) == 1:
+            always.append(f"{event.value} leads to {leads['IDLE']} from every phase: a step that was open is given up.")
+            # Where it begins a step it is drawn as well.
+            leads = {phase: target for phase, target in leads.items() if phase == "IDLE" != target}
+        for phase, target in leads.items():
+            between[phase, target].append(event.value)
     for (phase, target), events in between.items():
         near, far = places[phase], places[target]
         if phase == target:
@@ -78,7 +49,7 @@ def step_diagram() -> str:
             # The longer an arc, the higher, and the further out it ends.
             end = far + _BOX_WIDTH / 2 + 34 - 22 * steps
             drawing.arc(near + _BOX_WIDTH / 2, end, top, 20 + 58 * steps, ", ".join(events))
-    drawing.text(40, 345, always, _SOFT, anchor="start")
+    drawing.text(40, 326, always, _SOFT, anchor="start")
     return drawing.svg()
 
 

@@ -1,4 +1,4 @@
-"""The life of one rank's step: the table of phases, and what a replica without the quorum's state must never do."""
+"""The life of one rank's step: its table, what holds between two events, and what it must never do without the quorum's state."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from torchft_ckpt.core.coordination.messages import (
     Outcome,
     QuorumBroken,
     QuorumFormed,
+    QuorumRequest,
     Role,
     Shows,
     Source,
+    StateLocated,
     StateVersion,
+    last_answer,
 )
 from torchft_ckpt.core.coordination.replica import (
+    TRANSITIONS,
     Comparison,
     ReplicaSettings,
     ReplicaState,
+    StepEvent,
     StepFacts,
     StepPhase,
     StepPlan,
@@ -592,6 +597,164 @@ def test_a_state_that_the_user_restores_or_that_is_torn_is_compared_with_nothing
     restored.restore(3)
     torn.load_torn()
     assert not asks(restored)[0] and not asks(torn)[0]
+
+
+def in_phase(phase: StepPhase, *, gathers: bool) -> ReplicaState:
+    state = replica()
+    state.caught_up(V4)
+    if phase is StepPhase.ASKING:
+        state.begin(StepWishes(), StepFacts(gathers=gathers))
+    elif phase is not StepPhase.IDLE:
+        begun(state)
+    if phase is StepPhase.VOTED:
+        state.vote()
+    return state
+
+
+def cannot_connect(state: ReplicaState) -> None:
+    """What is said of a process group that could not be made."""
+    state.cannot_connect()
+    state.fail("rank 2 never came")
+    state.collectives_failed()
+
+
+TELLS: dict[StepEvent, Callable[[ReplicaState], object]] = {
+    StepEvent.BEGIN: lambda state: state.begin(StepWishes(), StepFacts()),
+    StepEvent.LOCATE: lambda state: state.locate(),
+    StepEvent.FORMED: lambda state: state.formed(formed(state._request_id)),
+    StepEvent.FORMED_GATHERS: lambda state: state.formed(formed(state._request_id)),
+    StepEvent.CANNOT_CONNECT: cannot_connect,
+    StepEvent.OVERTAKEN: lambda state: state.overtaken(decision(Outcome.LEFT_BEHIND)),
+    StepEvent.BROKEN: lambda state: state.broken(BROKEN),
+    StepEvent.VOTE: lambda state: state.vote(),
+    StepEvent.DECIDED: lambda state: state.decided(decision(Outcome.COMMIT)),
+    StepEvent.DECISION_UNKNOWN: lambda state: state.decision_unknown(),
+    StepEvent.LEARNED: lambda state: state.learned(),
+}
+
+
+@pytest.mark.parametrize("phase", list(StepPhase), ids=lambda phase: phase.value)
+@pytest.mark.parametrize("event", list(StepEvent), ids=lambda event: event.value)
+def test_an_event_leads_where_the_table_says_and_changes_no_phase_where_it_is_not_in_it(
+    event: StepEvent, phase: StepPhase
+) -> None:
+    state = in_phase(phase, gathers=event is StepEvent.FORMED_GATHERS)
+    if event is StepEvent.VOTE and (phase, event) not in TRANSITIONS:
+        with pytest.raises(RuntimeError, match=f"internal error: there is no step to vote on in phase {phase.value}"):
+            state.vote()
+    else:
+        TELLS[event](state)
+    assert state.phase is TRANSITIONS.get((phase, event), phase)
+    state.validate()
+
+
+WORDS = (
+    "begin begin formed formed formed loads votes votes decided decided takes took torn restored changed fails breaks"
+    " cannot_connect overtaken unknown learned locates located catches_up goes waits"
+)
+STORY = st.lists(
+    st.tuples(
+        st.sampled_from(WORDS.split()),
+        st.sampled_from(Role),
+        st.sampled_from(Outcome),
+        st.sampled_from([V4, V7, StateVersion(step=7, quorum_id=2, epoch="e")]),
+        st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    ),
+    min_size=10,
+    max_size=60,
+)
+
+
+def answer(
+    asked: QuorumRequest, role: Role, version: StateVersion, yes: tuple[bool, bool, bool], quorum_id: int
+) -> QuorumFormed:
+    """What a lighthouse may say to one that asks: a holder is one that holds the state, or whose state gets its name."""
+    number = asked.request_id
+    if role is Role.IDLE or yes == (True, True, True):
+        return last_answer(asked, quorum_id=quorum_id, epoch="e", reason="it leaves", newest_step=asked.version.step)
+    if role is Role.HEALTHY and (asked.version.proven or not asked.torn):
+        names = not asked.version.proven
+        held = StateVersion(step=asked.version.step, quorum_id=quorum_id, epoch="e") if names else asked.version
+        return formed(number, role=role, version=held, quorum_id=quorum_id, names_state=names, unverified=yes[0])
+    role = Role.JOINER if role is Role.HEALTHY else role
+    follows = role is Role.LEARNER and yes[0]
+    told = formed(number, role=role, version=version, quorum_id=quorum_id, follows=follows, has_sources=True)
+    told = msgspec.structs.replace(told, num_contributors=1 + yes[1])
+    warms_up = role is Role.LEARNER and not follows
+    return msgspec.structs.replace(told, unverified=yes[2], warms_up=warms_up, differs=follows and yes[1])
+
+
+@settings(max_examples=by_default(250, thorough=2000), deadline=None)
+@given(STORY)
+def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
+    story: list[tuple[str, Role, Outcome, StateVersion, tuple[bool, bool, bool]]],
+) -> None:
+    state = ReplicaState(ReplicaSettings(min_replica_size=2))
+    asked, plan, quorum_id = QuorumRequest(request_id=0, version=state.version), None, 5
+    for word, role, outcome, version, yes in story:
+        if state.phase is StepPhase.IDLE and word in ("begin", "locates") and state.held != state.version:
+            state.took_step()  # the manager sees to it before a step begins
+        is_training, formed_now = state.phase is StepPhase.TRAINING, state.quorum
+        match word:
+            case "begin" if state.may_begin():
+                wishes = StepWishes(waits=True if yes[0] else None)
+                asked = state.begin(wishes, StepFacts(gathers=all(yes[:2]), compares=yes[2]))
+            case "formed" if state.phase is StepPhase.ASKING or state.may_begin():
+                if state.phase is not StepPhase.ASKING:
+                    state.took_step()
+                    asked = state.begin(StepWishes(), StepFacts(compares=yes[2]))
+                quorum_id += asked.needs_new_quorum
+                plan = state.formed(answer(asked, role, version, yes, quorum_id))
+                if plan is not None and plan.configure and state.error is None:
+                    state.configure_finished()
+            case "loads" if is_training and plan is not None and plan.load:
+                if plan.compare:
+                    state.comparison_finished(list(Comparison)[sum(yes[:2])], before_forward=yes[2])
+                elif formed_now is not None:
+                    state.load_finished(formed_now.version, before_forward=plan.load_before_forward or yes[0])
+                plan = None
+            case "votes" if is_training:
+                state.vote()
+            case "decided" if formed_now is not None:
+                told = decision(outcome, step=formed_now.version.step, quorum_id=quorum_id + all(yes))
+                speaks, leaving = yes[0], yes[1] and yes[2]
+                told = msgspec.structs.replace(told, speaks=speaks, leaving=leaving, all_leave=leaving, broken=yes[2])
+                state.decided(told)
+            case "takes":
+                state.takes_step(again=yes[0])
+            case "took":
+                state.took_step()
+            case "torn":
+                state.load_torn()
+            case "restored":
+                state.restore(version.step)
+            case "changed":
+                state.state_changed()
+            case "fails":
+                state.fail("an error")
+                if yes[0]:
+                    state.collectives_failed()
+            case "breaks":
+                state.broken(msgspec.structs.replace(BROKEN, quorum_id=quorum_id - all(yes)))
+            case "cannot_connect":
+                cannot_connect(state)
+            case "overtaken":
+                state.overtaken(decision(outcome))
+            case "unknown":
+                state.decision_unknown()
+            case "learned" if state.is_learner:
+                state.learned()
+            case "locates":
+                state.locate()
+            case "located":
+                state.located(StateLocated(request_id=state._request_id, version=version if yes[0] else state.version))
+            case "catches_up" if state.phase is StepPhase.IDLE:
+                state.caught_up(version)
+            case "goes" if state.phase is StepPhase.IDLE or state.follows:
+                state.left_between_steps()
+            case "waits":
+                state.joiner_waits()
+        state.validate()
 
 
 EVENTS = st.lists(

@@ -15,16 +15,22 @@ from simulation.chaos import Fault, Moods, OuterPlan, Scenario
 from simulation.run import InvariantError, Report, Simulation, main, run_seeds, simulate
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.coordination import equality, lighthouse, recovery, trial
+from torchft_ckpt.core.coordination import equality, lighthouse, recovery, replica, trial
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.deciding import Deciding
-from torchft_ckpt.core.coordination.group import GroupInstruction, GroupState, SendToRank
+from torchft_ckpt.core.coordination.group import (
+    GroupInstruction,
+    GroupState,
+    SendToLighthouse,
+    SendToRank,
+)
 from torchft_ckpt.core.coordination.history import StateHistory
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction
 from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
+    CommitVote,
     FromLighthouse,
     Hello,
     Outcome,
@@ -36,7 +42,7 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.coordination.patience import JoinAllowance
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds
-from torchft_ckpt.core.coordination.replica import Comparison, ReplicaState
+from torchft_ckpt.core.coordination.replica import Comparison, ReplicaState, StepEvent, StepPhase
 from torchft_ckpt.core.coordination.roster import Roster
 from torchft_ckpt.core.coordination.trial import Trials, Verdict
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule
@@ -522,6 +528,97 @@ def test_the_simulation_of_drift_finds_a_rule_that_was_broken_on_purpose(
     with pytest.raises(InvariantError):
         for seed in range(100):
             run_with_drift(seed)
+
+
+def broken_speaker(patch: pytest.MonkeyPatch) -> None:
+    """Who spoke for the job does so after its vote, whatever its part is by now."""
+    right = ReplicaState.vote
+
+    def vote(state: ReplicaState, *args: str, **others: object) -> CommitVote:
+        before = state.speaks
+        cast = right(state, *args, **others)  # type: ignore[arg-type]
+        state.speaks = before
+        return cast
+
+    patch.setattr(ReplicaState, "vote", vote)
+
+
+def broken_process_group(patch: pytest.MonkeyPatch) -> None:
+    """A process group is used again after a collective failed in it."""
+    patch.setattr(ReplicaState, "collectives_failed", lambda state: setattr(state, "_is_broken", True))
+
+
+def broken_order_of_taking(patch: pytest.MonkeyPatch) -> None:
+    """The next step is asked for before the last one is taken."""
+    patch.setattr(ReplicaState, "took_step", lambda state: None)
+
+
+def broken_old_outcome(patch: pytest.MonkeyPatch) -> None:
+    """A lighthouse that was restarted is told how the step before the open one ended."""
+    right = ReplicaState.formed
+
+    def form(state: ReplicaState, formed: QuorumFormed) -> object:
+        before = state._last_outcome
+        plan = right(state, formed)
+        state._last_outcome = before if plan is not None else state._last_outcome
+        return plan
+
+    patch.setattr(ReplicaState, "formed", form)
+
+
+def broken_row(patch: pytest.MonkeyPatch) -> None:
+    """Who has voted is still at work on the step."""
+    patch.setitem(replica.TRANSITIONS, (StepPhase.TRAINING, StepEvent.VOTE), StepPhase.TRAINING)  # type: ignore[arg-type]
+
+
+def broken_first_vote(patch: pytest.MonkeyPatch) -> None:
+    """A rank's vote is its group's, before the others have voted."""
+    right = GroupState._votes_on
+
+    def votes_on(group: GroupState, rank: int, vote: CommitVote) -> Iterator[GroupInstruction]:
+        yield from right(group, rank, vote)
+        if group._voted is None and group._votes.keys() == {rank}:
+            group._voted = vote
+            yield SendToLighthouse(vote)
+
+    patch.setattr(GroupState, "_votes_on", votes_on)
+
+
+def broken_question(patch: pytest.MonkeyPatch) -> None:
+    """The open step goes on for the other ranks when one of them begins anew."""
+    patch.setattr(GroupState, "_leave_open_step", lambda group, rank: iter(()))
+
+
+def broken_names_of_ranks(patch: pytest.MonkeyPatch) -> None:
+    """A group holds what its first rank holds."""
+    right = GroupState._combine
+
+    def combine(group: GroupState, by_rank: dict[int, QuorumRequest]) -> QuorumRequest:
+        return msgspec.structs.replace(right(group, by_rank), version=by_rank[0].version, torn=by_rank[0].torn)
+
+    patch.setattr(GroupState, "_combine", combine)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "what"),
+    [
+        (broken_speaker, "it has voted, and may write"),
+        (broken_process_group, "a process group that is broken can be used again"),
+        (broken_order_of_taking, "a step begins with a state that is another than it says"),
+        (broken_old_outcome, "the last step's outcome is told beside a later one"),
+        (broken_row, "there is a vote in another phase"),
+        (broken_first_vote, "the group approves, and not all of its ranks do"),
+        (broken_question, "a rank has gone on"),
+        (broken_names_of_ranks, "the group holds a state that not all of its ranks hold"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_what_a_replica_and_its_group_know_says_at_once_that_a_rule_was_broken(
+    break_it: object, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(InvariantError, match=what):
+        run_seeds(range(100))
 
 
 def test_moods_calm_down() -> None:

@@ -27,6 +27,8 @@ class Process:
         self.backlog: list[Action] = []
         self.on_death: list[Action] = []
         """What the outside world does when it dies, such as closing its connections."""
+        self.checks: list[Action] = []
+        """What must hold after each of its actions."""
 
     def stopped_s(self, began: float, ended: float) -> float:
         """Return for how many of these seconds it was stopped."""
@@ -66,6 +68,8 @@ class Clock:
         self.num_events += 1
         self.running = process
         action()
+        for check in process.checks if process is not None else ():
+            check()
         self.running = None
         return True
 

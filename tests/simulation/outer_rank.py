@@ -305,6 +305,7 @@ class OuterRank(Trainer):
             value = self._oracle.next_value(self.value, sums)
             self._oracle.commits(self, before, value, sums)
             self._take(value)
+            self.replica.took_step()
             self.last_commits.append(self.replica.version)
         else:
             self.last_commits.clear()

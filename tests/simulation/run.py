@@ -212,6 +212,7 @@ class Simulation:
             if isinstance(trainer, OuterRank):
                 trainer.pace, trainer.is_alone = self._paces[index], len(processes) == 1
             group.trainers.append(trainer)
+            process.checks.append(trainer.replica.validate)
             process.on_death.append(lambda: self._notice_death(index, group))
         return group
 

@@ -611,6 +611,7 @@ class Trainer:
             self._oracle.commits(self, before, value, tuple(self._results))
             self._distance.lost()
             self._take(value)
+            self.replica.took_step()
             self._oracle.hears_decision(self)
             self.last_commits.append(self.replica.version)
         else:

@@ -93,6 +93,9 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.coordination.ranks_together import Arrivals, Replaying
 
+MAX_DECIDED = 4
+"""How the latest steps ended is remembered for so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankMessage:
@@ -718,7 +721,7 @@ class GroupState:
 
     def _remember(self, decided: CommitDecided | CommitUnknown) -> None:
         self._decided[_key(decided)] = decided
-        while len(self._decided) > 4:
+        while len(self._decided) > MAX_DECIDED:
             self._decided.popitem(last=False)
 
     def _say_again(self) -> Iterator[GroupInstruction]:
@@ -738,6 +741,91 @@ class GroupState:
                 yield SendToLighthouse(located_for)
             if self._voted is not None and _key(self._voted) not in self._decided:
                 yield SendToLighthouse(self._voted)
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        """Check what holds between two events, for tests; a `RuntimeError` says what does not."""
+        for what in (*self._wrong_in_questions(), *self._wrong_in_step(), *self._wrong_in_leaving()):
+            raise RuntimeError(f"{what}: {vars(self)}")
+
+    def _wrong_in_questions(self) -> Iterator[str]:
+        """Say what is wrong with what the ranks, and the group for them, ask."""
+        ranks = set(range(self.world_size))
+        asks, locates, by_rank = self._requests.keys(), self._locating.keys(), self._asked_by
+        if (
+            not asks | locates | by_rank.keys() | self._addresses.keys() | self._reach.keys() | self._wishes.keys()
+            <= ranks
+        ):
+            yield "a rank asks that this group does not have"
+        if asks & locates:
+            yield "a rank asks for a step, and where the newest state is"
+        if asks and asks | locates == ranks:
+            yield "all ranks have asked, and none is answered"
+        if (self._located_for is not None) != (locates == ranks):
+            yield "all ranks want to know where the newest state is, and the group does not ask, or the other way around"
+        asked, numbers = self._asked, {self._request_id}
+        if {open.request_id for open in (asked, self._located_for, self._quorum) if open is not None} - numbers:
+            yield "an older question counts as open, or as answered"
+        if (asked is not None) + (self._located_for is not None) + (self._quorum is not None) > 1:
+            yield "two questions are open, or one beside an answer"
+        if asked is not None and (asks or locates or self._finished is not None):
+            yield "the group asks for a step, and for another, or has finished"
+        if (asked is not None or self._quorum is not None) and by_rank.keys() != ranks:
+            yield "the group has asked for a step, and not all of its ranks had"
+        if asked is None or by_rank.keys() != ranks:
+            return
+        requests = by_rank.values()
+        versions = {request.version for request in requests}
+        if versions != {asked.version} and (asked.version.proven or not asked.torn):
+            yield "the group holds a state that not all of its ranks hold"
+        if (asked.torn, asked.restored) != (
+            len(versions) > 1 or any(request.torn for request in requests),
+            all(request.restored for request in requests),
+        ):
+            yield "the group's state is whole, or restored, and one of its ranks' is not"
+        if asked.unverified != any(request.unverified for request in requests):
+            yield "the group's state is verified, and one of its ranks' is not, or the other way around"
+        if asked.contributes != all(request.contributes for request in requests):
+            yield "the group contributes, and one of its ranks does not, or the other way around"
+        if asked.speaks < any(request.speaks for request in requests):
+            yield "a rank may write for the job, and the group does not say so"
+
+    def _wrong_in_step(self) -> Iterator[str]:
+        """Say what is wrong with the open step: the ranks' votes on it, the group's, and how it ended."""
+        formed, votes, voted = self._quorum, self._votes, self._voted
+        if len(self._decided) > MAX_DECIDED or any(_key(ended) != key for key, ended in self._decided.items()):
+            yield "more steps are remembered than may be, or under another name than theirs"
+        if self._repeated_by.keys() != self._reach.keys() or any(r in by for r, by in self._repeated_by.items()):
+            yield "a rank's report counts as repeated by another that said nothing, or by itself"
+        if formed is None:
+            if votes or voted is not None:
+                yield "a step was voted on that is not open"
+            return
+        key = _key_of(formed)
+        if formed.gathers or any(_key(vote) != key for vote in (*votes.values(), *([] if voted is None else [voted]))):
+            yield "a step was voted on that is another than the open one"
+        is_against = any(not vote.approve for vote in votes.values())
+        if voted is None and (is_against or len(votes) == self.world_size):
+            yield "all ranks have voted, or one is against, and the group has not voted"
+        if voted is not None and voted.approve and (is_against or len(votes) < self.world_size):
+            yield "the group approves, and not all of its ranks do"
+        if voted is None and key in self._decided:
+            yield "the step was decided, and a vote on it still counts"
+        has_left = (self._requests.keys() | self._locating.keys()) and formed.role is not Role.LEARNER
+        if has_left and (voted is None or (voted.approve and key not in self._decided)):
+            yield "a rank has gone on, and what the lighthouse decides on the step still counts for the others"
+
+    def _wrong_in_leaving(self) -> Iterator[str]:
+        """Say what is wrong with how the group leaves."""
+        if self._ranks_left and not self._is_told_to_leave:
+            yield "a rank has left, and the group goes on"
+        if self._is_told_to_leave and self._requests and self._asked_by:
+            yield "no other step begins, and a rank waits for one"  # where a question was taken back, it does
+        if len(self._ranks_left) == self.world_size and not (self.broken is not None and self._has_left):
+            yield "all ranks have left, and the group has not"
+        if self._has_left and self.broken is None and not self._ranks_left:
+            yield "the group has left, and all of its ranks are here"
 
 
 def _longest(seconds: list[float | None]) -> float | None:

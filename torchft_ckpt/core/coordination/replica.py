@@ -3,31 +3,8 @@
 It knows no tensors, threads, sockets or clock. The manager drives it with what happens and does what it says; the
 simulation drives it in the same way.
 
-    phase      event                      next        what follows
-    ---------  -------------------------  ----------  ------------------------------------------------------------
-    IDLE       begin                      ASKING      send the returned `QuorumRequest`
-    ASKING     formed                     TRAINING    configure, serve, load as the returned `StepPlan` says
-    ASKING     formed (gathers)           IDLE        who gathers with it is in the plan; nothing else follows
-    TRAINING   load_finished              TRAINING    the state is the quorum's: it may contribute (inline) or vote (joiner)
-    TRAINING   comparison_finished        TRAINING    the state of that name that was here already is the quorum's, or is not
-    TRAINING   fail, broken               TRAINING    the step cannot count; `broken`: abort what is in flight
-    VOTED,     broken                     as it was   abort what was issued after the vote: the step stands
-    IDLE
-    TRAINING   vote                       VOTED       send the returned `CommitVote`
-    VOTED      decided(COMMIT)            IDLE        step the optimizer; the version moves on, and what is `held` follows it
-    IDLE       takes_step                 IDLE        the optimizer changes the state: what is held has no name
-    IDLE       took_step                  IDLE        the state that is held is the one that `version` names
-    VOTED      decided(other)             IDLE        do not step it
-    VOTED      decision_unknown           IDLE        do not step it; the next quorum tells whether the others did. In a
-                                                      group of several ranks none may decide that alone: `GiveUpWaiting`
-    any        begin                      ASKING      the step that was open is abandoned; ask `may_keep_step` before
-    any        locate                     IDLE        likewise; send the returned `LocateState`
-    VOTED      decided(leaving)           IDLE        and no other step begins: it `is_leaving`
-    TRAINING   learned (leaving)          IDLE        likewise
-    TRAINING   learned (follows)          IDLE        nothing was computed: ask again at once. It comes after `load_finished`, or
-                                                      after a transfer that failed or was stopped, as the others need this replica
-    IDLE       left_between_steps         IDLE        likewise
-    IDLE       caught_up                  IDLE        a state that was loaded outside of quorums has its name
+`StepPhase` says which phases a step has, `StepEvent` what leads from one to the other and what follows, and `TRANSITIONS` where
+to. `ReplicaState.validate` says what holds between two events.
 
 Rules that hold in every phase: the version moves only together with the state that it names, or ahead of it from the decision
 until the optimizers have stepped, when `held` is another than it; a replica whose version is
@@ -43,7 +20,7 @@ not, it loads that of the others first: see `trial`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -91,6 +68,58 @@ class StepPhase(Enum):
     ASKING = "asking"
     TRAINING = "training"
     VOTED = "voted"
+
+
+class StepEvent(Enum):
+    """What `ReplicaState` is told that depends on the phase, by its method, and what follows."""
+
+    BEGIN = "begin"
+    """Send the returned `QuorumRequest`. The step that was open is abandoned: ask `may_keep_step` before."""
+    LOCATE = "locate"
+    """Send the returned `LocateState`. The step that was open is abandoned."""
+    FORMED = "formed"
+    """Configure, serve and load as the returned `StepPlan` says."""
+    FORMED_GATHERS = "formed (gathers)"
+    """Who gathers with it is in the plan; nothing else follows."""
+    CANNOT_CONNECT = "cannot_connect"
+    """Say in the vote that the process group could not be made."""
+    OVERTAKEN = "overtaken"
+    """The step cannot count: what is loaded for it is of no use if that is returned."""
+    BROKEN = "broken"
+    """Abort what is in flight. The step cannot count if it was not voted on, and else stands."""
+    VOTE = "vote"
+    """Send the returned `CommitVote`, unless the replica is beside the quorum: it has learned then."""
+    DECIDED = "decided"
+    """COMMIT: step the optimizers. The version moves on, and what is `held` follows it. Else do not step them."""
+    DECISION_UNKNOWN = "decision_unknown"
+    """Do not step the optimizers. The next quorum tells whether the others did."""
+    LEARNED = "learned"
+    """Nothing counts. Ask again at once if it follows: nothing was computed."""
+
+
+TRANSITIONS: Mapping[tuple[StepPhase, StepEvent], StepPhase] = {
+    (StepPhase.IDLE, StepEvent.BEGIN): StepPhase.ASKING,
+    (StepPhase.IDLE, StepEvent.LOCATE): StepPhase.IDLE,
+    (StepPhase.IDLE, StepEvent.BROKEN): StepPhase.IDLE,
+    (StepPhase.ASKING, StepEvent.BEGIN): StepPhase.ASKING,
+    (StepPhase.ASKING, StepEvent.LOCATE): StepPhase.IDLE,
+    (StepPhase.ASKING, StepEvent.FORMED): StepPhase.TRAINING,
+    (StepPhase.ASKING, StepEvent.FORMED_GATHERS): StepPhase.IDLE,
+    (StepPhase.TRAINING, StepEvent.BEGIN): StepPhase.ASKING,
+    (StepPhase.TRAINING, StepEvent.LOCATE): StepPhase.IDLE,
+    (StepPhase.TRAINING, StepEvent.CANNOT_CONNECT): StepPhase.TRAINING,
+    (StepPhase.TRAINING, StepEvent.OVERTAKEN): StepPhase.TRAINING,
+    (StepPhase.TRAINING, StepEvent.BROKEN): StepPhase.TRAINING,
+    (StepPhase.TRAINING, StepEvent.VOTE): StepPhase.VOTED,
+    (StepPhase.TRAINING, StepEvent.LEARNED): StepPhase.IDLE,
+    (StepPhase.VOTED, StepEvent.BEGIN): StepPhase.ASKING,
+    (StepPhase.VOTED, StepEvent.LOCATE): StepPhase.IDLE,
+    (StepPhase.VOTED, StepEvent.BROKEN): StepPhase.VOTED,
+    (StepPhase.VOTED, StepEvent.DECIDED): StepPhase.IDLE,
+    (StepPhase.VOTED, StepEvent.DECISION_UNKNOWN): StepPhase.IDLE,
+    (StepPhase.VOTED, StepEvent.LEARNED): StepPhase.IDLE,
+}
+"""Where each event leads from each phase. One that is missing changes nothing there: it is late, or of another step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +265,7 @@ class ReplicaState:
         self._is_stale = False
         """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
         self._vote: CommitVote | None = None
+        """What was said of the step that is voted on and not decided."""
         self._gathers = False
         self._is_cold = True
         """No step was computed yet, so the first one may take long: kernels are compiled, memory is taken."""
@@ -425,7 +455,7 @@ class ReplicaState:
         is_plain = wishes.contributes and wishes.waits is None and facts.compares and not facts.gathers
         waits = self.waits_for_quorum if wishes.waits is None else wishes.waits or bool(facts.shown)
         self._leave_step()
-        self.phase = StepPhase.ASKING
+        self._moves(StepEvent.BEGIN)
         self.capture_wanted = facts.gathers and self.capture_wanted
         self._gathers, self._compares = facts.gathers, facts.compares
         self._wishes = None if facts.gathers else wishes
@@ -466,7 +496,7 @@ class ReplicaState:
         `LocateState`.
         """
         self._leave_step()
-        self.phase = StepPhase.IDLE
+        self._moves(StepEvent.LOCATE)
         return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished, **moves)
 
     def located(self, located: StateLocated) -> None:
@@ -482,26 +512,33 @@ class ReplicaState:
         self.newest_step = version.step
         self.unverified = self._on_probation = False
 
+    def _moves(self, event: StepEvent) -> bool:
+        """Go where an event leads from this phase; False: nowhere."""
+        if (self.phase, event) not in TRANSITIONS:
+            return False
+        self.phase = TRANSITIONS[self.phase, event]
+        if self.phase is not StepPhase.VOTED:
+            self._vote = None
+        return True
+
     def _leave_step(self) -> None:
         if self.phase in (StepPhase.TRAINING, StepPhase.VOTED):
             # Without this replica's vote nobody can have committed, unless it was a joiner that nobody waits for.
-            voter = self.quorum is not None and self.quorum.role in (Role.HEALTHY, Role.INLINE)
+            voter = self.quorum is not None and _is_voter(self.quorum)
             self._last_outcome = Outcome.DISCARD if voter and self.phase is StepPhase.TRAINING else None
             self.configured = None
         self._request_id += 1
         self.error = None
         self._is_broken = self._is_unconnected = False
-        self._vote = None
         self._wishes, self._is_changed = None, False
 
     def formed(self, formed: QuorumFormed) -> StepPlan | None:
         """The quorum of the open request was formed; None: it answers a request that is not open any more."""
-        if self.phase is not StepPhase.ASKING or formed.request_id != self._request_id:
+        event = StepEvent.FORMED_GATHERS if self._gathers else StepEvent.FORMED
+        if formed.request_id != self._request_id or not self._moves(event):
             return None
         if self._gathers:
-            self.phase = StepPhase.IDLE
             return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
-        self.phase = StepPhase.TRAINING
         self.quorum = formed
         if not formed.differs:  # who corrects shows as much as those who wait
             self._shows = Shows.SAMPLES  # unless this step counts, and the decision says otherwise
@@ -619,13 +656,13 @@ class ReplicaState:
 
     def cannot_connect(self) -> None:
         """The process group of the open quorum could not be made. Where the quorum broke meanwhile, that is why."""
-        self._is_unconnected = self.error is None and self.phase is StepPhase.TRAINING
+        self._is_unconnected = self._moves(StepEvent.CANNOT_CONNECT) and self.error is None
 
     def broken(self, message: QuorumBroken) -> bool:
         """The lighthouse says that a quorum broke. Returns whether what is in flight has to be aborted."""
         if self.quorum is None or message.quorum_id != self.quorum.quorum_id:
             return False
-        if self.phase is StepPhase.ASKING:
+        if not self._moves(StepEvent.BROKEN):
             self.configured = None
             return False
         if self.phase is StepPhase.TRAINING:
@@ -641,7 +678,7 @@ class ReplicaState:
             num_collectives: how many they are.
             state_digest: of the state that was here when the step was asked for, where it `is_checked`; else empty.
         """
-        if self.quorum is None or self.phase is not StepPhase.TRAINING:
+        if self.quorum is None or not self._moves(StepEvent.VOTE):
             raise RuntimeError(f"internal error: there is no step to vote on in phase {self.phase.value}")
         formed = self.quorum
         approve = self.error is None and self.healed
@@ -652,14 +689,13 @@ class ReplicaState:
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
         self.speaks = self.speaks and self.participating_rank == 0
         is_known_holder = formed.role is Role.HEALTHY and not formed.unverified and not formed.names_state
-        self.phase = StepPhase.VOTED
         self._vote = CommitVote(
             quorum_id=formed.quorum_id,
             epoch=formed.epoch,
             step=formed.version.step,
             approve=approve,
             broken=self._is_broken or (self.error is not None and formed.role is not Role.JOINER),
-            counts=formed.role in (Role.HEALTHY, Role.INLINE),
+            counts=_is_voter(formed),
             num_voters=formed.num_voters,
             collectives=collectives,
             num_collectives=num_collectives,
@@ -674,7 +710,7 @@ class ReplicaState:
     def learned(self) -> Outcome:
         """The step beside the quorum is over: nothing of it counts. What was received instead of one is old by now."""
         self._is_stale = self._is_stale or (self.follows and not self.is_corrected)
-        self.phase = StepPhase.IDLE
+        self._moves(StepEvent.LEARNED)
         self.speaks = False
         self.is_leaving = self.is_leaving or (self.quorum is not None and self.quorum.leaving)
         return Outcome.LEFT_BEHIND
@@ -692,23 +728,21 @@ class ReplicaState:
     def is_open(self, decided: CommitDecided) -> bool:
         """Whether this decision is about the step that was voted on."""
         vote = self._vote
-        return (
-            self.phase is StepPhase.VOTED
-            and vote is not None
-            and (vote.quorum_id, vote.epoch, vote.step) == (decided.quorum_id, decided.epoch, decided.step)
-        )
+        key = (decided.quorum_id, decided.epoch, decided.step)
+        return vote is not None and (vote.quorum_id, vote.epoch, vote.step) == key
 
     def decided(self, decided: CommitDecided) -> Outcome | None:
         """The step was decided; None: not the one that is open.
 
         Only an approved step commits: the check here is the last of several, and the one that needs nobody's word.
         """
-        if not self.is_open(decided) or self._vote is None:
+        vote = self._vote
+        if vote is None or not self.is_open(decided):
             return None
         outcome = decided.outcome
-        if outcome is Outcome.COMMIT and not (self._vote.approve and self.healed):
+        if outcome is Outcome.COMMIT and not (vote.approve and self.healed):
             outcome = Outcome.LEFT_BEHIND
-        self.phase = StepPhase.IDLE
+        self._moves(StepEvent.DECIDED)
         self._last_outcome = outcome
         self.is_leaving, self.all_leave = decided.leaving, decided.leaving and decided.all_leave
         if decided.broken:
@@ -737,11 +771,10 @@ class ReplicaState:
     def overtaken(self, decided: CommitDecided) -> bool:
         """The others decided the open step without this replica's vote: what it still loads for it is of no use."""
         formed = self.quorum
-        if (
-            self.phase is not StepPhase.TRAINING
-            or formed is None
-            or (formed.quorum_id, formed.epoch, formed.version.step) != (decided.quorum_id, decided.epoch, decided.step)
-        ):
+        key = (decided.quorum_id, decided.epoch, decided.step)
+        if formed is None or (formed.quorum_id, formed.epoch, formed.version.step) != key:
+            return False
+        if not self._moves(StepEvent.OVERTAKEN):
             return False
         self.fail(decided.reason or "the others went on without this replica")
         return decided.outcome is Outcome.LEFT_BEHIND
@@ -751,9 +784,8 @@ class ReplicaState:
 
         With several ranks in the group: only on `CommitUnknown`, the answer to `GiveUpWaiting`.
         """
-        if self.phase is not StepPhase.VOTED:
+        if not self._moves(StepEvent.DECISION_UNKNOWN):
             return
-        self.phase = StepPhase.IDLE
         self._last_outcome = None
         self.collectives_failed()
         self._stay_joiner()
@@ -792,11 +824,96 @@ class ReplicaState:
         self._is_stale = False
         self.newest_step = max(self.newest_step, version.step)
 
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def validate(self) -> None:
+        """Check what holds between two events, for tests; a `RuntimeError` says what does not."""
+        for what in (*self._wrong_in_state(), *self._wrong_in_step()):
+            raise RuntimeError(f"{what}: {self}, {vars(self)}")
+
+    def _wrong_in_state(self) -> Iterator[str]:
+        """Say what is wrong with what is held, and the name that it has."""
+        version = self.version
+        if self.torn and version != StateVersion():
+            yield "a torn state has a name"
+        if self.restored and (version.proven or self.torn):
+            yield "a state that was restored, and is the job's or torn since, counts as restored"
+        if self._held is not None and self.phase is not StepPhase.IDLE:
+            yield "a step begins with a state that is another than it says"
+        if self._held is not None and (not version.proven or self._held.step >= version.step):
+            yield "a step is to be taken that leads to no later state"
+        if self.unverified and not (self._on_probation and (version.proven or self._stands_in)):
+            yield "a state may have other bits than those of its name, and has none, or no comparison is to follow"
+        if version.proven and not self._is_stale and self.newest_step < version.step:
+            yield "it holds a later state than the newest"
+        if self._last_outcome is Outcome.LEFT_BEHIND and (self.speaks or self.configured is not None):
+            yield "the others went on without it, and it may write for them, or needs no new process group"
+        if self._is_broken and self.configured is not None:
+            yield "a process group that is broken can be used again"
+        if self.configured is not None and not self.is_learner and self.configured != self._quorum_key():
+            yield "the process group is that of another quorum"
+        if self.all_leave and not self.is_leaving:
+            yield "all leave, and it does not"
+        if self.is_leaving and self.phase is not StepPhase.IDLE and not self.follows:
+            yield "a step is open, and the last one has ended"
+
+    def _wrong_in_step(self) -> Iterator[str]:
+        """Say what is wrong with the step that is open, and this replica's part in it."""
+        formed, vote, version = self.quorum, self._vote, self.version
+        if (vote is None) == (self.phase is StepPhase.VOTED):
+            yield "there is a vote in another phase, or none in this"
+        if self.phase is StepPhase.ASKING and (self._wishes is None) != self._gathers:
+            yield "it is not known what the step was asked for with"
+        if self.phase not in (StepPhase.TRAINING, StepPhase.VOTED):
+            return
+        if formed is None or formed.gathers or self._gathers or formed.request_id != self._request_id:
+            yield "the quorum of the step is none, or is not the answer to what was asked"
+            return
+        if (self._is_broken or self.is_learner or formed.leaving) and self.error is None and vote is None:
+            yield "a step may count that is beside the quorum, or whose process group is broken"
+        if self._is_unconnected and (self.error is None or self.configured is not None):
+            yield "the process group could not be made, and the step goes on"
+        if self.participating_rank is not None and not (version == formed.version and _is_voter(formed)):
+            yield "it contributes, and has another state than the quorum, or another part"
+        if self.speaks and vote is not None and formed.contributor_rank != 0:
+            yield "it has voted, and may write for those who contribute, of whom it is not the first"
+        if formed.leaving:
+            return
+        if version != formed.version and not self.is_behind:
+            yield "it has another state than the quorum, and does not know that it is behind"
+        if version.proven and self._is_exact and version != formed.version:
+            yield "it began with the state of the quorum to the bit, and holds another"
+        if version == formed.version and _is_void(version, self.rolled_back_to):
+            yield "the quorum's state is one from which the job went back"
+        if self._last_outcome is not None:
+            yield "the last step's outcome is told beside a later one"
+        if self._shows is Shows.NOTHING and not formed.differs:
+            yield "its state is not compared if this step does not count"
+        if vote is not None and (vote.quorum_id, vote.epoch, vote.step) != (*self._quorum_key(), formed.version.step):
+            yield "the vote is about another step"
+        if vote is not None and vote.approve and (vote.broken or vote.lacks is not Lacks.NOTHING):
+            yield "it approves of what it says that it lacks, or is broken"
+        if vote is not None and vote.approve and version.proven and version != formed.version:
+            yield "it approves of a step from a state that it does not hold"
+        if vote is not None and vote.approve and self.num_participants < self.settings.min_replica_size:
+            yield "it approves of a step of too few"
+
+    def _quorum_key(self) -> tuple[int, str]:
+        return (0, "") if self.quorum is None else (self.quorum.quorum_id, self.quorum.epoch)
+
     def __repr__(self) -> str:
         quorum = self.quorum.quorum_id if self.quorum else None
         return (
             f"ReplicaState(step={self.version.step}, phase={self.phase.value}, quorum={quorum}, healed={self.healed})"
         )
+
+
+def _is_voter(formed: QuorumFormed) -> bool:
+    return formed.role in (Role.HEALTHY, Role.INLINE)
+
+
+def _is_void(version: StateVersion, rolled_back_to: StateVersion) -> bool:
+    return version.quorum_id < rolled_back_to.quorum_id and version.step > rolled_back_to.step
 
 
 class SharedStep:
