@@ -1,0 +1,328 @@
+"""Says which parameters the state of each optimizer in a state belongs to, and sees that it arrives at the same ones.
+
+An optimizer's state dict calls parameters by their number. Two scripts that hand the same parameters over in another order mean
+others by it. What a parameter *is* says the path of the tensor in the state that has its memory, and, where there is none, the
+name that the optimizer was given (`param_names`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES, Path
+from torchft_ckpt.checkpointing.state.optimizer_state import foreseen_state
+from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
+from torchft_ckpt.checkpointing.state.tree import in_words
+from torchft_ckpt.errors import StateMismatchError
+
+logger = logging.getLogger(__name__)
+
+Names: TypeAlias = "list[list[str]]"
+"""Of each parameter group, the path of each parameter in the state; empty where no tensor of the state has its memory."""
+Returned: TypeAlias = "Sequence[tuple[list[Any], Any]]"
+"""The `param_groups` of state dicts, as they were returned, each with the optimizer that returned it."""
+_MAX_NAME_CHARS = 120
+
+
+class Owned(NamedTuple):
+    """The state dict of an optimizer that is known, in a state."""
+
+    path: Path
+    owner: Any
+    """It has `param_groups`."""
+    names: Names
+    numbers: Mapping[str, int]
+    """By what the state dict calls a parameter, its place among all of them."""
+
+    foreseen_by: dict[int, dict[str, Any]]
+    """What a step makes for a parameter, as far as somebody asked, by `id`."""
+
+    def foreseen(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return the state that a step makes for a parameter, as far as it can be foreseen."""
+        if id(parameter) not in self.foreseen_by:
+            self.foreseen_by[id(parameter)] = foreseen_state(self.owner, parameter)
+        return self.foreseen_by[id(parameter)]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.owner.param_groups for parameter in group["params"]]
+
+    def parameter_of(self, rest: str) -> tuple[torch.Tensor | None, str]:
+        """Return the parameter that a path below `state` belongs to, if there is one, and what follows in the path."""
+        end = rest.find(".")
+        while end > 0:
+            if rest[:end] in self.numbers:
+                return self.parameters[self.numbers[rest[:end]]], rest[end + 1 :]
+            end = rest.find(".", end + 1)
+        return None, rest
+
+
+class StateHere(dict[str, Any]):
+    """A state, with what is known of the optimizers in it.
+
+    Args:
+        returned: what they have returned of it.
+        known: these optimizers, and others that may be in it.
+    """
+
+    def __init__(self, state: Mapping[str, Any], returned: Returned, known: Sequence[Any] = ()) -> None:
+        super().__init__(state)
+        self.returned = returned
+        self.known = known
+
+    def laid_out(self, state: Mapping[str, Any]) -> StateHere:
+        """Return the same, of a state that has the same containers in other places."""
+        return StateHere(state, self.returned, self.known)
+
+
+class StatePlaces:
+    """Where the parameters and the optimizers of a state are in it."""
+
+    def __init__(self, state: object) -> None:
+        self._paths: dict[object, str] = {}
+        self._of_optimizers: list[tuple[Path, Mapping[Any, Any]]] = []
+        self._search(state, ())
+
+    def _search(self, value: Any, path: Path) -> None:
+        if isinstance(value, torch.Tensor):
+            if (memory := _memory_key(value)) is not None:
+                name = ".".join(map(str, path))
+                self._paths[memory] = min(name, self._paths.get(memory, name))
+        elif isinstance(value, Mapping):
+            if "state" in value and "param_groups" in value:
+                self._of_optimizers.append((path, value))
+            for key, item in value.items():
+                if isinstance(item, _SEARCHED):
+                    self._search(item, (*path, in_words(key)))
+        elif isinstance(value, SEQUENCES):
+            for number, item in enumerate(value):
+                if isinstance(item, _SEARCHED):
+                    self._search(item, (*path, number))
+
+    def names(self, owner: Any) -> Names:
+        """Return the paths of an optimizer's parameters."""
+        return [[self._paths.get(_memory_key(p), "") for p in group["params"]] for group in owner.param_groups]
+
+    def owned(self, returned: Returned, known: Iterable[Any] = ()) -> dict[str, Owned]:
+        """Return the state dicts of optimizers by their path, as far as it is known whose they are.
+
+        Args:
+            returned: what optimizers have returned of the state.
+            known: optimizers that may be in it besides; they are found by the memory of their state.
+        """
+        found: dict[str, Owned] = {}
+        by_memory: dict[object, Any] = {}
+        for path, of_optimizer in self._of_optimizers:
+            groups = of_optimizer["param_groups"]
+            if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+                continue
+            owner = next((owner for given, owner in returned if _is_same(given, groups)), None)
+            if owner is None:
+                by_memory = by_memory or {
+                    memory: optimizer for optimizer in known for memory in _memory_keys(optimizer.state.values())
+                }
+                memories = _memory_keys([of_optimizer["state"]])
+                owner = next((by_memory[memory] for memory in memories if memory in by_memory), None)
+            ids = _ids(groups)
+            if owner is not None and [*map(len, ids)] == [len(group["params"]) for group in owner.param_groups]:
+                numbers = {str(one): number for number, one in enumerate(one for group in ids for one in group)}
+                found[".".join(map(str, path))] = Owned(path, owner, self.names(owner), numbers, {})
+        return found
+
+
+_SEARCHED = (torch.Tensor, Mapping, *SEQUENCES)
+
+
+def _memory_key(tensor: torch.Tensor) -> object:
+    parts = memory_of(tensor)
+    return (parts[0].data_ptr(), parts[0].shape) if parts and parts[0].numel() and not parts[0].is_meta else None
+
+
+def _memory_keys(value: Any) -> Iterator[object]:
+    """Yield the memory of the tensors of an optimizer's state."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() and (memory := _memory_key(value)) is not None:
+            yield memory
+    elif isinstance(value, Mapping | Iterable) and not isinstance(value, str | bytes):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _memory_keys(item)
+
+
+def _is_same(given: list[Any], groups: list[Any]) -> bool:
+    return given is groups or bool(given and groups and given[0] is groups[0])
+
+
+def _ids(groups: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
+    lists = [group.get("params") for group in groups]
+    return [ids if isinstance(ids, list) else [] for ids in lists]
+
+
+@contextlib.contextmanager
+def noting(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Returned]:
+    """While open, note what these optimizers return as their state dicts."""
+    returned: list[tuple[list[Any], Any]] = []
+
+    def note(owner: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+        returned.append((given["param_groups"], owner))
+
+    with contextlib.ExitStack() as hooks:
+        for optimizer in optimizers:
+            with contextlib.suppress(AttributeError):  # of a class that does not call torch's constructor
+                hooks.callback(optimizer.register_state_dict_post_hook(note).remove)
+        yield returned
+
+
+def names_of(owned: Mapping[str, Owned]) -> dict[str, Names]:
+    """Return the names of parameters as they travel with a state: by the path of each state dict."""
+    return {path: one.names for path, one in owned.items()}
+
+
+def names_from(owners: object, path: str) -> Names:
+    """Return what `names_of` has said of a path; nothing where it has not."""
+    names = owners.get(path) if isinstance(owners, Mapping) else None
+    is_right = isinstance(names, list) and all(isinstance(group, list) for group in names)
+    return [[str(name) for name in group] for group in names] if is_right and names else []
+
+
+# Whether it arrives at the same parameters
+
+
+def why_not_of(
+    path: str,
+    groups: Sequence[Mapping[str, Any]],
+    names_there: Names,
+    *,
+    here: Owned | Sequence[Mapping[str, Any]],
+    is_checkpoint: bool = True,
+) -> list[str]:
+    """Return in sentences why the state of an optimizer is not one of the parameters that are here.
+
+    If a checkpoint does not say whether it is, that is logged.
+
+    Args:
+        path: of its state dict.
+        groups: its parameter groups as they arrive.
+        names_there: the paths of their parameters, as far as they are known.
+        here: the same here; or, of a state dict of which it is not known whose it is, its groups: then there may be fewer.
+    """
+    own = here.owner.param_groups if isinstance(here, Owned) else here
+    ids = _ids(groups)
+    if any(isinstance(one, str) for group in ids for one in group):
+        return []  # who loads it goes by these names
+    if isinstance(here, Owned) and len(own) != len(groups):
+        return [f"{path} has {len(groups)} parameter groups there, {len(own)} here"]
+    for number, (group, mine) in enumerate(zip(ids, own, strict=False)):
+        if len(group) != len(mine["params"]):
+            return [f"{path}.param_groups.{number} has {len(group)} parameters there, {len(mine['params'])} here"]
+    # A path in the state says more than the name that the optimizer was given.
+    given, given_there = ([[*(group.get("param_names") or ())] for group in some] for some in (own, groups))
+    for one, other in ((here.names if isinstance(here, Owned) else [], names_there), (given, given_there)):
+        pairs = [pair for pair in zip(_flat(one), _flat(other), strict=False) if all(pair)]
+        wrong = [pair for pair in pairs if pair[0] != pair[1]]
+        if pairs and [*map(len, one)] == [*map(len, other)]:
+            break
+    else:
+        shapes = [parameter.shape for parameter in here.parameters] if isinstance(here, Owned) else []
+        if is_checkpoint and len(set(shapes)) < len(shapes):
+            logger.warning(
+                "the checkpoint does not say which parameters the state of %s is of: it is taken to be of those that are here, in"
+                " their order. One that is saved now says it, if the Manager or the Checkpointer knows the optimizer",
+                path[:_MAX_NAME_CHARS],
+            )
+        return []
+    return [
+        f"{path} has the state of {theirs!s:.120} there where {mine!s:.120} is here ({len(wrong)} of {len(pairs)} "
+        "parameters differ): hand the same parameters, under the same names, to the optimizers in the same order, or register each "
+        "optimizer under a key of its own"
+        for mine, theirs in wrong[:1]
+    ]
+
+
+def _flat(names: Names) -> list[str]:
+    return [name for group in names for name in group]
+
+
+def tensor_to_fill(
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    held: torch.Tensor | None,
+    owned: Owned | None,
+    rest: str,
+    is_sharded: bool,
+) -> torch.Tensor | None:
+    """Return a tensor of the layout that a tensor of an optimizer's state is to have here: `held`, if it has it.
+
+    What is here, or is made by the next step, lends its layout; what has the shape of its parameter is laid out as that.
+
+    Args:
+        name: of the tensor.
+        shape, dtype: as it arrives.
+        held: what is here.
+        owned: the state dict that it is in, if that is known.
+        rest: its path below `state`.
+        is_sharded: whether tensors of the state are.
+
+    Returns:
+        None: it arrives whole, as a plain tensor.
+
+    Raises:
+        StateMismatchError: its layout is not known, or it is not of this parameter.
+    """
+    size = torch.Size(shape)
+    parameter, key = (None, rest) if owned is None else owned.parameter_of(rest)
+    if owned is not None and parameter is not None:
+        is_sharded = adapter_of(parameter) is not None
+        if held is None and size and (is_sharded or size != parameter.shape):
+            held = owned.foreseen(parameter).get(key)
+    moment = held if isinstance(held, torch.Tensor) else None
+    for like in (moment, parameter if size else None):
+        if like is not None and like.shape == size:
+            return like if like.dtype == dtype and like is not parameter else _laid_out_as(like, dtype, name)
+    if not size:
+        return None
+    if parameter is not None and moment is not None and moment.shape == parameter.shape:
+        raise StateMismatchError(
+            f"{name[:_MAX_NAME_CHARS]} is {[*size]} there, and its parameter has the shape {[*parameter.shape]} here",
+            name,
+        )
+    if is_sharded:
+        raise StateMismatchError(
+            f"{name[:_MAX_NAME_CHARS]} is {[*size]} there, of an optimizer that has no such state here, and others here are"
+            " sharded: its layout is not known, as it has not the shape of its parameter, or the optimizer is not known (hand in"
+            " the optimizer itself, or a state dict that names its state)",
+            name,
+        )
+    return None
+
+
+def _laid_out_as(like: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor | None:
+    adapter = adapter_of(like)
+    if adapter is None:
+        return None
+    if adapter.shares_memory:
+        return torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
+    return adapter.rebuild(
+        like, [torch.empty(box.sizes, dtype=dtype, device="cpu") for box in adapter.boxes(like, name)]
+    )
+
+
+def match(here: Sequence[str], there: Sequence[str]) -> list[int | None]:
+    """Return for each key of what is here the number of the one there that it is equal to.
+
+    Of as many that are equal on both sides the first is matched with the first. What has no key is matched if it is the only one
+    on both sides.
+    """
+    numbers: dict[str, list[int]] = {}
+    for number, key in enumerate(there):
+        numbers.setdefault(key, []).append(number)
+    counts = Counter(here)
+    is_known = {key: len(found) == counts[key] and (key or len(found) == 1) for key, found in numbers.items()}
+    return [numbers[key].pop(0) if is_known.get(key) else None for key in here]
