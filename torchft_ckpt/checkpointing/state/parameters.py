@@ -238,8 +238,8 @@ def why_not_of(
         return []
     return [
         f"{path} has the state of {theirs!s:.120} there where {mine!s:.120} is here ({len(wrong)} of {len(pairs)} "
-        "parameters differ): hand the same parameters, under the same names, to the optimizers in the same order, or register each "
-        "optimizer under a key of its own"
+        "parameters differ): hand the same parameters, under the same names, to the optimizers in the same order, or "
+        "register each optimizer under a key of its own"
         for mine, theirs in wrong[:1]
     ]
 

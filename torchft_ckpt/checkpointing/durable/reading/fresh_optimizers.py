@@ -113,7 +113,7 @@ def room_for_optimizer_state(
             ids = {str(key): key for group in value["param_groups"] for key in group.get("params") or ()}
             state = {ids.get(str(key), key): item for key, item in state.items()}
             if is_whole:
-                groups = _with_places(reader.structure_at((*path, "param_groups")), partial(place_of, path=path))
+                groups = _with_places(_groups_at(reader, path), partial(place_of, path=path))
                 key = next(key for key in state_dict if in_words(key) == path[0])
                 state_dict[key] = {**value, "state": state, "param_groups": groups}
             else:
@@ -127,12 +127,16 @@ def room_for_optimizer_state(
         raise
 
 
+def _groups_at(reader: StateReader[Any], path: Path) -> list[Any]:
+    """Return the structures of an optimizer's parameter groups. DCP's paths do not say that they are a list."""
+    groups = reader.structure_at((*path, "param_groups"))
+    return [groups[number] for number in sorted(groups)] if isinstance(groups, dict) else groups or []
+
+
 def _saved_groups(reader: StateReader[Any], paths: Iterable[Path]) -> dict[Path, list[dict[str, Any]]]:
     """Return of the optimizers that were saved which parameters their groups have, as they call them."""
-    structures = {path: reader.structure_at((*path, "param_groups")) for path in paths}
-    saved: dict[Path, list[dict[str, Any]]] = {
-        path: [{} for _ in groups] for path, groups in structures.items() if isinstance(groups, list)
-    }
+    found = {path: _groups_at(reader, path) for path in paths}
+    saved: dict[Path, list[dict[str, Any]]] = {path: [{} for _ in groups] for path, groups in found.items() if groups}
     wanted = {
         ".".join(map(str, (*path, "param_groups", number, key))): (group, key)
         for path, groups in saved.items()
