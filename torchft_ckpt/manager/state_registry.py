@@ -195,8 +195,8 @@ class StateRegistry:
             names = [name for group in places.names(optimizer) for name in group if name]
             return min(names, default="\uffff"), paths.get(id(optimizer), "")
 
-        self._optimizers.sort(key=place)
-        self._unguarded.sort(key=place)
+        self._optimizers[:] = sorted(self._optimizers, key=place)
+        self._unguarded[:] = sorted(self._unguarded, key=place)
         self._groups = [
             [
                 ", ".join(names) if names and all(names) else path and f"{path}.param_groups.{number}"
@@ -256,7 +256,7 @@ class StateRegistry:
             return StateHere(self.capture(), self._returned, self._known())
 
     def guarded(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that change what they own under the write lock alone, in the order in which they were guarded."""
+        """Return the optimizers that change what they own under the write lock alone, in an order that all groups have."""
         return self._optimizers
 
     def gradient_bytes(self) -> int:

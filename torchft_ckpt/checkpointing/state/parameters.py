@@ -231,15 +231,15 @@ def why_not_of(
         shapes = [parameter.shape for parameter in here.parameters] if isinstance(here, Owned) else []
         if is_checkpoint and len(set(shapes)) < len(shapes):
             logger.warning(
-                "the checkpoint does not say which parameters the state of %s is of: it is taken to be of those that are here, in"
-                " their order. One that is saved now says it, if the Manager or the Checkpointer knows the optimizer",
+                "the checkpoint does not say which parameters the state of %s is of (it is older, or they were not in the"
+                " state that was saved, or whose it is was not known): it is taken to be of those that are here, in their order",
                 path[:_MAX_NAME_CHARS],
             )
         return []
     return [
-        f"{path} has the state of {theirs!s:.120} there where {mine!s:.120} is here ({len(wrong)} of {len(pairs)} "
-        "parameters differ): hand the same parameters, under the same names, to the optimizers in the same order, or "
-        "register each optimizer under a key of its own"
+        f"{path} has the state of {theirs!s:.120} there where {mine!s:.120} is here ({len(wrong)} of {len(pairs)} parameters"
+        " differ): hand the same parameters to the optimizers in the same order, and register each optimizer under a key of its"
+        " own. If parameters have other names now, load_checkpoint loads a state dict that has those of there"
         for mine, theirs in wrong[:1]
     ]
 

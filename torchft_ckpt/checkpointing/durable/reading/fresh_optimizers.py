@@ -130,7 +130,8 @@ def room_for_optimizer_state(
 def _groups_at(reader: StateReader[Any], path: Path) -> list[Any]:
     """Return the structures of an optimizer's parameter groups. DCP's paths do not say that they are a list."""
     groups = reader.structure_at((*path, "param_groups"))
-    return [groups[number] for number in sorted(groups)] if isinstance(groups, dict) else groups or []
+    is_list = isinstance(groups, dict) and all(isinstance(number, int) for number in groups)
+    return [groups[number] for number in sorted(groups)] if is_list else groups if isinstance(groups, list) else []
 
 
 def _saved_groups(reader: StateReader[Any], paths: Iterable[Path]) -> dict[Path, list[dict[str, Any]]]:
