@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
@@ -199,7 +200,9 @@ class StateRegistry:
         self._unguarded[:] = sorted(self._unguarded, key=place)
         self._groups = [
             [
-                ", ".join(names) if names and all(names) else path and f"{path}.param_groups.{number}"
+                xxhash.xxh3_64_hexdigest("\n".join(names).encode(errors="surrogatepass"))
+                if names and all(names)
+                else path and f"{path}.param_groups.{number}"
                 for number, names in enumerate(places.names(optimizer))
             ]
             for optimizer in self._known()

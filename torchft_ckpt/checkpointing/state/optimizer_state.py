@@ -129,10 +129,9 @@ def _state_to_come(optimizer: Optimizer, also_frozen: bool) -> dict[torch.Tensor
     return created
 
 
-def foreseen_state(optimizer: Any, parameter: torch.Tensor) -> State:
+def foreseen_state(optimizer: object, group: dict[str, Any], parameter: torch.Tensor) -> State:
     """Return the state that a step makes for a parameter, as far as it can be foreseen; its values mean nothing."""
-    group = next((group for group in optimizer.param_groups if any(parameter is own for own in group["params"])), None)
-    if group is None or not isinstance(optimizer, Optimizer) or _obstacle(optimizer):
+    if not isinstance(optimizer, Optimizer) or _obstacle(optimizer):
         return {}
     try:
         with torch.no_grad(), _random_numbers_kept([parameter]):

@@ -37,30 +37,24 @@ class Owned(NamedTuple):
     owner: Any
     """It has `param_groups`."""
     names: Names
-    numbers: Mapping[str, int]
-    """By what the state dict calls a parameter, its place among all of them."""
+    parameters: Mapping[str, tuple[torch.Tensor, dict[str, Any]]]
+    """By what the state dict calls them, each with its group."""
+    foreseen: dict[str, dict[str, Any]]
+    """The state that a step makes for each, as far as somebody has asked."""
 
-    foreseen_by: dict[int, dict[str, Any]]
-    """What a step makes for a parameter, as far as somebody asked, by `id`."""
-
-    def foreseen(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def foresee(self, name: str) -> dict[str, Any]:
         """Return the state that a step makes for a parameter, as far as it can be foreseen."""
-        if id(parameter) not in self.foreseen_by:
-            self.foreseen_by[id(parameter)] = foreseen_state(self.owner, parameter)
-        return self.foreseen_by[id(parameter)]
+        if name not in self.foreseen:
+            parameter, group = self.parameters[name]
+            self.foreseen[name] = foreseen_state(self.owner, group, parameter)
+        return self.foreseen[name]
 
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.owner.param_groups for parameter in group["params"]]
-
-    def parameter_of(self, rest: str) -> tuple[torch.Tensor | None, str]:
-        """Return the parameter that a path below `state` belongs to, if there is one, and what follows in the path."""
+    def split(self, rest: str) -> tuple[str, str]:
+        """Return what a path below `state` calls its parameter, or nothing, and what follows in the path."""
         end = rest.find(".")
-        while end > 0:
-            if rest[:end] in self.numbers:
-                return self.parameters[self.numbers[rest[:end]]], rest[end + 1 :]
+        while end > 0 and rest[:end] not in self.parameters:
             end = rest.find(".", end + 1)
-        return None, rest
+        return (rest[:end], rest[end + 1 :]) if end > 0 else ("", rest)
 
 
 class StateHere(dict[str, Any]):
@@ -95,10 +89,10 @@ class StatePlaces:
                 name = ".".join(map(str, path))
                 self._paths[memory] = min(name, self._paths.get(memory, name))
         elif isinstance(value, Mapping):
-            if "state" in value and "param_groups" in value:
-                self._of_optimizers.append((path, value))
+            is_of_optimizer = "state" in value and "param_groups" in value
+            self._of_optimizers += [(path, value)] if is_of_optimizer else []
             for key, item in value.items():
-                if isinstance(item, _SEARCHED):
+                if isinstance(item, _SEARCHED) and not is_of_optimizer:
                     self._search(item, (*path, in_words(key)))
         elif isinstance(value, SEQUENCES):
             for number, item in enumerate(value):
@@ -131,17 +125,20 @@ class StatePlaces:
                 owner = next((by_memory[memory] for memory in memories if memory in by_memory), None)
             ids = _ids(groups)
             if owner is not None and [*map(len, ids)] == [len(group["params"]) for group in owner.param_groups]:
-                numbers = {str(one): number for number, one in enumerate(one for group in ids for one in group)}
-                found[".".join(map(str, path))] = Owned(path, owner, self.names(owner), numbers, {})
+                owns = [(parameter, group) for group in owner.param_groups for parameter in group["params"]]
+                parameters = dict(zip(map(str, _flat(ids)), owns, strict=True))
+                found[".".join(map(str, path))] = Owned(path, owner, self.names(owner), parameters, {})
         return found
 
 
 _SEARCHED = (torch.Tensor, Mapping, *SEQUENCES)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _memory_key(tensor: torch.Tensor) -> object:
-    parts = memory_of(tensor)
-    return (parts[0].data_ptr(), parts[0].shape) if parts and parts[0].numel() and not parts[0].is_meta else None
+    is_plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
+    part = tensor if is_plain else next(iter(memory_of(tensor)), None)
+    return (part.data_ptr(), part.shape) if part is not None and part.numel() and not part.is_meta else None
 
 
 def _memory_keys(value: Any) -> Iterator[object]:
@@ -228,7 +225,7 @@ def why_not_of(
         if pairs and [*map(len, one)] == [*map(len, other)]:
             break
     else:
-        shapes = [parameter.shape for parameter in here.parameters] if isinstance(here, Owned) else []
+        shapes = [parameter.shape for parameter, _ in here.parameters.values()] if isinstance(here, Owned) else []
         if is_checkpoint and len(set(shapes)) < len(shapes):
             logger.warning(
                 "the checkpoint does not say which parameters the state of %s is of (it is older, or they were not in the"
@@ -244,8 +241,8 @@ def why_not_of(
     ]
 
 
-def _flat(names: Names) -> list[str]:
-    return [name for group in names for name in group]
+def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    return [item for group in groups for item in group]
 
 
 def tensor_to_fill(
@@ -277,11 +274,12 @@ def tensor_to_fill(
         StateMismatchError: its layout is not known, or it is not of this parameter.
     """
     size = torch.Size(shape)
-    parameter, key = (None, rest) if owned is None else owned.parameter_of(rest)
-    if owned is not None and parameter is not None:
+    parameter, (called, key) = None, owned.split(rest) if owned is not None else ("", rest)
+    if owned is not None and called:
+        parameter = owned.parameters[called][0]
         is_sharded = adapter_of(parameter) is not None
         if held is None and size and (is_sharded or size != parameter.shape):
-            held = owned.foreseen(parameter).get(key)
+            held = owned.foresee(called).get(key)
     moment = held if isinstance(held, torch.Tensor) else None
     for like in (moment, parameter if size else None):
         if like is not None and like.shape == size:
