@@ -57,7 +57,7 @@ from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
-from torchft_ckpt.checkpointing.state.parameters import names_of
+from torchft_ckpt.checkpointing.state.parameters import names_of, note_returned
 from torchft_ckpt.checkpointing.state.tree import largest_value
 from torchft_ckpt.compat.deprecated import moved_names, renamed_parameters, warn_renamed
 from torchft_ckpt.config import TOKEN, not_negative, resolve
@@ -314,6 +314,7 @@ class Checkpointer:
         if self._manager is not None:
             return
         self._guarded.append(optimizer)
+        note_returned([optimizer])
         guard_steps(optimizer, self._lock.acquire_write, self._lock.release_write)
 
     # ---------------------------------------------------------------------------------------------------------- save

@@ -18,7 +18,14 @@ import xxhash
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept, with_optimizer_state
-from torchft_ckpt.checkpointing.state.parameters import Names, Returned, StateHere, StatePlaces, names_of, noting
+from torchft_ckpt.checkpointing.state.parameters import (
+    Names,
+    StateHere,
+    StatePlaces,
+    names_of,
+    note_returned,
+    returned_by,
+)
 from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
@@ -70,8 +77,6 @@ class StateRegistry:
         """Optimizers remember something of what they train."""
         self._in_function = threading.local()
         self._unsteady = Unsteady()
-        self._returned: Returned = ()
-        """What optimizers have returned of the state that was captured last."""
         self._groups: list[list[str]] = []
         """Of the parameter groups of all optimizers that are known, which parameters they have."""
         self._agreed_on: set[str] = set()
@@ -138,7 +143,8 @@ class StateRegistry:
 
     def capture(self) -> dict[str, Any]:
         """Call all `state_dict` functions. What they return refers to live tensors."""
-        with self._noted("get"), noting(self._known()) as self._returned:
+        note_returned(self._known())
+        with self._noted("get"):
             return {key: get() for key, get in self._get.items()}
 
     @contextlib.contextmanager
@@ -190,7 +196,7 @@ class StateRegistry:
     def _number(self, captured: dict[str, Any]) -> None:
         """Number the optimizers by where their parameters and their state are in the state, not by the order of guarding."""
         places = StatePlaces(captured)
-        paths = {id(one.owner): path for path, one in places.owned(self._returned, self._known()).items()}
+        paths = {id(one.owner): path for path, one in places.owned(returned_by(self._known())).items()}
 
         def place(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
             names = [name for group in places.names(optimizer) for name in group if name]
@@ -256,7 +262,7 @@ class StateRegistry:
             self.layout()
         optimizers = with_inner(self._unguarded) if beside_steps else self._known()
         with with_optimizer_state(optimizers if self.is_sharded else (), also_frozen=also_frozen):
-            return StateHere(self.capture(), self._returned, self._known())
+            return StateHere(self.capture(), self._known())
 
     def guarded(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that change what they own under the write lock alone, in an order that all groups have."""
@@ -298,8 +304,8 @@ class StateRegistry:
         return held._replace(own=own)
 
     def owners(self, state: dict[str, Any]) -> dict[str, Names]:
-        """Return which parameters the optimizers in a state have that was captured last; see `parameters.names_of`."""
-        return names_of(StatePlaces(state).owned(self._returned, self._known()))
+        """Return which parameters the optimizers in a state have that was just captured; see `parameters.names_of`."""
+        return names_of(StatePlaces(state).owned(returned_by(self._known())))
 
     def count_writes(self) -> list[Counted]:
         """Return the versions of the guarded optimizers' parameters. On the training thread."""

@@ -21,7 +21,7 @@ from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import WireTensor
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
-from torchft_ckpt.checkpointing.state.parameters import Owned, StateHere, StatePlaces, tensor_to_fill
+from torchft_ckpt.checkpointing.state.parameters import Owned, StateHere, StatePlaces, returned_by, tensor_to_fill
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import is_plain_memory, is_stageable, memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
@@ -71,7 +71,7 @@ class LocalState:
             self.owned: dict[str, Owned] = {}
             """The state dicts of optimizers that are known, by path."""
             if isinstance(state, StateHere):
-                self.owned = StatePlaces(state).owned(state.returned, state.known)
+                self.owned = StatePlaces(state).owned(returned_by(state.optimizers))
                 state = {**state}
             encoder.encode(state)
             counts = Counter(path for path, _ in encoder.tensors)

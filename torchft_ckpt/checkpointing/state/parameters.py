@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -58,21 +59,15 @@ class Owned(NamedTuple):
 
 
 class StateHere(dict[str, Any]):
-    """A state, with what is known of the optimizers in it.
+    """A state, and the optimizers that may be in it."""
 
-    Args:
-        returned: what they have returned of it.
-        known: these optimizers, and others that may be in it.
-    """
-
-    def __init__(self, state: Mapping[str, Any], returned: Returned, known: Sequence[Any] = ()) -> None:
+    def __init__(self, state: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
         super().__init__(state)
-        self.returned = returned
-        self.known = known
+        self.optimizers = optimizers
 
     def laid_out(self, state: Mapping[str, Any]) -> StateHere:
         """Return the same, of a state that has the same containers in other places."""
-        return StateHere(state, self.returned, self.known)
+        return StateHere(state, self.optimizers)
 
 
 class StatePlaces:
@@ -103,26 +98,14 @@ class StatePlaces:
         """Return the paths of an optimizer's parameters."""
         return [[self._paths.get(_memory_key(p), "") for p in group["params"]] for group in owner.param_groups]
 
-    def owned(self, returned: Returned, known: Iterable[Any] = ()) -> dict[str, Owned]:
-        """Return the state dicts of optimizers by their path, as far as it is known whose they are.
-
-        Args:
-            returned: what optimizers have returned of the state.
-            known: optimizers that may be in it besides; they are found by the memory of their state.
-        """
+    def owned(self, returned: Returned) -> dict[str, Owned]:
+        """Return the state dicts in it that optimizers have returned, by their path."""
         found: dict[str, Owned] = {}
-        by_memory: dict[object, Any] = {}
         for path, of_optimizer in self._of_optimizers:
             groups = of_optimizer["param_groups"]
             if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
                 continue
             owner = next((owner for given, owner in returned if _is_same(given, groups)), None)
-            if owner is None:
-                by_memory = by_memory or {
-                    memory: optimizer for optimizer in known for memory in _memory_keys(optimizer.state.values())
-                }
-                memories = _memory_keys([of_optimizer["state"]])
-                owner = next((by_memory[memory] for memory in memories if memory in by_memory), None)
             ids = _ids(groups)
             if owner is not None and [*map(len, ids)] == [len(group["params"]) for group in owner.param_groups]:
                 owns = [(parameter, group) for group in owner.param_groups for parameter in group["params"]]
@@ -141,16 +124,6 @@ def _memory_key(tensor: torch.Tensor) -> object:
     return (part.data_ptr(), part.shape) if part is not None and part.numel() and not part.is_meta else None
 
 
-def _memory_keys(value: Any) -> Iterator[object]:
-    """Yield the memory of the tensors of an optimizer's state."""
-    if isinstance(value, torch.Tensor):
-        if value.dim() and (memory := _memory_key(value)) is not None:
-            yield memory
-    elif isinstance(value, Mapping | Iterable) and not isinstance(value, str | bytes):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _memory_keys(item)
-
-
 def _is_same(given: list[Any], groups: list[Any]) -> bool:
     return given is groups or bool(given and groups and given[0] is groups[0])
 
@@ -160,19 +133,28 @@ def _ids(groups: Iterable[Mapping[str, Any]]) -> list[list[Any]]:
     return [ids if isinstance(ids, list) else [] for ids in lists]
 
 
-@contextlib.contextmanager
-def noting(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Returned]:
-    """While open, note what these optimizers return as their state dicts."""
-    returned: list[tuple[list[Any], Any]] = []
-
-    def note(owner: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-        returned.append((given["param_groups"], owner))
-
-    with contextlib.ExitStack() as hooks:
-        for optimizer in optimizers:
+def note_returned(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """From now on, note what these optimizers return as their state dicts."""
+    for optimizer in optimizers:
+        if optimizer not in _returned:
+            _returned[optimizer] = deque(maxlen=_NUM_NOTED)
             with contextlib.suppress(AttributeError):  # of a class that does not call torch's constructor
-                hooks.callback(optimizer.register_state_dict_post_hook(note).remove)
-        yield returned
+                optimizer.register_state_dict_post_hook(_note)
+
+
+def _note(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+    if optimizer in _returned and isinstance(given.get("param_groups"), list):
+        _returned[optimizer].append(given["param_groups"])
+
+
+def returned_by(optimizers: Iterable[Any]) -> Returned:
+    """Return what `note_returned` has noted of these optimizers."""
+    return [(groups, optimizer) for optimizer in optimizers for groups in _returned.get(optimizer, ())]
+
+
+_returned: weakref.WeakKeyDictionary[Any, deque[list[Any]]] = weakref.WeakKeyDictionary()
+"""The parameter groups of the last state dicts of an optimizer: more than one, as another thread may ask for one."""
+_NUM_NOTED = 4
 
 
 def names_of(owned: Mapping[str, Owned]) -> dict[str, Names]:

@@ -22,6 +22,7 @@ from torchft_ckpt.checkpointing.state.parameters import (
     Owned,
     StatePlaces,
     names_from,
+    returned_by,
     tensor_to_fill,
     why_not_of,
 )
@@ -45,15 +46,15 @@ def template_of(state_dict: Mapping[str, Any]) -> Template:
 
 
 def owned_by_objects(
-    state_dict: Mapping[str, Any], states: Mapping[str, Any], known: Iterable[torch.optim.Optimizer] = ()
+    state_dict: Mapping[str, Any], states: Mapping[str, Any], optimizers: Iterable[Any] = ()
 ) -> dict[str, Owned]:
-    """Return the state dicts of optimizers in states, of objects that have parameter groups, or of optimizers that are known."""
+    """Return the state dicts of optimizers in states, of objects that have parameter groups, or of these optimizers."""
     returned = [
         (states[key]["param_groups"], value)
         for key, value in state_dict.items()
         if hasattr(value, "param_groups") and isinstance(states[key], Mapping) and "param_groups" in states[key]
     ]
-    return StatePlaces(states).owned(returned, known)
+    return StatePlaces(states).owned([*returned, *returned_by(optimizers)])
 
 
 def state_of_value(value: Any) -> Any:
