@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,11 @@ def test_groups_that_guard_their_optimizers_in_another_order_train_together(
     one.step()
     for name, optimizer in one.optimizers.items():
         optimizer.param_groups[0]["lr"] = RATES[name] * 2  # as a schedule does
-    other = TwoOptimizers(lighthouse, "other", ("back", "front"), seed=7, is_stale=is_stale)
+    waits: dict[str, Any] = {
+        "quorum_timeout": timedelta(minutes=2),
+        "quorum_retries": 0,
+    }  # one that is kept apart waits for ever
+    other = TwoOptimizers(lighthouse, "other", ("back", "front"), seed=7, is_stale=is_stale, **waits)
     with caplog.at_level(logging.WARNING):
         train_together(one, other)
     assert one.rates() == other.rates() == [0.02, 0.1]

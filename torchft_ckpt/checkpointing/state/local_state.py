@@ -107,7 +107,7 @@ class LocalState:
             return wrong
         for entry in tensors:
             prefix = next((prefix for prefix in self._optional if entry.fqn.startswith(prefix)), None)
-            if prefix is None or (self._is_sharded is False and not self.owned):
+            if prefix is None or not (self._is_sharded or self.owned):
                 continue
             held = self._held.get(entry.fqn)
             if held is not None and has_shape_of(held, entry):
@@ -118,7 +118,7 @@ class LocalState:
                     entry.shape,
                     parse_dtype(entry.dtype),
                     held=None if held is None else held.given,
-                    owned=self.owned.get(prefix.removesuffix(".state.")),
+                    owned=self.owned.get(prefix.removesuffix("state.").removesuffix(".")),
                     rest=entry.fqn.removeprefix(prefix),
                     is_sharded=self._is_sharded,
                 )

@@ -197,8 +197,8 @@ def why_not_of(
     if isinstance(here, Owned) and len(own) != len(groups):
         return [f"{path} has {len(groups)} parameter groups there, {len(own)} here"]
     for number, (group, mine) in enumerate(zip(ids, own, strict=False)):
-        if len(group) != len(mine["params"]):
-            return [f"{path}.param_groups.{number} has {len(group)} parameters there, {len(mine['params'])} here"]
+        if len(group) != (num_here := len(mine.get("params", group))):
+            return [f"{path}.param_groups.{number} has {len(group)} parameters there, {num_here} here"]
     # A path in the state says more than the name that the optimizer was given.
     given, given_there = ([[*(group.get("param_names") or ())] for group in some] for some in (own, groups))
     for one, other in ((here.names if isinstance(here, Owned) else [], names_there), (given, given_there)):

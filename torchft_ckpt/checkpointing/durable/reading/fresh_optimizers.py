@@ -82,7 +82,7 @@ def room_for_optimizer_state(
     Raises:
         StateMismatchError: the state is of other parameters, or the layout of a tensor is not known here.
     """
-    found = [(path, value) for path, value in optimizer_states(state_dict) if isinstance(value["param_groups"], list)]
+    found = [(path, value) for path, value in optimizer_states(state_dict) if _is_of_torch(value)]
     saved = _saved_groups(reader, [path for path, _ in found])
     wrong = [why for path, value in found if path in saved for why in _why_not(reader, path, value, saved[path], owned)]
     if wrong:
@@ -126,6 +126,13 @@ def room_for_optimizer_state(
             emptied.clear()
         state_dict.update(before)
         raise
+
+
+def _is_of_torch(value: Mapping[Any, Any]) -> bool:
+    groups = value["param_groups"]
+    return (
+        isinstance(value["state"], dict) and isinstance(groups, list) and all(isinstance(one, dict) for one in groups)
+    )
 
 
 def _groups_at(reader: StateReader[Any], path: Path) -> list[Any]:
