@@ -25,6 +25,7 @@ from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_s
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.parameters import names_from, why_not_of
 from torchft_ckpt.errors import StateMismatchError
 from torchft_ckpt.manager.state_registry import StateRegistry
 
@@ -178,6 +179,17 @@ def test_names_that_optimizers_were_given_are_compared_where_nothing_else_is_kno
         with pytest.raises(StateMismatchError, match=r"optim has the state of 0\.weight there where 2\.bias is here"):
             loaded(tmp_path, {"optim": here})
     loaded(tmp_path, {"optim": named(one.model, in_order=True)})
+
+
+def test_names_that_are_none_say_nothing(tmp_path: Path) -> None:
+    """A checkpoint, or a source, says what it likes."""
+    one = Script().step()
+    optimizer = one.optimizer.state_dict()
+    for names in (7, [torch.zeros(2)], [10**5000] * 6, [["a"]] * 6, {"a": 1}):
+        optimizer["param_groups"][0]["param_names"] = names
+        here = Script(lambda parameters: torch.optim.AdamW([(f"p{n}", p) for n, p in enumerate(parameters)]))
+        groups, names_there = optimizer["param_groups"], names_from({"optim": names}, "optim")
+        assert why_not_of("optim", groups, names_there, here=here.optimizer.param_groups) == []
 
 
 def test_moments_that_cannot_be_those_of_their_parameters_are_refused_by_name(

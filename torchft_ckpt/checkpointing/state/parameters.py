@@ -165,8 +165,12 @@ def names_of(owned: Mapping[str, Owned]) -> dict[str, Names]:
 def names_from(owners: object, path: str) -> Names:
     """Return what `names_of` has said of a path; nothing where it has not."""
     names = owners.get(path) if isinstance(owners, Mapping) else None
-    is_right = isinstance(names, list) and all(isinstance(group, list) for group in names)
-    return [[str(name) for name in group] for group in names] if is_right and names else []
+    return [_texts(group) for group in names] if isinstance(names, list) else []
+
+
+def _texts(names: object) -> list[str]:
+    """Return a list that somebody else has made, with nothing in it where he has put something else than a text."""
+    return [name if isinstance(name, str) else "" for name in names] if isinstance(names, list) else []
 
 
 # Whether it arrives at the same parameters
@@ -200,7 +204,7 @@ def why_not_of(
         if len(group) != (num_here := len(mine.get("params", group))):
             return [f"{path}.param_groups.{number} has {len(group)} parameters there, {num_here} here"]
     # A path in the state says more than the name that the optimizer was given.
-    given, given_there = ([[*(group.get("param_names") or ())] for group in some] for some in (own, groups))
+    given, given_there = ([_texts(group.get("param_names")) for group in some] for some in (own, groups))
     for one, other in ((here.names if isinstance(here, Owned) else [], names_there), (given, given_there)):
         pairs = [pair for pair in zip(_flat(one), _flat(other), strict=False) if all(pair)]
         wrong = [pair for pair in pairs if pair[0] != pair[1]]
@@ -216,7 +220,7 @@ def why_not_of(
             )
         return []
     return [
-        f"{path} has the state of {theirs!s:.120} there where {mine!s:.120} is here ({len(wrong)} of {len(pairs)} parameters"
+        f"{path} has the state of {theirs:.120} there where {mine:.120} is here ({len(wrong)} of {len(pairs)} parameters"
         " differ): hand the same parameters to the optimizers in the same order, and register each optimizer under a key of its"
         " own. If parameters have other names now, load_checkpoint loads a state dict that has those of there"
         for mine, theirs in wrong[:1]
