@@ -149,7 +149,7 @@ def _note(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
 
 def returned_by(optimizers: Iterable[Any]) -> Returned:
     """Return what `note_returned` has noted of these optimizers."""
-    return [(groups, optimizer) for optimizer in optimizers for groups in _returned.get(optimizer, ())]
+    return [(groups, optimizer) for optimizer in optimizers for groups in tuple(_returned.get(optimizer, ()))]
 
 
 _returned: weakref.WeakKeyDictionary[Any, deque[list[Any]]] = weakref.WeakKeyDictionary()
