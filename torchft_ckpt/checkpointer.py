@@ -648,7 +648,7 @@ class Checkpointer:
         """Load the newest whole checkpoint into a state dict, in place, as `torch.distributed.checkpoint.load` does.
 
         Names that the checkpoint has and the state dict has not are left out, but for the state of an optimizer that has none
-        yet. Objects with `load_state_dict` are loaded by it.
+        yet. Objects with `load_state_dict` are loaded by it: an optimizer, or what has its groups, with all that was saved of it.
         Where torch.distributed is initialized all of its ranks call it: rank 0 says which checkpoint it is, and together they
         read each byte once.
 
@@ -663,7 +663,8 @@ class Checkpointer:
             CheckpointDamagedError: this rank could not read what the others have loaded.
             SourceLostError, SourceRefusedError: what the other ranks have loaded is not known, because rank 0 or the store is
                 gone, or is another checkpoint than this rank has read.
-            StateMismatchError: what is wanted is not in it, or of another shape or dtype.
+            StateMismatchError: what is wanted is not in it, or of another shape or dtype; or an optimizer's state is of other
+                parameters, or of these in another order.
             StorageError: the storage failed.
             StateDictLoadError: the `load_state_dict` of an object in it raised.
             In each, `state_overwritten` says whether the state dict is torn.
@@ -707,7 +708,8 @@ class Checkpointer:
             ConfigError: there is no Manager: use `load`. Or the Manager has to be told of the optimizers first
                 (`Optimizer(manager, ...)`), because parameters are sharded. Or `step` is none.
             StateMismatchError: the checkpoint was saved without a Manager, or with other state registered; or a sharded tensor
-                of it has no counterpart here, or one of another shape; or there is no class for a named tuple or an enum in it
+                of it has no counterpart here, or one of another shape; or an optimizer's state is of other parameters, or of
+                these in another order; or there is no class for a named tuple or an enum in it
                 (`register_state_class`). Nothing was loaded.
             UnsupportedValueError: what is registered here could not be saved: the message has the path of what cannot be carried.
             StorageError: the storage failed, or the place is no directory.
