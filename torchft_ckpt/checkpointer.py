@@ -36,9 +36,9 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     list_checkpoints,
 )
 from torchft_ckpt.checkpointing.durable.reading.directory import give_back
-from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import state_of_value, template_of
+from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import owned_by_objects, state_of_value, template_of
 from torchft_ckpt.checkpointing.durable.reading.loading import keys_of, load_into, load_state
-from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.reading.reader import OWNERS_KEY, CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
@@ -58,6 +58,7 @@ from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.parameters import names_of, note_returned
 from torchft_ckpt.checkpointing.state.tree import largest_value
 from torchft_ckpt.compat.deprecated import moved_names, renamed_parameters, warn_renamed
 from torchft_ckpt.config import TOKEN, not_negative, resolve
@@ -316,6 +317,7 @@ class Checkpointer:
         if self._manager is not None:
             return
         self._guarded.append(optimizer)
+        note_returned([optimizer])
         guard_steps(optimizer, self._lock.acquire_write, self._lock.release_write)
 
     # ---------------------------------------------------------------------------------------------------------- save
@@ -393,6 +395,7 @@ class Checkpointer:
             return future
         held = self._state_of(state_dict)
         kept = {"user": rank_state, "random": get_random_state() if self._saves_random_state else None}
+        kept |= {OWNERS_KEY: dict(held.owners)}
         mode = self._mode if tier is Tier.STORAGE else SaveMode.EVERY_GROUP
         redundancy = 1 if mode is SaveMode.EVERY_GROUP else self._redundancy
         task = SaveTask(
@@ -620,10 +623,14 @@ class Checkpointer:
     def _state_of(self, state_dict: dict[str, Any] | None) -> StateToSave:
         state = None if state_dict is None else {key: state_of_value(value) for key, value in state_dict.items()}
         if self._manager is not None:
-            return state_to_save(self._manager, state)
-        if state is None:
+            held = state_to_save(self._manager, state)
+        elif state is None:
             raise ConfigError("without a Manager, save needs a state_dict", "state_dict")
-        return capture_for_save(state, self._guarded)._replace(group_local_ids=frozenset())  # all of it is of one group
+        else:  # all of it is of one group
+            held = capture_for_save(state, self._guarded)._replace(group_local_ids=frozenset())
+        if state is None or state_dict is None:
+            return held
+        return held._replace(owners={**held.owners, **names_of(owned_by_objects(state_dict, state, self._guarded))})
 
     def _make_way(self) -> None:
         """The state is about to be overwritten: have whatever reads it copy it aside first."""
@@ -654,7 +661,7 @@ class Checkpointer:
         """Load the newest whole checkpoint into a state dict, in place, as `torch.distributed.checkpoint.load` does.
 
         Names that the checkpoint has and the state dict has not are left out, but for the state of an optimizer that has none
-        yet. Objects with `load_state_dict` are loaded by it.
+        yet. Objects with `load_state_dict` are loaded by it: an optimizer, or what has its groups, with all that was saved of it.
         Where torch.distributed is initialized all of its ranks call it: rank 0 says which checkpoint it is, and together they
         read each byte once.
 
@@ -669,7 +676,8 @@ class Checkpointer:
             CheckpointDamagedError: this rank could not read what the others have loaded.
             SourceLostError, SourceRefusedError: what the other ranks have loaded is not known, because rank 0 or the store is
                 gone, or is another checkpoint than this rank has read.
-            StateMismatchError: what is wanted is not in it, or of another shape or dtype.
+            StateMismatchError: what is wanted is not in it, or of another shape or dtype; or an optimizer's state is of other
+                parameters, or of these in another order.
             StorageError: the storage failed.
             StateDictLoadError: the `load_state_dict` of an object in it raised.
             In each, `state_overwritten` says whether the state dict is torn.
@@ -683,7 +691,7 @@ class Checkpointer:
             cold_start = ColdStart(self._all_storages(), step=step, place=place)
             for reading in cold_start.attempts():
                 with reading as attempt:
-                    load_into(attempt.reader, template.state_dict, attempt.fill, like=template.like)
+                    load_into(attempt.reader, template.state_dict, attempt.fill, owned=template.owned)
         found = attempt.checkpoint.name.step
         with torn_where_it_raises(f"loading step {found}", "state_dict"):
             give_back(state_dict, template.state_dict)
@@ -713,7 +721,8 @@ class Checkpointer:
             ConfigError: there is no Manager: use `load`. Or the Manager has to be told of the optimizers first
                 (`Optimizer(manager, ...)`), because parameters are sharded. Or `step` is none.
             StateMismatchError: the checkpoint was saved without a Manager, or with other state registered; or a sharded tensor
-                of it has no counterpart here, or one of another shape; or there is no class for a named tuple or an enum in it
+                of it has no counterpart here, or one of another shape; or an optimizer's state is of other parameters, or of
+                these in another order; or there is no class for a named tuple or an enum in it
                 (`register_state_class`). Nothing was loaded.
             UnsupportedValueError: what is registered here could not be saved: the message has the path of what cannot be carried.
             StorageError: the storage failed, or the place is no directory.

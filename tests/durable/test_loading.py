@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchft_ckpt import Checkpointer, load_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, SavedPart, newest_whole
+from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import template_of
 from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
@@ -248,19 +249,20 @@ def test_a_fresh_sharded_optimizer_gets_its_shards_or_is_refused(tmp_path: Path,
         def shards() -> torch.Tensor:
             return distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)])
 
-        here: dict[str, Any] = {"weight": shards(), "optim": {"state": {}, "param_groups": [{"params": [0, 1]}]}}
-        like = {
-            "optim": {"state": {0: {"exp_avg": shards()}, 1: {"exp_avg": torch.zeros(8, 3)}}, "param_groups": groups}
-        }
+        weights, other = torch.nn.Parameter(shards()), torch.nn.Parameter(torch.zeros(8, 3))
+        optimizer = torch.optim.AdamW([weights, other])
+        here: dict[str, Any] = {"weight": weights, "optim": optimizer}
+        template = template_of(here)
         if not is_known:
             with pytest.raises(StateMismatchError, match="its layout is not known"):
-                load_into(CheckpointReader(checkpoint), here)
-            assert here["optim"]["state"] == {}
+                load_into(CheckpointReader(checkpoint), template.state_dict)
+            assert template.state_dict["optim"]["state"] == {}
             return
-        load_into(CheckpointReader(checkpoint), here, like=like)
-        assert bits(here["weight"].to_local()) == bits(weight[4:])
-        assert bits(here["optim"]["state"][0]["exp_avg"].to_local()) == bits(moment[4:])
-        assert bits(here["optim"]["state"][1]["exp_avg"]) == bits(plain)
+        load_into(CheckpointReader(checkpoint), template.state_dict, owned=template.owned)
+        state = template.state_dict["optim"]["state"]
+        assert bits(weights.to_local()) == bits(weight[4:])
+        assert bits(state[0]["exp_avg"].to_local()) == bits(moment[4:])
+        assert bits(state[1]["exp_avg"]) == bits(plain)
 
 
 @pytest.mark.parametrize("whose", ["ours", "DCP's"])

@@ -1,8 +1,8 @@
 """Fetches the state that a quorum, or the lighthouse, names, from all who hold it.
 
-The state is {"user": {key: state_dict()}, "torchft": {"step", "batches_committed", "quorum_id", "epoch", "settings"}}:
-torchft's layout, the name of the state, because a source may still hold another one of the same step, and its optimizers'
-settings.
+The state is {"user": {key: state_dict()}, "torchft": {"step", "batches_committed", "quorum_id", "epoch", "settings",
+"groups", "owners"}}: torchft's layout, the name of the state, because a source may still hold another one of the same step, its
+optimizers' settings, and which parameters these and the optimizers' state belong to.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.checkpointing.state.parameters import StateHere
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.core.coordination.joining import Reception, Standstill
 from torchft_ckpt.core.coordination.learning import Distance
@@ -425,7 +426,10 @@ class Healing:
         else:
             groups = [source.checkpoint_addresses for source in sources]
             try:
-                state = self._fetch_state(groups, step, limit, None if local is None else {"user": local})
+                local_state = None if local is None else {"user": local}
+                if isinstance(local, StateHere):
+                    local_state = local.laid_out({"user": {**local}})
+                state = self._fetch_state(groups, step, limit, local_state)
             except StateMismatchError as error:
                 if local is not None:
                     raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,10 +18,14 @@ import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.state.optimizer_state import attributes_of, nested
+from torchft_ckpt.checkpointing.state.parameters import match
+from torchft_ckpt.core.coordination.messages import name_some
 from torchft_ckpt.manager.comparing import same_tensor, value_in_words
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager.redo_recording import RedoRecorder
+
+logger = logging.getLogger(__name__)
 
 Settings: TypeAlias = "list[list[dict[str, Any]]]"
 """Of each optimizer each parameter group's: plain values, and tensors of one element."""
@@ -66,32 +71,55 @@ def _kept(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def take_settings(optimizers: Sequence[torch.optim.Optimizer], settings: object) -> list[str]:
-    """Give optimizers the settings of the source. On the training thread.
+def take_settings(
+    optimizers: Sequence[torch.optim.Optimizer],
+    settings: object,
+    *,
+    here: Sequence[Sequence[str]] | None = None,
+    there: object = None,
+) -> list[str]:
+    """Give optimizers the settings of others. On the training thread.
 
     Args:
-        optimizers: of this replica, in the order of the source's.
+        optimizers: of this replica.
         settings: as `settings_of` returned them there; what does not fit the optimizers is left alone.
+        here, there: of each optimizer's groups, which parameters they have; a group is set as the one there that has the same,
+            and if there is none that is said. Default: the optimizers are the same ones, in the same order.
 
     Returns:
         What differed, for people.
     """
+    names = [[f"optimizer {n}.param_groups.{m}" for m in range(len(o.param_groups))] for n, o in enumerate(optimizers)]
+    theirs = [groups if isinstance(groups, list) else [] for groups in settings] if isinstance(settings, list) else []
+    if here is None:
+        here = names
+        there = [[f"optimizer {n}.param_groups.{m}" for m in range(len(groups))] for n, groups in enumerate(theirs)]
+    found = [group for groups in theirs for group in groups]
+    mine = [group for optimizer in optimizers for group in optimizer.param_groups]
     said: list[str] = []
-    if not isinstance(settings, list) or len(settings) != len(optimizers):
-        return said
-    for number, (optimizer, groups) in enumerate(zip(optimizers, settings, strict=True)):
-        if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+    unmatched: list[str] = []
+    flat = [name for some in names for name in some]
+    for name, group, number in zip(flat, mine, match(_flat(here, len(mine)), _flat(there, len(found))), strict=True):
+        if number is None:
+            unmatched.append(name)
             continue
-        for place, (group, theirs) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            if not isinstance(theirs, Mapping):
-                continue
-            for key, value in theirs.items():
-                if key in group and key not in NO_SETTINGS and not _is_same(group[key], value):
-                    said.append(
-                        f"optimizer {number}.param_groups.{place}.{key}: {group[key]!r}, at the source {value!r}"
-                    )
-                    set_value(group, key, value)
+        for key, value in found[number].items() if isinstance(found[number], Mapping) else ():
+            if key in group and key not in NO_SETTINGS and not _is_same(group[key], value):
+                said.append(f"{name}.{key}: {group[key]!r}, at the source {value!r}")
+                set_value(group, key, value)
+    if unmatched and found and here is not names:
+        logger.warning(
+            "the source has no settings for the parameters of %s, or which ones it has them for is not known: they are set as"
+            " load_state_dict has set them",
+            name_some(unmatched),
+        )
     return said
+
+
+def _flat(keys: object, count: int) -> list[str]:
+    """Return keys of so many groups; if these are others, of none it is known which parameters it has."""
+    flat = [key for some in keys if isinstance(some, list) for key in some] if isinstance(keys, list) else []
+    return flat if len(flat) == count and all(isinstance(key, str) for key in flat) else [""] * count
 
 
 def _is_same(here: object, there: object) -> bool:

@@ -662,7 +662,7 @@ class Recovery:
 
     def _take_own(self, own: dict[str, Any]) -> None:
         self._own.take_served(own)
-        settings = self._registry.take_settings(own.get("settings"))
+        settings = self._registry.take_settings(own)
         if settings:
             logger.warning(
                 "%s: load_state_dict did not set what the source's optimizers are set to (%s); it is set now. state_dict returns"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
 from torchft_ckpt.checkpointing.state.containers import flattened, optimizer_states
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.parameters import StateHere
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.errors import ConfigError, StateFormatError, StateMismatchError, UnsupportedValueError
@@ -106,10 +107,11 @@ def state_to_save(manager: Manager, state_dict: dict[str, Any] | None = None) ->
     """
     registry = manager.registry
     if state_dict is None:
-        held = registry.capture_for_save(registry.capture(), by_key=True)
-        held = held._replace(state=_at_root(held.state))
+        captured = registry.capture()
+        held = registry.capture_for_save(captured, by_key=True)
+        held = held._replace(state=_at_root(held.state), owners=registry.owners(_at_root(captured)))
     else:
-        held = registry.capture_for_save(state_dict, by_key=False)
+        held = registry.capture_for_save(state_dict, by_key=False)._replace(owners=registry.owners(state_dict))
     return held._replace(state=with_managers_state(held.state, manager))
 
 
@@ -138,9 +140,10 @@ def _at_root(captured: dict[str, Any]) -> dict[str, Any]:
     return captured
 
 
-def template_to_load(manager: Manager) -> dict[str, Any]:
+def template_to_load(manager: Manager) -> StateHere:
     """Return the state that is here, laid out as `state_to_save` lays it out; what is loaded takes its layout and memory."""
-    return with_managers_state(_at_root(manager.registry.capture_to_receive()), manager)
+    here = manager.registry.capture_to_receive()
+    return here.laid_out(with_managers_state(_at_root({**here}), manager))
 
 
 def check_state(manager: Manager) -> None:

@@ -123,7 +123,7 @@ class StateServing:
     def _send(
         self, version: StateVersion, captured: StateToServe, destinations: Sequence[int], *, outlives_step: bool = False
     ) -> None:
-        own = {**self._own.served(version), "settings": list(captured.settings)}
+        own = {**self._own.served(version), **captured.own}
         self._served = version
         self._transport.send_captured(
             list(destinations),
@@ -151,7 +151,8 @@ class StateServing:
             or not self._transport.gives_live_state
         ):
             return
-        state = {"user": self._registry.capture_to_serve().state, "torchft": self._own.served(version)}
+        captured = self._registry.capture_to_serve()
+        state = {"user": captured.state, "torchft": {**self._own.served(version), **captured.own}}
         try:
             self._transport.send_checkpoint([], version.step, state, _OFFER_FOR)
         except UnsupportedValueError:

@@ -9,14 +9,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import xxhash
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept, with_optimizer_state
+from torchft_ckpt.checkpointing.state.parameters import (
+    Names,
+    StateHere,
+    StatePlaces,
+    names_of,
+    note_returned,
+    returned_by,
+)
 from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
@@ -68,6 +77,8 @@ class StateRegistry:
         """Optimizers remember something of what they train."""
         self._in_function = threading.local()
         self._unsteady = Unsteady()
+        self._groups: list[list[str]] = []
+        """Of the parameter groups of all optimizers that are known, which parameters they have."""
         self._agreed_on: set[str] = set()
         self._not_returned: Differences | None = None
         self._frozen_for_rounds: str | None = None
@@ -132,6 +143,7 @@ class StateRegistry:
 
     def capture(self) -> dict[str, Any]:
         """Call all `state_dict` functions. What they return refers to live tensors."""
+        note_returned(self._known())
         with self._noted("get"):
             return {key: get() for key, get in self._get.items()}
 
@@ -172,12 +184,36 @@ class StateRegistry:
         remembers = not self._has_state and any(optimizer.state for optimizer in known)
         if self._layout is None or self._layout[0] != len(parameters) or remembers:
             self._has_state, captured = self._has_state or remembers, self.capture()
+            self._number(captured)
+            parameters, known = self._parameters(), self._last_known
             owned = leaves_to_compare(captured, known)
             names = _names_of(parameters, known, owned)
             named = [(names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
             self._layout = len(parameters), layout_of(named, only_sharded=not known)
             self._warn_of_left_out(captured, owned)
         return self._layout[1]
+
+    def _number(self, captured: dict[str, Any]) -> None:
+        """Number the optimizers by where their parameters and their state are in the state, not by the order of guarding."""
+        places = StatePlaces(captured)
+        paths = {id(one.owner): path for path, one in places.owned(returned_by(self._known())).items()}
+
+        def place(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
+            names = [name for group in places.names(optimizer) for name in group if name]
+            return min(names, default="\uffff"), paths.get(id(optimizer), "")
+
+        self._optimizers[:] = sorted(self._optimizers, key=place)
+        self._unguarded[:] = sorted(self._unguarded, key=place)
+        self._groups = [
+            [
+                xxhash.xxh3_64_hexdigest("\n".join(names).encode(errors="surrogatepass"))
+                if names and all(names)
+                else path and f"{path}.param_groups.{number}"
+                for number, names in enumerate(places.names(optimizer))
+            ]
+            for optimizer in self._known()
+            for path in [paths.get(id(optimizer), "")]
+        ]
 
     def _warn_of_left_out(self, captured: dict[str, Any], owned: Sequence[CheckedLeaf]) -> None:
         is_wanted = self.is_used_by_loops and not self.is_empty and not self._has_warned_of_left_out
@@ -216,7 +252,7 @@ class StateRegistry:
     def _known(self) -> list[torch.optim.Optimizer]:
         return with_inner([*self._optimizers, *self._unguarded])
 
-    def capture_to_receive(self, *, beside_steps: bool = False, also_frozen: bool = False) -> dict[str, Any]:
+    def capture_to_receive(self, *, beside_steps: bool = False, also_frozen: bool = False) -> StateHere:
         """Capture the state that another one is received for: what arrives takes the layout of the tensors that are here.
 
         Optimizer state that does not exist yet is there for it, where parameters are sharded. On the training thread, or while
@@ -224,14 +260,12 @@ class StateRegistry:
         """
         if not beside_steps:
             self.layout()
-        if not self.is_sharded:
-            return self.capture()
         optimizers = with_inner(self._unguarded) if beside_steps else self._known()
-        with with_optimizer_state(optimizers, also_frozen=also_frozen):
-            return self.capture()
+        with with_optimizer_state(optimizers if self.is_sharded else (), also_frozen=also_frozen):
+            return StateHere(self.capture(), self._known())
 
     def guarded(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that change what they own under the write lock alone, in the order in which they were guarded."""
+        """Return the optimizers that change what they own under the write lock alone, in an order that all groups have."""
         return self._optimizers
 
     def gradient_bytes(self) -> int:
@@ -260,12 +294,18 @@ class StateRegistry:
         These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example. Whatever changed
         without the lock while it was served before is copied as well.
         """
+        captured = self.capture()
         held = copy_volatile(
-            self.capture(), [] if self.is_explicitly_locked else with_inner(self._optimizers), self._unsteady
+            captured, [] if self.is_explicitly_locked else with_inner(self._optimizers), self._unsteady
         )
-        return (
-            held if self._agreed_on or self.is_explicitly_locked else held._replace(settings=settings_of(self._known()))
-        )
+        own: dict[str, Any] = {"owners": self.owners({"user": captured})}
+        if not self._agreed_on and not self.is_explicitly_locked:
+            own |= {"settings": settings_of(self._known()), "groups": self._groups}
+        return held._replace(own=own)
+
+    def owners(self, state: dict[str, Any]) -> dict[str, Names]:
+        """Return which parameters the optimizers in a state have that was just captured; see `parameters.names_of`."""
+        return names_of(StatePlaces(state).owned(returned_by(self._known())))
 
     def count_writes(self) -> list[Counted]:
         """Return the versions of the guarded optimizers' parameters. On the training thread."""
@@ -349,9 +389,9 @@ class StateRegistry:
         has_to_be_equal = any(leaf is not None and known.counts(leaf) for leaf in found.values())
         return kept, [path for path, leaf in found.items() if leaf is not None], has_to_be_equal
 
-    def take_settings(self, settings: object) -> list[str]:
-        """Give optimizers the settings of the source, and say what differed. On the training thread."""
-        return take_settings(self._known(), settings)
+    def take_settings(self, own: Mapping[str, Any]) -> list[str]:
+        """Give optimizers the settings of the source for the same parameters, and say what differed. On the training thread."""
+        return take_settings(self._known(), own.get("settings"), here=self._groups, there=own.get("groups"))
 
     def not_returned(self, user: dict[str, Any]) -> Differences:
         """Say what the functions do not return of what has just been loaded, large tensors apart. On the training thread.

@@ -10,12 +10,14 @@ a state is captured for others at many steps; one that is saved is captured seld
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
+from torchft_ckpt.checkpointing.state.parameters import Names
 from torchft_ckpt.checkpointing.state.shards import is_dtensor, memory_of
 from torchft_ckpt.checkpointing.state.tree import is_flat
 from torchft_ckpt.checkpointing.state.versions import StateVersions
@@ -35,6 +37,8 @@ class StateToSave(NamedTuple):
     """Addresses on the host of what else may change without the lock, which is to be copied at once by itself."""
     versions: StateVersions | None = None
     """Of its tensors, when it was captured."""
+    owners: Mapping[str, Names] = MappingProxyType({})
+    """Which parameters its optimizers have, see `parameters.names_of`."""
 
 
 class StateToServe(NamedTuple):
@@ -43,8 +47,8 @@ class StateToServe(NamedTuple):
     state: Any
     versions: StateVersions
     """Of its tensors, when it was captured."""
-    settings: Sequence[Any] = ()
-    """Of its optimizers, when it was captured."""
+    own: Mapping[str, Any] = MappingProxyType({})
+    """What the Manager's own part of the state says of its optimizers, see `healing`."""
     returned: Any = None
     """It without copies, as the registered functions returned it."""
 

@@ -44,6 +44,8 @@ class Description:
     """By name. Tensors of equal ties are one tensor there, and arrive as one; a tensor without a tie is one by itself."""
     others: Collection[str] = ()
     """Names of further tensors, which only other ranks list."""
+    owners: object = None
+    """Of a checkpoint: which parameters its optimizers have, see `parameters.names_of`. A source's tree has it."""
     sharded: Collection[str] = ()
     """Of a checkpoint: the names of tensors of which the described rank holds parts."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.description import DescribedTensor, Description, entries_of, ties_of
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
@@ -26,12 +27,24 @@ from torchft_ckpt.checkpointing.state.local_state import (
     is_whole,
     some_of,
 )
+from torchft_ckpt.checkpointing.state.parameters import names_from, why_not_of
 from torchft_ckpt.checkpointing.state.regions import c_strides
 from torchft_ckpt.checkpointing.state.space import span_of
-from torchft_ckpt.checkpointing.state.tree import Node, check_classes, is_flat, items_of_node, join_path, plain_paths
+from torchft_ckpt.checkpointing.state.tree import (
+    Node,
+    as_places,
+    check_classes,
+    decode_tree,
+    in_words,
+    is_flat,
+    items_of_node,
+    join_path,
+    plain_paths,
+)
 from torchft_ckpt.errors import LayoutMismatchError, StateFormatError, StateMismatchError
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
+_MAX_TENSORS = 2**62
 _MAX_PREFIX_CHARS = 16 * 1024 * 1024
 """Of the paths of all optimizers; a hundred thousand of them have less."""
 
@@ -58,7 +71,7 @@ def check_layout(local: LocalState, manifest: Manifest, *, in_place: bool) -> se
             an enum. The message names the first few.
     """
     check_classes(manifest.tree, [parse_dtype(entry.dtype) for entry in manifest.tensors], local.classes)
-    wrong: list[str] = []
+    wrong = _of_other_parameters(local, manifest.tree, None)
     elsewhere: list[str] = []
     unknown: list[str] = []
     as_they_are: set[str] = set()
@@ -144,7 +157,8 @@ def check_tensors(
             )
         return beside
     optional = _Prefixes(_optimizer_state(description.tree))
-    wrong = []
+    wrong = _of_other_parameters(local, description.tree, description.owners)
+    wrong += local.expect(description.tensors)
     for entry in description.tensors:
         held = local.get(entry.fqn)
         arrives_whole = may_be_beside and entry.fqn not in description.sharded
@@ -174,6 +188,29 @@ def check_tensors(
         named = zip(description.tensors, description.chunks, strict=True)
         _check_apart(local, [(entry.fqn, chunks) for entry, chunks in named], lambda: description.ties)
     return beside
+
+
+def _of_other_parameters(local: LocalState, tree: Node, owners: object) -> list[str]:
+    """Return in sentences which optimizers' state is of other parameters there, or of these in another order.
+
+    `owners`: of a checkpoint, see `Description`; None: the tree has it.
+    """
+    said = _value_at(tree, ("torchft", "owners")) if owners is None and local.owned else owners
+    found = ((path, owned, _value_at(tree, (*owned.path, "param_groups"))) for path, owned in local.owned.items())
+    return [
+        why
+        for path, owned, groups in found
+        if isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
+        for why in why_not_of(path, groups, names_from(said, path), here=owned, is_checkpoint=owners is not None)
+    ]
+
+
+def _value_at(tree: Node, path: Path) -> object:
+    """Return what is at a path of a checked tree; None where nothing is."""
+    for name in path:
+        items = (item for key, item in items_of_node(tree) if in_words(key) == str(name))
+        tree = next(items, None)
+    return decode_tree(tree, as_places(_MAX_TENSORS))
 
 
 def _difference(held: HeldTensor, entry: DescribedTensor, there: str) -> str:

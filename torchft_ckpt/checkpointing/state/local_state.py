@@ -21,6 +21,7 @@ from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import WireTensor
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
+from torchft_ckpt.checkpointing.state.parameters import Owned, StateHere, StatePlaces, returned_by, tensor_to_fill
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import is_plain_memory, is_stageable, memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
@@ -67,6 +68,11 @@ class LocalState:
     def __init__(self, state: object) -> None:
         encoder = TreeEncoder()
         with gc_paused():
+            self.owned: dict[str, Owned] = {}
+            """The state dicts of optimizers that are known, by path."""
+            if isinstance(state, StateHere):
+                self.owned = StatePlaces(state).owned(returned_by(state.optimizers))
+                state = {**state}
             encoder.encode(state)
             counts = Counter(path for path, _ in encoder.tensors)
             self._copied_arrays = {encoder.tensors[place][0] for place in encoder.copied_arrays}
@@ -77,6 +83,7 @@ class LocalState:
             """Whether no memory here is that of two tensors, or of two elements of one."""
             self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
             self._optional = _optional_paths(state)
+            self._is_sharded = any(held.adapter is not None for held in self._held.values())
             self._meshes = KnownMeshes(tensor for _, tensor in encoder.tensors)
             self.classes = KnownClasses(encoder.classes)
             """The classes for named tuples and enum members of a state that arrives."""
@@ -88,6 +95,40 @@ class LocalState:
     def is_optional(self, path: str) -> bool:
         """Whether it is in the state of an optimizer, which comes into being with the first step."""
         return path.startswith(self._optional) if self._optional else False
+
+    def expect(self, tensors: Iterable[DescribedTensor]) -> list[str]:
+        """Have a tensor here for what arrives of optimizers' state, where it is to be sharded as its parameter is.
+
+        Returns:
+            in sentences, what cannot be placed.
+        """
+        wrong: list[str] = []
+        if not self._optional:
+            return wrong
+        for entry in tensors:
+            prefix = next((prefix for prefix in self._optional if entry.fqn.startswith(prefix)), None)
+            if prefix is None or not (self._is_sharded or self.owned):
+                continue
+            held = self._held.get(entry.fqn)
+            if held is not None and has_shape_of(held, entry):
+                continue
+            try:
+                tensor = tensor_to_fill(
+                    entry.fqn,
+                    entry.shape,
+                    parse_dtype(entry.dtype),
+                    held=None if held is None else held.given,
+                    owned=self.owned.get(prefix.removesuffix("state.").removesuffix(".")),
+                    rest=entry.fqn.removeprefix(prefix),
+                    is_sharded=self._is_sharded,
+                )
+            except StateMismatchError as error:
+                wrong.append(str(error))
+                continue
+            if tensor is not None:
+                held = self._held[entry.fqn] = _hold(entry.fqn, tensor)
+                self._memories[entry.fqn] = [_memory_of(data) for data in held.data]
+        return wrong
 
     def get(self, path: str) -> HeldTensor | None:
         """Return what is here under a path."""

@@ -129,6 +129,18 @@ def _state_to_come(optimizer: Optimizer, also_frozen: bool) -> dict[torch.Tensor
     return created
 
 
+def foreseen_state(optimizer: object, group: dict[str, Any], parameter: torch.Tensor) -> State:
+    """Return the state that a step makes for a parameter, as far as it can be foreseen; its values mean nothing."""
+    if not isinstance(optimizer, Optimizer) or _obstacle(optimizer):
+        return {}
+    try:
+        with torch.no_grad(), _random_numbers_kept([parameter]):
+            return _state_of_one(optimizer, group, parameter) or {}
+    except Exception as error:  # noqa: BLE001 - whatever a step raises: its state cannot be foreseen
+        logger.debug("the state of %s is not foreseen: %s", type(optimizer).__name__, error)
+        return {}
+
+
 def _obstacle(optimizer: Optimizer) -> str:
     """Return why a twin would not be on its own, or an empty string."""
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -26,7 +26,8 @@ What MUST hold in a body:
   `a` nodes refer to `tensors`, and each of these MUST be referred to.
 - The record of a value is what `torch.save` made of it, for DCP alone, who has no tree; `digest` is that of the record (seed
   0).
-- `own` is a node with tensors of its own: what belongs to this rank (random number generators, the position in the data).
+- `own` is a node with tensors of its own: what belongs to this rank (random number generators, the position in the data, which
+  parameters its optimizers have).
 
 Nothing in a manifest is ever executed, and records are not unpickled by this library where it wrote them.
 """

@@ -55,7 +55,7 @@ def load_checkpoint(
             raise CheckpointDamagedError(f"checkpoint {directory} is not whole: {why_not}", str(directory))
         reader = CheckpointReader(checkpoint)
     template = template_of(state_dict)
-    load_into(reader, template.state_dict, like=template.like)
+    load_into(reader, template.state_dict, owned=template.owned)
     give_back(state_dict, template.state_dict)
 
 

@@ -19,10 +19,12 @@ from torchft_ckpt.checkpointing.durable.format.manifest import PartManifest
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import room_for_optimizer_state
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
+from torchft_ckpt.checkpointing.durable.reading.reader import owners_in
 from torchft_ckpt.checkpointing.durable.reading.structure import leaves_of
 from torchft_ckpt.checkpointing.state.containers import walk
 from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, some_of
+from torchft_ckpt.checkpointing.state.parameters import Owned
 from torchft_ckpt.checkpointing.state.target import Filling, StateTarget, Want, memory_for, wants_of
 from torchft_ckpt.checkpointing.state.tree import items_of_node
 from torchft_ckpt.core.boxes.geometry import whole
@@ -57,7 +59,7 @@ def load_state(
         for entry in manifest.tensors
         if sum(one.box.volume for one in entry.boxes) < whole(tuple(entry.shape)).volume
     }
-    description = Description(tree=manifest.tree, tensors=manifest.tensors, sharded=sharded)
+    description = Description(tree=manifest.tree, tensors=manifest.tensors, sharded=sharded, owners=owners_in(manifest))
     target = StateTarget(local, in_place=in_place, may_be_beside=True)
     read(target.wants(description))
     with torn_where_it_raises(f"loading {checkpoint.name}", str(checkpoint.name), lambda: target.is_overwritten(True)):
@@ -86,25 +88,25 @@ def load_into(
     state_dict: MutableMapping[str, Any],
     read: ReadWants | None = None,
     *,
-    like: Mapping[str, Any] = MappingProxyType({}),
+    owned: Mapping[str, Owned] = MappingProxyType({}),
 ) -> None:
     """Load what a state dict names, in place: tensors keep their memory and layout, other leaves are replaced.
 
-    As `torch.distributed.checkpoint.load` does, so more may be in the checkpoint than is wanted. But the state of an optimizer
-    that has none here yet is wanted, see `room_for_optimizer_state`.
+    As `torch.distributed.checkpoint.load` does, so more may be in the checkpoint than is wanted. But all that was saved of an
+    optimizer is wanted, or else the state of one that has none here yet, see `room_for_optimizer_state`.
 
     Args:
         reader: of the checkpoint.
         state_dict: nested dicts and lists; names are DCP's.
         read: fills targets, if not `reader` does.
-        like: the state dict with that state, where it is to be sharded; see `template_of`.
+        owned: the state dicts at the root that optimizers have returned.
 
     Raises:
         StateMismatchError: something is not in the checkpoint, or of another shape or dtype, or cannot be loaded into; nothing
             was changed.
         CheckpointError: as the reader raises it; `state_overwritten` says whether tensors were written to.
     """
-    with room_for_optimizer_state(reader, state_dict, like):
+    with room_for_optimizer_state(reader, state_dict, owned):
         _load_named(reader, state_dict, read or reader.read)
 
 
@@ -121,7 +123,11 @@ def _load_named(reader: StateReader[Any], state_dict: MutableMapping[str, Any], 
     }
     paths = [path for path in local.paths() if path not in in_leaves]
     wrong = _misfits(reader, local, paths)
-    wrong += [f"{fqn[:120]} is not there" for fqn, _, _ in places if fqn not in values.names]
+    wrong += [
+        f"{fqn[:120]} is {'a tensor there, and none here' if fqn in reader.tensors else 'not there'}"
+        for fqn, _, _ in places
+        if fqn not in values.names
+    ]
     if wrong:
         raise StateMismatchError(
             f"{reader.location} is not of this state: {some_of(wrong)}; nothing was changed", reader.location
@@ -154,7 +160,8 @@ def _misfits(reader: StateReader[Any], local: LocalState, paths: Sequence[str]) 
     for path in paths:
         held, saved = local.get(path), reader.tensors.get(path)
         if saved is None:
-            wrong.append(f"{path[:120]} is not there")
+            is_value = bool(reader.plan_values([path]).names)
+            wrong.append(f"{path[:120]} is {'a tensor here, and none there' if is_value else 'not there'}")
         elif held is not None:
             given = held.given
             here = (tuple(given.shape), given.dtype)

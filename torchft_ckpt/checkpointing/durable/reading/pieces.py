@@ -181,6 +181,10 @@ class StateReader(ABC, Generic[_P]):
             CheckpointError: as `values`, of those that DCP wrote: these are read now.
         """
 
+    def owners(self) -> Iterator[object]:
+        """Yield, at least once, what ranks have saved of their optimizers' parameters, see `parameters.names_of`."""
+        yield {}
+
     @abstractmethod
     def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
         """Return what belongs to one rank of a named replica group alone; None where there is nothing.

@@ -56,6 +56,8 @@ from torchft_ckpt.core.boxes.geometry import Box, relative_to
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 
 _DIGEST_BYTES = 16
+OWNERS_KEY = "owners"
+"""Of what belongs to a rank: which parameters its optimizers have."""
 _UNIT_BYTES = 32 * 1024 * 1024
 """Done by one thread in one go."""
 
@@ -124,6 +126,9 @@ class CheckpointReader(StateReader[Piece]):
             }
 
         return PlannedValues({fqn for _, fresh in planned for fqn in fresh}, wants, make)
+
+    def owners(self) -> Iterator[object]:
+        return (owners_in(part.manifest) for part in self.checkpoint.parts)
 
     def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
         part = self.checkpoint.own_part(replica_id, rank)
@@ -375,6 +380,12 @@ def _blocks_of(region: Region) -> list[tuple[int, int]]:
 
 
 # Values and records
+
+
+def owners_in(manifest: PartManifest) -> object:
+    """Return what a rank has saved of the parameters that its optimizers have; an older one has saved nothing."""
+    own = decode_value(manifest.own)
+    return own.get(OWNERS_KEY, {}) if isinstance(own, dict) else {}
 
 
 def _dict_of(manifest: PartManifest, state: object) -> dict[str, Any]:

@@ -1,0 +1,230 @@
+"""Groups, and starts from checkpoints, whose scripts name optimizers or parameters in another order: each gets its own state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_manager_in_process import Replica, shutdown
+from torch import nn
+
+from torchft_ckpt import Checkpointer, LighthouseServer, Optimizer
+from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.errors import StateMismatchError
+from torchft_ckpt.manager.state_registry import StateRegistry
+
+RATES = {"front": 0.01, "back": 0.05}
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    yield server
+    server.shutdown()
+
+
+class TwoOptimizers(Replica):
+    """Two layers of one shape, an optimizer for each, under keys of their own.
+
+    Args:
+        order: in which they are guarded.
+        is_stale: load_state_dict leaves learning rates alone.
+        is_reversed: the optimizers get their parameters in the other order.
+        as_list: the optimizers are a list in the state, in the order of guarding.
+    """
+
+    def __init__(
+        self,
+        lighthouse: LighthouseServer,
+        name: str,
+        order: tuple[str, ...] = ("front", "back"),
+        *,
+        is_stale: bool = False,
+        is_reversed: bool = False,
+        as_list: bool = False,
+        **options: Any,
+    ) -> None:
+        self.order, self.is_stale, self.is_reversed, self.as_list = order, is_stale, is_reversed, as_list
+        super().__init__(lighthouse, name, **options)
+        self.wrapped = [self.optimizer, Optimizer(self.manager, self.optimizers[order[1]])]
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        parts = {"front": model[0], "back": model[1]}
+        self.optimizers = {
+            name: torch.optim.Adam([*part.parameters()][:: -1 if self.is_reversed else 1], lr=RATES[name])
+            for name, part in parts.items()
+        }
+        return model, self.optimizers[self.order[0]]
+
+    def state(self) -> dict[str, Any]:
+        states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        return {
+            "model": self.model.state_dict(),
+            "optim": [states[name] for name in self.order] if self.as_list else states,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        for name, optimizer in self.optimizers.items():
+            rates = [group["lr"] for group in optimizer.param_groups]
+            optimizer.load_state_dict(state["optim"][self.order.index(name) if self.as_list else name])
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate if self.is_stale else group["lr"]
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        for optimizer in self.wrapped:
+            optimizer.zero_grad()
+        self.model(torch.ones(2, 8)).square().mean().backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        for optimizer in self.wrapped:
+            optimizer.step()
+        return self.manager.statistics().num_committed > before
+
+    def rates(self) -> list[float]:
+        return [self.optimizers[name].param_groups[0]["lr"] for name in RATES]
+
+
+def train_together(one: Replica, joins: Replica) -> None:
+    """The first one trains on until the other one is in; then both train to one step."""
+    last_step = [1 << 30]
+
+    def train(replica: Replica) -> None:
+        while replica.manager.current_step() < last_step[0]:
+            replica.step()
+
+    with ThreadPoolExecutor(1) as pool:
+        trained = pool.submit(train, one)
+        try:
+            while not joins.manager.is_participating():
+                joins.step()
+            last_step[0] = joins.manager.current_step() + 5
+            train(joins)
+        finally:
+            last_step[0] = min(last_step[0], one.manager.current_step() + 5)
+        trained.result(60)
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_groups_that_guard_their_optimizers_in_another_order_train_together(
+    lighthouse: LighthouseServer, is_stale: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = TwoOptimizers(lighthouse, "one")
+    one.step()
+    for name, optimizer in one.optimizers.items():
+        optimizer.param_groups[0]["lr"] = RATES[name] * 2  # as a schedule does
+    waits: dict[str, Any] = {
+        "quorum_timeout": timedelta(minutes=2),
+        "quorum_retries": 0,
+    }  # one that is kept apart waits for ever
+    other = TwoOptimizers(lighthouse, "other", ("back", "front"), seed=7, is_stale=is_stale, **waits)
+    with caplog.at_level(logging.WARNING):
+        train_together(one, other)
+    assert one.rates() == other.rates() == [0.02, 0.1]
+    assert one.bits() == other.bits()
+    said = [record.message for record in caplog.records if "did not set" in record.message]
+    assert bool(said) is is_stale and all("0.01, at the source 0.02" in text for text in said)
+    shutdown(one, other)
+
+
+def test_optimizers_in_a_list_of_another_order_are_refused_by_name(lighthouse: LighthouseServer) -> None:
+    one = TwoOptimizers(lighthouse, "one", as_list=True)
+    one.step()
+    other = TwoOptimizers(lighthouse, "other", ("back", "front"), seed=7, as_list=True)
+    before = other.bits()
+    with pytest.raises(StateMismatchError, match=r"optim\.0 has the state of user\.default\.model\.0\.\w+ there where"):
+        train_together(one, other)
+    assert other.bits() == before and other.rates() == [0.01, 0.05]
+    shutdown(one, other)
+
+
+@pytest.mark.parametrize("options", [{"is_reversed": True}, {"as_list": True, "order": ("back", "front")}])
+def test_a_checkpoint_of_another_order_is_refused_before_a_byte_is_read(
+    lighthouse: LighthouseServer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    one = TwoOptimizers(lighthouse, "one", as_list="as_list" in options)
+    one.step()
+    checkpointer = Checkpointer(tmp_path, manager=one.manager)
+    checkpointer.save().result(60)
+    checkpointer.shutdown()
+    shutdown(one)
+    other = TwoOptimizers(lighthouse, "one", seed=7, **options)
+    before = other.bits()
+    checkpointer = Checkpointer(tmp_path, manager=other.manager)
+    with pytest.raises(StateMismatchError, match="has the state of model") as raised:
+        checkpointer.restore(step=1)
+    assert not raised.value.state_overwritten and other.bits() == before and other.rates() == [0.01, 0.05]
+    checkpointer.shutdown()
+    shutdown(other)
+
+
+def test_a_checkpoint_is_restored_whatever_the_order_of_guarding(lighthouse: LighthouseServer, tmp_path: Path) -> None:
+    one = TwoOptimizers(lighthouse, "one")
+    one.step()
+    checkpointer = Checkpointer(tmp_path, manager=one.manager)
+    checkpointer.save().result(60)
+    checkpointer.shutdown()
+    shutdown(one)
+    other = TwoOptimizers(lighthouse, "one", ("back", "front"), seed=7)
+    checkpointer = Checkpointer(tmp_path, manager=other.manager)
+    checkpointer.restore(step=1)
+    assert other.bits() == one.bits()
+    for name in RATES:
+        mine, theirs = (replica.optimizers[name].state_dict()["state"] for replica in (one, other))
+        assert {n: s["exp_avg"].tolist() for n, s in mine.items()} == {
+            n: s["exp_avg"].tolist() for n, s in theirs.items()
+        }
+    checkpointer.shutdown()
+    shutdown(other)
+
+
+# Settings by themselves
+
+
+def settings_between(
+    there: list[torch.optim.Optimizer], state_there: Any, here: list[torch.optim.Optimizer], state_here: Any
+) -> list[str]:
+    """Have the optimizers of one registry take the settings of another's."""
+    registries = []
+    for optimizers, state in ((there, state_there), (here, state_here)):
+        registry = StateRegistry(StateDictLock())
+        registry.register("default", lambda state: None, state)
+        for optimizer in optimizers:
+            registry.guard(optimizer)
+        registry.layout()
+        registries.append(registry)
+    return registries[1].take_settings(registries[0].capture_to_serve().own)
+
+
+def test_groups_of_parameters_get_the_settings_of_the_same_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    def script(rates: list[float]) -> tuple[list[torch.optim.Optimizer], Any]:
+        weights = {name: nn.Parameter(torch.zeros(2)) for name in ("a", "b", "c")}
+        ordered = [weights[name] for name in ("abc" if rates[0] == 1.0 else "cba")]
+        groups = [{"params": [p], "lr": lr} for p, lr in zip(ordered, rates, strict=True)]
+        return [torch.optim.SGD(groups, lr=0.5)], lambda: dict(weights)
+
+    there, here = script([1.0, 2.0, 3.0]), script([9.0, 9.0, 9.0])
+    settings_between(*there, *here)
+    assert [group["lr"] for group in here[0][0].param_groups] == [3.0, 2.0, 1.0]
+    assert caplog.text == ""
+
+
+def test_where_nothing_says_whose_settings_they_are_it_is_said_and_nothing_is_set(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def script(rates: list[float]) -> tuple[list[torch.optim.Optimizer], Any]:
+        return [torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=rate) for rate in rates], lambda: {"n": 1}
+
+    there, here = script([1.0, 2.0]), script([2.0, 1.0])
+    assert settings_between(*there, *here) == []
+    assert [optimizer.param_groups[0]["lr"] for optimizer in here[0]] == [2.0, 1.0]
+    assert "no settings for the parameters of optimizer 0.param_groups.0, optimizer 1.param_groups.0" in caplog.text
