@@ -62,7 +62,7 @@ def hears(sock: socket.socket) -> list[bytes]:
 def one_overrun_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REOPENINGS_PER_S", 1e-3)
     monkeypatch.setattr(limits, "OVERRUNS_AT_ONCE", 1.0)
-    monkeypatch.setattr(limits, "_LINGER_S", 0.01)
+    monkeypatch.setattr(limits, "_MAX_TURN_S", 0.01)
 
 
 @pytest.mark.parametrize("flood", [BEAT * 5000, b"\x89\x80mask" * 5000, b"\x01\x80mask" + b"\x00\x80mask" * 5000])

@@ -44,7 +44,7 @@ _SHARE_OF_DESCRIPTORS = 4
 _END_OF_HEAD = b"\r\n\r\n"
 MESSAGES_PER_S, MESSAGES_AT_ONCE = 4000.0, 2000.0
 """Of one WebSocket, each `_MESSAGE_BYTES` of them counting as one. A trainer that computes nothing makes some 300 a second."""
-REOPENINGS_PER_S, OVERRUNS_AT_ONCE = 2.0, 10.0
+REOPENINGS_PER_S, OVERRUNS_AT_ONCE = 1.0, 10.0
 """Of a client: WebSockets that it opens once it had so many closed, as they sent too much."""
 _MESSAGE_BYTES = 4096
 _MAX_TURN_S = 10.0
@@ -455,7 +455,7 @@ async def becomes_websocket(request: web.Request) -> None:
     connection, now = _connection_of(request), asyncio.get_running_loop().time()
     if connection is not None and connection.clients.overruns.knows(connection.client, now):
         wait_s = connection.clients.overruns.reserve(connection.client, now, _MAX_TURN_S)
-        await asyncio.sleep(wait_s if wait_s <= _MAX_TURN_S else _LINGER_S)
+        await asyncio.sleep(wait_s if wait_s <= _MAX_TURN_S else _MAX_TURN_S / 2)
         if wait_s > _MAX_TURN_S:
             raise web.HTTPTooManyRequests(text="connections of this client sent too much")
     if connection is None or not connection.begin_messages():
