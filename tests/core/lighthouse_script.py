@@ -31,6 +31,7 @@ from torchft_ckpt.core.coordination.messages import (
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
+    CommitVote,
     Drain,
     FromLighthouse,
     Heartbeat,
@@ -164,6 +165,7 @@ class Member:
         self.connection: str | None = None
         self.is_stopped = False
         self.outcomes: list[Outcome] = []
+        self.last_vote: CommitVote | None = None
         self.formed: QuorumFormed | None = None
         self.plan: StepPlan | None = None
         self._heard: list[str] = []
@@ -261,7 +263,8 @@ class Member:
         if broken or not connects:
             self.replica.collectives_failed()
         digest = state if self.replica.is_checked else ""
-        self.says(self.replica.vote(collectives, num_collectives, digest))
+        self.last_vote = self.replica.vote(collectives, num_collectives, digest)
+        self.says(self.last_vote)
 
     def waits_in(self, index: int, *, digest: str = "x", deviates: bool = False, rank: int = 0) -> None:
         """A collective takes long, or (`deviates`) is one that never came here."""
@@ -290,9 +293,8 @@ class Member:
 
     def says_again(self) -> None:
         """What a group does on a new connection: the open vote."""
-        vote = self.replica._vote
-        if self.replica.phase is StepPhase.VOTED and vote is not None:
-            self.says(vote)
+        if self.replica.phase is StepPhase.VOTED and self.last_vote is not None:
+            self.says(self.last_vote)
 
     def reports_stall(self) -> None:
         assert self.formed is not None

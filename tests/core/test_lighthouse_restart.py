@@ -347,7 +347,7 @@ def test_a_decision_that_nobody_followed_takes_nothing_from_what_others_have_sho
     a.is_stopped = False
     b.connects()
     b.dies()
-    vote = a.replica._vote
+    vote = a.last_vote
     a.connects()
     a.replica.decision_unknown()
     a.says(vote)  # on its way when it gave up

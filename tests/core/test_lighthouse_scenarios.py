@@ -758,7 +758,7 @@ def test_the_same_step_is_tried_again_in_the_same_quorum_after_an_unbroken_disca
     first = a.formed
     a.votes(error="loss is not a number")
     a.replica.configured = (first.quorum_id, first.epoch)  # nothing was wrong with its collectives
-    vote_of_the_first_try = a.replica._vote
+    vote_of_the_first_try = a.last_vote
     a.asks()
     second = a.formed
     assert second.version == first.version

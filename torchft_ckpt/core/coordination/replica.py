@@ -844,8 +844,6 @@ class ReplicaState:
             yield "a step is to be taken that leads to no later state"
         if self.unverified and not (self._on_probation and (version.proven or self._stands_in)):
             yield "a state may have other bits than those of its name, and has none, or no comparison is to follow"
-        if version.proven and not self._is_stale and self.newest_step < version.step:
-            yield "it holds a later state than the newest"
         if self._last_outcome is Outcome.LEFT_BEHIND and (self.speaks or self.configured is not None):
             yield "the others went on without it, and it may write for them, or needs no new process group"
         if self._is_broken and self.configured is not None:
