@@ -609,6 +609,29 @@ def test_the_operators_word_is_for_one_quorum() -> None:
     assert not job.lighthouse.allow_step_loss
 
 
+def test_the_same_groups_go_back_in_a_new_quorum_so_that_lost_steps_have_other_names_than_those_that_come() -> None:
+    job, (a, b) = trained("a", "b")
+    before = a.replica.version
+    a.asks(can_serve=True)
+    b.asks()
+    a.votes()
+    b.votes()
+    b.replica.version = before  # it comes with the state of before, and does not load
+    a.asks(can_serve=True)
+    b.asks()
+    a.votes()
+    b.votes(load=False)
+    lost, quorum_id = a.replica.version, a.formed.quorum_id
+    b.replica.configured = quorum_id, a.formed.epoch
+    a.replica.load_torn()
+    a.asks()
+    b.asks(can_serve=True)
+    job.passes(60.0)
+    job.operator_allows_loss()
+    assert (b.formed.version, b.formed.quorum_id) == (before, quorum_id + 1)
+    assert job.lighthouse._job.history.is_void(lost)
+
+
 def test_a_holder_that_comes_back_after_the_job_went_back_heals_and_does_not_take_over() -> None:
     job, a, old = lost_newest_step()
     old.asks()

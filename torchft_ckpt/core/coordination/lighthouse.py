@@ -833,6 +833,8 @@ class LighthouseState:
             or self.quorum_id != last.quorum_id
             or any(member.asked.needs_new_quorum for member in members)
             or last.tally.roles.keys() != {member.replica_id for member in members}
+            # It goes back to an older state: the lost ones are told by the ids of the quorums that they came from.
+            or (self.newest_step > 0 and not any(self._job.holds_newest(m.asked.version) for m in members))
         ):
             return self.quorum_id + 1
         return self.quorum_id
