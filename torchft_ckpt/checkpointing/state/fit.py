@@ -201,7 +201,9 @@ def _of_other_parameters(local: LocalState, tree: Node, owners: object) -> list[
         why
         for path, owned, groups in found
         if isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
-        for why in why_not_of(path, groups, names_from(said, path), here=owned, is_checkpoint=owners is not None)
+        for why in why_not_of(
+            path, groups, names_from(said, path), here=owned, is_checkpoint=owners is not None, may_grow=True
+        )
     ]
 
 

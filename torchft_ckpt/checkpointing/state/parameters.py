@@ -183,6 +183,7 @@ def why_not_of(
     *,
     here: Owned | Sequence[Mapping[str, Any]],
     is_checkpoint: bool = True,
+    may_grow: bool = False,
 ) -> list[str]:
     """Return in sentences why the state of an optimizer is not one of the parameters that are here.
 
@@ -193,12 +194,14 @@ def why_not_of(
         groups: its parameter groups as they arrive.
         names_there: the paths of their parameters, as far as they are known.
         here: the same here; or, of a state dict of which it is not known whose it is, its groups: then there may be fewer.
+        is_checkpoint: it comes from one, and not from a replica.
+        may_grow: more groups may be there than here: whoever loads the state may add them before.
     """
     own = here.owner.param_groups if isinstance(here, Owned) else here
     ids = _ids(groups)
     if any(isinstance(one, str) for group in ids for one in group):
         return []  # who loads it goes by these names
-    if isinstance(here, Owned) and len(own) != len(groups):
+    if isinstance(here, Owned) and (len(own) > len(groups) if may_grow else len(own) != len(groups)):
         return [f"{path} has {len(groups)} parameter groups there, {len(own)} here"]
     for number, (group, mine) in enumerate(zip(ids, own, strict=False)):
         if len(group) != (num_here := len(mine.get("params", group))):
