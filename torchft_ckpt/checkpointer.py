@@ -27,7 +27,7 @@ import torch
 from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
 from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
-from torchft_ckpt.checkpointing.durable.format.manifest import encode_value
+from torchft_ckpt.checkpointing.durable.format.manifest import PlainValue
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
@@ -59,7 +59,7 @@ from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPo
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.parameters import names_of, note_returned
-from torchft_ckpt.checkpointing.state.tree import largest_value
+from torchft_ckpt.checkpointing.state.tree import items_of_node, largest_value
 from torchft_ckpt.compat.deprecated import moved_names, renamed_parameters, warn_renamed
 from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.core.coordination.messages import name_some
@@ -107,7 +107,6 @@ _STAGING_SHARE = 2
 _BLOCK_BYTES = HUGE_PAGE_BYTES
 """Memory is copied aside in blocks of this size. Smaller ones copy less beside the shares; below a huge page they are slow."""
 _MANY_VALUES = 10_000
-_NOTHING_OF_ONES_OWN = encode_value({"user": None, "random": None}, "own")
 _NEVER_A_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 _TO_SAY = timedelta(seconds=3)
 _TO_CLOSE = timedelta(seconds=10)
@@ -192,6 +191,11 @@ class _LaterSave(Future[SavedCheckpoint]):
             )
         self.begin()
         return super().result(timeout)
+
+
+def _has_own(own: PlainValue) -> bool:
+    """Whether a rank has saved something that is its own: what `rank_state` was given, or random state."""
+    return any(item is not None for key, item in items_of_node(own.node) if key in ("user", "random"))
 
 
 class Checkpointer:
@@ -604,7 +608,7 @@ class Checkpointer:
             )
 
     def _say_once_if_nameless(self, captured: CapturedState, identity: SaveIdentity) -> None:
-        is_lost = identity.num_replicas > 1 and not identity.replica_id and captured.own != _NOTHING_OF_ONES_OWN
+        is_lost = identity.num_replicas > 1 and not identity.replica_id and _has_own(captured.own)
         if is_lost and not self._has_logged_nameless:
             self._has_logged_nameless = True
             logger.warning(
@@ -823,12 +827,12 @@ class Checkpointer:
         checkpoint, num_ranks = reader.checkpoint, self._place()[1]
         part = checkpoint.own_part(replica_id, rank)
         is_here = part is not None and part.manifest.num_ranks == num_ranks
-        saved = [one.manifest for one in checkpoint.parts if one.manifest.own != _NOTHING_OF_ONES_OWN]
+        saved = [one.manifest for one in checkpoint.parts if _has_own(one.manifest.own)]
         names = sorted({one.replica_id for one in saved})
         why = ""
         if is_here and saved and num_groups is not None and num_groups < saved[0].num_replicas:
             why = f"{saved[0].num_replicas} groups saved it ({name_some(names)}), and {num_groups} start"
-        elif not is_here and names == [""]:
+        elif not is_here and names == [""] and saved[0].num_replicas > 1:
             why = "nobody knows whose it was: give each Manager a replica_id that is the same after a restart"
         elif not is_here and saved:
             why = (

@@ -75,11 +75,29 @@ def test_what_a_discarded_step_wrote_or_bound_anew_goes_back() -> None:
     assert (loop.mean, loop.count, loop.norms, loop.center[0]) == (2.5, 8, deque([1.0, 2.0]), 1.0)
 
 
-def test_the_state_functions_are_called_twice_not_in_each_step() -> None:
+def test_the_state_functions_are_called_twice_and_at_discards_not_in_each_step() -> None:
     loop = Loop(center=torch.zeros(3))
-    for counts in (True, False, True, False):
-        loop.step(lambda _: None, counts=counts)
+    for _ in range(4):
+        loop.step(lambda _: None, counts=True)
     assert loop.num_asked == 2
+    for counts, num_asked in ((False, 2), (True, 3), (True, 3)):
+        loop.step(lambda _: None, counts=counts)
+        assert loop.num_asked == num_asked
+
+
+def test_what_came_into_being_in_a_discarded_first_step_is_taken_out_of_dicts_of_the_state_alone() -> None:
+    """Not an entry of the same name and value elsewhere; nor a buffer, beside which a flag may say that it is there."""
+    loop = Loop(center=torch.zeros(3), averages={}, history={})
+    loop.meters = {}
+
+    def first(_: object) -> None:
+        loop.averages["w"] = torch.ones(3)
+        loop.history["loss"] = loop.meters["loss"] = 0.5
+        loop.model.register_buffer("mask", torch.ones(2))
+
+    loop.step(first, counts=False)
+    assert loop.averages == {} and loop.meters == {"loss": 0.5}
+    assert torch.equal(loop.model.mask, torch.ones(2))
 
 
 def test_what_changed_after_zero_grad_and_before_the_forward_pass_stays() -> None:

@@ -703,8 +703,9 @@ class Manager:
 
         `DistributedDataParallel` calls it before a forward pass of training. A loop may so call `zero_grad` after its forward
         pass, and its loss: what a group loads before it computes anything is there by then, what the loss averages belongs to
-        the step, and `zero_grad` finds it open. It does nothing before there are an optimizer and a registered state. After a
-        step that was discarded a loop may leave `zero_grad` out: its gradients are cleared here.
+        the step, and `zero_grad` finds it open. It does nothing before there are an optimizer and a registered state; nor in a
+        loop that clears its gradients first, if nothing is to be loaded and the last step counts. After one that was discarded
+        a loop may leave `zero_grad` out: its gradients are cleared here.
 
         Raises: as `start_quorum`.
         """

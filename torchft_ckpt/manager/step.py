@@ -162,6 +162,8 @@ class Steps:
         self._vote: CommitVote | None = None
         self._is_committed: bool | None = None
         """How the step was decided; None: it is open."""
+        self._follows_decision = False
+        """The step before the open one was decided, as far as this rank knows."""
         self._late = _Late()
         self._told_quorum: object = None
         """What listeners were told of the quorum last."""
@@ -180,6 +182,7 @@ class Steps:
         self.end_taking()
         check()
         self._followers.begins(is_torn=self._client.view().torn)
+        self._follows_decision = self._is_committed is not None
         self.leave()
         # Each thread has a current device of its own, and the process group is connected on the quorum's.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -228,7 +231,7 @@ class Steps:
         """Return whether to wait for the quorum, what it will need of the state that is here, and what is shown of it."""
         now, registry, began_at = self._client.view(), self._registry, time.monotonic()
         has_to_wait, has_to_capture = self._client.wants()
-        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes, now)
+        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes)
         has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
         self._transport.advance_to(now.version.step)
         has_pending_request = self._transport.has_pending_request(now.version.step)
@@ -276,14 +279,14 @@ class Steps:
         else:
             self._check.forget()
 
-    def _may_show(self, wishes: StepWishes, now: ReplicaView) -> bool:
+    def _may_show(self, wishes: StepWishes) -> bool:
         """Whether what is here can be compared before the quorum, and loaded then where it differs.
 
         An outer loop asks for the quorum of its first round with a state that others may still receive, as it was before.
         """
         registry = self._registry
         in_loop = registry.is_used_by_loops and wishes.waits is None and not self._has_computed
-        can_load = in_loop or (registry.trains_apart and now.is_between_steps)
+        can_load = in_loop or (registry.trains_apart and self._follows_decision)
         return can_load and self._transport.gives_live_state and wishes.contributes and not registry.is_empty
 
     def _show(self, leaves: Sequence[CheckedLeaf], now: ReplicaView) -> StateShown:
@@ -358,12 +361,11 @@ class Steps:
         is_there = quorum.done()
         if is_there and quorum.exception() is not None:
             return False
-        if self._sharing.joins_open and self._client.view().is_in_step:
-            return True  # with an error, too: what is computed already is of no other step
         may_keep = self._client.may_keep_step(
             wishes,
             has_reduced=is_there and self._clearing.count > 0,  # there is none before the quorum is there
             is_loading=self._recovery.is_pending or not is_there,
+            joins_open=self._sharing.joins_open,
         )
         return may_keep and self._asked_with == (self._registry.layout().digest, self._registry.frozen())
 
@@ -385,7 +387,9 @@ class Steps:
         is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
         is_ready = self._registry.knows_optimizers and not self._registry.is_empty
         may_begin = is_ready and not is_outer and not self._sharing.is_half_taken
-        return last if may_begin and not now.is_in_step else None
+        # Of a loop that clears first, such a pass may be a look at the model, after its step.
+        has_to = now.begins_with_load or self._is_committed is False or not self._sharing.clears_first
+        return last if may_begin and has_to and not now.is_in_step else None
 
     def begins_by_forward(self) -> None:
         """A step begins that the script has not cleared the gradients for: those of a discarded one are not to count twice."""

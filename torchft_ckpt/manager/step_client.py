@@ -218,11 +218,11 @@ class StepClient:
             self._raise_if_fatal()
             return replica.waits_for_quorum, replica.wants_capture
 
-    def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
+    def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool, joins_open: bool) -> bool:
         """See `ReplicaState.may_keep_step`."""
         with self.lock, self.replica as replica:
             self._raise_if_fatal()
-            return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading)
+            return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading, joins_open=joins_open)
 
     def may_begin(self) -> bool:
         """See `ReplicaState.may_begin`."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -40,6 +40,7 @@ _MAX_VISITED, _MAX_ITEMS = 20_000, 10_000
 """Objects that are looked into, and items of one: a longer container is data."""
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_OF_MODULES = ("_buffers", "_parameters", "_modules")
 _APART = ("torch.utils.data", "torchdata", "torchft_ckpt.manager", "torchft_ckpt.process_group", "threading", "logging")
 
 
@@ -165,13 +166,7 @@ class Undo:
         if self._num_changes != self._registry.num_changes:
             self._num_changes = self._registry.num_changes
             self._parameters, self._others = _Part([], copies_all=False), _Part([], copies_all=False)
-            try:
-                self._look()
-            except Exception as error:  # noqa: BLE001 - whatever a state function raises, or an object that is looked into
-                message = (
-                    "%s: what a discarded step writes to the state does not go back: the state cannot be read now: %s"
-                )
-                logger.warning(message, self._party, error)
+            self._try(self._look)
         self._parameters.hold()
         if not self._sees_forward:
             self._hold_others()
@@ -184,8 +179,15 @@ class Undo:
     def _hold_others(self) -> None:
         if self._looks_again and not self._others.is_held:
             self._looks_again = False
-            self._look_again()
+            self._try(self._look_again)
         self._others.hold()
+
+    def _try(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except Exception as error:  # noqa: BLE001 - whatever a state function raises, or an object that is looked into
+            message = "%s: what a discarded step writes to the state does not go back: the state cannot be read now: %s"
+            logger.warning(message, self._party, error)
 
     def end(self, *, counts: bool) -> None:
         """The step is decided or left. Its collectives have ended, and no optimizer has taken it yet."""
@@ -221,16 +223,25 @@ class Undo:
             )
 
     def _take_out(self) -> None:
-        """Take out of the loop's dicts and objects what has come into being in this step, as part of the state."""
+        """Take out of the loop's dicts what has come into being in this step, as part of the state."""
         if not self._slots:
             return
         new = [
             (name, value) for name, value in self._leaves(self._registry.known_optimizers()) if name not in self._paths
         ]
         looks = {look for name, value in new for look in _looks(name.rpartition(".")[2], value)}
-        for holder, key, name, value in list(_reached(self._registry.state_functions()) if looks else ()):
-            if isinstance(holder, dict) and (id(holder), key) not in self._slots and looks & {*_looks(name, value)}:
-                del holder[key]
+        dicts: set[int] = set()
+        found: dict[object, list[tuple[dict[Any, Any], Any]]] = {}
+        for holder, key, name, value in _reached(self._registry.state_functions()) if looks else ():
+            if type(value) is dict and key not in _OF_MODULES:
+                dicts.add(id(value))  # the loop's own, and not the attributes of an object
+            for look in looks & {*_looks(name, value)}:
+                if id(holder) in dicts and isinstance(holder, dict):
+                    found.setdefault(look, []).append((holder, key))
+        for look, places in found.items():
+            for holder, key in places if isinstance(look, int) or len(places) == 1 else ():
+                if (id(holder), key) not in self._slots:
+                    holder.pop(key, None)
 
     def _put_back(self, places: list[_Place]) -> None:
         is_late = self._num_in_a_row > _MAX_IN_A_ROW
@@ -320,7 +331,10 @@ def _reached(functions: Iterable[object]) -> Iterator[tuple[dict[Any, Any] | Cel
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             found += [(cell, None, name, cell.cell_contents) for name, cell in cells if gc.get_referents(cell)]
         elif isinstance(attributes := value if isinstance(value, dict) else getattr(value, "__dict__", None), dict):
-            found = [(attributes, key, str(key), item) for key, item in list(attributes.items())]
+            found = [
+                (attributes, key, str(key) if isinstance(key, str | int) else "", item)  # a tensor would be printed
+                for key, item in list(attributes.items())
+            ]
         yield from found
         waiting += [item for _, _, _, item in found]
         if isinstance(value, FunctionType):

@@ -398,6 +398,7 @@ class OuterLoop(Generic[F]):
         self._manager.start_quorum(patience=timedelta(seconds=self._patience_s), wait=False)
         if self._was_loaded:  # the others held another state: of what was trained from ours nothing is added
             self._go_to_backup()
+            fragment.prepare()
             self._outer_settings.note()
         self._exchange.start(lambda: self._tensors_of(fragment))
 

@@ -210,6 +210,9 @@ def why_not_of(
     given, given_there = ([_texts(group.get("param_names")) for group in some] for some in (own, groups))
     for one, other in ((here.names if isinstance(here, Owned) else [], names_there), (given, given_there)):
         pairs = [pair for pair in zip(_flat(one), _flat(other), strict=False) if all(pair)]
+        known, known_there = ({pair[side] for pair in pairs} for side in (0, 1))
+        if pairs and not known & known_there:
+            continue  # all have other names, with a prefix say: who loads them may know
         wrong = [pair for pair in pairs if pair[0] != pair[1]]
         if pairs and [*map(len, one)] == [*map(len, other)]:
             break

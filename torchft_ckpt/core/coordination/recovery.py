@@ -241,8 +241,9 @@ def _assignment(
     parts: list[MemberRole] = []
     num_contributors = 0
     computed = [role in (Role.HEALTHY, Role.INLINE) for role in roles]
-    if any(has and not member.is_corrected for member, has in zip(members, computed, strict=True)):
-        computed = [has and not member.is_corrected for member, has in zip(members, computed, strict=True)]
+    rest = [has and not member.is_corrected for member, has in zip(members, computed, strict=True)]
+    if sum(rest) >= max([1, *(member.min_contributors for member in members)]):
+        computed = rest
     for rank, (member, role, contributes) in enumerate(zip(members, roles, computed, strict=True)):
         parts.append(
             MemberRole(

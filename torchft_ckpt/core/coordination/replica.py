@@ -428,7 +428,9 @@ class ReplicaState:
         """The optimizers have taken the step that was decided, or the loop has left it out."""
         self._held = None
 
-    def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool) -> bool:
+    def may_keep_step(
+        self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool, joins_open: bool = False
+    ) -> bool:
         """Whether a step that is asked for can be the one that is open, because nothing has happened in it yet.
 
         A loop that calls `zero_grad` twice, or skips a batch, then costs the others nothing. An outer loop, which says whether
@@ -438,11 +440,14 @@ class ReplicaState:
             wishes: for the step that is asked for.
             has_reduced: a collective was issued in the open step.
             is_loading: what it has to load is on the way, or not known yet.
+            joins_open: its forward pass was computed in the open step: it goes into no other one, whatever has gone wrong.
         """
         if not self.is_in_step or wishes != self._wishes or self._is_changed:
             return False
         if not wishes.contributes or wishes.waits is not None:
             return False
+        if joins_open:
+            return True
         if self.warms_up and self.phase is StepPhase.TRAINING and not has_reduced:
             return True
         if has_reduced or self.error is not None or self._is_broken:
@@ -933,6 +938,8 @@ class SharedStep:
         """The step was begun by one that has begun none before."""
         self._is_by_forward = self.joins_open = False
         """A forward pass has begun the step; and the one that cleared its gradients last was the first to do so in it."""
+        self.clears_first = False
+        """The loop clears gradients before its forward pass: its last step was begun so."""
 
     @property
     def joined(self) -> Collection[Hashable]:
@@ -950,6 +957,7 @@ class SharedStep:
         `is_decided`: no step is open: the last one was decided, or there was none.
         """
         self.joins_open, self._is_by_forward = self._is_by_forward and not is_decided, False
+        self.clears_first = not self.joins_open
         if not is_decided and self._joined and optimizer not in self._joined:
             self._joined.add(optimizer)
             return False
@@ -965,7 +973,7 @@ class SharedStep:
     def begins(self) -> None:
         """A step begins by a forward pass: nobody takes part in it yet."""
         self._joined, self._stepped, self._ahead = set(), set(), set()
-        self._is_by_forward = True
+        self._is_by_forward, self.clears_first = True, False
 
     def again(self) -> set[Hashable]:
         """A step begins in place of a discarded one: those that took part in that take part in this. They are returned."""

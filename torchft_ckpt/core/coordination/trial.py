@@ -7,8 +7,8 @@ itself, shows its state with its next request, and serves it. Here the requests 
 
 - All show the same: the quorum forms. Nothing was sent, and nobody has waited.
 - A group shows something else than those that are right: it is told to load their state *of this very step*, and asks again,
-  while the others wait. It adds nothing to that step, as its loop may have computed something already (a teacher's outputs, a
-  weight of the loss). The boundary after the next step is one of a trial, too.
+  while the others wait. It adds nothing to that step, unless too few would be left for it to count: its loop may have computed
+  something already (a teacher's outputs, a weight of the loss). The boundary after the next step is one of a trial, too.
 
 Who is right: only groups that were found equal after a step since they joined have a voice; where none has, as when the job
 begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. A
