@@ -26,6 +26,7 @@ from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_stora
 from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.parameters import why_not_of
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.errors import StateMismatchError
@@ -222,3 +223,14 @@ def test_what_was_saved_comes_back_to_its_parameters_or_is_refused_by_name(
     way: Callable[[Script, Script, Path], None], first: int, tmp_path: Path
 ) -> None:
     check(way, range(first, first + 10), tmp_path)
+
+
+@pytest.mark.parametrize(("here", "there"), [("w", "module.w"), ("_orig_mod.w", "w"), ("a._orig_mod.w", "module.a.w")])
+def test_what_wrappers_put_into_a_name_makes_no_other_parameter_of_it(here: str, there: str) -> None:
+    """A load function may take it out. A name that is another one is refused."""
+
+    def group(name: str) -> list[dict[str, object]]:
+        return [{"params": [0], "param_names": [name]}]
+
+    assert why_not_of("optim", group(there), [], here=group(here)) == []
+    assert why_not_of("optim", group(there), [], here=group("v"))

@@ -230,7 +230,9 @@ def test_it_is_bit_equal_to_the_survivors_from_its_first_contribution_on(
     assert back.manager.statistics().num_healed == 1
     assert back.manager.statistics().num_corrected == (kind is not Plain)
     first = 1 if kind is Plain else 2
-    assert back.contributed == back.committed[first:], "it is compared before the next step, and adds nothing if corrected"
+    assert back.contributed == back.committed[first:], (
+        "it is compared before the next step, and adds nothing if corrected"
+    )
     assert all(replica.manager.statistics().num_discarded == 0 for replica in stayed)
 
 

@@ -28,6 +28,7 @@ Names: TypeAlias = "list[list[str]]"
 """Of each parameter group, the path of each parameter in the state; empty where no tensor of the state has its memory."""
 Returned: TypeAlias = "Sequence[tuple[list[Any], Any]]"
 """The `param_groups` of state dicts, as they were returned, each with the optimizer that returned it."""
+_OF_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _MAX_NAME_CHARS = 120
 
 
@@ -210,10 +211,7 @@ def why_not_of(
     given, given_there = ([_texts(group.get("param_names")) for group in some] for some in (own, groups))
     for one, other in ((here.names if isinstance(here, Owned) else [], names_there), (given, given_there)):
         pairs = [pair for pair in zip(_flat(one), _flat(other), strict=False) if all(pair)]
-        known, known_there = ({pair[side] for pair in pairs} for side in (0, 1))
-        if pairs and not known & known_there:
-            continue  # all have other names, with a prefix say: who loads them may know
-        wrong = [pair for pair in pairs if pair[0] != pair[1]]
+        wrong = [pair for pair in pairs if _bare(pair[0]) != _bare(pair[1])]
         if pairs and [*map(len, one)] == [*map(len, other)]:
             break
     else:
@@ -231,6 +229,11 @@ def why_not_of(
         " own. If parameters have other names now, load_checkpoint loads a state dict that has those of there"
         for mine, theirs in wrong[:1]
     ]
+
+
+def _bare(name: str) -> str:
+    """Return a name without what wrappers put into it: a load function may take that out."""
+    return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
 
 
 def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
