@@ -142,9 +142,8 @@ class BetweenSteps:
         until = time.monotonic() + limit.total_seconds()
         is_over = False
         while not is_over:
-            is_over = (
-                time.monotonic() >= until
-            )  # who takes the state after this question is told that nobody hands it over
+            # A group that takes the state after the last question is told that nobody hands it over.
+            is_over = time.monotonic() >= until
             located = client.locate(until + _LAST_ANSWER_S * is_over, hands_over=not is_over)
             if located is not None and located.taken_by:
                 logger.info("%s handed step %d over to %s", client.replica_id, now.version.step, located.taken_by)

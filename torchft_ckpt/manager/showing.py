@@ -64,9 +64,8 @@ def leaf_key(place: str) -> str:
 def keeping(received: Any, here: Any, own: Collection[str], place: str) -> Any:
     """Return a received state with what is here in place of each group's own leaves, as far as that is here."""
     if leaf_key(place) in own:
-        return (
-            here.detach().clone() if isinstance(here, torch.Tensor) else here
-        )  # a load function may clear its own first
+        # A load function may clear its own tensors before it reads.
+        return here.detach().clone() if isinstance(here, torch.Tensor) else here
     if not own or is_one_leaf(received):
         return received
     if isinstance(received, Mapping) and isinstance(here, Mapping):

@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -38,6 +38,7 @@ _MAX_IN_A_ROW = 8
 """After so many discards plain values stay as the loop left them: one may be the cause, a loss scale that is too large say."""
 _MAX_VISITED, _MAX_ITEMS = 20_000, 10_000
 """Objects that are looked into, and items of one: a longer container is data."""
+_Reached: TypeAlias = "tuple[dict[Any, Any] | CellType, Any, str, Any]"
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _OF_MODULES = ("_buffers", "_parameters", "_modules")
@@ -257,15 +258,6 @@ class Undo:
         with with_optimizer_state(optimizers, creates=False):
             return [(".".join(map(str, path)), value) for path, value in walk(self._registry.capture())]
 
-    def _plain_places(self, leaves: list[tuple[str, Any]]) -> list[_Place]:
-        """Return where the loop has the plain values of its state: those that nothing else looks like."""
-        values = Counter((name.rpartition(".")[2], words) for name, value in leaves if (words := _words(value)))
-        alike: dict[tuple[str, str], list[_Place]] = {}
-        for holder, key, name, value in _reached(self._registry.state_functions()):
-            if (words := _words(value)) and (name, words) in values:
-                alike.setdefault((name, words), []).append(_Place(holder, key, name, value))
-        return [place for look, places in alike.items() if len(places) <= values[look] for place in places]
-
     def _look_again(self) -> None:
         """Find what has come into being since, and let the plain values go that were not those of the state after all."""
         before = self._others
@@ -302,20 +294,30 @@ class Undo:
             tensors.pop(address, None)
         others = []
         found = set()
-        self._slots = set()
-        for holder, key, _, value in _reached(self._registry.state_functions()):
-            self._slots.add((id(holder), key))
+        reached = list(_reached(self._registry.state_functions()))
+        self._slots = {(id(holder), key) for holder, key, _, _ in reached}
+        for holder, key, _, value in reached:
             if type(value) in _OF_TORCH and _can_be_held(value) and value.data_ptr() in tensors:
                 found.add(value.data_ptr())
                 path = tensors[value.data_ptr()][0]
                 others.append(_Place(holder, key, path, value, is_small=value.nbytes <= MAX_COPIED_BYTES))
-        others += self._plain_places(leaves)
+        others += _plain_places(leaves, reached)
         for name, tensor in (tensors[address] for address in tensors.keys() - found):
             others.append(_Place(None, None, name, tensor, is_small=tensor.nbytes <= MAX_COPIED_BYTES))
         return parameters, others
 
 
-def _reached(functions: Iterable[object]) -> Iterator[tuple[dict[Any, Any] | CellType, Any, str, Any]]:
+def _plain_places(leaves: list[tuple[str, Any]], reached: Iterable[_Reached]) -> list[_Place]:
+    """Return where the loop has the plain values of its state: those that nothing else looks like."""
+    values = Counter((name.rpartition(".")[2], words) for name, value in leaves if (words := _words(value)))
+    alike: dict[tuple[str, str], list[_Place]] = {}
+    for holder, key, name, value in reached:
+        if (words := _words(value)) and (name, words) in values:
+            alike.setdefault((name, words), []).append(_Place(holder, key, name, value))
+    return [place for look, places in alike.items() if len(places) <= values[look] for place in places]
+
+
+def _reached(functions: Iterable[object]) -> Iterator[_Reached]:
     """Yield what can be reached from functions: the dict or the variable that has it, its key there, its name, and itself."""
     waiting, seen, kept = deque(functions), set[int](), list[object]()
     while waiting and len(seen) < _MAX_VISITED:
@@ -324,7 +326,7 @@ def _reached(functions: Iterable[object]) -> Iterator[tuple[dict[Any, Any] | Cel
             continue
         seen.add(id(value))
         kept.append(value)  # so that no other object gets its id
-        found: list[tuple[dict[Any, Any] | CellType, Any, str, Any]] = []
+        found: list[_Reached] = []
         if isinstance(value, FunctionType):
             names = [name for name in _names_in(value.__code__) if name in value.__globals__]
             found = [(value.__globals__, name, name, value.__globals__[name]) for name in names]
