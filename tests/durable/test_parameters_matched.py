@@ -26,7 +26,7 @@ from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_stora
 from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.local_state import LocalState
-from torchft_ckpt.checkpointing.state.parameters import why_not_of
+from torchft_ckpt.checkpointing.state.parameters import group_keys, match, why_not_of
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.errors import StateMismatchError
@@ -234,3 +234,34 @@ def test_what_wrappers_put_into_a_name_makes_no_other_parameter_of_it(here: str,
 
     assert why_not_of("optim", group(there), [], here=group(here)) == []
     assert why_not_of("optim", group(there), [], here=group("v"))
+
+
+def owner(*groups: list[torch.Tensor]) -> Any:
+    return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+
+
+def keys_of(optimizer: Any, *named: list[str], path: str = "") -> list[str]:
+    ((*keys,),) = group_keys([(optimizer, path, [*named])])
+    return keys
+
+
+def test_a_group_is_known_by_names_then_by_its_place_then_by_shapes_that_no_other_has() -> None:
+    small, large, other = torch.zeros(2), torch.zeros(3), torch.zeros(3)
+    named = keys_of(owner([small], [large, other]), ["a"], ["b", ""])
+    assert match(keys_of(owner([large, other], [small]), ["b", ""], ["a"]), named) == [1, 0]
+    assert match(keys_of(owner([small], [large, other]), ["a"], ["", "b"]), named) == [0, None]
+    by_shape = keys_of(owner([small], [large]), [""], [""])
+    assert match(keys_of(owner([other], [small]), [""], [""]), by_shape) == [1, 0]
+    assert keys_of(owner([large], [other]), [""], [""]) == ["", ""], "either may be the other"
+    assert match(["", "b"], ["b", ""]) == [None, 0]
+    assert keys_of(owner([large], [other]), [""], [""], path="optim") == [
+        "optim.param_groups.0",
+        "optim.param_groups.1",
+    ]
+
+
+def test_one_that_two_optimizers_hold_is_known_in_both() -> None:
+    parameter = torch.zeros(2)
+    outer, inner = owner([parameter]), owner([parameter])
+    keys = [key for some in group_keys([(outer, "", [[""]]), (inner, "", [[""]])]) for key in some]
+    assert match(keys, keys) == [0, 1]

@@ -228,3 +228,50 @@ def test_where_nothing_says_whose_settings_they_are_it_is_said_and_nothing_is_se
     assert settings_between(*there, *here) == []
     assert [optimizer.param_groups[0]["lr"] for optimizer in here[0]] == [2.0, 1.0]
     assert "no settings for the parameters of optimizer 0.param_groups.0, optimizer 1.param_groups.0" in caplog.text
+
+
+class Fused(Replica):
+    """A layer whose state is returned in two halves, as copies, and optimizers whose state dict is flat and stale.
+
+    So does torchtitan with fused projections: neither the memory of the parameter nor the groups of the optimizers are in the
+    state. What a learning rate belongs to is known by the other parameters of its group, or by shapes.
+    """
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, bias=False))
+        groups = [
+            {"params": [*model[0].parameters()], "lr": 0.01},
+            {"params": [model[1].weight], "lr": 0.05},
+        ]
+        return model, torch.optim.SGD(groups, momentum=0.5)
+
+    def state(self) -> dict[str, Any]:
+        halves = {
+            f"{n}.{half}": part for n in (0, 1) for half, part in enumerate(self.model[n].weight.detach().chunk(2))
+        }
+        moments = {str(n): state["momentum_buffer"] for n, state in enumerate(self.optimizer.state.values())}
+        return {"bias": self.model[0].bias, **{key: part.clone() for key, part in halves.items()}, "moments": moments}
+
+    def load(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            self.model[0].bias.copy_(state["bias"])
+            for n in (0, 1):
+                self.model[n].weight.copy_(torch.cat([state[f"{n}.0"], state[f"{n}.1"]]))
+            for parameter, moment in zip(self.model.parameters(), state["moments"].values(), strict=False):
+                self.optimizer.state[parameter]["momentum_buffer"] = moment.clone()
+
+
+def test_the_rate_of_a_parameter_that_the_state_has_in_parts_comes_with_it(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Fused(lighthouse, "one")
+    one.step()
+    for group in one.optimizer.param_groups:
+        group["lr"] *= 2
+    other = Fused(lighthouse, "other", seed=7)
+    with caplog.at_level(logging.WARNING):
+        train_together(one, other)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.02, 0.1]
+    assert one.bits() == other.bits()
+    assert not any("has no settings" in record.message for record in caplog.records)
+    shutdown(one, other)

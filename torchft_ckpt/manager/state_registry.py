@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import xxhash
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
@@ -22,6 +21,7 @@ from torchft_ckpt.checkpointing.state.parameters import (
     Names,
     StateHere,
     StatePlaces,
+    group_keys,
     names_of,
     note_returned,
     returned_by,
@@ -204,16 +204,9 @@ class StateRegistry:
 
         self._optimizers[:] = sorted(self._optimizers, key=place)
         self._unguarded[:] = sorted(self._unguarded, key=place)
-        self._groups = [
-            [
-                xxhash.xxh3_64_hexdigest("\n".join(names).encode(errors="surrogatepass"))
-                if names and all(names)
-                else path and f"{path}.param_groups.{number}"
-                for number, names in enumerate(places.names(optimizer))
-            ]
-            for optimizer in self._known()
-            for path in [paths.get(id(optimizer), "")]
-        ]
+        self._groups = group_keys(
+            [(optimizer, paths.get(id(optimizer), ""), places.names(optimizer)) for optimizer in self._known()]
+        )
 
     def _warn_of_left_out(self, captured: dict[str, Any], owned: Sequence[CheckedLeaf]) -> None:
         is_wanted = self.is_used_by_loops and not self.is_empty and not self._has_warned_of_left_out

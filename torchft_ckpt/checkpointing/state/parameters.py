@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import xxhash
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, Path
 from torchft_ckpt.checkpointing.state.optimizer_state import foreseen_state
@@ -307,15 +308,39 @@ def _laid_out_as(like: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
     )
 
 
-def match(here: Sequence[str], there: Sequence[str]) -> list[int | None]:
-    """Return for each key of what is here the number of the one there that it is equal to.
+def group_keys(optimizers: Iterable[tuple[Any, str, Names]]) -> list[list[str]]:
+    """Return what the parameter groups of optimizers are known by, in all replicas: the paths of their parameters in the state.
 
-    Of as many that are equal on both sides the first is matched with the first. What has no key is matched if it is the only one
-    on both sides.
+    A parameter that the state has otherwise, as torchtitan's fused projections are split in it, is known by its shape. If all
+    are, the place in the state dict of the optimizer says more, and without one the group is known if no other has such shapes.
+
+    Args:
+        optimizers: each with the path of its state dict, or nothing, and the paths of its parameters.
+    """
+    keys: list[list[str]] = []
+    alike: dict[str, set[tuple[int, ...]]] = {}
+    for owner, path, names in optimizers:
+        keys.append([])
+        for number, (group, some) in enumerate(zip(owner.param_groups, names, strict=True)):
+            parameters = group["params"]
+            known_by = [name or f"? {[*parameter.shape]}" for name, parameter in zip(some, parameters, strict=True)]
+            key = xxhash.xxh3_64_hexdigest("\n".join(known_by).encode(errors="surrogatepass"))
+            if not any(some) and path:
+                key = f"{path}.param_groups.{number}"
+            elif not any(some):
+                alike.setdefault(key, set()).add(tuple(map(id, parameters)))
+            keys[-1].append(key)
+    return [["" if len(alike.get(key, ())) > 1 else key for key in some] for some in keys]
+
+
+def match(here: Sequence[str], there: Sequence[str]) -> list[int | None]:
+    """Return for each key of what is here the number of the one there that it is equal to; of what has no key, none.
+
+    Of as many that are equal on both sides the first is matched with the first.
     """
     numbers: dict[str, list[int]] = {}
     for number, key in enumerate(there):
         numbers.setdefault(key, []).append(number)
     counts = Counter(here)
-    is_known = {key: len(found) == counts[key] and (key or len(found) == 1) for key, found in numbers.items()}
+    is_known = {key: key and len(found) == counts[key] for key, found in numbers.items()}
     return [numbers[key].pop(0) if is_known.get(key) else None for key in here]
