@@ -578,6 +578,19 @@ def test_ranks_that_leave_between_two_steps_do_so_at_the_last_call_that_one_of_t
     assert group.handle(RankMessage(0, Leave(as_wished=True))) == [], "the other one saves still"
 
 
+def test_a_group_that_was_let_go_and_takes_its_question_back_answers_the_ranks_that_have_asked() -> None:
+    """One of its ranks asks where the newest state is instead: no other step begins, and the others would wait for it."""
+    group = GroupState(2)
+    for rank in (0, 1):
+        group.handle(RankMessage(rank, request()))
+    group.handle(LighthouseMessage(LetGo(reason="SIGTERM")))
+    out = group.handle(RankMessage(1, LocateState(request_id=2, version=PROVEN)))
+    assert [i.message.leaving for i in out if isinstance(i, SendToRank) and isinstance(i.message, QuorumFormed)] == [
+        True
+    ]
+    group.validate()
+
+
 def says(group: GroupState, rank: int, reach_s: float) -> list[float]:
     """Return what the lighthouse hears when a rank says how long it still needs."""
     sent = up(group.handle(RankMessage(rank, JoinProgress(quorum_id=2, step=4, reach_s=reach_s))))

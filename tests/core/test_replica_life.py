@@ -599,6 +599,17 @@ def test_a_state_that_the_user_restores_or_that_is_torn_is_compared_with_nothing
     assert not asks(restored)[0] and not asks(torn)[0]
 
 
+def test_an_answer_where_the_newest_state_is_that_comes_after_a_step_began_changes_nothing() -> None:
+    state = replica()
+    state.caught_up(V4)
+    late = StateLocated(request_id=state.locate().request_id, version=V4)
+    asked = state.begin(StepWishes(), StepFacts())
+    state.formed(formed(asked.request_id, role=Role.JOINER, version=V7, has_sources=True))
+    state.located(late)
+    assert state.is_behind
+    state.validate()
+
+
 def in_phase(phase: StepPhase, *, gathers: bool) -> ReplicaState:
     state = replica()
     state.caught_up(V4)
@@ -713,7 +724,7 @@ def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
                 elif formed_now is not None:
                     state.load_finished(formed_now.version, before_forward=plan.load_before_forward or yes[0])
                 plan = None
-            case "votes" if is_training:
+            case "votes" if is_training and not state.follows:  # who follows computes no step
                 state.vote()
             case "decided" if formed_now is not None:
                 told = decision(outcome, step=formed_now.version.step, quorum_id=quorum_id + all(yes))

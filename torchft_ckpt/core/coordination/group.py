@@ -364,6 +364,8 @@ class GroupState:
             yield from self._leave_open_step(rank)
         self._requests.pop(rank, None)
         self._locating[rank] = message
+        if self._is_told_to_leave:
+            yield from self._begin_no_step()
         yield from self._answer_locating()
         if len(self._locating) == self.world_size and self._located_for is None:
             self._request_id += 1
@@ -820,8 +822,8 @@ class GroupState:
         """Say what is wrong with how the group leaves."""
         if self._ranks_left and not self._is_told_to_leave:
             yield "a rank has left, and the group goes on"
-        if self._is_told_to_leave and self._requests and self._asked_by:
-            yield "no other step begins, and a rank waits for one"  # where a question was taken back, it does
+        if self._is_told_to_leave and self._requests:
+            yield "no other step begins, and a rank waits for one"
         if len(self._ranks_left) == self.world_size and not (self.broken is not None and self._has_left):
             yield "all ranks have left, and the group has not"
         if self._has_left and self.broken is None and not self._ranks_left:

@@ -505,7 +505,9 @@ class ReplicaState:
         return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished, **moves)
 
     def located(self, located: StateLocated) -> None:
-        """The answer says what the newest state is, or that nothing is known of it."""
+        """The answer says what the newest state is, or that nothing is known of it. One that comes too late changes nothing."""
+        if located.request_id != self._request_id or self.phase is not StepPhase.IDLE:
+            return
         self._go_back(located.rolled_back_to)
         if located.version.proven and located.version == self.version:
             self._adopt(located.version)
@@ -588,8 +590,7 @@ class ReplicaState:
     def _begins_to_compare(self, formed: QuorumFormed) -> bool:
         """Whether the state that is here is to be compared with one of its name."""
         if formed.role is Role.HEALTHY:
-            self._on_probation = formed.unverified
-            self.unverified = formed.unverified  # it stands in
+            self._on_probation = self.unverified = formed.unverified and self.version == formed.version  # it stands in
             return False
         if not formed.sources or formed.warms_up or self.version != formed.version or not self._compares:
             return False
@@ -714,8 +715,10 @@ class ReplicaState:
 
     def learned(self) -> Outcome:
         """The step beside the quorum is over: nothing of it counts. What was received instead of one is old by now."""
-        self._is_stale = self._is_stale or (self.follows and not self.is_corrected)
-        self._moves(StepEvent.LEARNED)
+        is_old = self.follows and not self.is_corrected
+        if not self._moves(StepEvent.LEARNED):
+            return Outcome.LEFT_BEHIND
+        self._is_stale = self._is_stale or is_old
         self.speaks = False
         self.is_leaving = self.is_leaving or (self.quorum is not None and self.quorum.leaving)
         return Outcome.LEFT_BEHIND
