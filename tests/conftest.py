@@ -1,6 +1,6 @@
 """For all tests: one that fails is named at once and shows the last lines of its processes; unknown names are looked up quickly.
 
-Drawn examples have no deadline: on a busy machine any of them may take long.
+Drawn examples have no deadline: on a busy machine any of them may take long. They are the same in each run that is not thorough.
 
 torch's store looks up the name of each address that connects. For 127.0.0.1 at a socket of both families that is
 `::ffff:127.0.0.1`, which is in no /etc/hosts, so a name server is asked, and a packet that is lost costs glibc 5 s.
@@ -19,8 +19,14 @@ from support.processes import forget, last_lines
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 with suppress(ImportError):  # it is not in the environments of scripts/test-torchft and scripts/test-xla
     from hypothesis import HealthCheck, settings
+    from support.thoroughness import by_default
 
-    settings.register_profile("no wall clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile(
+        "no wall clock",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=by_default(True, thorough=False),
+    )
     settings.load_profile("no wall clock")
 
 
