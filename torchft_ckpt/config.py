@@ -20,8 +20,6 @@
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
 |                                     |                               | find each other, as torchrun sets them           |
 | `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
-| `LOCAL_WORLD_SIZE`                  |                               | processes that share this machine's memory, as   |
-|                                     |                               | torchrun sets it                                 |
 | `TORCHELASTIC_RUN_ID`               |                               | torchrun's name of the run                       |
 
 `NOT_READ` lists further variables of torchft's, which the library does not read. A `Manager` warns if one of them is set.
@@ -62,7 +60,6 @@ STORE_PORT = ("MASTER_PORT",)
 RUN_ID = ("TORCHELASTIC_RUN_ID",)
 RANK = ("RANK",)
 WORLD_SIZE = ("WORLD_SIZE",)
-LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE",)
 
 _NO_OTEL = "nothing is sent to OpenTelemetry; what happens is in the log, under the loggers below torchft_ckpt"
 NOT_READ = {

@@ -39,7 +39,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--slow-link",
         action="store_true",
         help="slow transfers of the state down, not the collectives: the state takes several steps of 1 s, and nobody may wait "
-        "more than 1 s for it; the picture shows how long each step took; 5 kills in 100 steps unless told otherwise",
+        "more than 3 s for it; the picture shows how long each step took; 5 kills in 100 steps unless told otherwise",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where picture and log go")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the figures here too")

@@ -17,12 +17,11 @@ from pathlib import Path
 from demo import corpus, events
 
 _SLOW_BYTES_PER_S = 1_750_000.0
-"""Of each group that serves, with a slow link. Two send the state's 11.4 MB in 3.2 s. One sends the 0.9 MB of a step's gradients
-in half a step."""
+"""Of each group that serves, with a slow link: the state has 11.4 MB, of which a step changes 2.7 MB."""
 _SLOW_STEP_S = 1.0
 """So long a step takes with the slow link: most of it is slept, so that cores are not the limit."""
-_SLOW_JOIN_LIMIT = timedelta(seconds=1)
-"""So long the others wait at most for a group that joins, with the slow link. The state takes longer, so no group could join."""
+_SLOW_JOIN_LIMIT = timedelta(seconds=3)
+"""So long the others wait at most for a group that joins, with the slow link: enough for what a step changes, not for all."""
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

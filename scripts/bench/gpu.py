@@ -1,4 +1,4 @@
-"""Steps of a trainer on a GPU while its state is copied to the host, received, or its gradients are noted."""
+"""Steps of a trainer on a GPU while its state is copied to the host, or received."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from support.redo import Source
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.redo import ServedRedoLog
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 
 GIB = 1 << 30
@@ -111,35 +109,6 @@ def receive(kind: str, address: str, gib: float) -> None:
     transport.shutdown()
 
 
-def measure_noting(steps: Steps) -> None:
-    params = [torch.nn.Parameter(torch.zeros(GIB // 400, device="cuda")) for _ in range(100)]
-    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    source = Source(optimizer)
-    log = ServedRedoLog(block_bytes=4 << 20, budget_bytes=100 * GIB)
-    source.recorder._sink = log
-
-    def iterate() -> float:
-        began = time.monotonic()
-        source.recorder.close()
-        optimizer.zero_grad()
-        for parameter in params:
-            parameter.grad = torch.ones_like(parameter)
-        ends = began + 0.5
-        steps.until(lambda: time.monotonic() > ends)
-        source.commit()
-        optimizer.step()
-        torch.cuda.synchronize()
-        return time.monotonic() - began
-
-    for what in ("not followed", "followed"):
-        torch.cuda.reset_peak_memory_stats()
-        times_s = [iterate() for _ in range(8)]
-        peak = torch.cuda.max_memory_allocated() / GIB
-        print(f"an iteration with 1 GiB of gradients, {what}: {in_words(times_s)}; at most {peak:.1f} GiB of the GPU")
-        source.begin()
-    log.end("measured")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=4.0, help="size of the state (default: %(default)s)")
@@ -154,8 +123,6 @@ def main() -> None:
     state = state_of(int(options.gib * GIB))
     measure_staging(state, steps)
     measure_receiving(state, options.gib)
-    state.clear()
-    measure_noting(steps)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ BENCHMARKS = {
     "join_steps": join_learner.run_steps,
     "join_time": join_learner.run_time,
     "join_cold": join_learner.run_cold,
-    "join_check": join_learner.run_check,
     "join_idle": join_learner.run_idle,
     "join_spare": join_learner.run_spare,
     "overhead": overhead.run,

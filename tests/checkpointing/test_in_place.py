@@ -224,24 +224,6 @@ def test_a_model_with_adam_goes_on_as_the_one_that_it_was_received_from(receive)
     assert [parameter.data_ptr() for parameter in ours.parameters()] == addresses
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_what_need_not_be_checked_is_taken_as_it_is_unless_a_sample_differs(source, destination, in_place):
-    """Blocks that lie in such tensors alone; of others the digests tell, as ever."""
-    num = 3 * source._pool.block_bytes // 4
-    theirs = {name: noise(num, seed=seed) for seed, name in enumerate("abc")}
-    ours = {name: tensor.clone() for name, tensor in theirs.items()}
-    for tensor in ours.values():
-        tensor[num // 3] += 1  # at the beginning of a block: no sample is there
-    ours["b"].zero_()
-    source.send_checkpoint([1], STEP, theirs, LONG)
-    unchecked = {ours[name].data_ptr() for name in "ab"}
-    received = destination.fetch_checkpoint(
-        [source.metadata()], STEP, LONG, local_state=ours, in_place=in_place, unchecked=unchecked
-    )
-    assert received["a"][num // 3] == theirs["a"][num // 3] + 1
-    assert torch.equal(received["b"], theirs["b"]) and torch.equal(received["c"], theirs["c"])
-
-
 def test_what_is_missing_here_arrives_in_memory_of_its_own(receive):
     """An optimizer that has not made a step has no moments."""
     theirs, their_adam = model_and_adam(0, 2)

@@ -198,9 +198,7 @@ class Member:
         load_s: float = 0.0,
         stood_s: float = 0.0,
         can_follow: bool = False,
-        entry_s: float = 0.0,
         guesses: bool = False,
-        replays: bool = False,
         shows: str = "",
         **leaves: str,
     ) -> None:
@@ -217,9 +215,7 @@ class Member:
                 load_s=load_s,
                 stood_s=stood_s,
                 can_follow=can_follow,
-                entry_s=entry_s,
                 guesses=guesses,
-                replays=replays,
                 shown=[of_rank] * self.ranks if shows else [],
             ),
         )

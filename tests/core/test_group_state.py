@@ -21,7 +21,6 @@ from torchft_ckpt.core.coordination.group import (
 )
 from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
-    ApplyRedo,
     CommitDecided,
     CommitUnknown,
     CommitVote,
@@ -41,7 +40,6 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumFormed,
     QuorumRequest,
     RankHello,
-    RedoFetched,
     Role,
     Source,
     StallReport,
@@ -335,7 +333,6 @@ ANY_RANK_MESSAGE = st.one_of(
     st.builds(JoinProgress, quorum_id=st.just(2), step=st.just(4), reach_s=st.sampled_from([0.0, 2.0, 9.0])),
     st.builds(StateArrived, request_id=st.integers(1, 3), failure=st.sampled_from(["", "the source is gone"])),
     st.builds(StateLate, request_id=st.integers(1, 3)),
-    st.builds(RedoFetched, request_id=st.integers(1, 3), step=st.integers(5, 7), is_newest=st.booleans()),
     st.builds(LeaveWish, is_told=st.booleans(), reason=st.just("SIGTERM")),
     st.builds(Leave, as_wished=st.booleans()),
     st.builds(LeaveReady, call=st.integers(1, 9)),
@@ -607,26 +604,6 @@ def test_a_rank_that_is_silent_while_it_receives_is_not_hidden_by_one_that_speak
     assert [says(group, 1, reach_s) for reach_s in (8.5, 8.2, 0.0)] == [[], [], []]
     assert says(group, 0, 25.0) == [25.0]
     assert says(group, 0, 0.0) == [0.0]  # all of it is there at all ranks
-
-
-def test_ranks_apply_redo_entries_before_they_load_what_differs_and_both_at_one_place() -> None:
-    group = open_step(role=Role.JOINER)
-    entries = StateArrived(request_id=1, of_entries=True)
-    assert group.handle(RankMessage(0, entries)) == []
-    told = [i.message for i in group.handle(RankMessage(1, entries)) if isinstance(i, SendToRank)]
-    assert told == [LoadState(request_id=1, loading=Loading.NOW, of_entries=True)] * 2
-    assert loading(group.handle(RankMessage(1, arrived()))) == []
-    assert loading(group.handle(RankMessage(0, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
-
-
-def test_what_a_group_replays_is_told_to_all_its_ranks_by_their_own_numbers() -> None:
-    group = open_step(role=Role.LEARNER)
-    group.handle(RankMessage(0, RedoFetched(request_id=1, step=6)))
-    told = group.handle(RankMessage(1, RedoFetched(request_id=1, step=7)))
-    assert told == [SendToRank(rank, ApplyRedo(request_id=1, step=6)) for rank in (0, 1)]
-    assert group.handle(RankMessage(1, RedoFetched(request_id=99, step=8))) == [], "of a step that is over"
-    out = group.handle(RankMessage(1, request(2)))
-    assert SendToRank(0, ApplyRedo(request_id=1, step=6, failure="group rank 1 gave the step up")) in out
 
 
 def test_what_its_ranks_say_they_have_received_is_summed_up_to_what_the_lighthouse_takes() -> None:

@@ -16,14 +16,10 @@ from torchft_ckpt.core.coordination.group import (
 from torchft_ckpt.core.coordination.learning import (
     MAX_ATTEMPTS,
     Distance,
-    chase_limit_s,
     in_words,
-    is_received_in_vain,
-    keeps_up,
     learner_in_words,
 )
 from torchft_ckpt.core.coordination.messages import (
-    FollowWish,
     JoinProgress,
     Needed,
     Outcome,
@@ -32,12 +28,10 @@ from torchft_ckpt.core.coordination.messages import (
     Receives,
     Role,
     Source,
-    StateKept,
     StateVersion,
     decode_from_lighthouse,
     encode,
 )
-from torchft_ckpt.core.coordination.replica import StepPhase
 from torchft_ckpt.errors import ProtocolError
 
 
@@ -97,41 +91,7 @@ def test_it_receives_the_state_while_the_others_train_on_and_joins_when_it_is_cl
     assert (j.formed.role, j.replica.version) == (Role.HEALTHY, a.replica.version)
 
 
-@pytest.mark.parametrize("replays", [False, True])
-def test_the_sources_of_one_that_replays_hear_that_they_are_to_note_their_steps(replays: bool) -> None:
-    job, a, b = trained()
-    j = job.join("j")
-    j.asks(reach_s=60.0, can_follow=True, replays=replays)
-    a.asks(can_serve=True)
-    b.asks(can_serve=True)
-    assert j.formed.follows and a.formed.version == j.formed.version
-    assert (a.formed.num_replaying, b.formed.num_replaying, j.formed.num_replaying) == (replays, replays, 0)
-    a.votes()
-    b.votes()
-    trains(job, a, b)
-    assert a.formed.num_replaying == 0, "it is said once"
-    k = job.join("k")
-    k.asks(reach_s=60.0, can_follow=False, replays=True)
-    a.asks(can_serve=True)
-    b.asks(can_serve=True)
-    assert a.formed.num_replaying == 0
-
-
-@pytest.mark.parametrize(("replays", "follows"), [(True, False), (False, True)])
-def test_a_group_of_another_number_of_ranks_follows_only_where_it_does_not_have_to_replay(
-    replays: bool, follows: bool
-) -> None:
-    job, a, b = trained()
-    j = job.join("j", ranks=2)
-    j.asks(reach_s=3.0, can_follow=True, replays=replays)
-    a.asks(can_serve=True)
-    b.asks(can_serve=True)
-    assert j.formed is not None and j.formed.follows == follows
-
-
-@pytest.mark.parametrize(
-    "case", ["within a step", "cannot", "cannot keep up", "does not say", "must not heal", "too few without it"]
-)
+@pytest.mark.parametrize("case", ["within a step", "cannot", "does not say", "must not heal", "too few without it"])
 def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
     job, a, b = trained(min_replica_size=2 if case == "too few without it" else 1)
     if case == "too few without it":
@@ -141,7 +101,6 @@ def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
     j.asks(
         reach_s=None if case == "does not say" else 0.9 if case == "within a step" else 3.0,
         can_follow=case != "cannot",
-        entry_s=2.1 if case == "cannot keep up" else 0.0,
         allow_heal=case != "must not heal",
     )
     for member in {a.replica_id: a, b.replica_id: b}.values():
@@ -321,114 +280,6 @@ def test_attempts_that_fail_are_further_and_further_apart() -> None:
     assert 4 <= count <= 7
 
 
-def warming(job: Job, *, reach_s: float = 60.0, **wish: float) -> Member:
-    """A group comes, and says while it warms up that it will follow."""
-    j = job.join("j", warm_up=True)
-    j.asks(reach_s=0.2, can_follow=True)
-    assert j.formed.warms_up, j.hears()
-    j.hears()
-    j.says(FollowWish(quorum_id=j.formed.quorum_id, step=j.formed.version.step, reach_s=reach_s, replays=True, **wish))
-    return j
-
-
-def test_a_state_is_kept_for_a_group_that_warms_up_and_its_next_request_is_answered_by_it_at_once() -> None:
-    job, a, b = trained()
-    trains(job, a, b)
-    a.hears()
-    j = warming(job)
-    assert a.heard_joiner(), "so that somebody has captured the state at the next step"
-    for member in (a, b):
-        member.asks(can_serve=True)
-    kept = a.formed.version
-    assert j.hears() == ["statekept"] and a.formed.destinations == b.formed.destinations == [2]
-    assert a.formed.num_replaying == 1, "the sources note their steps from there on"
-    job.passes(1.0)
-    a.votes()
-    b.votes()
-    for _ in range(5):  # its first iteration takes long
-        trains(job, a, b)
-        assert not a.formed.destinations
-    j.votes()
-    j.replica.learned()
-    j.asks(reach_s=0.0, can_follow=True)
-    assert (j.formed.follows, j.formed.version, j.plan.load) == (True, kept, True), "it waits for no step of the others"
-    assert [source.replica_id for source in j.formed.sources] == ["a:1", "b:1"]
-    trains(job, a, b)
-    j.follows()
-    assert j.replica.version == kept and set(a.outcomes) == {Outcome.COMMIT}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "within a step",
-        "cannot keep up",
-        "cannot follow",
-        "another is taught",
-        "silent",
-        "needed",
-        "asks where",
-        "is gone",
-    ],
-)
-def test_nothing_is_kept_for_a_group_that_warms_up_where_that_helps_nobody(case: str) -> None:
-    job, a, b = trained(least=2 if case == "needed" else 1)
-    j = warming(
-        job,
-        reach_s=0.5 if case == "within a step" else 60.0,
-        entry_s=5.0 if case == "cannot keep up" else 0.0,
-    )
-    for member in (a, b):
-        member.asks(can_serve=True)
-    is_kept = case not in ("within a step", "cannot keep up")
-    assert (j.hears() == ["statekept"], a.formed.destinations == [2]) == (is_kept, is_kept)
-    kept = a.formed.version
-    job.passes(1.0)
-    a.votes()
-    b.votes()
-    if case == "another is taught":
-        job.passes(20.0)  # nothing was heard of it for long
-        follower(job, a, b, "k")
-        job.passes(1.0)
-        a.votes()
-        b.votes()
-    if case == "silent":
-        job.passes(11.0)  # the sources may have freed it
-    if case == "asks where":
-        j.says(j.replica.locate())
-    if case == "is gone":
-        j.dies()
-        job.lighthouse.validate()
-        return
-    if case == "needed":
-        b.dies()
-    j.replica.learned()
-    j.asks(reach_s=60.0, can_follow=case != "cannot follow")
-    assert j.replica.phase is StepPhase.ASKING or j.formed.version != kept, j.hears()
-
-
-def test_all_ranks_of_a_group_wish_to_follow_before_the_group_does() -> None:
-    group = GroupState(2)
-    for rank in (0, 1):
-        group.handle(RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion())))
-    version = StateVersion(step=3, quorum_id=1, epoch="e")
-    formed = QuorumFormed(
-        request_id=1, quorum_id=1, epoch="e", version=version, role=Role.LEARNER, replica_rank=2, replica_world_size=2,
-        contributor_rank=None, num_contributors=2, num_voters=2, store_address="", warms_up=True,
-    )  # fmt: skip
-    group.handle(LighthouseMessage(formed))
-    wish = FollowWish(quorum_id=1, step=3, reach_s=5.0, entry_s=0.2, replays=True)
-    assert group.handle(RankMessage(0, wish)) == []
-    told = group.handle(RankMessage(1, msgspec.structs.replace(wish, reach_s=7.0, entry_s=0.1)))
-    assert told == [SendToLighthouse(msgspec.structs.replace(wish, reach_s=7.0))]
-    kept = StateKept(quorum_id=1, step=3, version=version, sources=[])
-    assert group.handle(LighthouseMessage(kept)) == [SendToRank(rank, kept) for rank in (0, 1)]
-    for rank in (0, 1):
-        group.handle(RankMessage(rank, QuorumRequest(request_id=2, version=StateVersion())))
-    assert group.handle(LighthouseMessage(kept)) == [], "they have asked already"
-    assert group.handle(RankMessage(0, wish)) == []
-
-
 def test_all_ranks_of_a_group_follow_by_one_decision() -> None:
     group = GroupState(2)
     version, source = (
@@ -449,8 +300,10 @@ def test_all_ranks_of_a_group_follow_by_one_decision() -> None:
         said = JoinProgress(quorum_id=1, step=3, reach_s=mega, done_bytes=mega, total_bytes=10)
         sent = group.handle(RankMessage(rank, said))
     assert sent == [SendToLighthouse(msgspec.structs.replace(said, reach_s=2.0, done_bytes=3, total_bytes=20))]
-    replays = JoinProgress(quorum_id=1, step=9, reach_s=0.0, does=Receives.REPLAY)
-    assert group.handle(RankMessage(0, replays))[0].message.step == 9, "it replays beyond the state that it received"  # type: ignore[union-attr]
+    keeps = JoinProgress(quorum_id=1, step=3, reach_s=0.0, does=Receives.NOTHING)
+    for rank in (0, 1):
+        sent = group.handle(RankMessage(rank, keeps))
+    assert sent == [SendToLighthouse(keeps)], "all of them have it"
     for rank in (0, 1):
         group.handle(RankMessage(rank, QuorumRequest(request_id=2, version=version)))
     assert group.handle(LighthouseMessage(Needed(reason="b is gone"))) == [], "it has asked already"
@@ -483,44 +336,20 @@ def test_a_message_that_says_two_things_at_once_is_refused(wrong: dict[str, obje
         decode_from_lighthouse(msgspec.json.encode(fields), "lighthouse")
 
 
-def test_a_state_is_given_up_only_where_much_of_it_is_left_and_it_could_not_be_brought_forward() -> None:
-    assert is_received_in_vain(entry_s=2.0, step_s=1.0, left_s=1.1)
-    assert not is_received_in_vain(entry_s=2.0, step_s=1.0, left_s=0.5), "the rate of the last block says nothing"
-    assert not is_received_in_vain(entry_s=0.5, step_s=1.0, left_s=9.0)
-
-
-def test_a_learner_keeps_up_where_gradients_arrive_well_within_a_step() -> None:
-    assert keeps_up(0.8, 1.0) and not keeps_up(0.9, 1.0)
-    assert keeps_up(60.0, 0.0), "nobody knows how long a step takes"
-    assert chase_limit_s(20.0) > 20.0 / (1 - 0.85) - 20.0, "what can keep up has the time to catch up"
-
-
-def test_following_pays_where_steps_are_replayed_and_is_given_up_after_some_attempts() -> None:
-    distance = Distance()
-    assert distance.can_follow(100, 100, replays=True) and not distance.can_follow(100, 100, replays=False)
-    distance.followed()
-    distance.replayed(30)
-    assert distance.lacking_bytes(100, 100) == 30 and not distance.can_follow(100, 100, replays=True)
-    distance.joined()
-    assert distance.lacking_bytes(100, 100) == 100 and distance.can_follow(100, 100, replays=True)
-    for _ in range(MAX_ATTEMPTS):
-        assert distance.can_follow(100, 100, replays=True)
-        distance.failed(for_good=False)
-    assert not distance.can_follow(100, 100, replays=True) and distance.can_follow(100, 5, replays=True) is False
-    distance.joined()
-    distance.failed(for_good=True)
-    assert not distance.can_follow(100, 100, replays=True)
-
-
 def test_following_pays_where_a_part_of_the_state_stays_as_it_is() -> None:
     distance = Distance()
     assert distance.lacking_bytes(100, 5) == 100 and distance.can_follow(100, 5) and not distance.can_follow(100, 90)
     distance.followed()
     assert distance.lacking_bytes(100, 5) == 5 and not distance.can_follow(100, 5)
-    distance.lost()
-    assert distance.lacking_bytes(100, 5) == 100
-    assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=0.0, does=Receives.REPLAY)).startswith(
-        "replays the steps"
+    distance = Distance()
+    for _ in range(MAX_ATTEMPTS):
+        assert distance.can_follow(100, 3)
+        distance.failed()
+    assert not distance.can_follow(100, 3) and distance.can_follow(100, 3, stays=True)
+    distance.joined()
+    assert distance.can_follow(100, 3)
+    assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=0.0, does=Receives.NOTHING)).startswith(
+        "has received the state"
     )
     assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=2.0, does=Receives.LOAD_FIRST)).startswith(
         "loads the state of"

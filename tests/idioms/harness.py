@@ -120,7 +120,7 @@ class Run:
     returns: bool = False
     """A group dies and has a second life."""
     follows: bool = False
-    """In that it receives the state outside of the quorum, and replays the steps of the others."""
+    """In that it receives the state outside of the quorum first."""
     has_spare: bool = False
     """Its second life is a spare, which is there from the start, and follows when the first one ends."""
     second: list[Life] = field(default_factory=list)
@@ -325,8 +325,9 @@ class Life(Job):
 
     @property
     def follows(self) -> bool:
-        """It has replayed steps of the others."""
-        return self.current is not None and self.current._steps._replay.num_replayed > 0
+        """It has received a state outside of the quorum."""
+        now = self.current and self.current.view()
+        return now is not None and now.follows and now.version.proven
 
     def start(self, loop: Callable[[Job], None]) -> None:
         self._loop = loop

@@ -19,7 +19,8 @@ from idioms.table import Category, Idiom, table
 from support.thoroughness import by_default
 
 from torchft_ckpt import Checkpointer, SavedCheckpoint
-from torchft_ckpt.core.coordination import learning, replica
+from torchft_ckpt.core.coordination import beside, replica
+from torchft_ckpt.core.coordination.learning import Distance
 
 TABLE = table()
 ALARMS = ("came to another state of step", "no registered state_dict returns", "sets its outer optimizer otherwise")
@@ -104,8 +105,8 @@ def test_groups_come_back_in_another_way_and_all_compute_what_the_plain_loop_com
     way: str, entry: Idiom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "follows":
-        monkeypatch.setattr(learning, "_is_worth_it", lambda *_: True)
-        monkeypatch.setattr(learning, "_KEEPS_UP", float("inf"))
+        monkeypatch.setattr(beside, "should_follow", lambda request, *_, **__: request.can_follow)
+        monkeypatch.setattr(Distance, "can_follow", lambda self, *_, **__: not self._has_followed)
     harness.check(entry, dies=True, **WAYS[way])
 
 

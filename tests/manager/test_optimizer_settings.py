@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchft_ckpt.manager.optimizer_settings import settings_of, take_settings, with_inner
+from torchft_ckpt.manager import optimizer_settings
+from torchft_ckpt.manager.optimizer_settings import settings_of, with_inner
 
 
 class Several(torch.optim.Optimizer):
@@ -30,6 +31,13 @@ class Several(torch.optim.Optimizer):
 
 def sgd(**settings: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(nn.Linear(2, 2).parameters(), **{"lr": 0.5, **settings})
+
+
+def take_settings(optimizers: list[torch.optim.Optimizer], settings: Any) -> list[str]:
+    """Of the same groups in the same order."""
+    here = [[f"{n} {m}" for m in range(len(optimizer.param_groups))] for n, optimizer in enumerate(optimizers)]
+    there = [[f"{n} {m}" for m in range(len(groups or ()))] for n, groups in enumerate(settings or ())]
+    return optimizer_settings.take_settings(optimizers, settings, here=here, there=there)
 
 
 @pytest.mark.parametrize(("held", "count"), [("list", 2), ("dict", 2), ("mapping", 2), ("itself", 1)])

@@ -26,7 +26,6 @@ def client() -> StepClient:
         events=EventQueue(None, "group"),
         answer_leaves=no_leaves,
         on_leaving=lambda message: None,
-        on_kept=lambda kept: None,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from support.late import AsksLate
 from support.waiting import wait_until
 from test_contributes_once_known_equal import Loop
-from test_learners import Gated, Paced, Wide, close, follow
+from test_learners import Frozen, Gated, Paced, close, follow
 from test_learners import _far_from_here as _far_from_here
 from test_manager_in_process import together
 from torch import nn
@@ -275,9 +275,9 @@ def test_a_group_that_asks_late_and_a_source_that_tries_a_step_again_do_not_wait
 
 def test_of_a_state_that_a_learner_receives_one_copy_is_made() -> None:
     """The next step also begins after one whose state was served, and nobody comes for its state."""
-    run = Paced(Wide)
+    run = Paced(Frozen)
     transport = Gated()
-    learner = Wide(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
+    learner = Frozen(run.server, "c", seed=7, warm_up=False, follow=True, checkpoint_transport=transport)
 
     def check() -> None:
         formed = learner.manager.view().quorum

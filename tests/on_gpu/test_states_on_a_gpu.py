@@ -1,27 +1,27 @@
-"""States and redo logs whose tensors are on a GPU: what is equal is not fetched, and what is noted does not stay there."""
+"""States whose tensors are on a GPU: what is equal is not fetched."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from support.redo import Source, bits, version
-from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
-from torchft_ckpt.checkpointing.serving.redo import ServedRedoLog
 from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES
-from torchft_ckpt.errors import StateChangedError
-from torchft_ckpt.manager.redo_recording import RedoRecorder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LIMIT = timedelta(seconds=30)
 MIB = 1024 * 1024
+
+
+def bits(tensors: Iterable[torch.Tensor]) -> list[bytes]:
+    """Return tensors as what cannot compare equal where a bit differs."""
+    flat = [tensor.detach().cpu().contiguous().view(-1) for tensor in tensors]
+    return [str(one.dtype).encode() + one.view(torch.uint8).numpy().tobytes() for one in flat]
 
 
 def transport() -> Iterator[HTTPTransport[Any]]:
@@ -72,44 +72,3 @@ def test_what_is_equal_here_is_not_fetched(source: Any, receiver: Any, in_place:
     assert progress.skipped_bytes >= 7 * MIB
     if in_place:
         assert all(received[name] is local[name] for name in local)
-
-
-def recorded(log: ServedRedoLog, num_bytes: int) -> tuple[torch.optim.Optimizer, RedoRecorder, Source]:
-    """Return an optimizer with so many bytes of parameters, whose steps go to a log."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(num_bytes // 4, device="cuda"))])
-    source = Source(optimizer)
-    source.recorder._sink = log
-    source.begin()
-    return optimizer, source.recorder, source
-
-
-def test_noted_gradients_are_on_the_host_soon_and_no_more_on_the_gpu() -> None:
-    log = ServedRedoLog(block_bytes=MIB, budget_bytes=1024 * MIB)
-    optimizer, recorder, source = recorded(log, 64 * MIB)
-    source.train()
-    optimizer.zero_grad()
-    recorder.close()
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    for _ in range(4):
-        source.train()
-    optimizer.zero_grad()
-    recorder.close()
-    wait_until(lambda: torch.cuda.memory_allocated() <= before, "what was noted is let go", 20.0)
-    snapshot = log.snapshot_of(version(3))
-    assert len(snapshot.read(0, MIB)) == MIB
-    log.end("over")
-
-
-def test_a_gradient_that_is_written_to_before_it_was_copied_is_not_served() -> None:
-    log = ServedRedoLog(block_bytes=MIB, budget_bytes=1024 * MIB)
-    optimizer, recorder, source = recorded(log, 16 * MIB)
-    source.train()
-    source.train()
-    gradient = optimizer.param_groups[0]["params"][0].grad
-    torch.cuda._sleep(500_000_000)
-    recorder.close()
-    gradient.zero_()
-    with pytest.raises(StateChangedError):
-        log.snapshot_of(version(2)).read(0, MIB)
-    log.end("over")

@@ -190,30 +190,6 @@ def test_a_group_that_comes_back_to_layers_that_were_unfrozen_meanwhile_learns_t
     assert max(event["healed"] for event in back[0].steps()) == 2
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4], ids=["FSDP2", "FSDP2 and tensor parallelism"])
-def test_all_ranks_of_a_group_that_comes_back_replay_what_the_others_did_and_come_to_their_bits(
-    tmp_path: Path, num_ranks: int
-) -> None:
-    with sharded_job(tmp_path, pause_s=0.2, rate=1e5) as job:
-        stays = job.start("stays", ranks=num_ranks)
-        stays[0].wait_for_step(2)
-        joins = job.start("joins", ranks=num_ranks, seed=OTHER_SEED, follow=True)
-        for rank in joins:
-            rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 2)
-        kill(joins)
-        again = job.start("joins", ranks=num_ranks, seed=OTHER_SEED, follow=True)
-        for rank in again:
-            rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 2)
-        done = job.finish(ahead=4)
-
-    assert [found for found in digests([*stays, *joins, *again]).values() if len(found) != 1] == []
-    assert [event["digest"] for event in done] == [done[0]["digest"]] * 2 * num_ranks
-    for ranks in (joins, again):
-        replayed = [max(event["replayed"] for event in rank.steps()) for rank in ranks]
-        assert replayed == [replayed[0]] * num_ranks and replayed[0] >= 1, ranks[0].log()
-    assert [discards_in_a_row(rank.steps()) <= 1 for rank in stays] == [True] * num_ranks
-
-
 def test_a_spare_of_two_ranks_takes_the_place_of_a_killed_group(tmp_path: Path) -> None:
     with sharded_job(tmp_path, pause_s=0.3) as job:
         stays, leaves = start_two(job)
@@ -221,7 +197,7 @@ def test_a_spare_of_two_ranks_takes_the_place_of_a_killed_group(tmp_path: Path) 
         for rank in spare:
             wait_until(lambda rank=rank: "this spare is ready" in rank.log(), "the spare is close", 60)  # type: ignore[misc]
         num_before = len(stays[0].steps())
-        wait_until(lambda: len(stays[0].steps()) > num_before + 1, "there is a step to replay", 60)
+        wait_until(lambda: len(stays[0].steps()) > num_before + 1, "there is a step that it has not seen", 60)
         assert [rank.steps() for rank in spare] == [[], []]
         kill(leaves)
         for rank in spare:
@@ -230,6 +206,4 @@ def test_a_spare_of_two_ranks_takes_the_place_of_a_killed_group(tmp_path: Path) 
 
     assert [found for found in digests([*stays, *leaves, *spare]).values() if len(found) != 1] == []
     assert [event["digest"] for event in done] == [done[0]["digest"]] * 4
-    replayed = [max(event["replayed"] for event in rank.steps()) for rank in spare]
-    assert replayed[0] == replayed[1] >= 1
     assert [discards_in_a_row(rank.steps()) <= 1 for rank in stays] == [True, True]

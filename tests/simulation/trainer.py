@@ -24,7 +24,6 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitUnknown,
     CommitVote,
-    FollowWish,
     GiveUpWaiting,
     GroupBroken,
     GroupToRank,
@@ -256,8 +255,6 @@ class Trainer:
             self._transfers.fetch(
                 source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v), tell, part
             )
-        if formed.warms_up and not formed.leaving and self._settings.changing is not None:
-            self._later(self._rng.uniform(0.0, 0.1), lambda: self._wish_to_follow(turn, formed))
         if formed.follows:
             if not formed.differs:
                 self._oracle.follows(self)
@@ -280,11 +277,6 @@ class Trainer:
             )
         else:
             self._configured(turn)
-
-    def _wish_to_follow(self, turn: int, formed: QuorumFormed) -> None:
-        """It has measured the way to the sources, while it computes its first step."""
-        if turn == self._turn and self.replica.warms_up and self.replica.phase is StepPhase.TRAINING:
-            self._send(FollowWish(quorum_id=formed.quorum_id, step=formed.version.step, reach_s=self._reach_s() * 1.5))
 
     def _end_following(self, turn: int) -> None:
         """It has received a state outside of the quorum, or not: it asks again."""
@@ -546,7 +538,7 @@ class Trainer:
                 self.replica.load_finished(self._plan.formed.version, before_forward=before_forward)
             self._oracle.healed(self, in_time=in_time)
         elif arrival is Arrival.TORN:
-            self._distance.lost()
+            self._distance = Distance()
             self.value = ("torn", self._rng.getrandbits(32))
             self.replica.load_torn()
             if self._rng.random() < 0.5:
@@ -609,7 +601,7 @@ class Trainer:
             if self._is_spoiled and self._rng.random() < self._moods.uses_state:
                 value = self._rng.getrandbits(60)
             self._oracle.commits(self, before, value, tuple(self._results))
-            self._distance.lost()
+            self._distance = Distance()
             self._take(value)
             self.replica.took_step()
             self._oracle.hears_decision(self)

@@ -93,7 +93,6 @@ def main() -> None:
                 discarded=after.num_discarded > before.num_discarded,
                 participants=manager.num_participants(),
                 healed=after.num_healed,
-                replayed=manager._replay.num_replayed,
                 # Of a step that was not, one rank may hold the others' state and one may not: there is nothing to gather.
                 digest=digest_of(**state_dict()) if is_committed else "",
             )

@@ -13,7 +13,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -29,13 +29,11 @@ from torchft_ckpt.checkpointing.fetching.options import (
 )
 from torchft_ckpt.checkpointing.fetching.probe import measure_rate
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
-from torchft_ckpt.checkpointing.fetching.redo import RedoFollower
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback, together
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer, ServerLimits
-from torchft_ckpt.checkpointing.serving.redo import ServedRedoLog
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
@@ -46,12 +44,11 @@ from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.tree import MANY_LEAVES, largest_value
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
+from torchft_ckpt.compat.deprecated import renamed_parameters
 from torchft_ckpt.config import (
     CONNECT_TIMEOUT,
-    LOCAL_WORLD_SIZE,
     TOKEN,
     not_negative,
-    parse_count,
     parse_seconds,
     resolve,
 )
@@ -71,16 +68,7 @@ from torchft_ckpt.threads import end_at_exit
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _STAGING_SHARE = 4
-_LITTLE_MEMORY_BYTES = 4 * 1024**3
-"""Where the system does not say how much there is."""
-_REDO_SHARE = 8
-"""Of the memory, for the redo logs of all processes that share it."""
 _REQUEST_S = 15.0
-
-
-def _redo_budget_bytes(memory: int) -> int:
-    """Return this process's share of what redo logs may take of the memory. torchrun says how many share it."""
-    return memory // _REDO_SHARE // max(resolve(None, LOCAL_WORLD_SIZE, 1, parse_count), 1)
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -112,8 +100,6 @@ class HTTPTransport(CheckpointTransport[T]):
         staging_budget_bytes: at most so much is copied aside for receivers that are not done when the trainer goes on; beyond
             it the slowest of them lose their lease and are told so. Default: a quarter of the memory, this
             machine's or the container's.
-        redo_budget_bytes: at most so much is kept of the redo log for learners that follow; default: an eighth of that
-            memory, divided by torchrun's `LOCAL_WORLD_SIZE`.
         ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`), and refuse sources that do not; default: plain http.
         client_ssl_context: whom to believe, and who we are, where a source speaks https; default: the certificate
             authorities of this machine.
@@ -131,6 +117,7 @@ class HTTPTransport(CheckpointTransport[T]):
         AddressInUseError: the port is taken.
     """
 
+    @renamed_parameters(redo_budget_bytes="")
     def __init__(
         self,
         timeout: timedelta = timedelta(seconds=60),
@@ -148,7 +135,6 @@ class HTTPTransport(CheckpointTransport[T]):
         max_total_bytes: int | None = None,
         reuse_buffers: bool = False,
         staging_budget_bytes: int | None = None,
-        redo_budget_bytes: int | None = None,
         ssl_context: ssl.SSLContext | None = None,
         client_ssl_context: ssl.SSLContext | None = None,
         max_connections: int | None = None,
@@ -167,12 +153,6 @@ class HTTPTransport(CheckpointTransport[T]):
         _check(port in range(65536), "port", port, "0 to 65535")
         budget = staging_budget_bytes
         _check(budget is None or budget >= 0, "staging_budget_bytes", budget, "a number of bytes")
-        _check(
-            redo_budget_bytes is None or redo_budget_bytes >= 0,
-            "redo_budget_bytes",
-            redo_budget_bytes,
-            "a number of bytes",
-        )
         connect = resolve(connect_timeout, CONNECT_TIMEOUT, timedelta(seconds=10), parse_seconds)
         _check(connect > timedelta(0), "connect_timeout", connect, "a positive duration")
         token = resolve(token, TOKEN, "", str) or None
@@ -182,13 +162,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._has_said_many = False
         self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
         self._snapshots = SnapshotRegistry()
-        if redo_budget_bytes is None:
-            redo_budget_bytes = _redo_budget_bytes(memory or _LITTLE_MEMORY_BYTES)
-        self.redo_log = ServedRedoLog(block_bytes=block_bytes, budget_bytes=redo_budget_bytes)
-        """The log of committed steps that this transport serves to learners, which the owner fills."""
         self._buffer_cache = BufferCache()
-        self._prefetch: Fetch | None = None
-        """That runs now."""
         self._reuse_buffers = reuse_buffers
         self._on_progress = on_progress
         self._state_dict = state_dict
@@ -216,7 +190,6 @@ class HTTPTransport(CheckpointTransport[T]):
             token=token,
             ssl_context=ssl_context,
             limits=ServerLimits(**{name: value for name, value in limits.items() if value is not None}),  # type: ignore[arg-type]
-            redo_log=self.redo_log,
         )
         warn_if_open("the checkpoint transport", self._bind, token)
         end_at_exit(self.shutdown)
@@ -367,15 +340,6 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         return measure_rate(sources, self._options)
 
-    def follow_redo_logs(self, sources: Sequence[str], parameters: Sequence[Sequence[torch.Tensor]]) -> RedoFollower:
-        """Return what fetches the entries of others' redo logs, on one thread. The caller closes and releases it.
-
-        Args:
-            sources: their addresses.
-            parameters: of each guarded optimizer.
-        """
-        return RedoFollower(sources, parameters, self._options)
-
     def disallow_checkpoint(self) -> None:
         """Return once the state may be mutated: after one memory copy of what receivers still need, at most.
 
@@ -404,7 +368,6 @@ class HTTPTransport(CheckpointTransport[T]):
         *,
         local_state: T | None = None,
         in_place: bool = False,
-        unchecked: Collection[int] = (),
         on_progress: ProgressCallback | None = None,
     ) -> T:
         """Fetch a state whole from several sources at once. See `CheckpointTransport.fetch_checkpoint`.
@@ -419,7 +382,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         _check(bool(sources), "sources", sources, "at least one")
         what = sources[0] if len(sources) == 1 else f"{sources[0]} and {len(sources) - 1} more"
-        return self._fetch(sources, step, timeout, what, local_state, in_place, on_progress, unchecked)
+        return self._fetch(sources, step, timeout, what, local_state, in_place, on_progress)
 
     def fetch_sharded(
         self,
@@ -502,7 +465,6 @@ class HTTPTransport(CheckpointTransport[T]):
         local_state: T | None,
         in_place: bool,
         on_progress: ProgressCallback | None,
-        unchecked: Collection[int] = (),
     ) -> T:
         started = time.monotonic()
         _check(step >= 0, "step", step, "a step that is not negative")
@@ -515,7 +477,6 @@ class HTTPTransport(CheckpointTransport[T]):
             cache=self._buffer_cache,
             local_state={} if local_state is None else local_state,  # not even a shard may pass for what it is not
             in_place=in_place and local_state is not None,
-            unchecked=unchecked,
             on_progress=together(self._on_progress, on_progress),
             serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
         )
@@ -536,42 +497,6 @@ class HTTPTransport(CheckpointTransport[T]):
         came = f": {what}" if what else ""
         logger.info("received step %d from %s in %.3f s%s", step, name, time.monotonic() - started, came)
         return cast(T, state)
-
-    def prefetch(
-        self, sources: Sequence[str], step: int, timeout: timedelta, max_bytes: int, on_progress: ProgressCallback
-    ) -> None:
-        """Receive some of a state into memory of this transport. The next receive takes from there what it finds to be right.
-
-        Args:
-            sources: addresses as `metadata` returns them.
-            max_bytes: receive so much at most.
-            on_progress: called a few times a second.
-
-        Raises:
-            TransferError: no source serves that step, or it was given up; what was received stays.
-        """
-        fetch = Fetch(
-            _readable(sources),
-            step=step,
-            deadline=time.monotonic() + timeout.total_seconds(),
-            options=self._options,
-            cache=self._buffer_cache,
-            on_progress=on_progress,
-            max_bytes=max_bytes,
-        )
-        with self._fetching(fetch):
-            self._prefetch = fetch
-            try:
-                fetch.run()
-            finally:
-                self._prefetch = None  # with it goes what refers to the memory
-        self._buffer_cache.keep(fetch.buffers())
-
-    def end_prefetch(self) -> None:
-        """Have a `prefetch` in progress ask for nothing more: it ends when what it asked for has come. From any thread."""
-        prefetch = self._prefetch
-        if prefetch is not None:
-            prefetch.ask_no_more()
 
     def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:
         relay = Relay(manifest, destination.views, self._lock)
@@ -597,7 +522,6 @@ class HTTPTransport(CheckpointTransport[T]):
         self.cancel_recv()
         self._server.stop(wait=wait)
         self._snapshots.close_all()
-        self.redo_log.end("the transport was shut down")
         self._buffer_cache.clear()
 
 

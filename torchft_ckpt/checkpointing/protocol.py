@@ -22,11 +22,6 @@
 |                                                           | `MAX_DIGESTED_BYTES` at most, 416 beyond                      |
 | `GET /v1/checkpoint/{step}/peers`                         | `Peers`: who else receives this snapshot, and holds what      |
 | `POST /v1/checkpoint/{step}/done`                         | 204; the receiver has everything, or has given up             |
-| `GET /v1/redo?after=STEP.QUORUM.EPOCH&wait_s=N`           | the manifest of the entry of the redo log that leads on from  |
-|                                                           | this version (`state/redo_entry.py`), held as above; its      |
-|                                                           | blocks are asked for as those of any snapshot, by `If-Match`  |
-| `POST /v1/redo/held?after=STEP.QUORUM.EPOCH`             | 204; this version is here, the entry to it may be freed       |
-| `POST /v1/redo/done`                                     | 204; the follower needs nothing more                          |
 | `GET /v1/probe`                                           | 2 MiB of zeros, at the pace of states: a group that comes     |
 |                                                           | measures the way                                              |
 
@@ -64,7 +59,6 @@ A refusal has a JSON body `{error, message, serving_step}`:
 | 410    | `gone`              | not this snapshot: parts of it have been freed                 |
 | 410    | `changed`           | not this snapshot: a tensor was written to without the lock    |
 | 410    | `revoked`           | not this snapshot: it was too slow for the source's memory     |
-| 410    | `not_logged`        | not here: no entry leads on from this version, and why         |
 | 412    | `other_snapshot`    | from the manifest on: the step is served from another snapshot |
 | 413    | `too_large`         | no: the body is longer than a request may have; 431: the head  |
 | 416    | `bad_range`         | no: bytes or blocks that do not exist                          |
@@ -84,7 +78,7 @@ _T = TypeVar("_T")
 PREFIX = "/v1/checkpoint"
 LATEST = "latest"
 PROOF_PATH = f"{PREFIX}/proof"
-REDO_PATH = "/v1/redo"
+
 PROBE_PATH = "/v1/probe"
 """Answered with `PROBE_BYTES` zeros, as fast as states are sent: a receiver measures the way."""
 PROBE_BYTES = 2 * 1024 * 1024

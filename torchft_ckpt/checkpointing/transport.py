@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -170,7 +170,6 @@ class CheckpointTransport(Generic[T], ABC):
         *,
         local_state: T | None = None,
         in_place: bool = False,
-        unchecked: Collection[int] = (),
         on_progress: ProgressCallback | None = None,
     ) -> T:
         """Fetch the state of a step from whichever of several sources can give it; return it whole or raise.
@@ -184,8 +183,6 @@ class CheckpointTransport(Generic[T], ABC):
             local_state: the state that is here; what is equal in it need not be sent.
             in_place: allow to receive into the tensors of `local_state`, which is then undefined if this raises an error
                 whose `state_overwritten` is true. What is returned has those tensors in it.
-            unchecked: addresses of memory of `local_state` that may be taken for equal to what the sources hold, for a caller
-                who compares all of it soon. It is given only where that helps.
             on_progress: called now and then, on any thread; it should return at once.
 
         Raises:

@@ -24,17 +24,27 @@ def warn_renamed(old: str, new: str, *, depth: int = 2) -> None:
     )
 
 
+def warn_removed(old: str, *, depth: int = 2) -> None:
+    """Warn, in the line that used a name that has no effect any more. Arguments as of `warn_renamed`."""
+    message = f"{old} has no effect any more; it goes with the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=depth + 1)
+
+
 def renamed_parameters(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Let callers of a function give arguments by their old names. Type checkers know the new ones alone.
 
     Args:
-        names: the new name of each old one.
+        names: the new name of each old one; empty: it has no effect any more.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             for old in names.keys() & kwargs.keys():
+                if not names[old]:
+                    warn_removed(f"{old}= of {function.__qualname__}")
+                    del kwargs[old]
+                    continue
                 if names[old] in kwargs:
                     raise TypeError(f"{function.__qualname__}() got {names[old]}= twice: {old}= is its old name")
                 warn_renamed(f"{old}= of {function.__qualname__}", f"{names[old]}=")

@@ -12,7 +12,7 @@ clearing           all groups issue the same collective
 state_registry     the state that replicas have in common
 optimizer_settings guards optimizers' steps, carries their settings
 volatile           copies what changes while it is served, without the lock
-redo_recording     notes what optimizers see, for learners that follow; redo_replay applies it
+
 serving            serves the state
 recovery           gets and loads it; healing fetches it
 checking           makes the digests that the lighthouse compares

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -23,7 +23,7 @@ from torchft_ckpt.checkpointing.state.parameters import StateHere
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.core.coordination.joining import Reception, Standstill
 from torchft_ckpt.core.coordination.learning import Distance
-from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateKept, StateLocated, StateVersion
+from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateLocated
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
 from torchft_ckpt.core.coordination.replica import Comparison
 from torchft_ckpt.errors import (
@@ -82,7 +82,6 @@ class Healing:
         self._is_in_place = False
         self.may_overwrite = True
         """False: states are received into fresh memory only, as a load function writes to what it is given."""
-        self._unchecked: Collection[int] = ()
         self._differences: Differences | None = None
         self._reception = Reception()
         self.distance = Distance()
@@ -91,8 +90,6 @@ class Healing:
         self._tell: Callable[[float, Receives], None] = _tell_nobody
         self.took_s = 0.0
         self._calls = "", 0.0
-        self._early: tuple[StateVersion, float] | None = None
-        """Which state was received a part of before there was a place for it, and since when."""
         self.needs_local = False
         """What arrived without a state that is here could not be made: that has to be captured before the next one."""
 
@@ -102,7 +99,6 @@ class Healing:
         local: dict[str, Any] | None,
         in_place: bool,
         timeout: timedelta | None = None,
-        unchecked: Collection[int] = (),
         compare: Callable[[object], Differences] | None = None,
         on_end: Callable[[str], None] = lambda failure: None,
         tell: Callable[[float, Receives], None] = _tell_nobody,
@@ -114,22 +110,16 @@ class Healing:
             local: what the registered functions return here: what is equal in it is not fetched.
             in_place: receive into it; the training thread waits for `wait` before it does anything with it.
             timeout: instead of the one given to the constructor.
-            unchecked: see `CheckpointTransport.fetch_checkpoint`.
             compare: says what differs between what is here and what the registered functions returned there.
             on_end: called on the thread when the fetch is over and compared, with the reason where it failed.
             tell: called on it a few times a second with the seconds that the transfer, or later the load, still takes; 0 at
                 the end of each.
         """
-        is_early = self._early is not None and self._early[0] == wanted.version and self._wanted is None
         self._wanted = wanted
-        if is_early:
-            self._transport.end_prefetch()  # type: ignore[attr-defined] # it has one, else nothing was received early
-        else:
-            self.cancel()
+        self.cancel()
         self._is_cancelled = False
         can_overwrite = self.may_overwrite and self._transport.uses_memory_of_state
         self._is_in_place = in_place and local is not None and can_overwrite
-        self._unchecked = unchecked
         limit = self._timeout if timeout is None else timeout
         self._differences = None
         self._tell = tell
@@ -152,62 +142,6 @@ class Healing:
             return state
 
         self._fetch = self._worker.submit(fetch)
-
-    def receive_early(
-        self, kept: StateKept, max_bytes: int, tell: Callable[[float, Receives], None], then: Callable[[int], None]
-    ) -> None:
-        """Begin to receive a part of a state beside a step of this group; the next `start` goes on from there. Does not block.
-
-        Args:
-            kept: which, and who holds it.
-            max_bytes: receive so much at most.
-            tell: as in `start`.
-            then: called when no more is received, with how much less than `max_bytes` came, where all of the state did; else 0.
-        """
-        receive = getattr(self._transport, "prefetch", None)
-        addresses = same_rank_peers(
-            [source.checkpoint_addresses for source in kept.sources], self._rank, self._world_size
-        )
-        if receive is None or not addresses or not max_bytes:
-            return
-        self.cancel()
-        self._wanted, self._is_cancelled, self._is_in_place = None, False, False
-        self._tell = tell
-        self._early = kept.version, time.monotonic()
-
-        def fetch() -> None:
-            if self._wanted is not None:  # it is wanted in its place by now
-                return
-            self._reception.begin()
-            try:
-                receive(addresses, kept.version.step, self._timeout, max_bytes, self._note_early)
-            except CheckpointError as error:
-                logger.info("no more of the state of step %d is received in advance: %s", kept.version.step, error)
-                if self._wanted is None and not self._is_cancelled:
-                    then(0)
-            else:
-                progress = self.progress
-                then(max_bytes if progress is None else max_bytes - progress.received_bytes)
-            tell(0.0, Receives.TRANSFER)
-
-        self._fetch = self._worker.submit(fetch)
-
-    @property
-    def can_receive_early(self) -> bool:
-        return hasattr(self._transport, "prefetch")
-
-    @property
-    def is_in_part_unchecked(self) -> bool:
-        """Whether what was fetched last was to be taken for equal in part."""
-        return bool(self._unchecked)
-
-    def _note_early(self, progress: TransferProgress) -> None:
-        self._note(progress)
-        self._reception.forget_left()  # the state that will be wanted may be another one
-
-    def early_s(self, version: StateVersion) -> float:
-        """Return how long ago a part of a state began to be received early; 0: it was not."""
-        return time.monotonic() - self._early[1] if self._early is not None and self._early[0] == version else 0.0
 
     def has_arrived(self, within_s: float) -> bool:
         """Wait at most so long for the fetch; return whether it is over and did not fail."""
@@ -252,33 +186,14 @@ class Healing:
             self._reception.measured(rate)
 
     @property
-    def knows_rate(self) -> bool:
-        """Whether the transfer that runs now has shown how fast it is."""
-        return self._reception.is_measured
-
-    @property
     def guesses(self) -> bool:
         """Whether `expected_s` rests on no measurement."""
         return not self._reception.has_measured
-
-    def entry_s(self, num_bytes: int) -> float:
-        """Return how long receiving the gradients of a step takes; 0: nothing was measured yet.
-
-        Args:
-            num_bytes: of the gradients.
-        """
-        return self._reception.lasts_s(num_bytes)
 
     def followed(self) -> None:
         """The state that was received outside of the quorum is loaded: of the next one only what has changed is lacking."""
         self.distance.followed()
         self._reception.forget_left()
-
-    def joined(self, *, has_replayed: bool) -> None:
-        """The state of a quorum is loaded. After a replay what was lacking of it says nothing of the next one."""
-        self.distance.joined()
-        if has_replayed:
-            self._reception.forget_left()
 
     @property
     def load_s(self) -> float:
@@ -458,8 +373,6 @@ class Healing:
                 }
                 try:
                     if is_alike:
-                        if self._unchecked:  # transports of before do not know it
-                            options["unchecked"] = self._unchecked
                         return self._transport.fetch_checkpoint(addresses, step, limit, **options)
                     return self._transport.fetch_sharded(groups, self._rank, self._world_size, step, limit, **options)
                 except StateMismatchError as error:

@@ -36,7 +36,7 @@ from torch.profiler import record_function
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
-from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateKept, StateVersion
+from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import CheckpointError, ConfigError, CoordinationError, GroupBrokenError
@@ -54,8 +54,6 @@ from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
 from torchft_ckpt.manager.recovery import Recovery
-from torchft_ckpt.manager.redo_recording import RedoRecorder
-from torchft_ckpt.manager.redo_replay import Replay
 from torchft_ckpt.manager.saving import IN_STEP
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
@@ -139,16 +137,13 @@ class Manager:
         warm_up: where this group comes into a running job, let its first iteration be its own: outside of the quorum, averaging
             leaves what is averaged as it is and `should_commit` is False, so that nobody waits while kernels are compiled.
         follow: where this group is behind and needs longer than a step to receive the state, let it receive the state outside of
-            the quorum while the others train on, replay the steps that they make meanwhile, and join when it is close:
-            `start_quorum` returns then. Nobody waits for it meanwhile. Steps are replayed with optimizers that are wrapped or
-            guarded; their hooks run in a replay, too, and see the step that is replayed (`current_step`). Otherwise it pays only
-            where a part of the state stays as it is (frozen weights). The transport has to have redo logs, as `HTTPTransport`
-            has. None: where that helps. False: never; the others wait for this group then, as far as `join_stall_limit` allows.
-        spare: this group does not train. It follows the others, as `follow` says, and goes on with that when it is close: it is
-            in no collective, and nobody waits for it. `start_quorum` returns when one of the groups that train is lost, and
-            this one takes its place. It stays when that one comes back. Needs a transport with redo logs.
-        follow_budget_bytes: with `follow` and `warm_up`, receive so much of the state, and of the steps after it, beside the
-            first iteration, into memory of its own; 1 GiB. The rest comes after it, the state in place. 0: all of it.
+            the quorum while the others train on, and join then: only what has changed since is lacking. `start_quorum` returns
+            when it joins, and nobody waits for it before. That pays where a part of the state stays as it is (frozen weights).
+            The transport has to reach others without the process group. None: where that helps. False: never; the others wait
+            for this group then, as far as `join_stall_limit` allows.
+        spare: this group does not train. It receives the state outside of the quorum, and again now and then (that takes a
+            twentieth of its sources' time): it is in no collective, and nobody waits for it. `start_quorum` returns when one of
+            the groups that train is lost, and this one takes its place. It stays when that one comes back.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
@@ -177,6 +172,7 @@ class Manager:
         GroupBrokenError: as their names say; nothing is left running.
     """
 
+    @renamed_parameters(follow_budget_bytes="")
     def __init__(
         self,
         pg: ProcessGroup,
@@ -207,7 +203,6 @@ class Manager:
         warm_up: bool = True,
         follow: bool | None = None,
         spare: bool = False,
-        follow_budget_bytes: int = 1 << 30,
         heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
@@ -222,8 +217,6 @@ class Manager:
             raise ConfigError("load_state_dict and state_dict belong together: pass both or neither", "state_dict")
         if check_equal_every < 0:
             raise ConfigError(f"check_equal_every={check_equal_every}: 0 means never", "check_equal_every")
-        if follow_budget_bytes < 0:
-            raise ConfigError(f"follow_budget_bytes={follow_budget_bytes}: 0 means nothing", "follow_budget_bytes")
         if on_replicas_differ not in (policies := [policy.value for policy in OnReplicasDiffer]):
             raise ConfigError(f"on_replicas_differ={on_replicas_differ!r} is none of {policies}", "on_replicas_differ")
         seconds = config.parse_seconds
@@ -270,9 +263,10 @@ class Manager:
             token=rank_config.token or None,
             lock=lock,
         )
-        has_redo_logs = hasattr(transport, "follow_redo_logs")
-        if spare and not has_redo_logs:
-            raise ConfigError(f"a spare follows by redo logs, and {type(transport).__name__} has none", "spare")
+        if spare and transport.needs_process_group:
+            raise ConfigError(
+                f"a spare receives states outside of the quorum, and {type(transport).__name__} cannot", "spare"
+            )
         logger.info("%s of job %s serves its state at %s", party, rank_config.job, transport.metadata())
         self._transport: CheckpointTransport[Any] = checkpoint_transport or transport
         self._state_dict_lock = lock
@@ -284,14 +278,6 @@ class Manager:
         self.events = EventQueue(on_event, party)
         """What happens on its way to `on_event`, for what adds to it."""
         self._check = EqualityCheck(lock, self._own.known)
-        self._replay = Replay(
-            getattr(transport, "follow_redo_logs", None),
-            self._registry.guarded,
-            rank=rank_config.group_rank,
-            world_size=rank_config.group_world_size,
-            own=self._own,
-            mark_torn=lambda: self._client.load_torn(),
-        )
         self._healing = Healing(
             transport,
             self._timeouts.transfer,
@@ -319,7 +305,6 @@ class Manager:
             events=self.events,
             answer_leaves=self._check.answer,
             on_leaving=self._told_to_leave,
-            on_kept=self._told_of_state,
         )
         self._leaving = Leaving(self._client, lambda: self._steps.num_collectives)
         try:
@@ -341,24 +326,16 @@ class Manager:
             lease=self._timeouts.collective if transport.needs_process_group else self._timeouts.transfer,
             party=party,
         )
-        log = getattr(transport, "redo_log", None)
-        self._recorder = (
-            None
-            if log is None
-            else RedoRecorder(log, self._registry.guarded, is_apart=lambda: self._registry.in_function)
-        )
         self._recovery = Recovery(
             self._healing,
             self._registry,
             self._serving,
             self._own,
             self._client,
-            replay=self._replay,
             events=self.events,
             is_alone=rank_config.group_world_size == 1,
             limit=self._timeouts.transfer,
             in_place=heal_in_place,
-            early_bytes=follow_budget_bytes,
         )
         self._outcomes = StepOutcomes(party, min_replica_size=min_replica_size, max_retries=max_retries)
         self._steps = Steps(
@@ -372,15 +349,13 @@ class Manager:
             serving=self._serving,
             healing=self._healing,
             recovery=self._recovery,
-            replay=self._replay,
-            recorder=self._recorder,
             check=self._check,
             outcomes=self._outcomes,
             followers=self._followers,
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
-            follows=(follow is not False or spare) and has_redo_logs,
+            follows=(follow is not False or spare) and not transport.needs_process_group,
             is_spare=spare,
         )
         self._between_steps = BetweenSteps(
@@ -404,15 +379,10 @@ class Manager:
         because it has this method, so that at exit the group leaves the job instead of vanishing from it.
         """
         self._healing.cancel()
-        self._replay.cancel()
 
     def _told_to_leave(self, message: GroupToRank) -> None:
         """For the connection, as `_cancel_fetch`."""
         self._leaving.heard(message)
-
-    def _told_of_state(self, kept: StateKept) -> None:
-        """For the connection, as `_cancel_fetch`."""
-        self._recovery.receive_early(kept)
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 
@@ -588,13 +558,12 @@ class Manager:
             optimizer,
             lambda: self._enter_optimizer_step(optimizer),
             self._leave_optimizer_step,
-            self._recorder,
             ended=lambda: self._steps.ends_taking(optimizer),
         )
 
     @torch.compiler.disable
     def _enter_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._registry.in_function and self._replay.step is None:
+        if not self._registry.in_function:
             self._steps.begins_to_take(optimizer)
         if self._registry.in_function == "get" and not self._has_warned_of_steps:
             self._has_warned_of_steps = True
@@ -979,8 +948,7 @@ class Manager:
     @torch.compiler.disable
     def current_step(self) -> int:
         """Return the number of committed steps that this replica's state holds."""
-        replayed = self._replay.step
-        return self._client.view().version.step if replayed is None else replayed
+        return self._client.view().version.step
 
     def quorum_step(self) -> int:
         """Return the committed steps in the state that the open quorum trains from, whether this replica holds it or not.

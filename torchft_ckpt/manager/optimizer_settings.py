@@ -7,12 +7,11 @@ unequal to its source, with equal gradients and equal moments. So they also trav
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ from torchft_ckpt.checkpointing.state.optimizer_state import attributes_of, nest
 from torchft_ckpt.checkpointing.state.parameters import match
 from torchft_ckpt.core.coordination.messages import name_some
 from torchft_ckpt.manager.comparing import same_tensor, value_in_words
-
-if TYPE_CHECKING:
-    from torchft_ckpt.manager.redo_recording import RedoRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -75,25 +71,22 @@ def take_settings(
     optimizers: Sequence[torch.optim.Optimizer],
     settings: object,
     *,
-    here: Sequence[Sequence[str]] | None = None,
-    there: object = None,
+    here: Sequence[Sequence[str]],
+    there: object,
 ) -> list[str]:
     """Give optimizers the settings of others. On the training thread.
 
     Args:
         optimizers: of this replica.
         settings: as `settings_of` returned them there; what does not fit the optimizers is left alone.
-        here, there: of each optimizer's groups, which parameters they have; a group is set as the one there that has the same,
-            and if there is none that is said. Default: the optimizers are the same ones, in the same order.
+        here, there: of each optimizer's groups, which parameters they have (`parameters.group_keys`); a group is set as the one
+            there that has the same, and if there is none that is said.
 
     Returns:
         What differed, for people.
     """
     names = [[f"optimizer {n}.param_groups.{m}" for m in range(len(o.param_groups))] for n, o in enumerate(optimizers)]
     theirs = [groups if isinstance(groups, list) else [] for groups in settings] if isinstance(settings, list) else []
-    if here is None:
-        here = names
-        there = [[f"optimizer {n}.param_groups.{m}" for m in range(len(groups))] for n, groups in enumerate(theirs)]
     found = [group for groups in theirs for group in groups]
     mine = [group for optimizer in optimizers for group in optimizer.param_groups]
     said: list[str] = []
@@ -107,7 +100,7 @@ def take_settings(
             if key in group and key not in NO_SETTINGS and not _is_same(group[key], value):
                 said.append(f"{name}.{key}: {group[key]!r}, at the source {value!r}")
                 set_value(group, key, value)
-    if unmatched and found and here is not names:
+    if unmatched and found:
         logger.warning(
             "the source has no settings for the parameters of %s, or which ones it has them for is not known: they are set as"
             " load_state_dict has set them",
@@ -142,14 +135,11 @@ def guard_steps(
     optimizer: torch.optim.Optimizer,
     before: Callable[[], None],
     after: Callable[[], None],
-    recorder: RedoRecorder | None = None,
     *,
     ended: Callable[[], None] = lambda: None,
 ) -> None:
     """Have `before` and `after` called around each step; `after` may be called when nothing was begun, `ended` is called at last
     where the step has not raised.
-
-    What a step sees is noted by the recorder, where it is noting, before any hook has changed it: a replay runs the hooks, too.
 
     By hooks, which everybody who steps the optimizer passes. Post-step hooks do not run where a step raises, and those that are
     registered later run after ours and may change parameters too. So `step` is wrapped besides, as torch's learning-rate
@@ -170,9 +160,7 @@ def guard_steps(
         nonlocal is_wrapped
         is_wrapped = True
         try:
-            noting = recorder if recorder is not None and recorder.is_noting else None
-            with contextlib.nullcontext() if noting is None else noting.noting(optimizer, args, kwargs):
-                result = step(*args, **kwargs)
+            result = step(*args, **kwargs)
         finally:
             is_wrapped = False
             after()

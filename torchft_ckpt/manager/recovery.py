@@ -7,7 +7,6 @@ before the next one. Where the two differ, or that takes long, it is compared ag
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -17,16 +16,13 @@ from datetime import timedelta
 from typing import Any
 
 from torchft_ckpt.checkpointing.state.versions import Counted
-from torchft_ckpt.core.coordination.learning import SAY_EVERY_S, in_words, is_received_in_vain
+from torchft_ckpt.core.coordination.learning import RESTS, SAY_EVERY_S, in_words
 from torchft_ckpt.core.coordination.messages import (
-    ApplyRedo,
     JoinProgress,
     QuorumFormed,
     Receives,
-    RedoFetched,
     Role,
     StateArrived,
-    StateKept,
     StateLocated,
     clip,
     name_some,
@@ -38,7 +34,6 @@ from torchft_ckpt.events import Healed
 from torchft_ckpt.manager.comparing import Differences
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.healing import Healing
-from torchft_ckpt.manager.redo_replay import Replay
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.showing import marks
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
@@ -46,11 +41,8 @@ from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.manager.volatile import StateToServe, tensors_in
 
 logger = logging.getLogger(__name__)
-_SAID_WHILE_APPLYING_S = 0.5
-"""What is said to be left while entries are applied: how long that takes nobody knows, and whoever is silent is left behind."""
-
-_TELL_S = 0.25
-"""So often a rank that replays says where it is."""
+_SAID_BEFORE_S = 0.5
+"""What is said to be left while a state function is called: nobody knows how long, and who is silent is left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,39 +65,6 @@ class Prepared:
     """How long the state was captured and shown for those who come in, while training stood still."""
 
 
-class _Beside:
-    """What this rank hears and says while it replays: `redo_replay.Beside`."""
-
-    def __init__(self, recovery: Recovery, formed: QuorumFormed) -> None:
-        self._recovery = recovery
-        self._formed = formed
-        self._told, self._tell_at = -1, 0.0
-
-    def may_go_on(self) -> bool:
-        client = self._recovery.client
-        client.pause(0.0)  # raises where this group has to end
-        return not client.is_needed and not client.view().is_leaving
-
-    def stays(self) -> bool:
-        return self._formed.stays and not self._recovery.client.is_called
-
-    def rest(self, seconds: float) -> None:
-        self._recovery.client.pause(seconds)
-
-    def tell(self, step: int) -> None:
-        now = time.monotonic()
-        if step != self._told or now >= self._tell_at:
-            self._told, self._tell_at = step, now + _TELL_S
-            self._recovery.tell_replayed(self._formed, step)
-
-    def agree(self, step: int, is_newest: bool, failure: str, wait_s: float) -> ApplyRedo:
-        request_id = self._formed.request_id
-        if self._recovery.is_alone:
-            return ApplyRedo(request_id=request_id, step=0 if failure else step, is_last=is_newest, failure=failure)
-        said = RedoFetched(request_id=request_id, step=step, is_newest=is_newest, failure=clip(failure))
-        return self._recovery.client.agree_on_redo(said, wait_s)
-
-
 class Recovery:
     """Gets the state of a quorum, if it is another one than that which is here.
 
@@ -113,7 +72,6 @@ class Recovery:
         is_alone: this group has one rank.
         limit: within which all ranks of the group have to have fetched the state.
         in_place: receive into the tensors that are here, where the training thread waits.
-        early_bytes: so much may be received, into other memory, while this group warms up.
     """
 
     def __init__(
@@ -124,30 +82,24 @@ class Recovery:
         own: OwnState,
         client: StepClient,
         *,
-        replay: Replay,
         events: EventQueue,
         is_alone: bool,
         limit: timedelta,
         in_place: bool,
-        early_bytes: int,
     ) -> None:
         self._healing = healing
         self._registry = registry
         self._serving = serving
         self._own = own
         self.client = client
-        self._replay = replay
         self._events = events
         self.is_alone = is_alone
         self._limit = limit
         self._in_place = in_place
-        self._early_bytes = early_bytes
         self._failure: StateMismatchError | StateDictLoadError | None = None
         """Of a load before the forward pass, to be raised at the vote."""
         self.is_pending = False
         """A state is fetched, or has been, and is not loaded yet."""
-        self._prepared: Prepared | None = None
-        """Of the open step, where its entries are fetched first and the state is fetched when these are applied."""
         self._say_at = 0.0
         """When to say again how far it is with what it receives outside of the quorum."""
         self.num_healed = 0
@@ -156,60 +108,22 @@ class Recovery:
         self._not_returned: frozenset[str] = frozenset()
         """Paths in the state that was loaded last which the functions did not return afterwards."""
 
-    @property
-    def can_replay(self) -> bool:
-        """Whether this rank can bring a state forward by the steps that others have made since."""
-        return self._replay.is_able and self._registry.knows_all_steps
-
-    @property
-    def can_receive_early(self) -> bool:
-        """Whether a part of a state can be received while this group warms up."""
-        return self._early_bytes > 0 and self._healing.can_receive_early
-
     # ------------------------------------------------------------------------------------------- on the quorum thread
 
     def begin(self, plan: StepPlan, prepared: Prepared, timeout: timedelta | None = None) -> None:
         """Begin to fetch what a quorum wants this rank to load or to compare, if it does; `timeout`: not `transfer_timeout`."""
         formed = plan.formed
         if not plan.load:
-            self._replay.end(also_early=formed.leaving or not formed.warms_up)
             if formed.role in (Role.JOINER, Role.INLINE) and not self.is_alone:
                 self._tell(formed, 0.0, Receives.TRANSFER)
             self.say_fetched(formed)
             return
-        joins = formed.role in (Role.JOINER, Role.INLINE) and not plan.compare
-        if self._replay.is_on:
-            if joins:
-                self.is_pending, self._prepared = True, prepared
-                tell = functools.partial(self._tell, formed, does=Receives.TRANSFER)
-                on_end = functools.partial(self._say_arrived, formed, of_entries=True)
-                self._replay.fetch_to(formed.version, self._limit.total_seconds(), tell, on_end)
-                return
-            self._replay.end()
-        elif joins:
-            self._say_arrived(formed, "it does not replay", of_entries=True)
-        self._fetch(plan, prepared, timeout)
-
-    def _fetch(
-        self,
-        plan: StepPlan,
-        prepared: Prepared,
-        timeout: timedelta | None = None,
-        *,
-        may_overwrite: bool | None = None,
-        unchecked: Collection[int] = (),
-    ) -> None:
-        """Begin to fetch the state. On the quorum thread, or on the training thread while it waits.
-
-        `unchecked`: addresses of what need not be compared yet.
-        """
-        formed = plan.formed
         receiving = prepared.receiving
         if prepared.trainer_waits:
             # What was loaded may hold up whoever asks for it: a load as well, for those who wait.
-            say = functools.partial(self._tell, formed, _SAID_WHILE_APPLYING_S, Receives.LOAD_FIRST)
+            say = functools.partial(self._tell, formed, _SAID_BEFORE_S, Receives.LOAD_FIRST)
             self._healing.calls("state_dict")
-            with self._healing.saying(say, after_s=_SAID_WHILE_APPLYING_S):
+            with self._healing.saying(say, after_s=_SAID_BEFORE_S):
                 receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
             self._healing.calls("")
         elif self._registry.is_explicitly_locked:
@@ -222,8 +136,7 @@ class Recovery:
             self.say_fetched(formed, "its shards were not captured before this step")
             return
         self.is_pending = True
-        if may_overwrite is None:
-            may_overwrite = prepared.trainer_waits and prepared.is_untouched and plan.load_before_forward
+        may_overwrite = prepared.trainer_waits and prepared.is_untouched and plan.load_before_forward
         in_place = self._in_place and may_overwrite and not formed.differs  # else nobody could say what differed
         tell = functools.partial(self._tell, formed)
 
@@ -233,24 +146,9 @@ class Recovery:
         compare = None
         if plan.compare or formed.differs:
             compare = self._registry.comparison_with((prepared.captured or self._registry.capture_to_serve()).state)
-        self._healing.start(formed, receiving, in_place, timeout, unchecked, compare=compare, on_end=on_end, tell=tell)
+        self._healing.start(formed, receiving, in_place, timeout, compare=compare, on_end=on_end, tell=tell)
         if not plan.compare and self.client.is_needed:  # it was told so before the transfer began
             self._healing.cancel()
-
-    def receive_early(self, kept: StateKept) -> None:
-        """Begin to receive a state that sources keep for this group while it warms up. For the connection; does not block."""
-        formed = self.client.view().quorum
-        if formed is None:
-            return
-
-        def then(left_bytes: int) -> None:
-            if self.can_replay:
-                self._replay.receive_early(kept, left_bytes, functools.partial(self.tell_replayed, formed))
-
-        self._healing.receive_early(kept, self._early_bytes, functools.partial(self._tell, formed), then)
-
-    def tell_replayed(self, formed: QuorumFormed, step: int) -> None:
-        self.client.send(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.REPLAY))
 
     def refuse(self, formed: QuorumFormed, why: str) -> None:
         self.client.note_error(CheckpointError(f"{why}; it heals in a later one"))
@@ -258,16 +156,8 @@ class Recovery:
 
     def say_fetched(self, formed: QuorumFormed, failure: str = "", *, loads: bool = False) -> None:
         """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
-        if formed.role is not Role.HEALTHY:
-            self._say_arrived(formed, failure, loads=loads)
-
-    def _say_arrived(
-        self, formed: QuorumFormed, failure: str, *, loads: bool = False, of_entries: bool = False
-    ) -> None:
-        if not self.is_alone:
-            self.client.send(
-                StateArrived(request_id=formed.request_id, failure=clip(failure), loads=loads, of_entries=of_entries)
-            )
+        if formed.role is not Role.HEALTHY and not self.is_alone:
+            self.client.send(StateArrived(request_id=formed.request_id, failure=clip(failure), loads=loads))
 
     def _tell(self, formed: QuorumFormed, reach_s: float, does: Receives) -> None:
         progress = self._healing.progress
@@ -283,30 +173,10 @@ class Recovery:
         self.client.send(said)
         if formed.differs:
             return
-        if formed.follows and does is Receives.TRANSFER and reach_s:
-            self._give_up_where_it_cannot_keep_up(formed, reach_s)
         now = time.monotonic()
         if formed.follows and now >= self._say_at:
             self._say_at = now + SAY_EVERY_S
             logger.info("%s follows the others outside of the quorum: it %s", self.client.replica_id, in_words(said))
-
-    def _give_up_where_it_cannot_keep_up(self, formed: QuorumFormed, left_s: float) -> None:
-        """End a transfer outside of the quorum whose state could not be brought forward: it would be of no use."""
-        if not self.can_replay or not self._healing.knows_rate:
-            return
-        entry_bytes = self._registry.gradient_bytes()
-        entry_s = self._healing.entry_s(entry_bytes)
-        if not is_received_in_vain(entry_s, formed.step_s, left_s):
-            return
-        logger.warning(
-            "%s does not follow the others: the gradients of a step (%.1f MB) take %.1f s to arrive, and a step takes the others"
-            " %.1f s. It receives the state while they wait, as far as join_stall_limit allows that",
-            self.client.replica_id,
-            entry_bytes / 1e6,
-            entry_s,
-            formed.step_s,
-        )
-        self._healing.cancel()
 
     # ----------------------------------------------------------------------------------------- on the training thread
 
@@ -315,12 +185,6 @@ class Recovery:
         plan = self.client.plan()
         if not self.is_pending or plan is None:
             return
-        if self._prepared is not None and not plan.load_before_forward:
-            if not self._has_entries(plan):
-                return
-            self._catch_up(plan)
-            if not self.is_pending:
-                return
         if plan.load_before_forward:
             self.load(before_forward=True)
         elif self._has_arrived(plan):
@@ -335,78 +199,19 @@ class Recovery:
                     "%s does not load its state before this step is computed: %s", self.client.replica_id, error
                 )
 
-    def _catch_up(self, plan: StepPlan, *, waits: bool = False, is_compared_next: bool = False) -> bool:
-        """Apply the entries up to the quorum's state, where there are any; then fetch what differs from that. Raises nothing.
-
-        Args:
-            waits: the training thread waits for what is fetched: it may be received in place.
-            is_compared_next: this step began with another state, so all is compared before this replica adds to one: it is not
-                compared while the others wait for the vote whether the replay was exact.
-
-        Returns:
-            False where there was something to apply, and the others went on without this group meanwhile: nothing is fetched.
-        """
-        prepared, self._prepared = self._prepared, None
-        if prepared is None:
-            return True
-        say = functools.partial(self._tell, plan.formed, _SAID_WHILE_APPLYING_S, Receives.TRANSFER)
-        try:
-            with self._healing.saying(say):
-                self._replay.apply(lambda: self.client.pause(0.0), self._await_entries)
-        except Exception as error:  # noqa: BLE001 - of whatever kind: the state is received then
-            self._give_replay_up(str(error))
-        if self.client.view().error is not None:
-            self.is_pending = False
-            self.say_fetched(plan.formed, "the others went on without this group")
-            return False
-        self._fetch(
-            plan,
-            dataclasses.replace(prepared, receiving=None, trainer_waits=True),
-            may_overwrite=waits,
-            unchecked=self._registry.addresses_of_optimizers() if is_compared_next and self._replay.is_on else (),
-        )
-        return True
-
-    def _give_replay_up(self, why: str, *, for_good: bool = False) -> None:
-        self._replay.end()
-        self._healing.distance.failed(for_good=for_good)
-        logger.warning(
-            "%s cannot replay the steps that the others have made, and receives the state again: %s",
-            self.client.replica_id,
-            why,
-        )
-
-    def replay(self, formed: QuorumFormed) -> None:
-        """Bring a state that was received outside of the quorum to that of now. On the training thread, which waits."""
-        replay, client = self._replay, self.client
-        if not self.can_replay or client.view().version != formed.version:
-            self._say_no_replay(formed, "it cannot replay, or has not loaded the state that the others have")
-            return
-        before = replay.num_replayed
-        early_s = self._healing.early_s(formed.version)
-        why = replay.chase(formed, max(self._healing.took_s, early_s), _Beside(self, formed))
-        if not why or replay.was_current:
-            self._healing.distance.replayed(replay.entry_bytes)
-        if why:  # where it warmed up for long, the sources may have given its entries up
-            self._say_no_replay(formed, why)
-            is_hopeless = replay.num_replayed == before and not early_s and not replay.was_current
-            self._give_replay_up(why, for_good=is_hopeless)
-
-    def _say_no_replay(self, formed: QuorumFormed, why: str) -> None:
-        if not self.is_alone:
-            step = formed.version.step
-            self.client.send(RedoFetched(request_id=formed.request_id, step=step, failure=clip(why)))
-
-    def _has_entries(self, plan: StepPlan) -> bool:
-        """Wait a moment for the entries that lead to the quorum's state; return whether all ranks apply them now."""
-        within_s = self._replay.likely_s(plan.transfer_wait_s)
-        if self.is_alone:
-            return self._replay.has_arrived(within_s)
-        return self.client.loads_before_forward(plan.formed, within_s, of_entries=True)
-
-    def _await_entries(self) -> None:
-        if not self.is_alone:
-            self.client.await_loading(self._limit, of_entries=True)
+    def rest(self, formed: QuorumFormed) -> None:
+        """Keep a state that was received outside of the quorum for a while, if this group is a spare. On the training thread."""
+        client = self.client
+        if client.view().version != formed.version:
+            return  # it could not be had, or loaded
+        until = time.monotonic() + max(RESTS * self._healing.took_s, SAY_EVERY_S)
+        self._tell(formed, 0.0, Receives.NOTHING)
+        if formed.stays:
+            logger.info("%s: this spare is ready: it has the state of step %d", client.replica_id, formed.version.step)
+        while formed.stays and (left_s := until - time.monotonic()) > 0:
+            if client.is_needed or client.is_called or client.view().is_leaving:
+                return
+            client.pause(left_s)  # raises where this group has to end
 
     def _has_arrived(self, plan: StepPlan) -> bool:
         """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
@@ -430,11 +235,6 @@ class Recovery:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        if not self._catch_up(
-            plan, waits=True, is_compared_next=not before_forward and self._registry.is_used_by_loops
-        ):
-            return
-        self.is_pending = False  # what is fetched after the entries is loaded now
         if plan.compare:
             self._take_comparison(plan.formed, before_forward)
             return
@@ -453,18 +253,16 @@ class Recovery:
             logger.warning("%s: healing to step %d failed: %s", self.client.replica_id, step, error)
             self.client.note_error(error)
             if plan.formed.follows and not self.client.is_needed:
-                self._healing.distance.failed(for_good=False)
+                self._healing.distance.failed()
             return
         with self.client.lock, self.client.replica as replica:
             replica.load_finished(plan.formed.version, before_forward=before_forward)
         if plan.formed.follows:
             self._healing.followed()
         else:
-            self._healing.joined(has_replayed=self._replay.is_on)
-            self._replay.end()
+            self._healing.distance.joined()
         self.note_healed(plan.formed)
-        what = "; what it replayed is compared before it contributes" if self._healing.is_in_part_unchecked else ""
-        logger.info("%s healed to step %d%s", self.client.replica_id, step, what)
+        logger.info("%s healed to step %d", self.client.replica_id, step)
 
     def _correct(self, formed: QuorumFormed) -> None:
         """Load what differs of the state that the others wait with, before all begin the step.
@@ -674,6 +472,6 @@ class Recovery:
     def abandon(self) -> None:
         """The step is over: what was not loaded in it is thrown away."""
         self._failure = None
-        if self.is_pending and self._prepared is None:
+        if self.is_pending:
             self._give_up()
-        self.is_pending, self._prepared = False, None
+        self.is_pending = False

@@ -261,19 +261,11 @@ class StateRegistry:
         """Return the optimizers that change what they own under the write lock alone, in an order that all groups have."""
         return self._optimizers
 
-    def gradient_bytes(self) -> int:
-        """Return the size of the gradients of a step here, of guarded optimizers."""
-        return _trained_bytes(with_inner(self._optimizers))
-
     @property
     def announces_steps(self) -> bool:
         """Whether all that changes the registered state says so: guarded optimizers, or an owner under the lock."""
-        return (self.knows_all_steps or not self.is_used_by_loops) and not self.is_empty
-
-    @property
-    def knows_all_steps(self) -> bool:
-        """Whether nothing changes the registered state but guarded optimizers, as far as was said."""
-        return bool(self._optimizers) and not self._unguarded and self.is_used_by_loops
+        knows_all_steps = bool(self._optimizers) and not self._unguarded and self.is_used_by_loops
+        return (knows_all_steps or not self.is_used_by_loops) and not self.is_empty
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that changes what it owns under the write lock alone."""
@@ -339,10 +331,6 @@ class StateRegistry:
         """
         here = fixed(captured)
         return lambda received: compare_states(here, received, self._known())
-
-    def addresses_of_optimizers(self) -> Collection[int]:
-        """Return where the memory begins of what optimizers change."""
-        return owned_by(self._known()).keys()
 
     def leaves_to_compare(self, captured: dict[str, Any] | None = None) -> list[CheckedLeaf]:
         """Return the leaves of the state of now by which groups are compared. On the training thread.

@@ -25,7 +25,6 @@ from torch.profiler import record_function
 from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.core.coordination.messages import (
     CommitVote,
-    FollowWish,
     Outcome,
     QuorumFormed,
     Role,
@@ -48,8 +47,6 @@ from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import RankConfig, Timeouts
 from torchft_ckpt.manager.recovery import Prepared, Recovery
-from torchft_ckpt.manager.redo_recording import RedoRecorder
-from torchft_ckpt.manager.redo_replay import Replay
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.showing import CheckedLeaf, shown
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
@@ -73,13 +70,6 @@ class _Late:
     """Whether one of them has failed, as it was when the next step began; None: it has not begun."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Early:
-    lacking_bytes: int
-    entry_bytes: int
-    """Of the gradients of a step; 0: it does not replay."""
-
-
 class Steps:
     """The steps of this rank, of which one at most is open. Methods belong to the training thread, unless they say otherwise.
 
@@ -99,8 +89,6 @@ class Steps:
         serving: StateServing,
         healing: Healing,
         recovery: Recovery,
-        replay: Replay,
-        recorder: RedoRecorder | None,
         check: EqualityCheck,
         outcomes: StepOutcomes,
         followers: Followers,
@@ -120,8 +108,6 @@ class Steps:
         self._serving = serving
         self._healing = healing
         self._recovery = recovery
-        self._replay = replay
-        self._recorder = recorder
         self._check = check
         self._outcomes = outcomes
         self._follows = follows
@@ -152,7 +138,6 @@ class Steps:
         self._last_wishes = StepWishes()
         self._asked_with = "", ""
         """Layout and frozen parameters, as the open step was asked for with."""
-        self._early: _Early | None = None
         """What this group would have to receive that asked for the open step; None: it cannot follow."""
         self._has_computed = False
         """A forward pass was computed in the open step: what it left is not of a state that is loaded from now on."""
@@ -191,8 +176,6 @@ class Steps:
             # Who asks is waited for, so what may take long comes before asking.
             self._store_prepared.wait(self._timeouts.connect.total_seconds())
             self._store_prepared = None
-        if self._recorder is not None:
-            self._recorder.close()
         self._started_at = time.monotonic()
         now = self._client.view()
         # Where groups train apart, what a forward pass changes in a step is one group's own.
@@ -201,7 +184,7 @@ class Steps:
         while (now := self._client.view()).follows and now.quorum is not None:
             # What was received is loaded, or could not be had. The others train on meanwhile, or wait where it is a correction.
             if not now.is_corrected:
-                self._recovery.replay(now.quorum)
+                self._recovery.rest(now.quorum)
             self._client.learned()
             check()
             self.leave()
@@ -304,26 +287,17 @@ class Steps:
     ) -> None:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
-        self._early = None
         reach_s: float | None = None
-        can_follow = replays = False
-        entry_s = 0.0
+        can_follow = False
         if self._client.view().is_behind:
             held = prepared.receiving if prepared.captured is None else prepared.captured.state
             num_bytes, changing_bytes = registry.sizes(held)
-            if self._replay.is_stale:
-                self._replay.end()
-                healing.distance.failed(for_good=False)
             lacking_bytes = healing.distance.lacking_bytes(num_bytes, changing_bytes)
             reach_s = healing.expected_s(lacking_bytes)
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
-            replays = self._recovery.can_replay
-            entry_s = healing.entry_s(registry.gradient_bytes()) if replays else 0.0
-            is_closer = healing.distance.can_follow(num_bytes, changing_bytes, replays=replays, stays=self._is_spare)
+            is_closer = healing.distance.can_follow(num_bytes, changing_bytes, stays=self._is_spare)
             can_follow = is_able and reach_s is not None and is_closer
-            if can_follow:
-                self._early = _Early(lacking_bytes, registry.gradient_bytes() if replays else 0)
         facts = StepFacts(
             can_serve=can_serve,
             store_address=self._rank_config.store_address,
@@ -331,8 +305,6 @@ class Steps:
             reach_s=reach_s,
             guesses=healing.guesses,
             can_follow=can_follow,
-            entry_s=entry_s,
-            replays=replays,
             load_s=healing.load_s,
             stood_s=prepared.stood_s,
             shown=parts,
@@ -537,14 +509,11 @@ class Steps:
         if self._transport.needs_process_group:
             self._move_over_group(plan, prepared)
             return
-        if formed.num_replaying and formed.role is Role.HEALTHY and self._recorder is not None:
-            self._recorder.announce(formed.version, formed.num_replaying, time.monotonic())
         if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY and not plan.load):
             self._serving.serve(formed, prepared.captured, formed.destinations, prepared.counted)
         self._recovery.begin(plan, prepared)
         if formed.warms_up and self._follows:
             self._healing.probe(formed)
-            self._wish_to_follow(formed)
         if plan.configure:
             self._is_planned.set()
             self._configure(formed)
@@ -559,21 +528,6 @@ class Steps:
                 self._client.replica_id,
                 name_some(news),
             )
-
-    def _wish_to_follow(self, formed: QuorumFormed) -> None:
-        """Ask for a state to be received while this group warms up, now that the way to the sources is known."""
-        wish, healing = self._early, self._healing
-        if wish is None or healing.guesses or not self._recovery.can_receive_early:
-            return
-        self._client.send(
-            FollowWish(
-                quorum_id=formed.quorum_id,
-                step=formed.version.step,
-                reach_s=healing.expected_s(wish.lacking_bytes) or 0.0,
-                entry_s=healing.entry_s(wish.entry_bytes),
-                replays=wish.entry_bytes > 0,
-            )
-        )
 
     def _note_quorum(self, formed: QuorumFormed) -> None:
         now = self._client.view()
@@ -763,8 +717,6 @@ class Steps:
             if not self._registry.announces_steps:
                 self._client.took_step()  # when the optimizers step, nobody says
             self._own.batches_committed += now.num_participants
-            if self._recorder is not None and now.quorum is not None:
-                self._recorder.step_counts(now.quorum.version, now.version, self._own.batches_committed)
             if not now.serves_learners:
                 self._serving.withdraw()  # a joiner that has not received this state by now was left behind
         took_s, name = time.monotonic() - self._started_at, self._client.replica_id
@@ -785,7 +737,6 @@ class Steps:
         """End the threads; wait so long for each at most."""
         self._worker.shutdown(timeout_s=timeout_s)
         self._healing.shutdown()
-        self._replay.shutdown()
         self._check.shutdown(timeout_s=timeout_s)
 
 

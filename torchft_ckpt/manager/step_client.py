@@ -18,7 +18,6 @@ from datetime import timedelta
 
 from torchft_ckpt.core.coordination.meeting import Claim
 from torchft_ckpt.core.coordination.messages import (
-    ApplyRedo,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -46,11 +45,9 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumPending,
     QuorumRequest,
     RankToGroup,
-    RedoFetched,
     Refused,
     ReplicasDiffer,
     StallReport,
-    StateKept,
     StateLate,
     StateLocated,
     StateVersion,
@@ -135,7 +132,6 @@ class StepClient:
         events: EventQueue,
         answer_leaves: Callable[[LeavesWanted], LeafDigests],
         on_leaving: Callable[[GroupToRank], None],
-        on_kept: Callable[[StateKept], None],
     ) -> None:
         self.replica_id = replica_id
         self._job = job
@@ -144,7 +140,6 @@ class StepClient:
         self._events = events
         self._answer_leaves = answer_leaves
         self._on_leaving = on_leaving
-        self._on_kept = on_kept
         self.lock = threading.Lock()
         self.replica = SharedReplica(settings)
         self._changed = threading.Condition(self.lock)
@@ -173,11 +168,6 @@ class StepClient:
         """One of the others was lost, and this group, a spare that follows them, is to join when it is close."""
         self._loading: list[LoadState] = []
         """The messages that say when the group's ranks load what they fetch: at most two in a step."""
-        self._applying: list[LoadState] = []
-        """Those that say when they apply the redo entries that lead to that."""
-        self._redo_said: RedoFetched | None = None
-        self._redo_told: ApplyRedo | None = None
-        """While this group follows: how far this rank is, and how far all ranks apply redo entries, as was said last."""
 
     def connect(
         self,
@@ -243,8 +233,7 @@ class StepClient:
         self._is_stall_reported = False
         self._cleared = None
         self.is_needed = self.is_called = self.is_overtaken = False
-        self._loading, self._applying = [], []
-        self._redo_said = self._redo_told = None
+        self._loading = []
 
     def locate(self, until: float, *, has_finished: bool = False, **moves: bool) -> StateLocated | None:
         """Ask where the newest state is, and wait for the answer; None: there was none in time.
@@ -326,48 +315,34 @@ class StepClient:
             if self._plan is not None and self._plan.formed is formed and replica.error is None:
                 replica.configure_finished()
 
-    def loads_before_forward(self, formed: QuorumFormed, within_s: float, *, of_entries: bool = False) -> bool:
+    def loads_before_forward(self, formed: QuorumFormed, within_s: float) -> bool:
         """Wait at most so long for the state to be at all ranks of this group; return whether they load it now.
 
-        All ranks return the same. `of_entries`: so with the redo entries that lead to that state.
+        All ranks return the same.
         """
-        heard = self._applying if of_entries else self._loading
+        heard = self._loading
         give_up_at = time.monotonic() + within_s
         if not self._wait_for(lambda: bool(heard), give_up_at):
-            self.send(StateLate(request_id=formed.request_id, of_entries=of_entries))
+            self.send(StateLate(request_id=formed.request_id))
             self._wait_for(lambda: bool(heard), give_up_at + GIVE_UP_GRACE_S)
         return bool(heard) and heard[0].loading is Loading.NOW
 
-    def await_loading(self, limit: timedelta, *, of_entries: bool = False) -> None:
-        """Wait until all ranks of this group have fetched the state, or (`of_entries`) the redo entries that lead to it.
+    def await_loading(self, limit: timedelta) -> None:
+        """Wait until all ranks of this group have fetched the state.
 
         Raises:
             SourceLostError: one of them will not have it, so none of them loads it.
             TransferTimeoutError: not all of them said so in time.
         """
-        heard, what = (self._applying, "redo entries") if of_entries else (self._loading, "state")
+        heard = self._loading
         give_up_at = time.monotonic() + limit.total_seconds()
         if not self._wait_for(lambda: bool(heard) and heard[-1].loading is not Loading.LATER, give_up_at):
             raise TransferTimeoutError(
-                f"not all ranks of this group had fetched the {what} within {limit.total_seconds():g} s",
+                f"not all ranks of this group had fetched the state within {limit.total_seconds():g} s",
                 self.replica_id,
             )
         if heard[-1].loading is Loading.NEVER:
-            raise SourceLostError(f"no rank of this group loads the {what}: {heard[-1].reason}", self.replica_id)
-
-    def agree_on_redo(self, said: RedoFetched, wait_s: float) -> ApplyRedo:
-        """Say up to which step this rank has redo entries; return up to which all ranks apply them.
-
-        Args:
-            said: of the request that lets this group follow.
-            wait_s: wait so long for news.
-        """
-        if said != self._redo_said:
-            self._redo_said = said
-            self.send(said)
-        before = self._redo_told
-        self._wait_for(lambda: self._redo_told is not before, time.monotonic() + wait_s)
-        return self._redo_told or ApplyRedo(request_id=said.request_id, step=0)
+            raise SourceLostError(f"no rank of this group loads the state: {heard[-1].reason}", self.replica_id)
 
     @property
     def group_loads(self) -> bool:
@@ -669,10 +644,7 @@ class StepClient:
                 self._cleared = message.index
         elif isinstance(message, LoadState):
             if self._plan is not None and self._plan.formed.request_id == message.request_id:
-                (self._applying if message.of_entries else self._loading).append(message)
-        elif isinstance(message, ApplyRedo):
-            if self._plan is not None and self._plan.formed.request_id == message.request_id:
-                self._redo_told = message
+                self._loading.append(message)
         elif isinstance(message, QuorumPending):
             self._pending = message
         elif isinstance(message, Needed):
@@ -686,9 +658,6 @@ class StepClient:
         elif isinstance(message, LetGo):
             if replica.follows:  # it computes no step at whose end it could leave
                 replica.left_between_steps()
-        elif isinstance(message, StateKept):
-            if replica.warms_up and replica.phase is StepPhase.TRAINING:
-                self._on_kept(message)  # under the lock: the step cannot end before
         elif isinstance(message, JoinerWaiting):
             replica.joiner_waits()
         elif isinstance(message, Refused):

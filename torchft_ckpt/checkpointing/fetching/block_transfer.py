@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from torchft_ckpt.checkpointing.fetching.receive import Destination
 from torchft_ckpt.checkpointing.fetching.transfer_state import WAIT_S, TransferState
@@ -68,8 +68,6 @@ class BlockTransfer(TransferState):
         self._digests: dict[int, bytes] = {}
         self._known = 0
         self._verified: dict[int, bytes] = {}
-        self._unchecked = 0
-        """Blocks that count as they are here, as a bit set."""
         self._blake3s: dict[int, bytes] = {}
         """Of the primary."""
         self._checkable = 0
@@ -137,11 +135,10 @@ class BlockTransfer(TransferState):
         digests: Mapping[int, bytes],
         held: Mapping[int, bytes],
         share: tuple[int, int],
-        unchecked: Collection[int] = (),
     ) -> None:
         """Begin to receive the state of the primary; `held` are blocks that are here already, with their digests.
 
-        `share` says which receiver this is, from 0 on, and of how many. `unchecked` blocks count as they are here.
+        `share` says which receiver this is, from 0 on, and of how many.
         """
         with self.changed:
             if self._relay is not None:
@@ -169,10 +166,9 @@ class BlockTransfer(TransferState):
             self._known = mask_of_each(digests)
             self._forget_blake3s()
             self._verified = dict(held)
-            self._unchecked = mask_of_each(unchecked)
-            self._ledger.hold(mask_of_each(held) | self._unchecked)
+            self._ledger.hold(mask_of_each(held))
             self._skipped = self._ledger.held
-            self.skipped_bytes = self._ledger.num_bytes([*held, *unchecked])
+            self.skipped_bytes = self._ledger.num_bytes([*held])
             self._ready = True
             self.ready_at = self._last_arrival_at = time.monotonic()
             self._end_if_done()
@@ -222,7 +218,7 @@ class BlockTransfer(TransferState):
         """Return up to `limit` blocks, as a bit set, whose digest of a source is not known, missing ones first."""
         with self.changed:
             announced = self._announced.get(name)
-            return self._some_of((-1 if announced is None else ~announced.known) & ~self._unchecked, limit)
+            return self._some_of(-1 if announced is None else ~announced.known, limit)
 
     def unknown_of(self, blocks: int) -> int:
         """Return those of a bit set of blocks whose digest of the primary is not known."""

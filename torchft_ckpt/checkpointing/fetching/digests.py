@@ -29,21 +29,18 @@ def fetch_digests(client: SourceClient, manifest: Manifest, mask: int) -> Iterat
 
 def probe_local_blocks(
     client: SourceClient, manifest: Manifest, destination: Destination, is_over: Callable[[], bool]
-) -> tuple[dict[int, bytes], dict[int, bytes], list[int]]:
-    """Return the digests that were learnt, those of the blocks that are here already, and blocks that are taken for such."""
+) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    """Return the digests that were learnt, and those of the blocks that are here already."""
     digests: dict[int, bytes] = {}
     held: dict[int, bytes] = {}
     if not destination.may_hold_blocks:
-        return digests, held, []
+        return digests, held
 
     likely: list[int] = []
-    unchecked: list[int] = []
     for first in range(0, destination.num_blocks, MAX_DIGESTS):
         batch = range(first, min(first + MAX_DIGESTS, destination.num_blocks))
         samples = client.fetch_samples(manifest, batch)
-        for block in batch:
-            if samples[block] in destination.samples(block):
-                (unchecked if destination.takes_unchecked(block, samples[block]) else likely).append(block)
+        likely += [block for block in batch if samples[block] in destination.samples(block)]
 
     def take(block: int) -> bool:
         return not is_over() and destination.take_local(block, digests[block])
@@ -52,4 +49,4 @@ def probe_local_blocks(
         digests.update(found)
         is_held = parallel_map(take, list(found), NUM_COPY_THREADS, "torchft_ckpt-compare")
         held.update(compress(found.items(), is_held))
-    return digests, held, unchecked
+    return digests, held

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from torchft_ckpt.errors import (
 )
 
 logger = logging.getLogger(__name__)
-_LOOK_S = 0.1
+
 _SWARM_AFTER_S = 0.25
 _ASK_AGAIN_S = 1.0
 _BLAKE3_AT_ONCE_BYTES = 64 * 1024 * 1024
@@ -57,11 +57,8 @@ class Fetch(FetchEngine[BlockTransfer]):
         cache: where memory comes from.
         local_state: the state that is here, or None: what is equal in it is not fetched.
         in_place: receive into the tensors of `local_state`.
-        unchecked: see `CheckpointTransport.fetch_checkpoint`.
         on_progress: called by the thread in `run`, a few times a second and at the end.
         serve_on: called with what serves the received blocks to other receivers, once there may be some.
-        max_bytes: another fetch goes on later, so the sources keep all. Of this one ask for so much at most; who would have to
-            ask for more cancels it. None: this is the whole fetch.
     """
 
     def __init__(
@@ -74,10 +71,8 @@ class Fetch(FetchEngine[BlockTransfer]):
         cache: BufferCache,
         local_state: object = None,
         in_place: bool = False,
-        unchecked: Collection[int] = (),
         on_progress: ProgressCallback | None = None,
         serve_on: Callable[[Manifest, Destination], Relay] | None = None,
-        max_bytes: int | None = None,
     ) -> None:
         by_name = {str(source): source for source in sources}
         super().__init__(
@@ -94,14 +89,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         self._local: LocalState | None = None
         self._knows_local = threading.Event()
         self._in_place = in_place and local_state is not None
-        self._unchecked = unchecked
         self._serve_on = serve_on
-        self._goes_on_later = max_bytes is not None
-        self._may_ask_bytes = max_bytes
-        """So much more; None: all. Belongs to `_lock`, as the next one does."""
-        self._num_asked = 0
-        """Streams that bring what they asked for."""
-        self._asked_changed = threading.Condition(self._lock)
         self._served_on: Destination | None = None
         self._begun: list[Destination] = []
         """Belongs to `_lock`."""
@@ -206,51 +194,11 @@ class Fetch(FetchEngine[BlockTransfer]):
             return None
 
         def ask(client: SourceClient, manifest: Manifest, blocks: list[int]) -> Iterator[tuple[int, Answer]]:
-            blocks = blocks[: self._may_ask(len(blocks), manifest.block_bytes)]
-            if not blocks:
-                return iter(())
             self._to_touch.put((destination, blocks))
             run = range(blocks[0], blocks[-1] + 1)
-            held = "" if self._goes_on_later else self._state.unreported(client.name)
-            return self._bring_asked(client, manifest, run, held)
+            return client.open_blocks(manifest, run, self._state.unreported(client.name))
 
         return Stream(self._state, destination, ask)
-
-    def ask_no_more(self) -> None:
-        """Receive what was asked for, then make the fetch raise `TransferCancelledError`. Any thread; it does not block."""
-        with self._lock:
-            self._may_ask_bytes = 0
-            is_asked = self._num_asked > 0
-        if not is_asked:
-            self.cancel()
-
-    def _may_ask(self, num_blocks: int, block_bytes: int) -> int:
-        """Note that blocks are asked for; return how many. 0: no more may be, all that was asked for has come: this ends."""
-        with self._asked_changed:
-            if self._may_ask_bytes is not None:
-                num_blocks = min(num_blocks, self._may_ask_bytes // block_bytes)
-                self._may_ask_bytes -= num_blocks * block_bytes
-            if num_blocks:
-                self._num_asked += 1
-                return num_blocks
-            while self._num_asked and not self._state.over:
-                self._asked_changed.wait(_LOOK_S)
-        self.cancel()
-        return 0
-
-    def _bring_asked(
-        self, client: SourceClient, manifest: Manifest, run: range, held: str
-    ) -> Iterator[tuple[int, Answer]]:
-        try:
-            yield from client.open_blocks(manifest, run, held)
-        finally:
-            with self._asked_changed:
-                self._num_asked -= 1
-                self._asked_changed.notify_all()
-
-    def _tell_done(self, client: SourceClient, manifest: Manifest) -> None:
-        if not self._goes_on_later:
-            super()._tell_done(client, manifest)
 
     def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
         """Have blocks come from a source, as what it turns out to be; False where the fetch is over."""
@@ -281,13 +229,11 @@ class Fetch(FetchEngine[BlockTransfer]):
     def _begin(self, client: SourceClient, manifest: Manifest) -> None:
         self._knows_local.wait()  # it is known, or this thread's work is not wanted any more
         with gc_paused():
-            destination = Destination(
-                manifest, self._cache, local=self._local, in_place=self._in_place, unchecked=self._unchecked
-            )
+            destination = Destination(manifest, self._cache, local=self._local, in_place=self._in_place)
         with self._lock:
             self._begun.append(destination)
-        digests, held, unchecked = probe_local_blocks(client, manifest, destination, lambda: self._state.over)
-        self._state.begin(client.name, destination, digests, held, client.share, unchecked)
+        digests, held = probe_local_blocks(client, manifest, destination, lambda: self._state.over)
+        self._state.begin(client.name, destination, digests, held, client.share)
 
     def _take_over(self, client: SourceClient, manifest: Manifest) -> None:
         """Another source began it and is lost; go on with this one, if its tensors lie in the same places."""

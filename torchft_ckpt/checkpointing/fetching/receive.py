@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -91,7 +91,6 @@ class Destination:
         cache: where memory is taken from.
         local: the state that is here. None is for who only looks: he gets the source's boxes, tuples and plain values.
         in_place: whether to receive into the tensors of `local`.
-        unchecked: addresses of tensors of `local`; see `CheckpointTransport.fetch_checkpoint`.
 
     Raises:
         TransferError: there is not enough memory.
@@ -106,7 +105,6 @@ class Destination:
         *,
         local: LocalState | None = None,
         in_place: bool = False,
-        unchecked: Collection[int] = (),
     ) -> None:
         self.manifest = manifest
         self.num_blocks = count_blocks(manifest.total_bytes, manifest.block_bytes)
@@ -119,15 +117,10 @@ class Destination:
         self._target = StateTarget(local, in_place=in_place)
         self._as_they_are: set[str] = set()
         self._direct: dict[int, LocalMemory] = {}
-        self._unchecked: set[int] = set()
-        """Segments of which what is here counts."""
         old: dict[int, memoryview | DeviceMemory] = {}
         if local is not None:
             self._as_they_are = check_layout(local, manifest, in_place=in_place)
             for index, memory in local_memories(local, manifest).items():
-                # What lies on a device may not be written yet; its digest would tell.
-                if isinstance(memory, LocalMemory) and memory.tensor.data_ptr() in unchecked:
-                    self._unchecked.add(index)
                 if isinstance(memory, DeviceMemory):
                     old[index] = memory
                 elif in_place:
@@ -217,24 +210,6 @@ class Destination:
             memories.append(self._views)
         samples = [b"".join(self._cut(memory, start, stop)) for memory in memories]
         return {digest_of(block, sample) for sample in samples if len(sample) == stop - start}
-
-    def takes_unchecked(self, block: int, sample: bytes) -> bool:
-        """Take a block from the local state whatever its digest is, where all of it is to be taken so and its sample is this one.
-
-        Returns whether it did.
-        """
-        if not self._unchecked:
-            return False
-        held = self._cut(self._views if self._direct else self._old, *self._sample_range(block))
-        if digest_of(block, b"".join(held)) != sample:
-            return False
-        start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-        segments = [segment for segment, *_ in segment_ranges(self._starts, self._lengths, start, stop)]
-        if not self._unchecked.issuperset(segments):
-            return False
-        if all(segment in self._direct for segment in segments):
-            return True
-        return bool(self._old) and not self._direct and self._copy_old(self.views(block), start, stop)
 
     def _copy_old(self, views: list[memoryview], start: int, stop: int) -> bool:
         """Copy bytes of the local state to where they would be received; False where not all of them are here."""

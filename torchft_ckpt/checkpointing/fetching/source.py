@@ -11,7 +11,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from urllib.parse import quote
 
 import msgspec
 import xxhash
@@ -26,14 +25,12 @@ from torchft_ckpt.checkpointing.protocol import (
     LATEST,
     MAX_DIGESTS,
     MAX_PEERS,
-    MAX_REFUSAL_BYTES,
     MAX_WAIT_S,
     PREFIX,
     PROBE_BYTES,
     PROBE_PATH,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
-    REDO_PATH,
     SHARE_HEADER,
     BoxRequest,
     PartsRequest,
@@ -161,32 +158,6 @@ class SourceClient:
             pause_s = _PAUSE_S if time.monotonic() - asked_at < max(wait_s / 2, _PAUSE_S) else 0.0
         raise TransferCancelledError(f"fetch from {self.name}: it is over", party="receiver")
 
-    def fetch_redo_manifest(self, after: str, wait_s: float, max_bytes: int) -> Manifest | None:
-        """Return the checked manifest of the redo entry that leads on from a version; None: there is none yet.
-
-        Args:
-            after: the version, as `redo_entry.format_version` writes it.
-            wait_s: the source waits for so long at most, and less where it would count as stalled.
-            max_bytes: refuse a longer manifest.
-
-        Raises:
-            SourceRefusedError, LeaseRevokedError: this source has none and will have none; the message says why.
-            StateFormatError, DigestMismatchError: what it sent is no manifest.
-            SourceLostError, TransferStalledError: the connection failed.
-        """
-        wait_s = max(min(wait_s, MAX_WAIT_S, self._options.stall_timeout_s / 2), 0.0)
-        until = time.monotonic() + self._options.stall_timeout_s
-        while True:
-            answer = self._connection.get(f"{REDO_PATH}?after={quote(after, safe='')}&wait_s={wait_s:.3f}")
-            if answer.status == 200:
-                return read_manifest(answer, self.name, max_bytes, self._options.max_total_bytes)
-            refusal = answer.refusal()
-            if (answer.status, refusal.error) == (404, "not_yet"):
-                return None
-            is_busy = (answer.status, refusal.error) == (429, "too_many_requests")
-            if not is_busy or time.monotonic() >= until or self._closed.wait(_BUSY_S):
-                raise _as_error(answer, refusal)
-
     def receive_probe(self, scratch: memoryview) -> int:
         """Receive zeros that are of no use but to measure the way; return how many.
 
@@ -201,24 +172,6 @@ class SourceClient:
         for at in range(0, PROBE_BYTES, len(scratch)):
             answer.read_into(scratch[: min(len(scratch), PROBE_BYTES - at)])
         return PROBE_BYTES
-
-    def tell_redo_held(self, after: str) -> None:
-        """Say that a version is here, so that the source frees the entry to it.
-
-        Raises: as `fetch_redo_manifest`.
-        """
-        answer = self._connection.get(f"{REDO_PATH}/held?after={quote(after, safe='')}", method="POST")
-        if answer.status == 204:
-            answer.read(0)
-            return
-        refusal = answer.refusal()
-        if (answer.status, refusal.error) != (429, "too_many_requests"):  # else it hears so with the next request
-            raise _as_error(answer, refusal)
-
-    def tell_redo_done(self) -> None:
-        """Say that this follower needs nothing more."""
-        self._connection.set_stall_timeout(min(DONE_TIMEOUT_S, self._options.stall_timeout_s))
-        self._connection.get(f"{REDO_PATH}/done", method="POST").read(MAX_REFUSAL_BYTES)
 
     def fetch_digests(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
         """Return the digests of blocks; at most `MAX_DIGESTS` of them."""

@@ -45,7 +45,6 @@ from torchft_ckpt.checkpointing.protocol import (
     PROVED_REQUEST_HEADERS,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
-    REDO_PATH,
     SHARE_HEADER,
     Peer,
     Peers,
@@ -54,7 +53,6 @@ from torchft_ckpt.checkpointing.protocol import (
 )
 from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
 from torchft_ckpt.checkpointing.serving.parts import digest_parts, regions_of
-from torchft_ckpt.checkpointing.serving.redo import ServedRedoLog
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.sending import (
     Body,
@@ -72,12 +70,9 @@ from torchft_ckpt.checkpointing.serving.sending import (
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import Availability, SnapshotRegistry
 from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs, start_digest
-from torchft_ckpt.checkpointing.state.redo_entry import parse_version
 from torchft_ckpt.checkpointing.state.regions import Region
-from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.core.services.admission import client_of_address
 from torchft_ckpt.core.services.proofs import PROOF_HEADER, PartDigest, ProvedSession
-from torchft_ckpt.core.transfer.redo_log import Gone, Next
 from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
 from torchft_ckpt.front.limits import acknowledged_bytes, showed_token
@@ -108,7 +103,6 @@ _STATUS = {
     "gone": 410,
     "changed": 410,
     "revoked": 410,
-    "not_logged": 410,
     "other_snapshot": 412,
 }
 
@@ -126,7 +120,7 @@ class CheckpointHandlers:
         on_registered: called on the loop when a receiver has started on a snapshot.
         patience_s: with a client that takes nothing of a manifest.
         max_bytes_per_s: of all bodies of blocks and parts together; None: no bound.
-        redo_log: that is served; None: of no use to anybody.
+
     """
 
     def __init__(
@@ -141,10 +135,8 @@ class CheckpointHandlers:
         on_registered: Callable[[Snapshot], None],
         patience_s: float,
         max_bytes_per_s: float | None = None,
-        redo_log: ServedRedoLog | None = None,
     ) -> None:
         self._snapshots = registry
-        self._redo_log = redo_log
         self._threads = FairThreads(executor, num_threads)
         self._token = token or ""
         self._proof_key = proof_key
@@ -177,11 +169,6 @@ class CheckpointHandlers:
         app.router.add_get(step + "/peers", self._peers)
         app.router.add_post(step + "/done", self._done)
         app.router.add_get(PROBE_PATH, self._probe, allow_head=False)
-        if self._redo_log is not None:
-            log = self._redo_log
-            app.router.add_get(REDO_PATH, functools.partial(self._redo_entry, log), allow_head=False)
-            app.router.add_post(f"{REDO_PATH}/held", functools.partial(self._redo_held, log))
-            app.router.add_post(f"{REDO_PATH}/done", functools.partial(self._redo_done, log))
         return app
 
     def wake_waiting(self) -> None:
@@ -329,49 +316,6 @@ class CheckpointHandlers:
             turns.end()
             self._pace.give_back(burst)
         return response
-
-    async def _redo_entry(self, log: ServedRedoLog, request: web.Request) -> web.StreamResponse:
-        """Answer with the manifest of the next entry; wait for it where there is none yet."""
-        client = _client(request)
-        deadline = asyncio.get_running_loop().time() + _wait_s(request)
-        while (version := self._next_version(log, request)) is None:
-            if not await self._woken(deadline):
-                raise self._refuse("not_yet", "the version that you hold is the newest here")
-        try:
-            snapshot = await self._threads.run(client, log.snapshot_of, version)
-            self._check_unchanged(snapshot, 0, snapshot.total_bytes)
-            return await self._answer_manifest(request, snapshot)
-        except BlockGoneError as error:  # the log has ended since
-            raise self._refuse("not_logged", str(error)) from error
-        except StateChangedError as error:
-            log.end(f"a gradient was written to after its step: {error}")
-            raise
-
-    async def _redo_held(self, log: ServedRedoLog, request: web.Request) -> web.StreamResponse:
-        self._next_version(log, request)
-        return web.Response(status=204)
-
-    async def _redo_done(self, log: ServedRedoLog, request: web.Request) -> web.StreamResponse:
-        receiver = _receiver(request)
-        if receiver is not None:
-            log.leave(receiver)
-        return web.Response(status=204)
-
-    def _next_version(self, log: ServedRedoLog, request: web.Request) -> StateVersion | None:
-        """Note what a follower holds, and return where the next entry leads; None: there is none yet."""
-        receiver = _receiver(request)
-        if receiver is None:
-            raise self._refuse("bad_range", f"a follower names itself, by {RECEIVER_HEADER}", status=416)
-        try:
-            after = parse_version(request.query.get("after", ""))
-        except ValueError as error:
-            raise self._refuse("bad_range", str(error), status=416) from error
-        for snapshot in self._snapshots.open_snapshots():  # it may still have to receive the state that it follows from
-            snapshot.contact(receiver, time.monotonic())
-        answer = log.ask(receiver, _client(request), after, time.monotonic())
-        if isinstance(answer, Gone):
-            raise self._refuse("revoked" if answer.is_revoked else "not_logged", answer.reason)
-        return answer.version if isinstance(answer, Next) else None
 
     async def _answer_manifest(self, request: web.Request, snapshot: Snapshot) -> web.StreamResponse:
         client = _client(request)
@@ -547,8 +491,6 @@ class CheckpointHandlers:
         wanted = request.headers.get("If-Match")
         if wanted is not None:
             snapshot = self._snapshots.find_by_id(wanted.strip('"'))
-            if snapshot is None and self._redo_log is not None:
-                snapshot = self._redo_log.find_by_id(wanted.strip('"'))
             if snapshot is None and self._snapshots.was_revoked(wanted.strip('"'), _receiver(request)):
                 raise self._refuse("revoked", _REVOKED.format(step))
             if snapshot is None or snapshot.step != step:
@@ -592,8 +534,6 @@ class CheckpointHandlers:
                 str(parse_metadata(request.headers[ADDRESS_HEADER])) if ADDRESS_HEADER in request.headers else None
             )
         served.contact(receiver, time.monotonic(), received=received, address=address)
-        if self._redo_log is not None:
-            self._redo_log.hear(receiver, time.monotonic())
 
     def _gone(self, request: web.Request, message: str) -> _RefusedError:
         with contextlib.suppress(_RefusedError):

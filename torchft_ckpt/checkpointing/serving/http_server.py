@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from torchft_ckpt.checkpointing.protocol import MAX_BODY_BYTES
 from torchft_ckpt.checkpointing.serving.handlers import CheckpointHandlers
-from torchft_ckpt.checkpointing.serving.redo import ServedRedoLog
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
 from torchft_ckpt.errors import AddressInUseError, CheckpointError, ConfigError, LockTimeoutError
@@ -65,7 +64,6 @@ class CheckpointServer:
         token: what clients must present as `Authorization: Bearer`, or prove; None lets everybody in.
         ssl_context: for a server; https is spoken with it, and nothing else. It decides about client certificates.
         limits: what clients may take.
-        redo_log: that it serves as well.
 
     Attributes:
         proof_key: by which this server, and no other, proves itself to who has one of its manifests.
@@ -85,7 +83,6 @@ class CheckpointServer:
         token: str | None,
         ssl_context: ssl.SSLContext | None = None,
         limits: ServerLimits = ServerLimits(),
-        redo_log: ServedRedoLog | None = None,
     ) -> None:
         if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
             raise ConfigError("ssl_context is one for clients; a server needs PROTOCOL_TLS_SERVER", party="ssl_context")
@@ -109,11 +106,7 @@ class CheckpointServer:
             on_registered=self._prepare_copies,
             patience_s=limits.head_timeout_s,
             max_bytes_per_s=limits.max_serve_bytes_per_s,
-            redo_log=redo_log,
         )
-        self._redo_log = redo_log
-        if redo_log is not None:
-            redo_log.on_change(self.wake)
         self._preparing: set[Snapshot] = set()
         """A thread touches their buffers or copies their blocks ahead, or is about to: one for each, whoever comes."""
         self._token = token or ""
@@ -228,8 +221,6 @@ class CheckpointServer:
     def _lapse(self) -> None:
         """Keep nothing for receivers that are gone without a word."""
         self._snapshots.lapse(time.monotonic() - _SILENT_S)
-        if self._redo_log is not None:
-            self._redo_log.lapse(time.monotonic())
         self._expire()
         if not self._stopping.is_set():
             self._loop.call_later(_SILENT_S / 4, self._lapse)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-import msgspec
-
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.layouts import is_part_of, pause_before_learning_again_s
@@ -18,19 +16,16 @@ from torchft_ckpt.core.coordination.learning import (
     SAY_EVERY_S,
     learner_in_words,
     should_follow,
-    should_receive_early,
 )
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
 from torchft_ckpt.core.coordination.messages import (
-    FollowWish,
     JoinerWaiting,
     JoinProgress,
     Needed,
     QuorumFormed,
     Role,
     Source,
-    StateKept,
     clip,
     name_some,
 )
@@ -92,7 +87,6 @@ class Beside:
             if m.replica_id in joining
             and should_follow(m.asked, self._joining.usual_s, stays=m.replica_id in idle)
             and (m.replica_id in idle or not self._waits_in_vain(m, now))
-            and (self._has_counterparts(m) or not m.asked.replays)
         ]
         reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
         reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
@@ -120,11 +114,6 @@ class Beside:
                 needed.append(left_out.pop(0))
             return needed, {m.replica_id: reasons[m.replica_id] for m in left_out}, []
         return admitted, out, following
-
-    def _has_counterparts(self, member: Member) -> bool:
-        """Whether those at work have as many ranks as a group: each of its ranks could replay the steps of its counterparts."""
-        num_ranks = member.hello.group_world_size
-        return all(other.hello.group_world_size == num_ranks for other in self._job.others_at_work(member))
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
         """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
@@ -204,13 +193,6 @@ class Beside:
         for replica_id in self._job.quorum_members:
             yield Send(self._job.members[replica_id].connection, JoinerWaiting())
 
-    def wished(self, member: Member, wish: FollowWish) -> Iterator[Instruction]:
-        """A learner wants to receive a state while it warms up; it gets one when the others begin a step."""
-        is_warming = member.is_beside and member.warms_up and member.kept is None
-        if is_warming and should_receive_early(wish, self._joining.usual_s):
-            member.wish = wish
-            yield from self.have_state_captured()
-
     def progressed(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
         """A learner says how far it is."""
         member.progress, member.follows_until = progress, now + SAY_EVERY_S
@@ -226,8 +208,7 @@ class Beside:
             others: are of another layout than they.
             now: the time.
         """
-        warming = [m for m in self._job.members.values() if m.wish is not None]
-        following = [m for m in (*following, *warming) if now >= m.learns_from]
+        following = [m for m in following if now >= m.learns_from]
         return [*self._learners(others, now), *(m for m in following if not self._is_teaching(now, beside=m))]
 
     def _learners(self, others: Collection[str], now: float) -> list[Member]:
@@ -249,7 +230,7 @@ class Beside:
 
         `beside`: who would get the next one. For a group that is to train a spare begins again.
         """
-        taught = [m for m in self._job.members.values() if m.is_beside and m.follows_until > now and not m.only_replays]
+        taught = [m for m in self._job.members.values() if m.is_beside and m.follows_until > now and not m.has_received]
         return any(not self._is_idle_spare(m) for m in taught) or (bool(taught) and self._is_idle_spare(beside))
 
     def teach(
@@ -264,25 +245,14 @@ class Beside:
 
         `others`: are of another layout; a learner that is none of them follows.
         """
-        for member in self._job.members.values() if learners else ():
-            member.kept = None  # the sources keep one state at a time
         for place, member in enumerate(learners):
             follows = member.replica_id not in others
             member.num_learned += 1
             member.learns_from = now + pause_before_learning_again_s(member.num_learned)
-            if member.wish is not None:
-                yield Log(f"{member.replica_id} may receive step {current.step} while it warms up")
-                yield self._keep_state_for(member, member.wish, current, place, sources, now)
-                continue
             why = "it does not train the same parameters yet, and first has to learn at which step the others are"
             why = self._why_follows(member) if follows else why
             yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
             yield self._answer_outside_quorum(member, current, place, why, now, sources=sources, follows=follows)
-
-    @staticmethod
-    def num_replaying(learners: Collection[Member], others: Collection[str]) -> int:
-        """Return how many of those who are taught want redo entries."""
-        return sum(_replays(member) for member in learners if member.replica_id not in others)
 
     def _answer_outside_quorum(
         self,
@@ -296,41 +266,20 @@ class Beside:
         warms_up: bool = False,
         follows: bool = False,
     ) -> Send:
-        """Let a member compute a step beside a quorum, which does not wait for it.
+        """Let a member compute a step beside a quorum, which does not wait for it. It is a learner from now on.
 
         `warms_up`: it receives nothing, and may measure the way to the sources. `follows`: it computes no step, but receives the
         state and asks again.
         """
-        formed = self._formed(member, current, place, reason, sources=sources, warms_up=warms_up, follows=follows)
-        return self.answer(member, formed, now)
-
-    def _keep_state_for(
-        self, member: Member, wish: FollowWish, current: Round, place: int, sources: list[Source], now: float
-    ) -> Send:
-        """Tell a learner that warms up which state is kept for it."""
-        why = "it has computed its first step, and receives the state that was kept for it meanwhile"
-        member.kept = self._formed(member, current, place, why, sources=sources, follows=True)
-        member.wish, member.follows_until = None, now + SAY_EVERY_S
-        kept = StateKept(
-            quorum_id=wish.quorum_id, step=wish.step, version=member.kept.version, sources=member.kept.sources
-        )
-        return Send(member.connection, kept)
-
-    def _formed(
-        self,
-        member: Member,
-        current: Round,
-        place: int,
-        reason: str,
-        *,
-        sources: list[Source],
-        warms_up: bool = False,
-        follows: bool = False,
-    ) -> QuorumFormed:
-        """Return the answer to a learner's request, but for whose number it has. Arguments as in `_answer_outside_quorum`."""
+        request = self._job.take_request(member)
+        # It may have been in the quorum, and have given its step up.
+        self._job.quorum_members.pop(member.replica_id, None)
+        member.is_excused = member.has_left_step = True
+        member.is_beside, member.warms_up = follows or warms_up, warms_up
+        member.follows_until = now + SAY_EVERY_S if follows else now
         assignment = current.assignment
-        return QuorumFormed(
-            request_id=0,
+        formed = QuorumFormed(
+            request_id=request.request_id,
             quorum_id=self._job.quorum_id,
             epoch=self._job.epoch,
             version=assignment.version,
@@ -344,7 +293,6 @@ class Beside:
             sources=sources,
             warms_up=warms_up,
             follows=follows,
-            step_s=self._joining.usual_s if follows else 0.0,
             stays=follows and self._is_idle_spare(member),
             unverified=assignment.unverified,
             newest_step=self._job.history.lasting_step,
@@ -353,31 +301,14 @@ class Beside:
             rolled_back_to=self._job.history.rolled_back_to,
             reason=reason,
         )
-
-    def answer(self, member: Member, formed: QuorumFormed, now: float) -> Send:
-        """Answer the open request of a member, which is a learner from now on."""
-        request = self._job.take_request(member)
-        # It may have been in the quorum, and have given its step up.
-        self._job.quorum_members.pop(member.replica_id, None)
-        member.is_excused = member.has_left_step = True
-        member.is_beside, member.warms_up = formed.follows or formed.warms_up, formed.warms_up
-        member.follows_until = now + SAY_EVERY_S if formed.follows else now
-        stays = formed.stays and self._is_idle_spare(member)  # it may have been called since
-        return Send(member.connection, msgspec.structs.replace(formed, request_id=request.request_id, stays=stays))
+        return Send(member.connection, formed)
 
     # ----------------------------------------------------------------------------------------------------- invariants
 
     def validate(self) -> None:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
         for member in self._job.members.values():
-            if (member.wish or member.kept) and not (member.is_beside and member.warms_up):
-                raise RuntimeError(f"{member.replica_id} does not warm up, and a state is to be kept for it")
             if member.is_beside and not (member.is_excused and member.has_left_step):
                 raise RuntimeError(f"{member.replica_id} is beside the quorum, and is waited for")
             if member.is_beside and member.replica_id in self._job.quorum_members:
                 raise RuntimeError(f"the next quorum waits for {member.replica_id}, which is beside it")
-
-
-def _replays(learner: Member) -> bool:
-    """Whether a learner that is taught now wants redo entries."""
-    return learner.asked.replays if learner.wish is None else learner.wish.replays

@@ -13,8 +13,7 @@ lighthouse says to each of them. It runs at group rank 0. It knows no sockets an
 - It asks where the newest state is when all of its ranks want to know; where some of them ask for a quorum instead, the
   others are told that nothing is known, and ask for one too.
 - Ranks that hold different states (one of them failed to load, say) hold none as a group: it is torn, and all heal.
-- Ranks that fetch a state load it at one place of their programs, or none of them does; and so with the redo entries that bring a
-  state forward (`ranks_together`).
+- Ranks that fetch a state load it at one place of their programs, or none of them does (`ranks_together`).
 - A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
 - The wish of one rank to leave is the group's. What the lighthouse answers goes to all ranks with the end of one step, so all of
   them leave after the same one. From then on a rank that goes takes nobody with it, and the group has left when all have.
@@ -40,13 +39,11 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_COUNT,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
-    ApplyRedo,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
     CommitUnknown,
     CommitVote,
-    FollowWish,
     FromLighthouse,
     GiveUpWaiting,
     GroupBroken,
@@ -75,13 +72,11 @@ from torchft_ckpt.core.coordination.messages import (
     RankHello,
     RankToGroup,
     Receives,
-    RedoFetched,
     Refused,
     ReplicasDiffer,
     Role,
     StallReport,
     StateArrived,
-    StateKept,
     StateLate,
     StateLocated,
     StateVersion,
@@ -91,7 +86,7 @@ from torchft_ckpt.core.coordination.messages import (
     refuse_version,
     size_of,
 )
-from torchft_ckpt.core.coordination.ranks_together import Arrivals, Replaying
+from torchft_ckpt.core.coordination.ranks_together import Arrivals
 
 MAX_DECIDED = 4
 """How the latest steps ended is remembered for so many."""
@@ -171,9 +166,6 @@ class GroupState:
         """Of ranks that asked for the next step, while not all of them have."""
         self._arrivals = Arrivals(world_size)
         """Of the state that the open step is to begin with."""
-        self._entries = Arrivals(world_size)
-        """Of the redo entries that lead to that state from the one that is here."""
-        self._replaying = Replaying(world_size)
         self._request_id = 0
         self._asked: QuorumRequest | None = None
         """What the group asked and has no answer to."""
@@ -194,8 +186,6 @@ class GroupState:
         self._repeated_by: dict[int, set[int]] = {}
         """Of what each rank said last: the other ranks with whose reports it was sent once more."""
         self._loads = Receives.TRANSFER
-        self._wishes: dict[int, FollowWish] = {}
-        """Of ranks that want to receive a state while they warm up, in the open step."""
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
 
@@ -256,12 +246,9 @@ class GroupState:
                 self._stall_reported = True
                 yield SendToLighthouse(message)
         elif isinstance(message, JoinProgress):
-            if self._is_of_open_step(message) or self._is_replayed(message):
-                yield from self._receives(rank, message)
-        elif isinstance(message, FollowWish):
             if self._is_of_open_step(message):
-                yield from self._wishes_to_follow(rank, message)
-        elif isinstance(message, StateArrived | StateLate | RedoFetched):
+                yield from self._receives(rank, message)
+        elif isinstance(message, StateArrived | StateLate):
             yield from self._fetches(rank, message)
         elif isinstance(message, LeaveReady):
             self._calls[rank] = message.call
@@ -400,8 +387,7 @@ class GroupState:
         self._reach[rank], self._repeated_by[rank] = progress, set()
         slowest = max(self._reach, key=lambda other: self._reach[other].reach_s)
         reach_s = self._reach[slowest].reach_s
-        replays = progress.does is Receives.REPLAY
-        if progress.does is not Receives.TRANSFER and not replays:
+        if progress.does in (Receives.LOAD_FIRST, Receives.LOAD):
             self._loads = progress.does
         if progress.reach_s < reach_s:
             if rank in self._repeated_by[slowest]:
@@ -412,69 +398,37 @@ class GroupState:
                 msgspec.structs.replace(
                     progress,
                     reach_s=reach_s,
-                    does=progress.does if replays else self._loads,
+                    does=progress.does if progress.does is Receives.NOTHING else self._loads,
                     done_bytes=min(sum(said.done_bytes for said in self._reach.values()), MAX_COUNT),
                     total_bytes=min(sum(said.total_bytes for said in self._reach.values()), MAX_COUNT),
                 )
             )
 
-    def _wishes_to_follow(self, rank: int, wish: FollowWish) -> Iterator[GroupInstruction]:
-        """The group follows if all of its ranks do, and needs as long as the slowest."""
-        self._wishes[rank] = wish
-        if len(self._wishes) == self.world_size:
-            wishes = self._wishes.values()
-            yield SendToLighthouse(
-                msgspec.structs.replace(
-                    wish,
-                    reach_s=max(one.reach_s for one in wishes),
-                    entry_s=max(one.entry_s for one in wishes),
-                    replays=all(one.replays for one in wishes),
-                )
-            )
-
-    def _fetches(self, rank: int, message: StateArrived | StateLate | RedoFetched) -> Iterator[GroupInstruction]:
+    def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
         asked = self._asked_by.get(rank)
         if self._quorum is None or asked is None or asked.request_id != message.request_id:
             return  # of a step that is over
-        if isinstance(message, RedoFetched):
-            yield from self._tell_how_far(self._replaying.fetched(rank, message))
-            return
-        arrivals = self._entries if message.of_entries else self._arrivals
         if isinstance(message, StateArrived):
-            yield from self._tell_loading(arrivals, arrivals.arrived(rank, message.failure, loads=message.loads))
+            yield from self._tell_loading(self._arrivals.arrived(rank, message.failure, loads=message.loads))
         else:
-            yield from self._tell_loading(arrivals, arrivals.late())
+            yield from self._tell_loading(self._arrivals.late())
 
-    def _tell_loading(self, arrivals: Arrivals, told: tuple[Loading, str] | None) -> Iterator[GroupInstruction]:
+    def _tell_loading(self, told: tuple[Loading, str] | None) -> Iterator[GroupInstruction]:
+        """Tell all ranks when to load, each with the number of its own request."""
         if told is None:
             return
         loading, reason = told
-        yield from self._answer_all(
-            LoadState(
-                request_id=0,
-                loading=loading,
-                reason=clip(reason),
-                loads=arrivals.loads,
-                of_entries=arrivals is self._entries,
-            )
-        )
-
-    def _tell_how_far(self, told: ApplyRedo | None) -> Iterator[GroupInstruction]:
-        if told is not None:
-            yield from self._answer_all(msgspec.structs.replace(told, failure=clip(told.failure)))
-
-    def _answer_all(self, message: LoadState | ApplyRedo) -> Iterator[GroupInstruction]:
-        """Send a message to all ranks, to each with the number of its own request."""
         for rank, asked in self._asked_by.items():
-            yield SendToRank(rank, msgspec.structs.replace(message, request_id=asked.request_id))
+            loads = self._arrivals.loads
+            yield SendToRank(
+                rank, LoadState(request_id=asked.request_id, loading=loading, reason=clip(reason), loads=loads)
+            )
 
     def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
         """A rank began anew. Where the step is not over, it is over for all of them now."""
         if self._quorum is not None and self._quorum.role is not Role.HEALTHY:
             reason = f"group rank {rank} gave the step up"
-            yield from self._tell_loading(self._arrivals, self._arrivals.give_up(reason))
-            yield from self._tell_loading(self._entries, self._entries.give_up(reason))
-            yield from self._tell_how_far(self._replaying.give_up(reason))
+            yield from self._tell_loading(self._arrivals.give_up(reason))
         if self._quorum is not None and self._quorum.role is Role.LEARNER:
             return  # it is in no collective and has no vote
         if self._voted is None:
@@ -579,8 +533,6 @@ class GroupState:
             reach_s=_longest([request.reach_s for request in requests]),
             guesses=any(request.guesses for request in requests),
             can_follow=all(request.can_follow for request in requests),
-            entry_s=max(request.entry_s for request in requests),
-            replays=all(request.replays for request in requests),
             load_s=max(request.load_s for request in requests),
             stood_s=max(request.stood_s for request in requests),
             layout=combine_ranks([request.layout for request in requests]),
@@ -626,15 +578,9 @@ class GroupState:
         digests = [self._votes[rank].state_digests[:1] for rank in range(self.world_size) if rank in self._votes]
         return [digest for of_rank in digests for digest in of_rank] if all(map(len, digests)) else []
 
-    def _is_of_open_step(self, report: StallReport | CollectiveWait | JoinProgress | FollowWish | StateKept) -> bool:
+    def _is_of_open_step(self, report: StallReport | CollectiveWait | JoinProgress) -> bool:
         formed = self._quorum
         return formed is not None and (formed.quorum_id, formed.version.step) == (report.quorum_id, report.step)
-
-    def _is_replayed(self, progress: JoinProgress) -> bool:
-        """Whether a rank says to which step it has come that replays the others': not that of the state that it received."""
-        formed, does = self._quorum, progress.does
-        is_learner = formed is not None and formed.role is Role.LEARNER and formed.quorum_id == progress.quorum_id
-        return is_learner and does is Receives.REPLAY
 
     def _break(self, reason: str) -> Iterator[GroupInstruction]:
         if self.broken is not None:
@@ -676,10 +622,6 @@ class GroupState:
             if self._quorum is not None and self._quorum.follows:
                 for rank in range(self.world_size):
                     yield SendToRank(rank, message)
-        elif isinstance(message, StateKept):
-            if self._is_of_open_step(message):
-                for rank in range(self.world_size):
-                    yield SendToRank(rank, message)
         elif isinstance(message, LeaveWish):
             self._wish = self._wish or LeaveWish(reason=clip(message.reason))
         elif isinstance(message, LetGo):
@@ -704,10 +646,7 @@ class GroupState:
             self._reach.clear()
             self._repeated_by.clear()
             self._loads = Receives.TRANSFER
-            self._wishes.clear()
             self._arrivals.begin()
-            self._entries.begin()
-            self._replaying.begin()
             self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
             yield SendToRank(rank, msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id))
@@ -755,10 +694,7 @@ class GroupState:
         """Say what is wrong with what the ranks, and the group for them, ask."""
         ranks = set(range(self.world_size))
         asks, locates, by_rank = self._requests.keys(), self._locating.keys(), self._asked_by
-        if (
-            not asks | locates | by_rank.keys() | self._addresses.keys() | self._reach.keys() | self._wishes.keys()
-            <= ranks
-        ):
+        if not asks | locates | by_rank.keys() | self._addresses.keys() | self._reach.keys() <= ranks:
             yield "a rank asks that this group does not have"
         if asks & locates:
             yield "a rank asks for a step, and where the newest state is"

@@ -108,10 +108,6 @@ class Reception:
         """Whether a transfer has shown how fast transfers are."""
         return self._rate is not None
 
-    def lasts_s(self, num_bytes: int) -> float:
-        """Return how long so many bytes take at the rate of the last transfer; 0: none was measured."""
-        return num_bytes / self._rate if self._rate else 0.0
-
     def expected_s(self, num_bytes: int) -> float:
         """Return how long the next transfer takes.
 

@@ -57,7 +57,6 @@ from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     Drain,
     Dropped,
-    FollowWish,
     Heartbeat,
     Hello,
     JoinProgress,
@@ -265,8 +264,6 @@ class LighthouseState:
             yield from self._deciding.stalled(member, message, now)
         elif isinstance(message, JoinProgress):
             yield from self._on_join_progress(member, message, now)
-        elif isinstance(message, FollowWish):
-            yield from self._beside.wished(member, message)
         elif isinstance(message, CollectiveWait):
             yield from self._deciding.waits(member, message, now)
         elif isinstance(message, LeafDigests):
@@ -434,8 +431,8 @@ class LighthouseState:
             member.store_address = request.store_address
         if member.request is None:
             member.asked_at = now
-        was_beside, kept = member.is_beside, member.kept
-        member.is_beside, member.is_called, member.progress, member.wish, member.kept = False, False, None, None, None
+        was_beside = member.is_beside
+        member.is_beside, member.is_called, member.progress = False, False, None
         member.request, member.is_excused, member.has_finished = request, False, False
         member.notified_reason = ""
         if request.needs_new_quorum:
@@ -449,13 +446,8 @@ class LighthouseState:
             yield from self._reconsider(now)
             return
         if self.round is not None and self._beside.should_warm_up(member):
-            member.kept = kept  # it computes once more
             yield self._beside.let_warm_up(member, self.round, now)
             yield from self._reconsider(now)  # others may have waited for it
-            return
-        is_kept = kept is not None and member.follows_until > now  # sources free what nobody speaks of
-        if kept is not None and is_kept and request.can_follow and self._beside.may_learn_alone(member):
-            yield self._beside.answer(member, kept, now)
             return
         if was_beside:
             yield from self._beside.have_state_captured()
@@ -491,7 +483,7 @@ class LighthouseState:
         yield from self._deciding.abandoned(replica_id, now)
         self._job.stop_waiting(member)
         member.has_left_step, member.has_finished = True, message.has_finished
-        member.is_beside, member.progress, member.wish, member.kept = False, None, None, None
+        member.is_beside, member.progress = False, None
         yield from self._deciding.left(member)
         yield from self._on_state_shown(member, message.version, now)
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
@@ -780,14 +772,7 @@ class LighthouseState:
             yield Send(member.connection, formed)
 
     def _why_lost(self, lost: StepLost, replica_ids: tuple[str, ...]) -> str:
-        replaying = [m.replica_id for m in map(self.members.__getitem__, replica_ids) if m.num_learned]
         hint = self._leaving.hint_if_over()
-        if lost.is_torn and replaying and self.newest_step > 0:
-            return (
-                f"every group that held step {self.newest_step} is gone. {name_some(replaying)} made the same steps beside them,"
-                f" and without them nobody can say whether they are right to the last bit.{hint} Bring one of"
-                " them back, or start a group from a checkpoint (Manager.load_state_dict)"
-            )
         if lost.is_torn:
             return (
                 f"no replica group here has a whole state ({name_some(replica_ids)}: an interrupt or an error has broken off a"
@@ -907,7 +892,6 @@ class LighthouseState:
         ][:MAX_SOURCES]
         taught = learners if teachers else []
         places = range(len(members), len(members) + len(taught))
-        num_replaying = self._beside.num_replaying(taught, others)
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
@@ -931,7 +915,6 @@ class LighthouseState:
                 standby_store_address=standby,
                 sources=[members[source].as_source(source) for source in part.sources],
                 destinations=[*part.destinations, *(places if rank in teachers else ())],
-                num_replaying=num_replaying if rank in teachers else 0,
                 join_budget_s=current.join_budget_s,
                 join_wait_s=current.join_wait_s,
                 joiner_waiting=bool(assignment.deferred)

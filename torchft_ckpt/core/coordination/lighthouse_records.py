@@ -8,11 +8,9 @@ from typing import NamedTuple
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, num_issued
 from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
-    FollowWish,
     Hello,
     JoinProgress,
     LeaveWish,
-    QuorumFormed,
     QuorumRequest,
     Receives,
     Role,
@@ -61,10 +59,6 @@ class Member:
     """It was told that the others need it, since it follows."""
     follows_until: float = float("-inf")
     """Until then it is taken to receive a state beside the quorum, unless it says so again."""
-    wish: FollowWish | None = None
-    """It warms up, and wants to receive a state meanwhile."""
-    kept: QuorumFormed | None = None
-    """The answer to its next request, as sources keep a state for it since it warmed up."""
     progress: JoinProgress | None = None
     """What it said last of what it receives beside the quorum."""
     progress_logged_at: float = float("-inf")
@@ -102,9 +96,9 @@ class Member:
         return self.hello.replica_id
 
     @property
-    def only_replays(self) -> bool:
-        """Whether it needs no state any more that sources keep: it brings the one that is here forward."""
-        return self.progress is not None and self.progress.does is Receives.REPLAY
+    def has_received(self) -> bool:
+        """Whether it needs no state any more that sources keep: it has received one outside of the quorum."""
+        return self.progress is not None and self.progress.does is Receives.NOTHING
 
     @property
     def is_in_step(self) -> bool:

@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -266,10 +266,6 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """It has measured no transfer yet: `reach_s` may be much longer."""
     can_follow: bool = False
     """It can receive a state outside of the quorum, while the others train on, and is closer to theirs after that."""
-    entry_s: Seconds = 0.0
-    """How long it expects to need to receive what it replays of one step; 0: it cannot say, or replays nothing."""
-    replays: bool = False
-    """It brings that state on by redo entries then, which its sources note of each step from there on."""
     load_s: Seconds = 0.0
     """Seconds that loading took the last time."""
     stood_s: Seconds = 0.0
@@ -296,8 +292,8 @@ class Receives(str, Enum):
     """It loads before its forward pass, so the others may wait for it in a collective."""
     LOAD = "load"
     """It loads at its vote."""
-    REPLAY = "replay"
-    """It replays the steps that the others have made since it received the state: a learner."""
+    NOTHING = "nothing"
+    """It has received the state outside of the quorum, and keeps it: a spare."""
 
 
 class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -315,21 +311,6 @@ class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     total_bytes: Count = 0
     takes: Text = ""
     """What takes so long, in words, where it is no transfer."""
-
-
-class FollowWish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A learner that warms up has measured the way to the sources: it will follow, and wants to receive the state meanwhile.
-
-    Answered by `StateKept`, once the others begin a step.
-    """
-
-    quorum_id: Count
-    """With `step`: beside which step it warms up."""
-    step: Count
-    reach_s: Seconds
-    """As in `QuorumRequest`."""
-    entry_s: Seconds = 0.0
-    replays: bool = False
 
 
 class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -523,10 +504,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Replica ranks that this member has to serve."""
     join_budget_s: Seconds | None = None
     """Set where members join: how long a collective may wait for them before `StallReport` is due."""
-    step_s: Seconds = 0.0
-    """To a learner that follows: a step of the others takes so long; 0: not known yet."""
     stays: bool = False
-    """To a learner that follows: it is a spare, and goes on following until it hears `Needed`."""
+    """To a learner that follows: it is a spare, and keeps what it has received until it hears `Needed`."""
     join_wait_s: Seconds = 0.0
     """The longest that the decision may wait for members that join."""
     joiner_waiting: bool = False
@@ -554,8 +533,6 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     follows: bool = False
     """The role is LEARNER, as the member is further behind than a step: it loads `version` from `sources`, however many steps
     that takes, and asks again."""
-    num_replaying: Count = 0
-    """So many of the learners among `destinations` want redo entries of the steps that follow on `version`."""
     names_state: bool = False
     """`version` is a new name: healthy members give it to the state of that step that they hold."""
     rolled_back_to: StateVersion = StateVersion()
@@ -608,16 +585,6 @@ class LostTold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The numbers that those who are gone had among the contributors."""
     group_names: Annotated[list[ReplicaId], msgspec.Meta(max_length=MAX_NAMED)] = []
     """The names of the first contributors, by number, without their incarnations."""
-
-
-class StateKept(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """To a learner that warms up: these groups keep the state `version` for it. Its next request is answered by that state."""
-
-    quorum_id: Number
-    """As in its `FollowWish`."""
-    step: Number
-    version: StateVersion
-    sources: Annotated[list[Source], msgspec.Meta(max_length=64)]
 
 
 class JoinerWaiting(msgspec.Struct, frozen=True, tag=True):
@@ -741,16 +708,12 @@ class StateArrived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Why it will not have it."""
     loads: bool = False
     """It loads that state; of one that compares, because it came to another one."""
-    of_entries: bool = False
-    """Said of the redo entries that lead to that state, and not of the state."""
 
 
 class StateLate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A rank does not wait any longer before its forward pass. It is answered by `LoadState`, if it was not told before."""
 
     request_id: Count
-    of_entries: bool = False
-    """As in `StateArrived`."""
 
 
 class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -761,30 +724,6 @@ class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reason: Text = ""
     loads: bool = False
     """A rank of the group loads the state, so all do that have fetched it, also those that hold the same bits already."""
-    of_entries: bool = False
-    """As in `StateArrived`: the entries are applied."""
-
-
-class RedoFetched(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A rank that follows the others has fetched the redo entries up to a step. It is answered by `ApplyRedo`, now and then."""
-
-    request_id: Count
-    step: Count
-    is_newest: bool = False
-    """There is no later one yet, or it fetches no later one than the other ranks."""
-    failure: Text = ""
-    """Why it cannot bring its state forward."""
-
-
-class ApplyRedo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Tells all ranks of the group up to which step they apply redo entries: all of them apply an entry, or none does."""
-
-    request_id: Count
-    step: Count
-    is_last: bool = False
-    """That is the state with which the group asks to join."""
-    failure: Text = ""
-    """Why no rank replays any more."""
 
 
 class LeaveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -816,7 +755,6 @@ ToLighthouse: TypeAlias = (
     | CommitVote
     | StallReport
     | JoinProgress
-    | FollowWish
     | CollectiveWait
     | LeafDigests
     | LostAsked
@@ -834,7 +772,6 @@ FromLighthouse: TypeAlias = (
     | QuorumFormed
     | StateLocated
     | LostTold
-    | StateKept
     | JoinerWaiting
     | Needed
     | CommitDecided
@@ -854,13 +791,11 @@ RankToGroup: TypeAlias = (
     | GiveUpWaiting
     | StallReport
     | JoinProgress
-    | FollowWish
     | CollectiveWait
     | LeafDigests
     | LostAsked
     | StateArrived
     | StateLate
-    | RedoFetched
     | LeaveWish
     | LeaveReady
     | Leave
@@ -871,7 +806,6 @@ GroupToRank: TypeAlias = (
     | QuorumFormed
     | StateLocated
     | LostTold
-    | StateKept
     | JoinerWaiting
     | Needed
     | CommitDecided
@@ -883,7 +817,6 @@ GroupToRank: TypeAlias = (
     | LeavesWanted
     | ReplicasDiffer
     | LoadState
-    | ApplyRedo
     | GroupBroken
 )
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankHello | RankToGroup | GroupToRank

@@ -1,18 +1,15 @@
-"""This file decides at which moment the ranks of one replica group load a state, and apply redo entries: all of them, or none.
+"""This file decides at which moment the ranks of one replica group load a state: all of them, or none.
 
 rank       says                                      all ranks hear
 ---------  ----------------------------------------  --------------------------------------------------------------------
 joins      `StateArrived`, from each                 `LoadState(NOW)`: all have it
 joins      `StateLate`, from one                     `LoadState(LATER)`: not before the forward pass, but at the vote
 joins      `StateArrived(failure)`, from one         `LoadState(NEVER)`
-follows    `RedoFetched`, from each                  `ApplyRedo(step)`: all have the entries so far
-follows    `RedoFetched(is_newest)`, from each       `ApplyRedo(step, is_last)`: up to the newest that all have
-follows    `RedoFetched(failure)`, from one          `ApplyRedo(failure)`: none replays any more
 """
 
 from __future__ import annotations
 
-from torchft_ckpt.core.coordination.messages import ApplyRedo, Loading, RedoFetched
+from torchft_ckpt.core.coordination.messages import Loading
 
 
 class Arrivals:
@@ -58,47 +55,3 @@ class Arrivals:
             return None
         self._told = loading
         return loading, reason
-
-
-class Replaying:
-    """Knows up to which step the ranks of a group apply the redo entries that they fetch, each from its counterparts.
-
-    The step of an optimizer whose tensors are sharded may call collectives of the group, so a rank applies an entry when all of
-    them have it, and all bring the state to the same step: else one would wait for a rank that does something else.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self.begin()
-
-    def begin(self) -> None:
-        self._said: dict[int, RedoFetched] = {}
-        self._told = ApplyRedo(request_id=0, step=0)
-
-    def fetched(self, rank: int, said: RedoFetched) -> ApplyRedo | None:
-        """Return what all ranks are to be told, if anything, but for the number of their requests."""
-        told = self._told
-        if told.failure or told.is_last:
-            return None
-        before = self._said.get(rank)
-        if before is not None and before.is_newest:  # once it was at the newest; the others come to that
-            said = RedoFetched(request_id=said.request_id, step=said.step, is_newest=True, failure=said.failure)
-        self._said[rank] = said
-        if said.failure:
-            why = f"group rank {rank}: {said.failure}" if self._world_size > 1 else said.failure
-            return self._tell(ApplyRedo(request_id=0, step=told.step, failure=why))
-        if len(self._said) < self._world_size:
-            return None
-        step = min(one.step for one in self._said.values())
-        is_last = all(one.is_newest for one in self._said.values())
-        return self._tell(ApplyRedo(request_id=0, step=step, is_last=is_last)) if step > told.step or is_last else None
-
-    def give_up(self, reason: str) -> ApplyRedo | None:
-        """A rank does not replay any more: none does."""
-        if self._told.failure or self._told.is_last or not self._said:
-            return None
-        return self._tell(ApplyRedo(request_id=0, step=self._told.step, failure=reason))
-
-    def _tell(self, told: ApplyRedo) -> ApplyRedo:
-        self._told = told
-        return told

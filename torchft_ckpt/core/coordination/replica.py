@@ -173,10 +173,6 @@ class StepFacts(NamedTuple):
     """`reach_s` rests on no measurement."""
     can_follow: bool = False
     """It would be closer to the newest state after receiving one outside of the quorum."""
-    entry_s: float = 0.0
-    """How long it would take to receive what is replayed of one step; 0: nobody knows, or nothing is replayed."""
-    replays: bool = False
-    """It brings that state on by redo entries then."""
     shown: list[StateShown] = []
     """Of the state, where it `shows` something."""
     is_first_of_kind: bool = False
@@ -488,8 +484,6 @@ class ReplicaState:
             reach_s=facts.reach_s,
             guesses=facts.guesses,
             can_follow=facts.can_follow and waits and not facts.gathers,
-            entry_s=facts.entry_s,
-            replays=facts.can_follow and facts.replays,
             load_s=facts.load_s,
             stood_s=facts.stood_s,
             store_address=facts.store_address,

@@ -89,11 +89,11 @@ class Spares:
 
 
 def _is_close(member: Member) -> bool:
-    return member.is_beside and member.only_replays and not member.warms_up
+    return member.is_beside and member.has_received and not member.warms_up
 
 
 def _distance(member: Member, newest_step: int) -> tuple[int, int, str]:
-    """Return how far a spare is from joining, to be compared: one that replays is closer than one that receives a state."""
+    """Return how far a spare is from joining, to be compared: one that has received a state is closer than one that does."""
     progress = member.progress
     if progress is None or not member.is_beside:
         return 2, 0, member.replica_id

@@ -3,5 +3,4 @@
 scheduler  which unit of a state, a block or a box, comes from which source
 paths      over which of a source's addresses it comes
 pages      with which pages fresh memory is touched
-redo_log   which entries of the log of committed steps are kept, for which follower, and why one is given up
 """
