@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchft_ckpt import Checkpointer, CheckpointTransport, Manager
+from torchft_ckpt import Checkpointer, CheckpointTransport, HTTPTransport, Manager
 from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
 from torchft_ckpt.core.durable.restore_source import RestoreSource
 
@@ -164,3 +164,11 @@ def test_a_managers_cold_start_is_called_by_its_old_name() -> None:
     with pytest.warns(DeprecationWarning, match=r"Manager.gather is now cold_start"):
         manager.gather(timedelta(seconds=3))
     assert asked == [timedelta(seconds=3)]
+
+
+@pytest.mark.parametrize("kind", [HTTPTransport, type("Theirs", (HTTPTransport,), {})])
+def test_an_argument_that_has_no_effect_any_more_is_said_and_taken(kind: type[HTTPTransport[Any]]) -> None:
+    with pytest.warns(FutureWarning, match=r"redo_budget_bytes= of HTTPTransport.__init__ has no effect any more"):
+        transport = kind(hostname="127.0.0.1", redo_budget_bytes=1)  # type: ignore[call-arg]
+    transport.shutdown()
+    assert "redo_budget_bytes" not in inspect.signature(kind).parameters

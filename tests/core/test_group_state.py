@@ -582,9 +582,7 @@ def test_a_group_that_was_let_go_and_takes_its_question_back_answers_the_ranks_t
         group.handle(RankMessage(rank, request()))
     group.handle(LighthouseMessage(LetGo(reason="SIGTERM")))
     out = group.handle(RankMessage(1, LocateState(request_id=2, version=PROVEN)))
-    assert [i.message.leaving for i in out if isinstance(i, SendToRank) and isinstance(i.message, QuorumFormed)] == [
-        True
-    ]
+    assert told(out) == [(1, "StateLocated"), (0, "QuorumFormed")]
     group.validate()
 
 

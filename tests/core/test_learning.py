@@ -287,7 +287,9 @@ def test_all_ranks_of_a_group_follow_by_one_decision() -> None:
         Source(replica_id="a", replica_rank=0, checkpoint_addresses=["x", "y"]),
     )
     for rank in (0, 1):
-        asked = group.handle(RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion(), can_follow=True)))
+        asked = group.handle(
+            RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion(), can_follow=True, gains=True))
+        )
     assert isinstance(asked[0], SendToLighthouse) and asked[0].message.can_follow
     formed = QuorumFormed(
         request_id=1, quorum_id=1, epoch="e", version=version, role=Role.LEARNER, replica_rank=2, replica_world_size=2,
@@ -338,19 +340,38 @@ def test_a_message_that_says_two_things_at_once_is_refused(wrong: dict[str, obje
 
 def test_following_pays_where_a_part_of_the_state_stays_as_it_is() -> None:
     distance = Distance()
-    assert distance.lacking_bytes(100, 5) == 100 and distance.can_follow(100, 5) and not distance.can_follow(100, 90)
+    assert distance.lacking_bytes(100, 5) == 100 and distance.gains(100, 5) and not distance.gains(100, 90)
     distance.followed()
-    assert distance.lacking_bytes(100, 5) == 5 and not distance.can_follow(100, 5)
+    assert distance.lacking_bytes(100, 5) == 5 and not distance.gains(100, 5)
     distance = Distance()
     for _ in range(MAX_ATTEMPTS):
-        assert distance.can_follow(100, 3)
+        assert distance.gains(100, 3)
         distance.failed()
-    assert not distance.can_follow(100, 3) and distance.can_follow(100, 3, stays=True)
+    assert not distance.gains(100, 3)
     distance.joined()
-    assert distance.can_follow(100, 3)
+    assert distance.gains(100, 3)
     assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=0.0, does=Receives.NOTHING)).startswith(
         "has received the state"
     )
     assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=2.0, does=Receives.LOAD_FIRST)).startswith(
         "loads the state of"
     )
+
+
+def test_a_rank_of_a_spare_that_asks_ends_the_rest_of_the_others() -> None:
+    """Each rests as long as its own transfer took: else one would wait for a quorum that the group does not ask for."""
+    job = Job(least=1)
+    a, spare = job.join("a"), job.join("s", spare=True)
+    trains(job, a)
+    spare.asks(reach_s=0.1, can_follow=True)
+    trains(job, a)
+    assert spare.formed is not None and spare.formed.stays
+    group = GroupState(2)
+    for rank in (0, 1):
+        group.handle(RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion())))
+    group.handle(LighthouseMessage(msgspec.structs.replace(spare.formed, request_id=1)))
+    out = group.handle(RankMessage(1, QuorumRequest(request_id=2, version=spare.formed.version)))
+    called = [
+        (i.rank, i.message.when_close) for i in out if isinstance(i.message, Needed) and isinstance(i, SendToRank)
+    ]
+    assert called == [(0, True)]

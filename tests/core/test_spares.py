@@ -356,3 +356,13 @@ def test_one_that_did_not_come_when_it_was_called_is_called_after_all_others() -
     joins(job, other, a, c)
     c.dies()
     assert (needed(slow), len(needed(third))) == ([], 1)
+
+
+def test_a_called_spare_whose_state_all_changes_joins_at_once_however_long_that_takes() -> None:
+    """It could follow again without end: what it receives is old by then."""
+    job, (a, b), (spare,) = with_spares()
+    b.dies()
+    spare.follows()
+    spare.asks(reach_s=5.0, can_follow=True, gains=False)
+    trains(job, a)
+    assert spare.formed is not None and spare.formed.role is Role.JOINER

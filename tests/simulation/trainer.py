@@ -195,7 +195,8 @@ class Trainer:
             compares=self.uses_state,
             shown=shown,
             reach_s=self._reach_s() if self._settings.tells_reach and self.replica.is_behind else None,
-            can_follow=self._settings.changing is not None and self._distance.can_follow(*self._sizes()),
+            can_follow=self._settings.changing is not None,
+            gains=self._settings.changing is not None and self._distance.gains(*self._sizes()),
         )
         request = self.replica.begin(StepWishes(allow_heal=self._rng.random() >= self._moods.no_heal), facts)
         num_collectives = len(self._results) + self._num_late
@@ -538,7 +539,7 @@ class Trainer:
                 self.replica.load_finished(self._plan.formed.version, before_forward=before_forward)
             self._oracle.healed(self, in_time=in_time)
         elif arrival is Arrival.TORN:
-            self._distance = Distance()
+            self._distance.lost()
             self.value = ("torn", self._rng.getrandbits(32))
             self.replica.load_torn()
             if self._rng.random() < 0.5:
@@ -601,7 +602,7 @@ class Trainer:
             if self._is_spoiled and self._rng.random() < self._moods.uses_state:
                 value = self._rng.getrandbits(60)
             self._oracle.commits(self, before, value, tuple(self._results))
-            self._distance = Distance()
+            self._distance.lost()
             self._take(value)
             self.replica.took_step()
             self._oracle.hears_decision(self)

@@ -78,7 +78,6 @@ _T = TypeVar("_T")
 PREFIX = "/v1/checkpoint"
 LATEST = "latest"
 PROOF_PATH = f"{PREFIX}/proof"
-
 PROBE_PATH = "/v1/probe"
 """Answered with `PROBE_BYTES` zeros, as fast as states are sent: a receiver measures the way."""
 PROBE_BYTES = 2 * 1024 * 1024

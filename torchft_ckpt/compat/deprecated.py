@@ -27,7 +27,7 @@ def warn_renamed(old: str, new: str, *, depth: int = 2) -> None:
 def warn_removed(old: str, *, depth: int = 2) -> None:
     """Warn, in the line that used a name that has no effect any more. Arguments as of `warn_renamed`."""
     message = f"{old} has no effect any more; it goes with the next release"
-    warnings.warn(message, DeprecationWarning, stacklevel=depth + 1)
+    warnings.warn(message, FutureWarning, stacklevel=depth + 1)
 
 
 def renamed_parameters(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

@@ -249,7 +249,7 @@ class Healing:
             yield
         finally:
             is_over.set()
-            if not said.cancel():  # that thread may be busy with what is received early
+            if not said.cancel():
                 said.result()
 
     def wait(self, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:

@@ -141,8 +141,8 @@ class Manager:
             when it joins, and nobody waits for it before. That pays where a part of the state stays as it is (frozen weights).
             The transport has to reach others without the process group. None: where that helps. False: never; the others wait
             for this group then, as far as `join_stall_limit` allows.
-        spare: this group does not train. It receives the state outside of the quorum, and again now and then (that takes a
-            twentieth of its sources' time): it is in no collective, and nobody waits for it. `start_quorum` returns when one of
+        spare: this group does not train. It receives the state outside of the quorum, and again now and then (each spare takes
+            a twentieth of its sources' time): it is in no collective, and nobody waits for it. `start_quorum` returns when one of
             the groups that train is lost, and this one takes its place. It stays when that one comes back.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
@@ -356,7 +356,6 @@ class Manager:
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
             follows=(follow is not False or spare) and not transport.needs_process_group,
-            is_spare=spare,
         )
         self._between_steps = BetweenSteps(
             self._client,

@@ -200,18 +200,19 @@ class Recovery:
                 )
 
     def rest(self, formed: QuorumFormed) -> None:
-        """Keep a state that was received outside of the quorum for a while, if this group is a spare. On the training thread."""
-        client = self.client
-        if client.view().version != formed.version:
-            return  # it could not be had, or loaded
-        until = time.monotonic() + max(RESTS * self._healing.took_s, SAY_EVERY_S)
-        self._tell(formed, 0.0, Receives.NOTHING)
-        if formed.stays:
-            logger.info("%s: this spare is ready: it has the state of step %d", client.replica_id, formed.version.step)
-        while formed.stays and (left_s := until - time.monotonic()) > 0:
-            if client.is_needed or client.is_called or client.view().is_leaving:
+        """Keep a state that was received outside of the quorum for a while, if this group is a spare. On the training thread.
+
+        A rank that asks before the others has them ask as well.
+        """
+        client, now = self.client, time.monotonic()
+        until = now + max(RESTS * self._healing.took_s, SAY_EVERY_S)
+        if not formed.stays or client.view().version != formed.version or client.rest(now):
+            return  # it could not be had, or loaded; or one of the others was lost meanwhile
+        logger.info("%s: this spare is ready: it has the state of step %d", client.replica_id, formed.version.step)
+        while (now := time.monotonic()) < until:
+            self._tell(formed, 0.0, Receives.NOTHING)  # again, as a lighthouse may have been started again
+            if client.rest(min(until, now + SAY_EVERY_S)):
                 return
-            client.pause(left_s)  # raises where this group has to end
 
     def _has_arrived(self, plan: StepPlan) -> bool:
         """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""

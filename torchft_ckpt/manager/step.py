@@ -96,7 +96,6 @@ class Steps:
         use_async_quorum: bool,
         quorum_retries: int | None,
         follows: bool,
-        is_spare: bool,
     ) -> None:
         self._process_group = process_group
         self._transport = transport
@@ -111,7 +110,6 @@ class Steps:
         self._check = check
         self._outcomes = outcomes
         self._follows = follows
-        self._is_spare = is_spare
         self._followers = followers
         self._events = events
         self._use_async_quorum = use_async_quorum
@@ -138,7 +136,6 @@ class Steps:
         self._last_wishes = StepWishes()
         self._asked_with = "", ""
         """Layout and frozen parameters, as the open step was asked for with."""
-        """What this group would have to receive that asked for the open step; None: it cannot follow."""
         self._has_computed = False
         """A forward pass was computed in the open step: what it left is not of a state that is loaded from now on."""
         self._started_at = 0.0
@@ -288,16 +285,18 @@ class Steps:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
         reach_s: float | None = None
-        can_follow = False
+        can_follow = gains = False
         if self._client.view().is_behind:
             held = prepared.receiving if prepared.captured is None else prepared.captured.state
             num_bytes, changing_bytes = registry.sizes(held)
+            if self._client.view().torn:
+                healing.distance.lost()
             lacking_bytes = healing.distance.lacking_bytes(num_bytes, changing_bytes)
             reach_s = healing.expected_s(lacking_bytes)
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
-            is_closer = healing.distance.can_follow(num_bytes, changing_bytes, stays=self._is_spare)
-            can_follow = is_able and reach_s is not None and is_closer
+            can_follow = is_able and reach_s is not None
+            gains = healing.distance.gains(num_bytes, changing_bytes)
         facts = StepFacts(
             can_serve=can_serve,
             store_address=self._rank_config.store_address,
@@ -305,6 +304,7 @@ class Steps:
             reach_s=reach_s,
             guesses=healing.guesses,
             can_follow=can_follow,
+            gains=gains,
             load_s=healing.load_s,
             stood_s=prepared.stood_s,
             shown=parts,

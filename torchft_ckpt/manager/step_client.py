@@ -267,6 +267,10 @@ class StepClient:
             self._raise_if_fatal()
             self._changed.wait(seconds)
 
+    def rest(self, until: float) -> bool:
+        """Wait as a spare that has its state; return whether it is to ask now: it is called, or leaves. Raises as `pause`."""
+        return self._wait_for(lambda: self.is_needed or self.is_called or self.view().is_leaving, until)
+
     def await_plan(self, limit: timedelta, retries: int | None) -> StepPlan:
         """Wait for the quorum, saying now and then what for.
 

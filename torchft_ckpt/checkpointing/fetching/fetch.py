@@ -39,7 +39,6 @@ from torchft_ckpt.errors import (
 )
 
 logger = logging.getLogger(__name__)
-
 _SWARM_AFTER_S = 0.25
 _ASK_AGAIN_S = 1.0
 _BLAKE3_AT_ONCE_BYTES = 64 * 1024 * 1024

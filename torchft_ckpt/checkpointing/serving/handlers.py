@@ -120,7 +120,6 @@ class CheckpointHandlers:
         on_registered: called on the loop when a receiver has started on a snapshot.
         patience_s: with a client that takes nothing of a manifest.
         max_bytes_per_s: of all bodies of blocks and parts together; None: no bound.
-
     """
 
     def __init__(

@@ -352,6 +352,7 @@ class GroupState:
         self._requests.pop(rank, None)
         self._locating[rank] = message
         if self._is_told_to_leave:
+            yield from self._answer_locating()
             yield from self._begin_no_step()
         yield from self._answer_locating()
         if len(self._locating) == self.world_size and self._located_for is None:
@@ -430,6 +431,9 @@ class GroupState:
             reason = f"group rank {rank} gave the step up"
             yield from self._tell_loading(self._arrivals.give_up(reason))
         if self._quorum is not None and self._quorum.role is Role.LEARNER:
+            if self._quorum.stays:  # it asks again when one of its ranks does
+                for other in set(range(self.world_size)) - {rank}:
+                    yield SendToRank(other, Needed(reason=f"group rank {rank} asks again", when_close=True))
             return  # it is in no collective and has no vote
         if self._voted is None:
             yield from self._give_up(rank)
@@ -533,6 +537,7 @@ class GroupState:
             reach_s=_longest([request.reach_s for request in requests]),
             guesses=any(request.guesses for request in requests),
             can_follow=all(request.can_follow for request in requests),
+            gains=all(request.gains for request in requests),
             load_s=max(request.load_s for request in requests),
             stood_s=max(request.stood_s for request in requests),
             layout=combine_ranks([request.layout for request in requests]),

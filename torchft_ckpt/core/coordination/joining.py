@@ -237,7 +237,9 @@ class Joining:
         current.join_budget_s = min((member.asked.join_budget_s for member in holding), default=0.0)
         most_s = LONGEST_S if current.is_needed else self._allowance.most_s(current.join_budget_s, now)
         current.join_wait_s = min(most_s, LONGEST_S)
-        current.may_follow = frozenset(m.replica_id for m in healing if m.asked.can_follow and m.asked.guesses)
+        current.may_follow = frozenset(
+            m.replica_id for m in healing if m.asked.can_follow and m.asked.gains and m.asked.guesses
+        )
         current.reach = {
             member.replica_id: Reach(member.asked.reach_s + member.asked.load_s, now, is_measured=False)
             for member in healing

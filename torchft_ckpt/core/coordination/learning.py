@@ -49,7 +49,8 @@ def should_follow(request: QuorumRequest, usual_s: float, *, stays: bool = False
     is_able = request.can_follow and request.allow_heal and request.can_load and not request.shrink_only
     if not is_able or request.reach_s is None:
         return False
-    return stays or request.reach_s * (GUESSED if request.guesses else 1.0) > max(usual_s, FOLLOW_FROM_S)
+    needs_s = request.reach_s * (GUESSED if request.guesses else 1.0)
+    return stays or (request.gains and needs_s > max(usual_s, FOLLOW_FROM_S))
 
 
 class Distance:
@@ -62,6 +63,10 @@ class Distance:
     def followed(self) -> None:
         """A state was received while the others trained on: only what they change is lacking from now on."""
         self._has_followed, self._num_failed = True, 0
+
+    def lost(self) -> None:
+        """What is here is no whole state."""
+        self._has_followed = False
 
     def joined(self) -> None:
         """The newest state is here, compared with that of the others."""
@@ -80,15 +85,10 @@ class Distance:
         """
         return changing_bytes if self._has_followed else num_bytes
 
-    def can_follow(self, num_bytes: int, changing_bytes: int, *, stays: bool = False) -> bool:
-        """Whether following brings this rank closer, as a part of the state stays as it is.
-
-        Args:
-            num_bytes, changing_bytes: as in `lacking_bytes`.
-            stays: its group is a spare, which follows also where it is close.
-        """
+    def gains(self, num_bytes: int, changing_bytes: int) -> bool:
+        """Whether following brings this rank closer, as a part of the state stays as it is. Arguments as in `lacking_bytes`."""
         pays = changing_bytes <= CLOSER * self.lacking_bytes(num_bytes, changing_bytes)
-        return stays or (pays and self._num_failed < MAX_ATTEMPTS)
+        return pays and self._num_failed < MAX_ATTEMPTS
 
 
 def in_words(progress: JoinProgress) -> str:

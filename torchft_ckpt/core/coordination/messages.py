@@ -265,7 +265,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     guesses: bool = False
     """It has measured no transfer yet: `reach_s` may be much longer."""
     can_follow: bool = False
-    """It can receive a state outside of the quorum, while the others train on, and is closer to theirs after that."""
+    """It can receive a state outside of the quorum, while the others train on."""
+    gains: bool = False
+    """It is closer to theirs after that."""
     load_s: Seconds = 0.0
     """Seconds that loading took the last time."""
     stood_s: Seconds = 0.0

@@ -172,7 +172,9 @@ class StepFacts(NamedTuple):
     guesses: bool = False
     """`reach_s` rests on no measurement."""
     can_follow: bool = False
-    """It would be closer to the newest state after receiving one outside of the quorum."""
+    """It can receive a state outside of the quorum."""
+    gains: bool = False
+    """It would be closer to the newest state after that."""
     shown: list[StateShown] = []
     """Of the state, where it `shows` something."""
     is_first_of_kind: bool = False
@@ -484,6 +486,7 @@ class ReplicaState:
             reach_s=facts.reach_s,
             guesses=facts.guesses,
             can_follow=facts.can_follow and waits and not facts.gathers,
+            gains=facts.gains,
             load_s=facts.load_s,
             stood_s=facts.stood_s,
             store_address=facts.store_address,

@@ -1,8 +1,8 @@
 """This file decides when a spare steps in: a group that follows the others and does not train, to replace one that is lost.
 
-A spare (`Manager(spare=True)`) is a learner that stays one when it is close. It is in no quorum and in no collective. When fewer
-groups are at work than before, as many spares are *called*. A called spare is a group like any other: it comes close, and joins.
-It stays when the lost group comes back, and is one of those that train from then on.
+A spare (`Manager(spare=True)`) is a learner that stays one when it has received a state. It is in no quorum and in no collective.
+When fewer groups are at work than before, as many spares are *called*. A called spare is a group like any other: it joins, and
+receives what has changed since. It stays when the lost group comes back, and is one of those that train from then on.
 
     wanted     the most groups that were no spares and were at work at once, in this life of the lighthouse
     vacancies  wanted, less those at work, less the spares that were called a moment ago and are not at work yet
