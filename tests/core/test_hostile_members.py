@@ -298,6 +298,21 @@ def test_the_state_that_comes_of_a_vote_in_doubt_is_of_no_later_quorum_than_the_
     assert (a.formed.quorum_id > 77, a.formed.version.step, job.lighthouse.newest_step) == (True, 0, 0)
 
 
+def test_a_step_that_was_decided_here_counts_on_where_somebody_says_that_the_job_went_back_but_not_behind_it() -> None:
+    """Who voted on it stays away meanwhile. Another one that votes late is told the decision, and holds that state then."""
+    job = Job(1)
+    vote = CommitVote(quorum_id=77, epoch="old", step=3, approve=True, num_voters=1, counts=True)
+    x, late = (Member(job, name, 1, ReplicaSettings(min_replica_size=1)) for name in ("x:1", "late:1"))
+    for member in (late, x):
+        member.connects(last_quorum_id=77, last_quorum_size=1, last_epoch="old")
+    x.says(vote)
+    x.dies()
+    stranger(job, rolled_back_to=StateVersion(step=4, quorum_id=78, epoch="old"), last_quorum_id=77, last_epoch="old")
+    assert job.lighthouse.newest_step == 4
+    late.says(vote)
+    assert (late.hears()[-1], job.lighthouse.newest_step) == ("commit", 4)
+
+
 def test_who_has_no_part_in_the_open_step_does_not_break_its_collectives_by_a_vote() -> None:
     job, (a, b) = trained("a", "b")
     x = stranger(job)

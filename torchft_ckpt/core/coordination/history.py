@@ -155,7 +155,8 @@ class StateHistory:
         """
         if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id and not self.has_begun:
             self.rolled_back_to = hello.rolled_back_to
-            known = [version.step for version in held if self.is_valid(version)]
+            made = (state_after(key) for key, (_, outcome, _) in self._decided.items() if outcome is Outcome.COMMIT)
+            known = [version.step for version in (*held, *made) if self.is_valid(version)]
             self._own_step = self._reported_step = max([*known, open_step])
             self._beyond.clear()
         is_new = hello.last_quorum_id >= self.rolled_back_to.quorum_id and hello.last_epoch != self._epoch
