@@ -224,6 +224,74 @@ def test_a_commit_from_it_that_nobody_followed_leaves_nothing() -> None:
     assert job.lighthouse.newest_step == a.step == 2
 
 
+@pytest.mark.parametrize("names", ["x", "xy"])
+def test_nor_does_it_count_for_good_that_he_commits_a_step_from_it_with_nobody_but_himself(names: str) -> None:
+    """Whoever was in the job before holds what it had then: he trained for nobody."""
+    job, (a, b) = trained("a", "b")
+    liars = [
+        job.members.setdefault(f"{n}:1", Member(job, f"{n}:1", 1, ReplicaSettings(min_replica_size=1))) for n in names
+    ]
+    for liar in liars:
+        liar.replica.version = of_old(LATER - 1)
+        liar.connects()
+    for _ in range(2):
+        for member in (*liars, a, b):
+            member.asks(can_serve=True)
+        job.passes(61.0)
+        for liar in liars:
+            liar.votes()
+        for member in (a, b):
+            member.votes(load=False)
+        job.passes(61.0)
+    assert {liar.step for liar in liars} == {job.lighthouse.newest_step} == {LATER + 1}
+    for liar in liars:
+        liar.dies()
+    job.passes(61.0)
+    job.step(a, b)
+    assert (a.step, b.step, job.lighthouse.newest_step) == (2, 2, 2)
+
+
+def test_once_all_hold_it_whoever_brought_it_may_go() -> None:
+    """The others come in one after the other; what is newest stays so from then on."""
+    job, (a, b) = trained("a", "b")
+    x = stranger(job)
+    x.replica.version = of_old(7)
+    lasting = []
+    for loads in ((x, a), (x, a), (x, a, b)):
+        for member in (b, x, a):
+            member.asks(can_serve=True)
+        job.passes(61.0)
+        for member in (x, a, b):
+            member.votes(load=member in loads)
+        lasting.append(job.lighthouse._job.history.lasting_step)
+    assert ([member.step for member in (x, a, b)], lasting) == ([10, 10, 10], [1, 1, 10])
+    for member in (x, a, b):
+        member.dies()
+    c = job.join("c")
+    c.asks()
+    job.passes(61.0)
+    assert "step 10 was committed" in c.hears()[-1]
+
+
+def test_two_commits_of_one_step_have_two_names_where_nobody_followed_the_first() -> None:
+    job, (a, b) = trained("a", "b")
+    job.step(a, b)
+    before = a.replica.version
+    a.asks()
+    b.asks()
+    formed = a.formed
+    a.is_stopped = b.is_stopped = True  # what they hear comes too late: they have given up
+    a.votes()
+    b.votes()
+    assert job.lighthouse.newest_step == 3
+    a.is_stopped = b.is_stopped = False
+    for member in (a, b):
+        member.says(QuorumRequest(request_id=99, version=before))
+    again = job.lighthouse.round
+    assert formed is not None and again is not None
+    assert (again.step, again.quorum_id) == (formed.version.step, formed.quorum_id + 1)
+
+
 @pytest.mark.parametrize(
     "hello",
     [{"version": of_old(2 + LATER)}, {"version": StateVersion(step=FAR)}, {"newest_step": FAR, "last_epoch": "old"}],
