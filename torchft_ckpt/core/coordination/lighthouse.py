@@ -505,7 +505,9 @@ class LighthouseState:
         member.is_excused = message.has_finished or not located.is_held or member.is_let_go
         if member.is_excused:
             self._job.quorum_members.pop(replica_id, None)
-        yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
+        is_known = located.version.step == self._job.held_step
+        is_finished = self.finished_step is not None
+        yield Send(member.connection, msgspec.structs.replace(located, is_known=is_known, is_finished=is_finished))
         yield from self._reconsider(now)
 
     def _handed_over(self, member: Member, message: LocateState, located: StateLocated) -> StateLocated:
@@ -745,7 +747,7 @@ class LighthouseState:
         verdict = decide_cold_start(
             [self.members[replica_id] for replica_id in gathering],
             at_work,
-            is_valid=self._job.history.is_valid,
+            held_step=self._job.held_step,
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
