@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 from test_lighthouse_scenarios import trained
 
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse, SendToRank
-from torchft_ckpt.core.coordination.history import MAX_FIRST_STEP, MAX_STEPS_AHEAD
+from torchft_ckpt.core.coordination.history import MAX_FIRST_STEP, MAX_STEPS_AHEAD, StateHistory
 from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     CommitVote,
@@ -339,6 +343,24 @@ def test_a_state_of_this_life_that_the_job_has_gone_back_behind_is_tied_to_who_s
     x.dies()
     assert job.lighthouse.newest_step == 3
     assert trains(job, b)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), max_size=12))
+def test_a_state_that_the_job_has_gone_back_behind_stays_void_however_often_it_goes_back(
+    goes: list[tuple[int, int]],
+) -> None:
+    """It went back to 1 and on to 3, then back to 2: what it had made of step 2 before the first time counted again."""
+    history, backs = StateHistory("now"), []
+    history.goes_on_from(StateVersion(quorum_id=1, epoch="now"), 1, "now", ["a"])
+    for quorum_id, (step, num_steps) in enumerate(goes, start=2):
+        for _ in range(num_steps):
+            history.committed((quorum_id - 1, "now", history.newest_step), ["a"])
+        if step < history.newest_step:
+            backs.append((step, quorum_id))
+            history.goes_on_from(StateVersion(step=step, quorum_id=quorum_id, epoch="now"), quorum_id, "now", ["a"])
+    for step, quorum_id in itertools.product(range(history.newest_step + 1), range(1, len(goes) + 2)):
+        is_void = any(quorum_id < back and step > to for to, back in backs)
+        assert history.is_void(StateVersion(step=step, quorum_id=quorum_id, epoch="now")) == is_void
 
 
 def test_a_vote_in_doubt_about_a_quorum_that_cannot_have_been_is_refused() -> None:

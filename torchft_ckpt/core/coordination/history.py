@@ -48,6 +48,7 @@ NUM_REMEMBERED = 8
 MAX_DECIDED = 8
 """Steps whose decision is remembered for members that vote too late."""
 MAX_AWAY = 4096
+MAX_WENT_BACK = 64
 MAX_STEPS_AHEAD = 10**9
 """A member may be so far beyond the newest step."""
 MAX_FIRST_STEP = 1 << 40
@@ -94,8 +95,8 @@ class StateHistory:
         """No state of this life has a higher step than this. Never falls."""
         self._reported_step = 0
         """The highest step that members have shown or reported. Never above `_own_step`, which may only be decided here."""
-        self.rolled_back_to = StateVersion()
-        """The state that the job last went back to on purpose. Its quorum id never falls."""
+        self._went_back = [StateVersion()]
+        """The states that the job went back to on purpose, but for those that it went back behind later. Ids and steps rise."""
         self._followers: Followers | None = None
         """Set while nobody has been seen with the state of the step that was committed last."""
         self._away: OrderedDict[str, tuple[StateVersion, float]] = OrderedDict()
@@ -104,6 +105,11 @@ class StateHistory:
         """The last `MAX_DECIDED` decisions. No tally where the step was decided from reports, or its commit had no follower."""
 
     # --------------------------------------------------------------------------------------------------------- states
+
+    @property
+    def rolled_back_to(self) -> StateVersion:
+        """The state that the job last went back to on purpose. Its quorum id never falls."""
+        return self._went_back[-1]
 
     @property
     def newest_step(self) -> int:
@@ -127,10 +133,9 @@ class StateHistory:
 
     def is_void(self, version: StateVersion) -> bool:
         """Whether the job went back behind a state, or never was at it."""
-        back = self.rolled_back_to
         if version.epoch == self._epoch and version.step > self._highest_step:
             return True
-        return version.quorum_id < back.quorum_id and version.step > back.step
+        return any(version.quorum_id < back.quorum_id and version.step > back.step for back in self._went_back)
 
     def note(self, replica_id: str, version: StateVersion) -> None:
         """Note that a connected member was seen with a state."""
@@ -154,7 +159,7 @@ class StateHistory:
             open_step: of the present quorum, or 0.
         """
         if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id and not self.has_begun:
-            self.rolled_back_to = hello.rolled_back_to
+            self._go_back(hello.rolled_back_to)
             made = (state_after(key) for key, (_, outcome, _) in self._decided.items() if outcome is Outcome.COMMIT)
             known = [version.step for version in (*held, *made) if self.is_valid(version)]
             self._own_step = self._reported_step = max([*known, open_step])
@@ -172,7 +177,7 @@ class StateHistory:
         """Note that a quorum trains from what these hold. Returns the newest step until now: beyond that if the job goes back."""
         before = self.newest_step
         if version.step < before:
-            self.rolled_back_to = StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch)
+            self._go_back(StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch))
         self._followers = None
         if self.has_begun and version.step > self._own_step:  # it counts for as long as somebody holds it
             nearer = {replica_id: step for replica_id, step in self._beyond.items() if step <= version.step}
@@ -184,6 +189,9 @@ class StateHistory:
         if version.epoch == self._epoch:
             self._highest_step = max(self._highest_step, version.step)
         return before
+
+    def _go_back(self, to: StateVersion) -> None:
+        self._went_back = [*(back for back in self._went_back if back.step < to.step), to][-MAX_WENT_BACK:]
 
     def _note_step(self, step: int) -> None:
         self._own_step = max(self._own_step, step)
