@@ -675,7 +675,9 @@ def answer(
     if role is Role.HEALTHY and (asked.version.proven or not asked.torn):
         names = not asked.version.proven
         held = StateVersion(step=asked.version.step, quorum_id=quorum_id, epoch="e") if names else asked.version
-        return formed(number, role=role, version=held, quorum_id=quorum_id, names_state=names, unverified=yes[0])
+        return formed(
+            number, role=role, version=held, quorum_id=quorum_id, names_state=names, unverified=yes[0] and not names
+        )
     role = Role.JOINER if role is Role.HEALTHY else role
     follows = role is Role.LEARNER and yes[0]
     told = formed(number, role=role, version=version, quorum_id=quorum_id, follows=follows, has_sources=True)
@@ -713,7 +715,7 @@ def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
                 elif formed_now is not None:
                     state.load_finished(formed_now.version, before_forward=plan.load_before_forward or yes[0])
                 plan = None
-            case "votes" if is_training:
+            case "votes" if is_training and not state.follows:
                 state.vote()
             case "decided" if formed_now is not None:
                 told = decision(outcome, step=formed_now.version.step, quorum_id=quorum_id + all(yes))
@@ -742,11 +744,11 @@ def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
                 state.overtaken(decision(outcome))
             case "unknown":
                 state.decision_unknown()
-            case "learned" if state.is_learner:
+            case "learned" if state.is_learner and state.phase is not StepPhase.ASKING:
                 state.learned()
             case "locates":
                 state.locate()
-            case "located":
+            case "located" if state.phase is StepPhase.IDLE:
                 state.located(StateLocated(request_id=state._request_id, version=version if yes[0] else state.version))
             case "catches_up" if state.phase is StepPhase.IDLE:
                 state.caught_up(version)
