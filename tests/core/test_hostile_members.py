@@ -443,6 +443,24 @@ def test_a_state_of_this_life_that_the_job_was_never_at_is_none() -> None:
     assert trains(job, a)
 
 
+def test_nor_does_it_become_one_when_the_job_comes_to_its_step() -> None:
+    """It counted as held then, without having been shown since, and the one whose step that was had left."""
+    job, (a,) = trained("a")
+    x = stranger(job, version=StateVersion(step=2, quorum_id=1, epoch=job.lighthouse.epoch))
+    y = job.join("y")
+    y.is_cut_off()
+    y.replica.version = of_old(5)
+    y.connects()
+    y.asks(can_serve=True)
+    a.asks()
+    job.passes(61.0)
+    y.votes()
+    a.votes(load=False)
+    assert job.lighthouse.newest_step == 6
+    y.dies()
+    assert (job.lighthouse.newest_step, x.replica_id in job.lighthouse.members) == (1, True)
+
+
 def test_before_a_restarted_lighthouse_has_formed_a_quorum_a_groups_word_holds() -> None:
     """Nobody here knows better, and to go back is what must not happen without the operator."""
     job, (a,) = trained("a")

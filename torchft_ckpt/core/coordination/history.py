@@ -137,6 +137,10 @@ class StateHistory:
             return True
         return any(version.quorum_id < back.quorum_id and version.step > back.step for back in self._went_back)
 
+    def as_it_counts(self, version: StateVersion) -> StateVersion:
+        """Return a state without its name if that is void: whatever becomes of the job, it is none of its states any more."""
+        return StateVersion(step=version.step) if self.is_void(version) else version
+
     def note(self, replica_id: str, version: StateVersion) -> None:
         """Note that a connected member was seen with a state."""
         self._beyond.pop(replica_id, None)

@@ -337,6 +337,7 @@ class LighthouseState:
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
         yield from self._equality.joined(hello)
         self._learn_from(hello, now)
+        member.version = self._job.history.as_it_counts(hello.version)
         self._speaking.said(replica_id, hello.speaks)
         if self._deciding.is_still_in_quorum(member):
             self._job.quorum_members[replica_id] = None
@@ -404,7 +405,7 @@ class LighthouseState:
         version = request.version
         return Holder(
             replica_id=member.replica_id,
-            version=StateVersion(step=version.step) if self._job.history.is_void(version) else version,
+            version=self._job.history.as_it_counts(version),
             restored=request.restored,
             torn=request.torn,
             init_sync=request.init_sync,
@@ -528,7 +529,7 @@ class LighthouseState:
 
     def _on_state_shown(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """Note the state that a member holds between two steps."""
-        member.version = version
+        member.version = self._job.history.as_it_counts(version)
         self._job.quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
         self._job.history.note(member.replica_id, version)
