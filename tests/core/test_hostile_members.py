@@ -20,6 +20,7 @@ from torchft_ckpt.core.coordination.messages import (
     Leave,
     LocateState,
     QuorumRequest,
+    Role,
     StateVersion,
 )
 from torchft_ckpt.core.coordination.quorum import MAX_FIRST_ID, MAX_IDS_AHEAD, QuorumIds
@@ -169,6 +170,17 @@ def test_nor_does_a_quorum_that_trains_from_it_make_it_one_that_the_job_waits_fo
         member.connects()
     job.step(*groups)
     assert {member.step for member in groups} == {job.lighthouse.newest_step} == {4}
+
+
+def test_a_quorum_meets_at_the_store_of_one_that_hosts_one_whoever_holds_the_state() -> None:
+    """The others were sent to no store at all, and their trainers ended."""
+    job, (a,) = trained("a")
+    x = stranger(job, version=of_old(LATER))
+    x.says(QuorumRequest(request_id=1, version=of_old(LATER), can_serve=True))
+    a.asks()
+    job.passes(61.0)
+    assert a.formed is not None
+    assert (a.formed.role, a.formed.store_address) == (Role.JOINER, "store-a:1")
 
 
 def test_the_others_carry_such_a_step_to_no_restarted_lighthouse() -> None:
