@@ -181,6 +181,7 @@ def test_a_quorum_meets_at_the_store_of_one_that_hosts_one_whoever_holds_the_sta
     job.passes(61.0)
     assert a.formed is not None
     assert (a.formed.role, a.formed.store_address) == (Role.JOINER, "store-a:1")
+    assert a.formed.standby_store_address == ""
 
 
 def test_the_others_carry_such_a_step_to_no_restarted_lighthouse() -> None:

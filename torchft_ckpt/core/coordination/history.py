@@ -49,6 +49,7 @@ MAX_DECIDED = 8
 """Steps whose decision is remembered for members that vote too late."""
 MAX_AWAY = 4096
 MAX_WENT_BACK = 64
+"""Times that the job went back, each to a later step than before."""
 MAX_STEPS_AHEAD = 10**9
 """A member may be so far beyond the newest step."""
 MAX_FIRST_STEP = 1 << 40
@@ -321,8 +322,11 @@ class StateHistory:
     ) -> None:
         """Note that a step is committed. The followers wait to hear it; others may have heard it in an earlier life.
 
-        From a state that was not committed here it counts as that state did, while `others` do not follow: connected members,
-        each with the state that it holds.
+        If it was made from a state that was not committed here, it counts for as long as somebody holds it, as that state did,
+        while one of the `others` holds what the job had before.
+
+        Args:
+            others: the connected members that do not follow, each with the state that it holds.
         """
         self._followers = None if others_may_know else Followers(key, set(followers), self._own_step)
         self._highest_step = max(self._highest_step, key[2] + 1)

@@ -976,7 +976,7 @@ class LighthouseState:
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
         hosts = [m for m in roles if self.members[m].store_address]
-        able = [m for role in (Role.HEALTHY, Role.INLINE, Role.JOINER) for m in hosts if roles[m] is role]
+        able = [m for role in (Role.HEALTHY, Role.INLINE) for m in hosts if roles[m] is role] or hosts
         kept = [replica_id for replica_id in self._store_hosts if replica_id in able]
         self._store_hosts = tuple([*kept, *(m for m in able if m not in kept)][:2])
 
