@@ -306,7 +306,7 @@ class Deciding:
         outcome = Outcome.COMMIT if committed else Outcome.DISCARD
         self._job.history.remember(key, tally, outcome, tally.reason)
         if committed:
-            self._job.history.committed(key, followers, self._job.held(exclude=followers))
+            self._job.history.committed(key, followers)
             self._note_held(followers, key)
             left_behind = [m for m in tally.roles if m not in approvers]
             self._trials.ended(current.step, approvers, left_behind, differs=self._equality.differed_at == current.step)
@@ -463,7 +463,6 @@ class Deciding:
         for replica_id in replica_ids:
             if self._is_listening(replica_id):
                 self._job.members[replica_id].version = state_after(key)
-                self._job.history.heard(replica_id, state_after(key))
 
     def declined(self, replica_id: str) -> Iterator[Instruction]:
         """Free the last step if this member, which goes on to the next one, was the last that could hold its state."""

@@ -7,8 +7,8 @@ asks whether a state counts, whether the job may go back to an older one, and wh
 - The *newest step* is the highest committed one that anybody here knows of. Until this life of the lighthouse has formed a
   quorum, it is what members say of earlier lives, whether they are still here or not. Then it is what came of that quorum. A
   later state that was not committed here counts while a member is here that holds it and can give it, also if a quorum trains
-  from it, until a step is committed from it and nobody here still holds what the job had before. The mere word for such a state
-  counts for nothing. The job has gone on without that state, and nobody can stop its training by a claim.
+  from it, until a step is committed from it. The mere word for such a state counts for nothing. The job has gone on without
+  that state, and nobody can stop its training by a claim.
 - The job may go back on purpose. Later steps of earlier quorums are *void* from then on. A state of this life is void too
   where the job has not reached its step in this life.
 - A commit that nobody followed is none: where all who approved gave up waiting before they heard of it, the step is free.
@@ -312,31 +312,11 @@ class StateHistory:
     def remembers(self, key: StepKey) -> bool:
         return key in self._decided
 
-    def committed(
-        self,
-        key: StepKey,
-        followers: Collection[str],
-        others: Iterable[tuple[str, StateVersion]] = (),
-        *,
-        others_may_know: bool = False,
-    ) -> None:
-        """Note that a step is committed. The followers wait to hear it; others may have heard it in an earlier life.
-
-        If it was made from a state that was not committed here, it counts for as long as somebody holds it, as that state did,
-        while one of the `others` holds what the job had before.
-
-        Args:
-            others: the connected members that do not follow, each with the state that it holds.
-        """
+    def committed(self, key: StepKey, followers: Collection[str], *, others_may_know: bool = False) -> None:
+        """Note that a step is committed. The followers wait to hear it; others may have heard it in an earlier life."""
         self._followers = None if others_may_know else Followers(key, set(followers), self._own_step)
+        self._own_step = max(self._own_step, key[2] + 1)
         self._highest_step = max(self._highest_step, key[2] + 1)
-        if key[2] <= self._own_step or not self.has_begun or not self.holders(others, self._own_step):
-            self._own_step = max(self._own_step, key[2] + 1)
-
-    def heard(self, replica_id: str, version: StateVersion) -> None:
-        """Note that a connected member hears of a commit, and holds this state from now on."""
-        if version.step > self._own_step and self.is_valid(version):
-            self._beyond[replica_id] = version.step
 
     def answer_late(self, replica_id: str, vote: CommitVote) -> CommitDecided:
         """Return what to tell a member that votes after the decision. If that is to commit, the member may hold that state."""
