@@ -13,7 +13,7 @@ from aiohttp import web
 from support.services import make_group_service
 
 from torchft_ckpt import LighthouseServer
-from torchft_ckpt.coordination import GroupService, RankSession
+from torchft_ckpt.coordination import GroupService, RankSession, group_service
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.services.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import AuthenticationError, GroupBrokenError
@@ -98,11 +98,12 @@ def test_a_rank_tells_a_stranger_neither_the_token_nor_anything_else(proves: Cal
     assert len(shown) == 1 and TOKEN not in shown[0] and "Bearer" not in shown[0]
 
 
-def test_what_a_rank_has_shown_opens_no_second_door(service: GroupService) -> None:
-    async def statuses() -> list[int]:
+def statuses(service: GroupService, *authorizations: str) -> list[int]:
+    """Return how the service answers those who connect with these headers, one after the other."""
+
+    async def connect() -> list[int]:
         seen = []
-        shown = RankProof(TOKEN, "group:1", "1" * 32).authorization
-        for authorization in (shown, shown, f"Bearer {TOKEN}"):
+        for authorization in authorizations:
             async with aiohttp.ClientSession() as session:
                 try:
                     url = f"http://{service.address}/v1/ranks"
@@ -112,4 +113,18 @@ def test_what_a_rank_has_shown_opens_no_second_door(service: GroupService) -> No
                     seen.append(error.status)
         return seen
 
-    assert asyncio.run(statuses()) == [101, 401, 401]
+    return asyncio.run(connect())
+
+
+def test_what_a_rank_has_shown_opens_no_second_door(service: GroupService) -> None:
+    shown = RankProof(TOKEN, "group:1", "1" * 32).authorization
+    assert statuses(service, shown, shown, f"Bearer {TOKEN}") == [101, 401, 401]
+
+
+def test_however_many_prove_the_token_what_they_have_shown_takes_a_bounded_place(
+    service: GroupService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_service, "_MAX_PROOFS", 3)
+    shown = [RankProof(TOKEN, "group:1", nonce * 9999).authorization for nonce in "12345"]
+    assert statuses(service, *shown, *shown[2:]) == [101] * 5 + [401] * 3
+    assert [len(known) for known in service._proofs_used] == [64] * 3

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 from test_lighthouse_scenarios import trained
 
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse, SendToRank
-from torchft_ckpt.core.coordination.history import MAX_FIRST_STEP, MAX_STEPS_AHEAD
+from torchft_ckpt.core.coordination.history import MAX_FIRST_STEP, MAX_STEPS_AHEAD, StateHistory
 from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     CommitVote,
@@ -16,6 +20,7 @@ from torchft_ckpt.core.coordination.messages import (
     Leave,
     LocateState,
     QuorumRequest,
+    Role,
     StateVersion,
 )
 from torchft_ckpt.core.coordination.quorum import MAX_FIRST_ID, MAX_IDS_AHEAD, QuorumIds
@@ -167,6 +172,18 @@ def test_nor_does_a_quorum_that_trains_from_it_make_it_one_that_the_job_waits_fo
     assert {member.step for member in groups} == {job.lighthouse.newest_step} == {4}
 
 
+def test_a_quorum_meets_at_the_store_of_one_that_hosts_one_whoever_holds_the_state() -> None:
+    """The others were sent to no store at all, and their trainers ended."""
+    job, (a,) = trained("a")
+    x = stranger(job, version=of_old(LATER))
+    x.says(QuorumRequest(request_id=1, version=of_old(LATER), can_serve=True))
+    a.asks()
+    job.passes(61.0)
+    assert a.formed is not None
+    assert (a.formed.role, a.formed.store_address) == (Role.JOINER, "store-a:1")
+    assert a.formed.standby_store_address == ""
+
+
 def test_the_others_carry_such_a_step_to_no_restarted_lighthouse() -> None:
     job, (a, b) = trained("a", "b")
     x = stranger(job, version=of_old(LATER))
@@ -224,6 +241,25 @@ def test_a_commit_from_it_that_nobody_followed_leaves_nothing() -> None:
     assert job.lighthouse.newest_step == a.step == 2
 
 
+def test_two_commits_of_one_step_have_two_names_where_nobody_followed_the_first() -> None:
+    job, (a, b) = trained("a", "b")
+    job.step(a, b)
+    before = a.replica.version
+    a.asks()
+    b.asks()
+    formed = a.formed
+    a.is_stopped = b.is_stopped = True  # what they hear comes too late: they have given up
+    a.votes()
+    b.votes()
+    assert job.lighthouse.newest_step == 3
+    a.is_stopped = b.is_stopped = False
+    for member in (a, b):
+        member.says(QuorumRequest(request_id=99, version=before))
+    again = job.lighthouse.round
+    assert formed is not None and again is not None
+    assert (again.step, again.quorum_id) == (formed.version.step, formed.quorum_id + 1)
+
+
 @pytest.mark.parametrize(
     "hello",
     [{"version": of_old(2 + LATER)}, {"version": StateVersion(step=FAR)}, {"newest_step": FAR, "last_epoch": "old"}],
@@ -273,6 +309,24 @@ def test_a_state_of_this_life_that_the_job_has_gone_back_behind_is_tied_to_who_s
     assert trains(job, b)
 
 
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), max_size=12))
+def test_a_state_that_the_job_has_gone_back_behind_stays_void_however_often_it_goes_back(
+    goes: list[tuple[int, int]],
+) -> None:
+    """It went back to 1 and on to 3, then back to 2: what it had made of step 2 before the first time counted again."""
+    history, backs = StateHistory("now"), []
+    history.goes_on_from(StateVersion(quorum_id=1, epoch="now"), 1, "now", ["a"])
+    for quorum_id, (step, num_steps) in enumerate(goes, start=2):
+        for _ in range(num_steps):
+            history.committed((quorum_id - 1, "now", history.newest_step), ["a"])
+        if step < history.newest_step:
+            backs.append((step, quorum_id))
+            history.goes_on_from(StateVersion(step=step, quorum_id=quorum_id, epoch="now"), quorum_id, "now", ["a"])
+    for step, quorum_id in itertools.product(range(history.newest_step + 1), range(1, len(goes) + 2)):
+        is_void = any(quorum_id < back and step > to for to, back in backs)
+        assert history.is_void(StateVersion(step=step, quorum_id=quorum_id, epoch="now")) == is_void
+
+
 def test_a_vote_in_doubt_about_a_quorum_that_cannot_have_been_is_refused() -> None:
     job, (a,) = trained("a")
     job.restart()
@@ -296,6 +350,21 @@ def test_the_state_that_comes_of_a_vote_in_doubt_is_of_no_later_quorum_than_the_
     job.passes(61.0)
     assert a.formed is not None
     assert (a.formed.quorum_id > 77, a.formed.version.step, job.lighthouse.newest_step) == (True, 0, 0)
+
+
+def test_a_step_that_was_decided_here_counts_on_where_somebody_says_that_the_job_went_back_but_not_behind_it() -> None:
+    """Who voted on it stays away meanwhile. Another one that votes late is told the decision, and holds that state then."""
+    job = Job(1)
+    vote = CommitVote(quorum_id=77, epoch="old", step=3, approve=True, num_voters=1, counts=True)
+    x, late = (Member(job, name, 1, ReplicaSettings(min_replica_size=1)) for name in ("x:1", "late:1"))
+    for member in (late, x):
+        member.connects(last_quorum_id=77, last_quorum_size=1, last_epoch="old")
+    x.says(vote)
+    x.dies()
+    stranger(job, rolled_back_to=StateVersion(step=4, quorum_id=78, epoch="old"), last_quorum_id=77, last_epoch="old")
+    assert job.lighthouse.newest_step == 4
+    late.says(vote)
+    assert (late.hears()[-1], job.lighthouse.newest_step) == ("commit", 4)
 
 
 def test_who_has_no_part_in_the_open_step_does_not_break_its_collectives_by_a_vote() -> None:
@@ -336,6 +405,22 @@ def test_a_state_of_this_life_that_the_job_was_never_at_is_none() -> None:
     stranger(job, version=StateVersion(step=FAR, quorum_id=1, epoch=job.lighthouse.epoch))
     assert job.lighthouse.newest_step == 1
     assert trains(job, a)
+
+
+def test_nor_does_it_become_one_when_another_one_brings_the_job_to_its_step_and_leaves() -> None:
+    """It counted as held then, without having been shown since."""
+    job, (a, b) = trained("a", "b")
+    x = stranger(job, version=StateVersion(step=2, quorum_id=1, epoch=job.lighthouse.epoch))
+    y, z = job.join("y"), job.join("z")
+    z.connects(version=of_old(4))
+    y.says(QuorumRequest(request_id=1, version=StateVersion(step=5), restored=True, can_serve=True))
+    a.asks()
+    b.asks()
+    job.passes(61.0)
+    assert a.formed is not None and a.formed.version.step == 5
+    y.dies()
+    z.dies()
+    assert (job.lighthouse.newest_step, x.replica_id in job.lighthouse.members) == (1, True)
 
 
 def test_before_a_restarted_lighthouse_has_formed_a_quorum_a_groups_word_holds() -> None:

@@ -30,6 +30,7 @@ from torchft_ckpt.core.coordination.messages import (
     ForgetJob,
     Heartbeat,
     Hello,
+    Leaf,
     Leave,
     LocateState,
     Outcome,
@@ -37,6 +38,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     Refused,
     StateLocated,
+    StateShown,
     StateVersion,
     ToLighthouse,
 )
@@ -220,6 +222,33 @@ def test_who_gives_the_most_addresses_is_dropped_where_all_together_are_too_many
     lighthouse.open("c5", "job-5")
     lighthouse.hear("c5", Hello(protocol=PROTOCOL_VERSION, replica_id="g:1", checkpoint_addresses=["aa"] * 20))
     assert lighthouse.closed == {"c4"}
+
+
+def test_who_shows_the_most_leaves_is_dropped_where_all_together_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "MAX_SHOWN", 100)
+    lighthouse = Lighthouse()
+
+    def shows(connection: str, num_ranks: int, num_leaves: int) -> None:
+        of_rank = StateShown(owned="a", open=[Leaf(name=str(n), digest="b") for n in range(num_leaves)])
+        lighthouse.hear(connection, QuorumRequest(request_id=1, version=StateVersion(), shown=[of_rank] * num_ranks))
+
+    for number in range(6):
+        lighthouse.open(f"c{number}", f"job-{number}")
+        lighthouse.hear(f"c{number}", Hello(protocol=PROTOCOL_VERSION, replica_id="g:1"))
+    for number in range(4):
+        shows(f"c{number}", 2, 9 + number % 2)
+    assert not lighthouse.closed
+    shows("c0", 2, 0)
+    shows("c4", 1, 17)
+    assert not lighthouse.closed
+    shows("c5", 30, 0)
+    assert lighthouse.closed == {"c5"}
+    (said,) = [message for message in lighthouse.said["c5"] if isinstance(message, Dropped)]
+    assert "its ranks show 30 leaves, more than those of any other group" in said.reason
+    shows("c0", 1, 16)  # no more than there is room for, as what went before does not count
+    lighthouse.close("c1")
+    shows("c4", 1, 39)
+    assert lighthouse.closed == {"c5"}
 
 
 def test_what_is_kept_of_a_member_for_long_has_no_addresses() -> None:

@@ -307,13 +307,15 @@ def test_a_discarded_step_after_a_comparison_does_not_ask_for_another() -> None:
     assert j.formed.role.value == "healthy"
 
 
-def test_where_all_who_are_known_to_hold_the_state_die_one_that_healed_stands_in() -> None:
+@pytest.mark.parametrize("shows", ["", "x"])
+def test_where_all_who_are_known_to_hold_the_state_die_one_that_healed_stands_in(shows: str) -> None:
+    """What it shows is equal to what it shows itself, which says nothing."""
     job, a, b, j = healed()
     a.dies()
     b.dies()
     fresh = job.join("f")
     fresh.asks()
-    j.asks()
+    j.asks(shows=shows)
     assert (j.formed.role.value, j.formed.unverified, fresh.formed.role.value) == ("healthy", True, "joiner")
     j.votes()
     fresh.votes()

@@ -14,6 +14,7 @@ import asyncio
 import functools
 import logging
 import socket
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -54,6 +55,7 @@ DEAD_PEER_TIMEOUT_S = 10.0
 _BACKLOG = 128
 _MAX_STRANGERS = 64
 _MAX_HELLO_BYTES = 4096
+_MAX_PROOFS = 65_536
 
 
 class GroupService:
@@ -94,8 +96,8 @@ class GroupService:
         self._user_on_refused = on_refused
         self._token = token
         self._replica_id = replica_id
-        self._proofs_used: set[str] = set()
-        """Of ranks: who listens on the way cannot use one again."""
+        self._proofs_used: OrderedDict[str, None] = OrderedDict()
+        """The latest `_MAX_PROOFS` of ranks, by their answers: who listens on the way cannot use one again."""
         self._channels: dict[int, Channel] = {}
         self._heard_at: dict[int, float] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -216,9 +218,11 @@ class GroupService:
         headers: dict[str, str] = {}
         if self._token:
             shown = RankProof.of(request.headers.get("Authorization", ""), self._token, self._replica_id)
-            if shown is None or shown.authorization in self._proofs_used:
+            if shown is None or shown.answer in self._proofs_used:
                 return refuse_token(request, front)
-            self._proofs_used.add(shown.authorization)
+            self._proofs_used[shown.answer] = None
+            if len(self._proofs_used) > _MAX_PROOFS:
+                self._proofs_used.popitem(last=False)
             headers[PROOF_HEADER] = shown.answer
         websocket = await open_websocket(request, front, headers)
         party = f"a rank at {client_of(request)}"

@@ -48,6 +48,8 @@ NUM_REMEMBERED = 8
 MAX_DECIDED = 8
 """Steps whose decision is remembered for members that vote too late."""
 MAX_AWAY = 4096
+MAX_WENT_BACK = 64
+"""Times that the job went back, each to a later step than before."""
 MAX_STEPS_AHEAD = 10**9
 """A member may be so far beyond the newest step."""
 MAX_FIRST_STEP = 1 << 40
@@ -94,8 +96,8 @@ class StateHistory:
         """No state of this life has a higher step than this. Never falls."""
         self._reported_step = 0
         """The highest step that members have shown or reported. Never above `_own_step`, which may only be decided here."""
-        self.rolled_back_to = StateVersion()
-        """The state that the job last went back to on purpose. Its quorum id never falls."""
+        self._went_back = [StateVersion()]
+        """The states that the job went back to on purpose, but for those that it went back behind later. Ids and steps rise."""
         self._followers: Followers | None = None
         """Set while nobody has been seen with the state of the step that was committed last."""
         self._away: OrderedDict[str, tuple[StateVersion, float]] = OrderedDict()
@@ -104,6 +106,11 @@ class StateHistory:
         """The last `MAX_DECIDED` decisions. No tally where the step was decided from reports, or its commit had no follower."""
 
     # --------------------------------------------------------------------------------------------------------- states
+
+    @property
+    def rolled_back_to(self) -> StateVersion:
+        """The state that the job last went back to on purpose. Its quorum id never falls."""
+        return self._went_back[-1]
 
     @property
     def newest_step(self) -> int:
@@ -127,10 +134,13 @@ class StateHistory:
 
     def is_void(self, version: StateVersion) -> bool:
         """Whether the job went back behind a state, or never was at it."""
-        back = self.rolled_back_to
         if version.epoch == self._epoch and version.step > self._highest_step:
             return True
-        return version.quorum_id < back.quorum_id and version.step > back.step
+        return any(version.quorum_id < back.quorum_id and version.step > back.step for back in self._went_back)
+
+    def as_it_counts(self, version: StateVersion) -> StateVersion:
+        """Return a state without its name if that is void: whatever becomes of the job, it is none of its states any more."""
+        return StateVersion(step=version.step) if self.is_void(version) else version
 
     def note(self, replica_id: str, version: StateVersion) -> None:
         """Note that a connected member was seen with a state."""
@@ -154,8 +164,9 @@ class StateHistory:
             open_step: of the present quorum, or 0.
         """
         if hello.rolled_back_to.quorum_id > self.rolled_back_to.quorum_id and not self.has_begun:
-            self.rolled_back_to = hello.rolled_back_to
-            known = [version.step for version in held if self.is_valid(version)]
+            self._go_back(hello.rolled_back_to)
+            made = (state_after(key) for key, (_, outcome, _) in self._decided.items() if outcome is Outcome.COMMIT)
+            known = [version.step for version in (*held, *made) if self.is_valid(version)]
             self._own_step = self._reported_step = max([*known, open_step])
             self._beyond.clear()
         is_new = hello.last_quorum_id >= self.rolled_back_to.quorum_id and hello.last_epoch != self._epoch
@@ -171,7 +182,7 @@ class StateHistory:
         """Note that a quorum trains from what these hold. Returns the newest step until now: beyond that if the job goes back."""
         before = self.newest_step
         if version.step < before:
-            self.rolled_back_to = StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch)
+            self._go_back(StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch))
         self._followers = None
         if self.has_begun and version.step > self._own_step:  # it counts for as long as somebody holds it
             nearer = {replica_id: step for replica_id, step in self._beyond.items() if step <= version.step}
@@ -183,6 +194,9 @@ class StateHistory:
         if version.epoch == self._epoch:
             self._highest_step = max(self._highest_step, version.step)
         return before
+
+    def _go_back(self, to: StateVersion) -> None:
+        self._went_back = [*(back for back in self._went_back if back.step < to.step), to][-MAX_WENT_BACK:]
 
     def _note_step(self, step: int) -> None:
         self._own_step = max(self._own_step, step)

@@ -9,8 +9,8 @@ A job begins with the first group that is welcomed under its name, and is rememb
 back. Of a finished one only its step stays. A job that had no quorum in this life of the lighthouse is forgotten with its last
 group, whatever its groups said of earlier ones: they say it again.
 
-All jobs share a bound on the addresses that groups give. Above it the group that gives most is dropped. Each has a rate of lines
-in the log.
+All jobs share bounds on the addresses that groups give, and on the leaves that they show of their states. Above one of them the
+group that gives most is dropped. Each job has a rate of lines in the log.
 
 Names are no secrets, and no boundary between users: who has the lighthouse's token may name any job.
 """
@@ -41,6 +41,7 @@ from torchft_ckpt.core.coordination.messages import (
     Drain,
     Dropped,
     ForgetJob,
+    QuorumRequest,
     Refused,
     ToLighthouse,
     clip,
@@ -57,6 +58,8 @@ MAX_FINISHED = 4096
 """Jobs that are over."""
 MAX_ADDRESS_BYTES = 16 << 20
 """Of memory, for the addresses of all groups together: a thousand groups of 64 ranks take some 7 MiB."""
+MAX_SHOWN = 8_000_000
+"""Of leaves that the ranks of all groups show, some 200 bytes each: a thousand groups of 64 ranks show 120 each."""
 LINES_PER_S, LINES_AT_ONCE = 20.0, 5000.0
 """Of a job in the log, and as many warnings."""
 
@@ -91,6 +94,8 @@ class Jobs:
         self._deadlines: dict[str, float] = {}
         self._address_bytes: dict[str, int] = {}
         """By connection, of those that have given addresses."""
+        self._num_shown: dict[str, int] = {}
+        """By connection, of those that showed leaves in their last request."""
         self._lines = RateLimiter(LINES_PER_S, LINES_AT_ONCE)
         self._num_left_out: dict[str, int] = {}
 
@@ -105,6 +110,7 @@ class Jobs:
         if isinstance(event, ConnectionClosed):
             self._job_of.pop(event.connection, None)
             self._address_bytes.pop(event.connection, None)
+            self._num_shown.pop(event.connection, None)
             name = job or DEFAULT_JOB
             return self._tell(name, event, now) if name in self.states else []
         if event.connection not in self._job_of:
@@ -116,7 +122,7 @@ class Jobs:
             if len(self.states) >= MAX_JOBS and name not in self.finished:
                 return list(self._refuse(event.connection, self._why_full(name)))
             self._begin(name)
-        return [*self._tell(name, event, now), *self._bound_addresses(event.connection, event.message)]
+        return [*self._tell(name, event, now), *self._bound_memory(event.connection, event.message)]
 
     def next_deadline(self) -> float | None:
         """Return when `Tick` is due, if nothing else happens before."""
@@ -178,18 +184,25 @@ class Jobs:
         yield Send(connection, Refused(code="job", reason=reason))
         yield Close(connection)
 
-    def _bound_addresses(self, connection: str, message: ToLighthouse) -> Iterator[Instruction]:
-        """Drop those that give the most, until what is left has room."""
+    def _bound_memory(self, connection: str, message: ToLighthouse) -> Iterator[Instruction]:
         addresses = getattr(message, "checkpoint_addresses", None)
-        if not addresses:
-            return
-        self._address_bytes[connection] = sum(map(str.__sizeof__, addresses))
-        while sum(self._address_bytes.values()) > MAX_ADDRESS_BYTES:
-            most = max(self._address_bytes, key=self._address_bytes.__getitem__)
-            num_bytes = self._address_bytes.pop(most)
-            reason = f"its addresses take {num_bytes} bytes, more than those of any other group, and all have {MAX_ADDRESS_BYTES}"
-            yield Send(most, Dropped(reason=reason))
-            yield Close(most)
+        if addresses:
+            self._address_bytes[connection] = sum(map(str.__sizeof__, addresses))
+            yield from self._bound(self._address_bytes, MAX_ADDRESS_BYTES, "addresses take {} bytes")
+        if isinstance(message, QuorumRequest):
+            self._num_shown.pop(connection, None)
+            if message.shown:
+                self._num_shown[connection] = sum(1 + len(of_rank.open) for of_rank in message.shown)
+                yield from self._bound(self._num_shown, MAX_SHOWN, "ranks show {} leaves")
+
+    def _bound(self, given: dict[str, int], most: int, what: str) -> Iterator[Instruction]:
+        """Drop those that give the most, until what is left has room."""
+        while sum(given.values()) > most:
+            greatest = max(given, key=given.__getitem__)
+            its = what.format(given.pop(greatest))
+            reason = f"its {its}, more than those of any other group, and all have {most}"
+            yield Send(greatest, Dropped(reason=reason))
+            yield Close(greatest)
 
     def _why_full(self, name: str) -> str:
         deserted = [other for other, state in self.states.items() if state.is_deserted]

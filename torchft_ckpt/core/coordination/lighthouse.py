@@ -334,6 +334,7 @@ class LighthouseState:
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
         yield from self._equality.joined(hello)
         self._learn_from(hello, now)
+        member.version = self._job.history.as_it_counts(hello.version)
         self._speaking.said(replica_id, hello.speaks)
         if self._deciding.is_still_in_quorum(member):
             self._job.quorum_members[replica_id] = None
@@ -401,7 +402,7 @@ class LighthouseState:
         version = request.version
         return Holder(
             replica_id=member.replica_id,
-            version=StateVersion(step=version.step) if self._job.history.is_void(version) else version,
+            version=self._job.history.as_it_counts(version),
             restored=request.restored,
             torn=request.torn,
             init_sync=request.init_sync,
@@ -497,7 +498,9 @@ class LighthouseState:
         member.is_excused = message.has_finished or not located.is_held or member.is_let_go
         if member.is_excused:
             self._job.quorum_members.pop(replica_id, None)
-        yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
+        is_known = located.version.step == self._job.held_step
+        is_finished = self.finished_step is not None
+        yield Send(member.connection, msgspec.structs.replace(located, is_known=is_known, is_finished=is_finished))
         yield from self._reconsider(now)
 
     def _handed_over(self, member: Member, message: LocateState, located: StateLocated) -> StateLocated:
@@ -518,7 +521,7 @@ class LighthouseState:
 
     def _on_state_shown(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """Note the state that a member holds between two steps."""
-        member.version = version
+        member.version = self._job.history.as_it_counts(version)
         self._job.quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
         self._job.history.note(member.replica_id, version)
@@ -737,7 +740,7 @@ class LighthouseState:
         verdict = decide_cold_start(
             [self.members[replica_id] for replica_id in gathering],
             at_work,
-            is_valid=self._job.history.is_valid,
+            held_step=self._job.held_step,
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
@@ -955,7 +958,8 @@ class LighthouseState:
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
-        able = [m for role in (Role.HEALTHY, Role.INLINE) for m in roles if roles[m] is role]
+        hosts = [m for m in roles if self.members[m].store_address]
+        able = [m for role in (Role.HEALTHY, Role.INLINE) for m in hosts if roles[m] is role] or hosts
         kept = [replica_id for replica_id in self._store_hosts if replica_id in able]
         self._store_hosts = tuple([*kept, *(m for m in able if m not in kept)][:2])
 

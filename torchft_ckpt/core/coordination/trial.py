@@ -144,7 +144,8 @@ class Trials:
         groups = alike({m: shown[m] for m in judges})
         right = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
         wrong = [m for m in members if shown[m] != shown[right[0]]]
-        verdict.equal.update(m for m in members if m not in wrong)
+        if not all(members[m].asked.unverified for m in right):  # else nobody here knows that it is right to the bit
+            verdict.equal.update(m for m in members if m not in wrong)
         if wrong:
             self._decide(members, right, wrong, step, verdict)
         elif len(members) > 1 and step not in self._loaded.values():  # what was just loaded is equal, and says nothing
