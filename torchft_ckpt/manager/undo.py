@@ -39,6 +39,8 @@ _MAX_IN_A_ROW = 8
 _MAX_VISITED, _MAX_ITEMS = 20_000, 10_000
 """Objects that are looked into, and items of one: a longer container is data."""
 _Reached: TypeAlias = "tuple[dict[Any, Any] | CellType, Any, str, Any]"
+_NOTHING = object()
+"""What a loop has where nothing is bound."""
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _OF_MODULES = ("_buffers", "_parameters", "_modules")
@@ -55,12 +57,16 @@ class _Place:
     held: Any
     is_small: bool = True
     copy: Any = None
+    mark: tuple[int, int] = (0, 0)
+    """Of a large tensor, when it was held: its version, and where its memory is."""
 
     @property
     def here(self) -> Any:
         if isinstance(self.holder, dict):
-            return self.holder.get(self.key)
-        return self.held if self.holder is None else self.holder.cell_contents
+            return self.holder.get(self.key, _NOTHING)
+        if self.holder is None:
+            return self.held
+        return self.holder.cell_contents if gc.get_referents(self.holder) else _NOTHING
 
     def take(self) -> None:
         """Hold what is here, and copy it."""
@@ -70,11 +76,22 @@ class _Place:
         elif type(self.held) in _OF_TORCH:
             self.copy = self.held.detach().clone()
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the loop has written to the large tensor that is held, be it what was there before, or bound another one."""
+        return (
+            self.here is not self.held
+            or self.mark != (self.held._version, self.held.data_ptr())
+            or (self.copy is not None and not torch.equal(_bits(self.held), _bits(self.copy)))
+        )
+
     def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Bind what was here; return the tensors that are to be written to, each with what."""
         if isinstance(self.holder, dict):
             self.holder[self.key] = self.held
-        elif self.holder is not None:
+            if self.held is _NOTHING:
+                del self.holder[self.key]
+        elif self.holder is not None and self.held is not _NOTHING:
             self.holder.cell_contents = self.held
         if isinstance(self.held, list | deque):
             self.held.clear()
@@ -94,7 +111,6 @@ class _Part:
         self.is_held = False
         self.learns = copies_all
         """What is large is copied until it is known whether the loop writes to it."""
-        self._versions: list[tuple[int, int]] = []
 
     def hold(self) -> None:
         """Hold what is here, if nothing is held."""
@@ -105,7 +121,6 @@ class _Part:
             place.held = place.here
         self.copied += [place for place in self.watched if type(place.held) not in _OF_TORCH]
         self.watched = [place for place in self.watched if type(place.held) in _OF_TORCH]
-        self._versions = self._count()
         again = []
         for place in self.copied:
             if type(place.copy) is torch.Tensor and place.here is place.held and place.copy.shape == place.held.shape:
@@ -115,20 +130,21 @@ class _Part:
         if again:
             with torch.no_grad():
                 torch._foreach_copy_([place.copy for place in again], [place.held for place in again])
+        for place in self._large():
+            place.mark = place.held._version, place.held.data_ptr()
 
-    def _count(self) -> list[tuple[int, int]]:
-        return [(place.held._version, place.held.data_ptr()) for place in self.watched]
+    def _large(self) -> list[_Place]:
+        copied = [place for place in self.copied if self.learns and not place.is_small]
+        return [place for place in copied if type(place.held) in _OF_TORCH] + self.watched
 
     def end(self, *, counts: bool) -> list[_Place]:
         """Return what is large and was written to. It is copied from now on."""
         self.is_held = False
         if self.learns and not counts:
             return []  # all is copied, and goes back
-        now = zip(self.watched, self._count(), self._versions, strict=True)
-        written = [place for place, one, other in now if one != other or place.here is not place.held]
+        large = self._large()
+        written = [place for place in large if place.is_written]
         if self.learns:
-            large = [place for place in self.copied if not place.is_small and type(place.held) in _OF_TORCH]
-            written += [p for p in large if p.here is not p.held or not torch.equal(_bits(p.held), _bits(p.copy))]
             self.learns = False
             self.watched = [place for place in large if place not in written]
             self.copied = [place for place in self.copied if place not in self.watched]
@@ -264,7 +280,7 @@ class Undo:
         plain = {(id(place.holder), place.key) for place in before.copied if type(place.held) not in _OF_TORCH}
         written = {place.name for place in before.copied if not place.is_small}
         _, others = self._find()
-        others = [p for p in others if type(p.held) in _OF_TORCH or (id(p.holder), p.key) in plain]
+        others = [p for p in others if not _words(p.held) or (id(p.holder), p.key) in plain]
         for place in others:
             place.is_small = place.is_small or place.name in written
         self._others = _Part(others, copies_all=before.learns)
@@ -302,6 +318,7 @@ class Undo:
                 path = tensors[value.data_ptr()][0]
                 others.append(_Place(holder, key, path, value, is_small=value.nbytes <= MAX_COPIED_BYTES))
         others += _plain_places(leaves, reached)
+        others += _holders_of(others, reached)
         for name, tensor in (tensors[address] for address in tensors.keys() - found):
             others.append(_Place(None, None, name, tensor, is_small=tensor.nbytes <= MAX_COPIED_BYTES))
         return parameters, others
@@ -315,6 +332,22 @@ def _plain_places(leaves: list[tuple[str, Any]], reached: Iterable[_Reached]) ->
         if (words := _words(value)) and (name, words) in values:
             alike.setdefault((name, words), []).append(_Place(holder, key, name, value))
     return [place for look, places in alike.items() if len(places) <= values[look] for place in places]
+
+
+def _holders_of(places: Iterable[_Place], reached: Iterable[_Reached]) -> list[_Place]:
+    """Return where the loop has the dicts and objects that hold these, which it may bind anew: `best = deepcopy(model)`."""
+    bound: dict[int, list[_Place]] = {}
+    for holder, key, name, value in reached:
+        inner = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if inner is not None:
+            bound.setdefault(id(inner), []).append(_Place(holder, key, name, value))
+    found: list[_Place] = []
+    waiting = deque(place.holder for place in places)
+    while waiting:
+        there = bound.pop(id(waiting.popleft()), [])
+        found += there
+        waiting += [place.holder for place in there]
+    return found
 
 
 def _reached(functions: Iterable[object]) -> Iterator[_Reached]:
