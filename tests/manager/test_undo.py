@@ -39,7 +39,7 @@ class Loop:
 
     def step(self, write: Callable[[Loop], object], *, counts: bool = False) -> None:
         self.undo.begin()
-        self.undo.forward_begins()
+        self.undo.forward_begins(is_in_step=True)
         write(self)
         self.undo.end(counts=counts)
 
@@ -106,9 +106,19 @@ def test_what_changed_after_zero_grad_and_before_the_forward_pass_stays() -> Non
     loop.step(lambda _: None, counts=True)
     loop.undo.begin()
     loop.mean = 2.0
-    loop.undo.forward_begins()
+    loop.undo.forward_begins(is_in_step=True)
     loop.mean = 3.0
     loop.undo.end(counts=False)
+    assert loop.mean == 2.0
+
+
+def test_a_look_at_the_model_between_two_steps_is_not_the_forward_pass_of_the_next_one() -> None:
+    loop = Loop(mean=1.0)
+    loop.trains()
+    loop.step(lambda _: None, counts=True)
+    loop.undo.forward_begins(is_in_step=False)
+    loop.mean = 2.0
+    loop.step(lambda loop: loop.__dict__.update(mean=3.0))
     assert loop.mean == 2.0
 
 

@@ -402,8 +402,9 @@ class Steps:
 
     def note_forward(self) -> None:
         """A forward pass begins."""
-        self._has_computed = self._has_computed or self._client.view().is_in_step
-        self._undo.forward_begins()
+        is_in_step = self._client.view().is_in_step
+        self._has_computed = self._has_computed or is_in_step
+        self._undo.forward_begins(is_in_step=is_in_step)
 
     def clears_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Manager.begins_step`."""

@@ -171,7 +171,7 @@ class Undo:
         self._num_changes = -1
         """The registry's when the state was looked for."""
         self._num_in_a_row = 0
-        self._sees_forward = False
+        self._sees_forward = self._is_early = False
         self._looks_again = self._has_looked_again = False
         self._slots: set[tuple[int, Any]] = set()
         """Where the open step may have found something in what belongs to the loop, if it began with a look; else empty."""
@@ -188,9 +188,12 @@ class Undo:
         if not self._sees_forward:
             self._hold_others()
 
-    def forward_begins(self) -> None:
-        """A forward pass begins, of the open step or of the next one."""
+    def forward_begins(self, *, is_in_step: bool) -> None:
+        """A forward pass begins, of the open step or perhaps of the next one: else it was a look at the model after a step."""
         self._sees_forward = True
+        if is_in_step and self._is_early:
+            self._others.is_held = False
+        self._is_early = not is_in_step
         self._hold_others()
 
     def _hold_others(self) -> None:

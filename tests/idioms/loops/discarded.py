@@ -266,6 +266,34 @@ def tail_behind_zero_grad(job: Job) -> None:
                 kept.lerp_(parameter.detach(), 0.1)
 
 
+@idiom(
+    "A look at the loss after each step, in training mode, and then the averaged weights",
+    DISCARDED,
+    "Look at the model in `torch.no_grad()`, or in `model.eval()`. A pass that could be trained begins the next step, unless your"
+    " loop calls `zero_grad` before its forward pass, as this one does. What follows it belongs to that step then.",
+    was="after a discarded step the average lacked the step before, in all groups alike",
+    num_discards=3,
+    dies=False,
+)
+def look_after_the_step(job: Job) -> None:
+    model = mlp()
+    average = copy.deepcopy(model).requires_grad_(False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, average=average, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    discards = Discards(job)
+    while job.goes_on():
+        optimizer.zero_grad()
+        value = error(ddp, job.batch())
+        discards()
+        value.backward()
+        counts = optimizer.step()
+        error(ddp, (torch.ones(4, 6), torch.ones(4, 3))).item()
+        if counts:
+            for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                kept.lerp_(parameter.detach(), 0.1)
+
+
 class SAM(torch.optim.Optimizer):
     """As in davda54/sam: the first step perturbs the weights, the second puts them back and steps."""
 

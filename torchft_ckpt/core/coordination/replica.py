@@ -957,7 +957,7 @@ class SharedStep:
         `is_decided`: no step is open: the last one was decided, or there was none.
         """
         self.joins_open, self._is_by_forward = self._is_by_forward and not is_decided, False
-        self.clears_first = not self.joins_open
+        self.clears_first = self.clears_first or not self.joins_open
         if not is_decided and self._joined and optimizer not in self._joined:
             self._joined.add(optimizer)
             return False
