@@ -429,6 +429,14 @@ class Steps:
 
     def begins_to_take(self, optimizer: torch.optim.Optimizer) -> None:
         """A guarded optimizer is about to step. Raises `ConfigError` where no step that counts is there for it to take."""
+        if self.may_take(optimizer):
+            self._taking.enters(optimizer)
+
+    @torch.compiler.disable
+    def may_take(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a guarded optimizer, or one that it holds, is about to step for the loop. Raises as `begins_to_take`."""
+        if self._registry.in_function or self._replay.step is not None:
+            return False
         now, name = self._client.view(), type(optimizer).__name__
         is_open = self._is_committed is None and not now.is_between_steps
         is_training = self._registry.is_used_by_loops and not now.warms_up and not self._client.is_over
@@ -444,7 +452,7 @@ class Steps:
                 " the backward pass, or step it only if should_commit() has returned True",
                 party=name,
             )
-        self._taking.enters(optimizer)
+        return True
 
     def ends_taking(self, who: object) -> None:
         """A guarded optimizer, or an `Optimizer`, has done its part of the step."""
@@ -472,6 +480,12 @@ class Steps:
     def end_taking(self) -> None:
         """The next step begins: the last one that counts is taken, however the loop has done that, or it is torn."""
         if self._taking.is_inside:
+            if self._registry.lock.held_for_step():
+                raise ConfigError(
+                    "a step begins while an optimizer takes the last one, by a forward pass in a closure, perhaps: no vote is"
+                    " about what it computes. Compute all gradients of a step before should_commit, and pass no closure",
+                    party="closure",
+                )
             self.broke_off()
         if self._client.has_to_take_step():
             step = self._client.view().version.step - 1

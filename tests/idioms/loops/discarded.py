@@ -328,13 +328,27 @@ class SAM(torch.optim.Optimizer):
     dies=False,
 )
 def sam(job: Job) -> None:
+    train_by_sam(job, times=7)
+
+
+@idiom(
+    "The same, with what SAM keeps registered too",
+    DISCARDED,
+    was="a group that came back never came in: its parameters were called otherwise",
+    num_discards=3,
+)
+def sam_registered(job: Job) -> None:
+    train_by_sam(job, "sam")
+
+
+def train_by_sam(job: Job, *more: str, times: int = 1) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sam = SAM(model.parameters(), sgd)
-    manager = job.manager(*states(model=model, sgd=sgd))
+    manager = job.manager(*states(model=model, sgd=sgd, **{name: sam for name in more}))
     manager.guard_optimizer(sgd)
     ddp = job.ddp(model)
-    discards = Discards(job, times=7)
+    discards = Discards(job, times)
     while job.goes_on():
         manager.start_quorum()
         batch = job.batch()
