@@ -181,6 +181,7 @@ def test_weights_without_a_copy_stay_which_is_said_and_go_back_from_then_on(capl
         for _ in range(3):
             loop.step(perturb)
             assert torch.equal(loop.model.weight, perturbed)
+            loop.registry.load({"loop": {}})  # after which the state is looked for anew
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "loop.model.weight" in record.getMessage(), record.getMessage()
 

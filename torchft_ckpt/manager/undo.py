@@ -177,6 +177,8 @@ class Undo:
         """Where the open step may have found something in what belongs to the loop, if it began with a look; else empty."""
         self._paths: set[str] = set()
         """In the state, at that look."""
+        self._written: set[str] = set()
+        """Of what is large, what the loop was seen to write to; it is copied, also if it was loaded since."""
 
     def begin(self) -> None:
         """A step begins with a state that is whole. What is held already stays so."""
@@ -220,6 +222,7 @@ class Undo:
         self._has_looked_again = self._has_looked_again or counts
         places = [place for part in parts for place in part.copied + part.watched]
         written = [place for part in parts for place in part.end(counts=counts)]
+        self._written |= {place.name for place in written}
         if not counts:
             try:
                 self._take_out()
@@ -281,11 +284,8 @@ class Undo:
         """Find what has come into being since, and let the plain values go that were not those of the state after all."""
         before = self._others
         plain = {(id(place.holder), place.key) for place in before.copied if type(place.held) not in _OF_TORCH}
-        written = {place.name for place in before.copied if not place.is_small}
         _, others = self._find()
         others = [p for p in others if not _words(p.held) or (id(p.holder), p.key) in plain]
-        for place in others:
-            place.is_small = place.is_small or place.name in written
         self._others = _Part(others, copies_all=before.learns)
 
     def _look(self) -> None:
@@ -324,6 +324,8 @@ class Undo:
         others += _holders_of(others, reached)
         for name, tensor in (tensors[address] for address in tensors.keys() - found):
             others.append(_Place(None, None, name, tensor, is_small=tensor.nbytes <= MAX_COPIED_BYTES))
+        for place in (*parameters, *others):
+            place.is_small = place.is_small or place.name in self._written
         return parameters, others
 
 
