@@ -442,7 +442,7 @@ class ReplicaState:
             is_loading: what it has to load is on the way, or not known yet.
             joins_open: its forward pass was computed in the open step: it goes into no other one, whatever has gone wrong.
         """
-        if not self.is_in_step or wishes != self._wishes or self._is_changed:
+        if not self.is_in_step or wishes != self._wishes or (self._is_changed and not joins_open):
             return False
         if not wishes.contributes or wishes.waits is not None:
             return False
