@@ -43,6 +43,7 @@ _NOTHING = object()
 """What a loop has where nothing is bound."""
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_COPIED = (list, deque, *_OF_TORCH)
 _OF_MODULES = ("_buffers", "_parameters", "_modules")
 _APART = ("torch.utils.data", "torchdata", "torchft_ckpt.manager", "torchft_ckpt.process_group", "threading", "logging")
 
@@ -125,7 +126,7 @@ class _Part:
         for place in self.copied:
             if type(place.copy) is torch.Tensor and place.here is place.held and place.copy.shape == place.held.shape:
                 again.append(place)
-            else:
+            elif place.copy is not None or place.here is not place.held or isinstance(place.held, _COPIED):
                 place.take()
         if again:
             with torch.no_grad():
@@ -350,7 +351,7 @@ def _holders_of(places: Iterable[_Place], reached: Iterable[_Reached]) -> list[_
     waiting = deque(place.holder for place in places)
     while waiting:
         there = bound.pop(id(waiting.popleft()), [])
-        found += there
+        found += [place for place in there if place.key not in _OF_MODULES]  # these nobody binds anew
         waiting += [place.holder for place in there]
     return found
 
