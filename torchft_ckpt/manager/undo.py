@@ -8,9 +8,10 @@ yet, in whose place a copy of them fits.
 
 The state functions are called as the first step begins, after the first one that counts, and after each discard. Each tensor or
 plain value that they return is looked for where the loop has it: in an attribute, a dict, a variable. So what a loop binds anew
-(`self.center = ...`) goes back, too, and what comes into being in a step that is discarded is taken out. A tensor is known by its
-memory; a plain value by its name and what it is, if nothing else looks like it, neither at first nor after a step. Other plain
-values stay, and so do random generators and the place in the data: that batch was read.
+(`self.center = ...`, or the dict or the object that holds it) goes back, too, and what comes into being in a step that is
+discarded is taken out. A tensor is known by its memory; a plain value by its name and what it is, if nothing else looks like it,
+neither at first nor after a step. Other plain values stay, and so do random generators and the place in the data: that batch was
+read.
 """
 
 from __future__ import annotations
