@@ -298,7 +298,7 @@ class Checkpointer:
         self._num_loads = self._num_saves = 0
         self._later: list[_LaterSave] = []
         """Saves that were asked for in the middle of a step."""
-        self._copies_at_once = False
+        self._is_saving = self._copies_at_once = False
         """The state changes without the lock, as was found: each save copies it when it is called."""
         self._lock.add_before_write(self._detach)
         # Before handlers that were registered earlier, which may remove the directory, say.
@@ -376,6 +376,15 @@ class Checkpointer:
         step = _plain_step(step)
         if self._is_in_step():
             return self._save_later(lambda: self.save(state_dict, step=step, rank_state=rank_state, tier=tier))
+        self._is_saving = True
+        try:
+            return self._save(state_dict, step, rank_state, tier)
+        finally:
+            self._is_saving = False
+
+    def _save(
+        self, state_dict: dict[str, Any] | None, step: int | None, rank_state: object, tier: Tier
+    ) -> Future[SavedCheckpoint]:
         self._num_saves += 1
         future: Future[SavedCheckpoint] = Future()
         identity = self._identity(step)
@@ -458,9 +467,9 @@ class Checkpointer:
         return worker.future
 
     def _is_in_step(self) -> bool:
-        """Whether the state is on its way from one step to the next: an optimizer takes one, and has called what calls this."""
-        if self._manager is None:
-            return self._lock.held_for_step()
+        """Whether the state is on its way from one step to the next, or to a save: who does that has called what calls this."""
+        if self._is_saving or self._manager is None:
+            return self._is_saving or self._lock.held_for_step()
         now = self._manager.view()
         return self._lock.held_for_step() or (now.held != now.version and not now.held.proven)
 

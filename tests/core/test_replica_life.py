@@ -295,6 +295,26 @@ def test_a_step_that_is_over_or_whose_state_has_changed_is_not_kept(
     assert may_keep(state) == (is_of_the_formed and not is_formed)
 
 
+@pytest.mark.parametrize(
+    "happen",
+    [
+        lambda state: state.fail("loss is not a number"),
+        lambda state: state.broken(BROKEN),
+        lambda state: state.load_torn(),
+        lambda state: state.state_changed(),
+    ],
+    ids=["error", "quorum broke", "torn", "changed"],
+)
+def test_a_step_that_a_forward_pass_has_begun_is_kept_by_zero_grad_whatever_has_gone_wrong(
+    happen: Callable[[ReplicaState], object],
+) -> None:
+    """Another one would write to the weights between the forward and the backward pass."""
+    state = replica()
+    begun(state)
+    happen(state)
+    assert state.may_keep_step(StepWishes(), has_reduced=False, is_loading=False, joins_open=True)
+
+
 def test_a_step_with_a_collective_in_it_is_not_kept() -> None:
     state = replica()
     begun(state)

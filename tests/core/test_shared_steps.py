@@ -54,3 +54,16 @@ def test_a_step_in_place_of_a_discarded_one_is_of_the_same_optimizers() -> None:
     assert shared.clears("a", is_decided=True) is False, "it is ahead of the other"
     assert shared.again() == {"a", "b"}
     assert (shared.steps("a"), shared.clears("a", is_decided=True)) == (True, False)
+
+
+def test_a_loop_that_clears_first_is_one_still_if_a_forward_pass_begins_a_step_in_place_of_a_discarded_one() -> None:
+    shared = SharedStep()
+    for is_discarded in (False, True, False):
+        if is_discarded:
+            shared.again()
+        shared.clears("a", is_decided=not is_discarded)
+        assert shared.clears_first
+        shared.steps("a")
+    shared.begins()
+    shared.clears("a", is_decided=False)
+    assert not shared.clears_first

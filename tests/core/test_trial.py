@@ -140,6 +140,19 @@ def test_a_leaf_that_differs_after_a_step_that_all_began_alike_is_each_groups_ow
     assert roles(members) == [Role.HEALTHY] * 2
 
 
+def test_leaves_that_are_equal_after_a_discarded_step_are_not_common_before_one_has_counted() -> None:
+    """Nobody has moved them since all began with the same."""
+    job = Job(least=1)
+    members = [job.join(name) for name in "ab"]
+    discards(members)
+    ask(members, "xx", mean="11", ema="11")
+    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [([], [])] * 2
+    for member in members:
+        member.votes()
+    ask(members, "xx", mean="12", ema="33")
+    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
+
+
 def test_a_group_that_came_in_is_given_an_unknown_leaf_once() -> None:
     job = Job(least=1)
     a = job.join("a")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchft_ckpt.core.coordination.replica import Comparison
-from torchft_ckpt.manager.comparing import compare_states, fixed
+from torchft_ckpt.manager.comparing import compare_states, fixed, not_returned
 
 
 class Trained:
@@ -120,3 +120,12 @@ def test_only_a_few_of_many_differences_are_spelled_out():
     here = {f"w{number}": number for number in range(9)}
     there = {name: -1 for name in here}
     assert str(compare_states(here, there, [])) == "w0, w1, w2, w3, w4 and 4 more"
+
+
+def test_a_large_tensor_that_a_load_function_clamps_is_not_what_was_loaded() -> None:
+    """Some values of it are compared: all of them would take too long for each load."""
+    loaded = {"average": torch.randn(1100, 300), "small": torch.ones(2)}
+    assert not_returned({name: tensor.clone() for name, tensor in loaded.items()}, loaded).paths == ()
+    clamped = {name: tensor.clamp(-2.5, 2.5) for name, tensor in loaded.items()}
+    assert not_returned(clamped, loaded).paths == ("average",)
+    assert not_returned({**loaded, "average": loaded["average"].t()}, loaded).paths == ("average",)

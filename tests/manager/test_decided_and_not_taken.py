@@ -196,6 +196,28 @@ def test_a_handler_of_a_signal_saves_when_the_step_is_over(address: str, tmp_pat
     group.manager.shutdown()
 
 
+def test_a_handler_that_interrupts_a_save_gets_what_becomes_of_that_one(address: str, tmp_path: Path) -> None:
+    """Else two would write one checkpoint, and a step would wait for the second alone before it changes the state."""
+    group = Group(address, tmp_path)
+    futures: list[Future[Any]] = []
+    group.manager.register_state_dict_fn(
+        "more", lambda _: None, lambda: {"saved": saves and (signal.raise_signal(signal.SIGALRM) or 1)}
+    )
+    before = signal.signal(signal.SIGALRM, lambda *_: futures.append(group.checkpointer.save()))
+    step, saves = wrapped(group), False
+    try:
+        step()
+        saves = True
+        saved = group.checkpointer.save()
+        saves = False
+        assert not futures[0].done() and saved.result(20).step == 1
+        step()
+        assert futures[0].result(20) is saved.result()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        group.manager.shutdown()
+
+
 def test_a_save_in_a_step_that_is_never_ended_says_so(
     address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

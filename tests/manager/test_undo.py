@@ -39,7 +39,7 @@ class Loop:
 
     def step(self, write: Callable[[Loop], object], *, counts: bool = False) -> None:
         self.undo.begin()
-        self.undo.forward_begins()
+        self.undo.forward_begins(is_in_step=True)
         write(self)
         self.undo.end(counts=counts)
 
@@ -106,9 +106,19 @@ def test_what_changed_after_zero_grad_and_before_the_forward_pass_stays() -> Non
     loop.step(lambda _: None, counts=True)
     loop.undo.begin()
     loop.mean = 2.0
-    loop.undo.forward_begins()
+    loop.undo.forward_begins(is_in_step=True)
     loop.mean = 3.0
     loop.undo.end(counts=False)
+    assert loop.mean == 2.0
+
+
+def test_a_look_at_the_model_between_two_steps_is_not_the_forward_pass_of_the_next_one() -> None:
+    loop = Loop(mean=1.0)
+    loop.trains()
+    loop.step(lambda _: None, counts=True)
+    loop.undo.forward_begins(is_in_step=False)
+    loop.mean = 2.0
+    loop.step(lambda loop: loop.__dict__.update(mean=3.0))
     assert loop.mean == 2.0
 
 
@@ -120,20 +130,58 @@ def test_weights_that_are_written_to_before_a_vote_go_back_from_the_first_step_o
         assert torch.equal(loop.model.weight, before)
 
 
+@torch.no_grad()
+def perturb(loop: Loop) -> None:
+    loop.model.weight.add_(1)
+
+
+@torch.no_grad()
+def perturb_and_restore(loop: Loop) -> None:
+    loop.model.weight.add_(1).sub_(1)
+
+
+def test_weights_that_a_loop_writes_to_and_restores_go_back_though_the_first_step_has_left_no_trace() -> None:
+    """As ASAM does it; what it adds and takes away is rounded."""
+    loop = Loop()
+    loop.model.weight.data.fill_(0.5)
+    loop.step(perturb_and_restore, counts=True)
+    loop.trains()
+    loop.model.weight.data.fill_(1e-9)
+    loop.step(perturb_and_restore)
+    assert torch.equal(loop.model.weight, torch.full((2, 2), 1e-9))
+
+
+def test_dicts_and_objects_that_hold_a_part_of_the_state_go_back_as_they_were_bound() -> None:
+    """As `best = copy.deepcopy(model)` does it, or `averages = {name: ...}`."""
+    loop = Loop(best={"w": torch.zeros(3)}, kept=nn.BatchNorm1d(2), mean=1.0)
+    loop.state = lambda: {"best": loop.best, "kept": loop.kept.state_dict()}
+    loop.registry.register("more", loop.load, lambda: loop.state())
+    loop.trains()
+    best, kept = loop.best, loop.kept
+
+    def bind(loop: Loop) -> None:
+        loop.best, loop.kept = {"w": torch.ones(3)}, nn.BatchNorm1d(2)
+        best["w"].add_(1)
+
+    for _ in range(2):
+        loop.step(bind)
+        assert loop.best is best and loop.kept is kept and not best["w"].any()
+    loop.step(bind, counts=True)
+    del loop.best
+    loop.step(lambda loop: loop.__dict__.update(best={}))
+    assert not hasattr(loop, "best")
+
+
 def test_weights_without_a_copy_stay_which_is_said_and_go_back_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop()
     loop.trains()
-
-    @torch.no_grad()
-    def perturb(loop: Loop) -> None:
-        loop.model.weight.add_(1)
-
     with caplog.at_level(logging.INFO, "torchft_ckpt"):
         loop.step(perturb)
         perturbed = loop.model.weight.detach().clone()
         for _ in range(3):
             loop.step(perturb)
             assert torch.equal(loop.model.weight, perturbed)
+            loop.registry.load({"loop": {}})  # after which the state is looked for anew
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "loop.model.weight" in record.getMessage(), record.getMessage()
 

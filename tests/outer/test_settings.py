@@ -61,3 +61,9 @@ def test_what_all_begin_a_round_with_may_be_set_anew_while_it_is_on_its_way(capl
     agree((1, one), (1, other), set_meanwhile=0.25)
     assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"] == 0.25
     assert not caplog.records
+
+
+def test_what_a_tuple_is_set_to_is_taken_too() -> None:
+    one, late = (torch.optim.Adam(nn.Linear(2, 2).parameters(), betas=betas) for betas in ((0.8, 0.99), (0.9, 0.999)))
+    agree((3, one), (0, late))
+    assert one.param_groups[0]["betas"] == late.param_groups[0]["betas"] == (0.8, 0.99)

@@ -24,6 +24,7 @@ from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES, owned_by
 MAX_NAMED = 5
 _EQUAL_BY_WORTH = (bool, int, str, type(None))
 _NUM_PYTHON_WORDS = 625
+_NUM_SAMPLED = 4096
 _NUM_TORCH_BYTES = (16, 5056)
 """Of a generator's state on a CUDA device, and on the CPU."""
 
@@ -63,7 +64,7 @@ def fixed(state: Any) -> Any:
 
 
 def not_returned(here: object, loaded: object) -> Differences:
-    """Compare what the registered functions return with what they have just loaded, but for large tensors.
+    """Compare what the registered functions return with what they have just loaded, of large tensors some values.
 
     A state of a random number generator that a function leaves alone is the group's own.
     """
@@ -73,7 +74,7 @@ def not_returned(here: object, loaded: object) -> Differences:
 
 
 class _Search:
-    """One comparison. `owned`: addresses of optimizers' memory. Tensors larger than `max_bytes` are taken for equal."""
+    """One comparison. `owned`: addresses of optimizers' memory. Tensors larger than `max_bytes` are sampled."""
 
     def __init__(self, owned: Collection[int], max_bytes: int | None = None) -> None:
         self._owned = owned
@@ -102,9 +103,7 @@ class _Search:
             for index, (one, other) in enumerate(zip(here, there, strict=True)):
                 self.compare(one, other, join_path(path, index))
         elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
-            if self._max_bytes is not None and here.nbytes > self._max_bytes:
-                return
-            if not same_tensor(here, there):
+            if not same_tensor(here, there, self._max_bytes):
                 (self.buffers if self._is_buffer(here, there) else self.weighty).append(path)
         elif not _same_value(here, there):
             self.weighty.append(path)
@@ -128,18 +127,25 @@ def is_random_state(value: object) -> bool:
     return is_pythons or (isinstance(value[0], str) and isinstance(words, np.ndarray))
 
 
-def same_tensor(here: torch.Tensor, there: torch.Tensor) -> bool:
-    """Whether two tensors, or what is here of them, have the same bits."""
+def same_tensor(here: torch.Tensor, there: torch.Tensor, max_bytes: int | None = None) -> bool:
+    """Whether two tensors, or what is here of them, have the same bits; of larger ones some values from all over are compared."""
     if here.shape != there.shape or here.dtype != there.dtype:
         return False
     adapter, other = adapter_of(here), adapter_of(there)
     if adapter is None and other is None:
-        return _same_bits(here, there)
+        return _same_bits(*(_sampled(one, max_bytes) for one in (here, there)))
     if adapter is None or other is None:
         return False
     boxes, data = adapter.boxes_and_data(here, "")
     other_boxes, other_data = other.boxes_and_data(there, "")
-    return boxes == other_boxes and all(_same_bits(*pair) for pair in zip(data, other_data, strict=True))
+    pairs = zip(*([_sampled(part, max_bytes) for part in parts] for parts in (data, other_data)), strict=True)
+    return boxes == other_boxes and all(_same_bits(*pair) for pair in pairs)
+
+
+def _sampled(part: torch.Tensor, max_bytes: int | None) -> torch.Tensor:
+    if max_bytes is None or part.nbytes <= max_bytes:
+        return part
+    return part.detach().reshape(-1)[:: max(1, part.numel() // _NUM_SAMPLED)]
 
 
 def _same_bits(here: torch.Tensor, there: torch.Tensor) -> bool:

@@ -50,7 +50,7 @@ from torchft_ckpt.manager.followers import Followers, G, S
 from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.leaving import DEADLINE, Leaving
-from torchft_ckpt.manager.optimizer_settings import guard_steps
+from torchft_ckpt.manager.optimizer_settings import guard_steps, with_inner
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
 from torchft_ckpt.manager.recovery import Recovery
@@ -559,11 +559,12 @@ class Manager:
             self._leave_optimizer_step,
             ended=lambda: self._steps.ends_taking(optimizer),
         )
+        for inner in with_inner([optimizer])[1:]:  # SAM's second step is one of the optimizer that it holds
+            inner.register_step_pre_hook(lambda inner, *_: self._steps.may_take(inner) and None)
 
     @torch.compiler.disable
     def _enter_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._registry.in_function:
-            self._steps.begins_to_take(optimizer)
+        self._steps.begins_to_take(optimizer)
         if self._registry.in_function == "get" and not self._has_warned_of_steps:
             self._has_warned_of_steps = True
             logger.warning(

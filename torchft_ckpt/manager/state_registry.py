@@ -184,16 +184,15 @@ class StateRegistry:
         remembers = not self._has_state and any(optimizer.state for optimizer in known)
         if self._layout is None or self._layout[0] != len(parameters) or remembers:
             self._has_state, captured = self._has_state or remembers, self.capture()
-            self._number(captured)
+            places = self._number(captured)
             parameters, known = self._parameters(), self._last_known
-            owned = leaves_to_compare(captured, known)
-            names = _names_of(parameters, known, owned)
+            names = _names_of(parameters, known, places)
             named = [(names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
             self._layout = len(parameters), layout_of(named, only_sharded=not known)
-            self._warn_of_left_out(captured, owned)
+            self._warn_of_left_out(captured, known)
         return self._layout[1]
 
-    def _number(self, captured: dict[str, Any]) -> None:
+    def _number(self, captured: dict[str, Any]) -> StatePlaces:
         """Number the optimizers by where their parameters and their state are in the state, not by the order of guarding."""
         places = StatePlaces(captured)
         paths = {id(one.owner): path for path, one in places.owned(returned_by(self._known())).items()}
@@ -207,10 +206,11 @@ class StateRegistry:
         self._groups = group_keys(
             [(optimizer, paths.get(id(optimizer), ""), places.names(optimizer)) for optimizer in self._known()]
         )
+        return places
 
-    def _warn_of_left_out(self, captured: dict[str, Any], owned: Sequence[CheckedLeaf]) -> None:
+    def _warn_of_left_out(self, captured: dict[str, Any], known: Sequence[torch.optim.Optimizer]) -> None:
         is_wanted = self.is_used_by_loops and not self.is_empty and not self._has_warned_of_left_out
-        if is_wanted and (left_out := left_out_of(captured, owned)):
+        if is_wanted and (left_out := left_out_of(captured, leaves_to_compare(captured, known))):
             self._has_warned_of_left_out = True
             logger.warning(
                 "optimizers change what no registered state_dict returns: %s. A replica group that comes back has its own values"
@@ -260,6 +260,10 @@ class StateRegistry:
     def guarded(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that change what they own under the write lock alone, in an order that all groups have."""
         return self._optimizers
+
+    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor, tuple[Counted, ...]]]:
+        """Return the parameters of guarded optimizers that have a gradient, with it and its versions."""
+        return [(p, p.grad, count_writes(p.grad)) for p in _parameters_of(self._optimizers) if p.grad is not None]
 
     @property
     def announces_steps(self) -> bool:
@@ -523,12 +527,13 @@ def _trained_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 
 
 def _names_of(
-    parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer], owned: Sequence[CheckedLeaf]
+    parameters: Sequence[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer], places: StatePlaces
 ) -> dict[int, str]:
     """Call parameters by their number, and by their place in the state, or else as their optimizers call them; by `id`."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    at = [name for optimizer in optimizers for names in places.names(optimizer) for name in names]
     names = {id(p): name for g in groups for name, p in zip(g.get("param_names") or (), g["params"], strict=False)}
-    names |= {id(leaf.value): leaf.name for leaf in owned if leaf.name != leaf.place}
+    names |= {id(p): name for p, name in zip((p for g in groups for p in g["params"]), at, strict=True) if name}
     return {
         id(p): f"parameter {n}, {names[id(p)]}" if id(p) in names else f"parameter {n}"
         for n, p in enumerate(parameters)

@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp, Work
 from torch.profiler import record_function
 
 from torchft_ckpt.checkpointing import CheckpointTransport
+from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     Outcome,
@@ -147,6 +148,8 @@ class Steps:
         self._follows_decision = False
         """The step before the open one was decided, as far as this rank knows."""
         self._late = _Late()
+        self._discarded: list[tuple[torch.Tensor, torch.Tensor, tuple[Counted, ...]]] = []
+        """The gradients of a step that was discarded, by parameter, until the next step begins."""
         self._told_quorum: object = None
         """What listeners were told of the quorum last."""
 
@@ -163,6 +166,7 @@ class Steps:
             return
         self.end_taking()
         check()
+        self._clear_gradients()
         self._followers.begins(is_torn=self._client.view().torn)
         self._follows_decision = self._is_committed is not None
         self.leave()
@@ -364,18 +368,24 @@ class Steps:
         return last if may_begin and has_to and not now.is_in_step else None
 
     def begins_by_forward(self) -> None:
-        """A step begins that the script has not cleared the gradients for: those of a discarded one are not to count twice."""
+        """A step begins that the script has not cleared the gradients for."""
         if self._is_committed is False:
-            for optimizer in self._sharing.again():
-                if isinstance(optimizer, torch.optim.Optimizer):
-                    optimizer.zero_grad()
+            self._sharing.again()
         else:
             self._sharing.begins()
 
+    def _clear_gradients(self) -> None:
+        """Drop the gradients of a discarded step that the script has neither cleared nor added to: they do not count."""
+        for parameter, gradient, counted in self._discarded:
+            if parameter.grad is gradient and not is_changed(counted):
+                parameter.grad = None
+        self._discarded = []
+
     def note_forward(self) -> None:
         """A forward pass begins."""
-        self._has_computed = self._has_computed or self._client.view().is_in_step
-        self._undo.forward_begins()
+        is_in_step = self._client.view().is_in_step
+        self._has_computed = self._has_computed or is_in_step
+        self._undo.forward_begins(is_in_step=is_in_step)
 
     def clears_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Manager.begins_step`."""
@@ -400,6 +410,14 @@ class Steps:
 
     def begins_to_take(self, optimizer: torch.optim.Optimizer) -> None:
         """A guarded optimizer is about to step. Raises `ConfigError` where no step that counts is there for it to take."""
+        if self.may_take(optimizer):
+            self._taking.enters(optimizer)
+
+    @torch.compiler.disable
+    def may_take(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a guarded optimizer, or one that it holds, is about to step for the loop. Raises as `begins_to_take`."""
+        if self._registry.in_function:
+            return False
         now, name = self._client.view(), type(optimizer).__name__
         is_open = self._is_committed is None and not now.is_between_steps
         is_training = self._registry.is_used_by_loops and not now.warms_up and not self._client.is_over
@@ -415,7 +433,7 @@ class Steps:
                 " the backward pass, or step it only if should_commit() has returned True",
                 party=name,
             )
-        self._taking.enters(optimizer)
+        return True
 
     def ends_taking(self, who: object) -> None:
         """A guarded optimizer, or an `Optimizer`, has done its part of the step."""
@@ -443,6 +461,12 @@ class Steps:
     def end_taking(self) -> None:
         """The next step begins: the last one that counts is taken, however the loop has done that, or it is torn."""
         if self._taking.is_inside:
+            if self._registry.lock.held_for_step():
+                raise ConfigError(
+                    "a step begins while an optimizer takes the last one, by a forward pass in a closure, perhaps: no vote is"
+                    " about what it computes. Compute all gradients of a step before should_commit, and pass no closure",
+                    party="closure",
+                )
             self.broke_off()
         if self._client.has_to_take_step():
             step = self._client.view().version.step - 1
@@ -719,6 +743,8 @@ class Steps:
             self._own.batches_committed += now.num_participants
             if not now.serves_learners:
                 self._serving.withdraw()  # a joiner that has not received this state by now was left behind
+        else:
+            self._discarded = self._registry.gradients()
         took_s, name = time.monotonic() - self._started_at, self._client.replica_id
         self._events.add(
             StepCommitted(

@@ -8,9 +8,10 @@ yet, in whose place a copy of them fits.
 
 The state functions are called as the first step begins, after the first one that counts, and after each discard. Each tensor or
 plain value that they return is looked for where the loop has it: in an attribute, a dict, a variable. So what a loop binds anew
-(`self.center = ...`) goes back, too, and what comes into being in a step that is discarded is taken out. A tensor is known by its
-memory; a plain value by its name and what it is, if nothing else looks like it, neither at first nor after a step. Other plain
-values stay, and so do random generators and the place in the data: that batch was read.
+(`self.center = ...`, or the dict or the object that holds it) goes back, too, and what comes into being in a step that is
+discarded is taken out. A tensor is known by its memory; a plain value by its name and what it is, if nothing else looks like it,
+neither at first nor after a step. Other plain values stay, and so do random generators and the place in the data: that batch was
+read.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ _MAX_IN_A_ROW = 8
 _MAX_VISITED, _MAX_ITEMS = 20_000, 10_000
 """Objects that are looked into, and items of one: a longer container is data."""
 _Reached: TypeAlias = "tuple[dict[Any, Any] | CellType, Any, str, Any]"
+_NOTHING = object()
+"""What a loop has where nothing is bound."""
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_COPIED = (list, deque, *_OF_TORCH)
 _OF_MODULES = ("_buffers", "_parameters", "_modules")
 _APART = ("torch.utils.data", "torchdata", "torchft_ckpt.manager", "torchft_ckpt.process_group", "threading", "logging")
 
@@ -55,12 +59,16 @@ class _Place:
     held: Any
     is_small: bool = True
     copy: Any = None
+    mark: tuple[int, int] = (0, 0)
+    """Of a large tensor, when it was held: its version, and where its memory is."""
 
     @property
     def here(self) -> Any:
         if isinstance(self.holder, dict):
-            return self.holder.get(self.key)
-        return self.held if self.holder is None else self.holder.cell_contents
+            return self.holder.get(self.key, _NOTHING)
+        if self.holder is None:
+            return self.held
+        return self.holder.cell_contents if gc.get_referents(self.holder) else _NOTHING
 
     def take(self) -> None:
         """Hold what is here, and copy it."""
@@ -70,11 +78,22 @@ class _Place:
         elif type(self.held) in _OF_TORCH:
             self.copy = self.held.detach().clone()
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the loop has written to the large tensor that is held, be it what was there before, or bound another one."""
+        return (
+            self.here is not self.held
+            or self.mark != (self.held._version, self.held.data_ptr())
+            or (self.copy is not None and not torch.equal(_bits(self.held), _bits(self.copy)))
+        )
+
     def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Bind what was here; return the tensors that are to be written to, each with what."""
         if isinstance(self.holder, dict):
             self.holder[self.key] = self.held
-        elif self.holder is not None:
+            if self.held is _NOTHING:
+                del self.holder[self.key]
+        elif self.holder is not None and self.held is not _NOTHING:
             self.holder.cell_contents = self.held
         if isinstance(self.held, list | deque):
             self.held.clear()
@@ -94,7 +113,6 @@ class _Part:
         self.is_held = False
         self.learns = copies_all
         """What is large is copied until it is known whether the loop writes to it."""
-        self._versions: list[tuple[int, int]] = []
 
     def hold(self) -> None:
         """Hold what is here, if nothing is held."""
@@ -105,30 +123,30 @@ class _Part:
             place.held = place.here
         self.copied += [place for place in self.watched if type(place.held) not in _OF_TORCH]
         self.watched = [place for place in self.watched if type(place.held) in _OF_TORCH]
-        self._versions = self._count()
         again = []
         for place in self.copied:
             if type(place.copy) is torch.Tensor and place.here is place.held and place.copy.shape == place.held.shape:
                 again.append(place)
-            else:
+            elif place.copy is not None or place.here is not place.held or isinstance(place.held, _COPIED):
                 place.take()
         if again:
             with torch.no_grad():
                 torch._foreach_copy_([place.copy for place in again], [place.held for place in again])
+        for place in self._large():
+            place.mark = place.held._version, place.held.data_ptr()
 
-    def _count(self) -> list[tuple[int, int]]:
-        return [(place.held._version, place.held.data_ptr()) for place in self.watched]
+    def _large(self) -> list[_Place]:
+        copied = [place for place in self.copied if self.learns and not place.is_small]
+        return [place for place in copied if type(place.held) in _OF_TORCH] + self.watched
 
     def end(self, *, counts: bool) -> list[_Place]:
         """Return what is large and was written to. It is copied from now on."""
         self.is_held = False
         if self.learns and not counts:
             return []  # all is copied, and goes back
-        now = zip(self.watched, self._count(), self._versions, strict=True)
-        written = [place for place, one, other in now if one != other or place.here is not place.held]
+        large = self._large()
+        written = [place for place in large if place.is_written]
         if self.learns:
-            large = [place for place in self.copied if not place.is_small and type(place.held) in _OF_TORCH]
-            written += [p for p in large if p.here is not p.held or not torch.equal(_bits(p.held), _bits(p.copy))]
             self.learns = False
             self.watched = [place for place in large if place not in written]
             self.copied = [place for place in self.copied if place not in self.watched]
@@ -155,12 +173,14 @@ class Undo:
         self._num_changes = -1
         """The registry's when the state was looked for."""
         self._num_in_a_row = 0
-        self._sees_forward = False
+        self._sees_forward = self._is_early = False
         self._looks_again = self._has_looked_again = False
         self._slots: set[tuple[int, Any]] = set()
         """Where the open step may have found something in what belongs to the loop, if it began with a look; else empty."""
         self._paths: set[str] = set()
         """In the state, at that look."""
+        self._written: set[str] = set()
+        """Of what is large, what the loop was seen to write to; it is copied, also if it was loaded since."""
 
     def begin(self) -> None:
         """A step begins with a state that is whole. What is held already stays so."""
@@ -172,9 +192,12 @@ class Undo:
         if not self._sees_forward:
             self._hold_others()
 
-    def forward_begins(self) -> None:
-        """A forward pass begins, of the open step or of the next one."""
+    def forward_begins(self, *, is_in_step: bool) -> None:
+        """A forward pass begins, of the open step or perhaps of the next one: else it was a look at the model after a step."""
         self._sees_forward = True
+        if is_in_step and self._is_early:
+            self._others.is_held = False
+        self._is_early = not is_in_step
         self._hold_others()
 
     def _hold_others(self) -> None:
@@ -201,6 +224,7 @@ class Undo:
         self._has_looked_again = self._has_looked_again or counts
         places = [place for part in parts for place in part.copied + part.watched]
         written = [place for part in parts for place in part.end(counts=counts)]
+        self._written |= {place.name for place in written}
         if not counts:
             try:
                 self._take_out()
@@ -262,11 +286,8 @@ class Undo:
         """Find what has come into being since, and let the plain values go that were not those of the state after all."""
         before = self._others
         plain = {(id(place.holder), place.key) for place in before.copied if type(place.held) not in _OF_TORCH}
-        written = {place.name for place in before.copied if not place.is_small}
         _, others = self._find()
-        others = [p for p in others if type(p.held) in _OF_TORCH or (id(p.holder), p.key) in plain]
-        for place in others:
-            place.is_small = place.is_small or place.name in written
+        others = [p for p in others if not _words(p.held) or (id(p.holder), p.key) in plain]
         self._others = _Part(others, copies_all=before.learns)
 
     def _look(self) -> None:
@@ -302,8 +323,11 @@ class Undo:
                 path = tensors[value.data_ptr()][0]
                 others.append(_Place(holder, key, path, value, is_small=value.nbytes <= MAX_COPIED_BYTES))
         others += _plain_places(leaves, reached)
+        others += _holders_of(others, reached)
         for name, tensor in (tensors[address] for address in tensors.keys() - found):
             others.append(_Place(None, None, name, tensor, is_small=tensor.nbytes <= MAX_COPIED_BYTES))
+        for place in (*parameters, *others):
+            place.is_small = place.is_small or place.name in self._written
         return parameters, others
 
 
@@ -315,6 +339,22 @@ def _plain_places(leaves: list[tuple[str, Any]], reached: Iterable[_Reached]) ->
         if (words := _words(value)) and (name, words) in values:
             alike.setdefault((name, words), []).append(_Place(holder, key, name, value))
     return [place for look, places in alike.items() if len(places) <= values[look] for place in places]
+
+
+def _holders_of(places: Iterable[_Place], reached: Iterable[_Reached]) -> list[_Place]:
+    """Return where the loop has the dicts and objects that hold these, which it may bind anew: `best = deepcopy(model)`."""
+    bound: dict[int, list[_Place]] = {}
+    for holder, key, name, value in reached:
+        inner = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if inner is not None:
+            bound.setdefault(id(inner), []).append(_Place(holder, key, name, value))
+    found: list[_Place] = []
+    waiting = deque(place.holder for place in places)
+    while waiting:
+        there = bound.pop(id(waiting.popleft()), [])
+        found += [place for place in there if place.key not in _OF_MODULES]  # these nobody binds anew
+        waiting += [place.holder for place in there]
+    return found
 
 
 def _reached(functions: Iterable[object]) -> Iterator[_Reached]:

@@ -2,7 +2,7 @@
 
 A script sets them, a learning rate above all, by the rounds that it has counted. One that comes into a running job has counted
 none when its first round is applied, and may count otherwise than the others later. So each contributor says in the round what
-its optimizers are set to: the numbers among what they have defaults for.
+its optimizers are set to: the numbers among what they have defaults for, those in tuples too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RoundSettings:
 
     def note(self) -> None:
         """A round begins with the settings of now. On the training thread."""
-        self._own = [float(group[key]) for _, group, key in self._settings()]
+        self._own = [_number(group[key], index) for _, group, key, index in self._settings()]
 
     def rows(self, device: torch.device) -> list[torch.Tensor]:
         """Return what is to be summed once the quorum is known: a row for each contributor; nothing where nothing is set."""
@@ -65,10 +65,12 @@ class RoundSettings:
             return
         settings, said = self._settings(), []
         theirs = rows[who, 1:].cpu().view(torch.float64).tolist()
-        for (name, group, key), here, there in zip(settings, own or [nan] * len(settings), theirs, strict=True):
+        for (name, group, key, index), here, there in zip(settings, own or [nan] * len(settings), theirs, strict=True):
             # Who began the round with the same value keeps what the script has made of it since.
-            if there not in (here, float(group[key])):
-                set_value(group, key, int(there) if isinstance(group[key], int) and there.is_integer() else there)
+            now = group[key]
+            if there not in (here, _number(now, index)):
+                new = int(there) if isinstance(now, int) and there.is_integer() else there
+                set_value(group, key, new if index is None else (*now[:index], new, *now[index + 1 :]))
                 said.append(f"{name} is {here:g} here, and {there:g} there")
         if said and own is not None and not self._has_warned:
             self._has_warned = True
@@ -80,11 +82,16 @@ class RoundSettings:
                 name_some(said),
             )
 
-    def _settings(self) -> list[tuple[str, dict[str, Any], str]]:
+    def _settings(self) -> list[tuple[str, dict[str, Any], str, int | None]]:
         return [
-            (f"outer optimizer {number}.param_groups.{place}.{key}", group, key)
+            (f"outer optimizer {number}.param_groups.{place}.{key}", group, key, index)
             for number, optimizer in enumerate(with_inner(self._optimizers))
             for place, group in enumerate(optimizer.param_groups)
-            for key, value in sorted(optimizer.defaults.items())
+            for key, default in sorted(optimizer.defaults.items())
+            for index, value in (enumerate(default) if isinstance(default, tuple) else [(None, default)])
             if isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
         ]
+
+
+def _number(value: Any, index: int | None) -> float:
+    return float(value if index is None else value[index])

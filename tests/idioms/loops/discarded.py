@@ -266,6 +266,34 @@ def tail_behind_zero_grad(job: Job) -> None:
                 kept.lerp_(parameter.detach(), 0.1)
 
 
+@idiom(
+    "A look at the loss after each step, in training mode, and then the averaged weights",
+    DISCARDED,
+    "Look at the model in `torch.no_grad()`, or in `model.eval()`. A pass that could be trained begins the next step, unless your"
+    " loop calls `zero_grad` before its forward pass, as this one does. What follows it belongs to that step then.",
+    was="after a discarded step the average lacked the step before, in all groups alike",
+    num_discards=3,
+    dies=False,
+)
+def look_after_the_step(job: Job) -> None:
+    model = mlp()
+    average = copy.deepcopy(model).requires_grad_(False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, average=average, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    discards = Discards(job)
+    while job.goes_on():
+        optimizer.zero_grad()
+        value = error(ddp, job.batch())
+        discards()
+        value.backward()
+        counts = optimizer.step()
+        error(ddp, (torch.ones(4, 6), torch.ones(4, 3))).item()
+        if counts:
+            for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                kept.lerp_(parameter.detach(), 0.1)
+
+
 class SAM(torch.optim.Optimizer):
     """As in davda54/sam: the first step perturbs the weights, the second puts them back and steps."""
 
@@ -300,13 +328,27 @@ class SAM(torch.optim.Optimizer):
     dies=False,
 )
 def sam(job: Job) -> None:
+    train_by_sam(job, times=7)
+
+
+@idiom(
+    "The same, with what SAM keeps registered too",
+    DISCARDED,
+    was="a group that came back never came in: its parameters were called otherwise",
+    num_discards=3,
+)
+def sam_registered(job: Job) -> None:
+    train_by_sam(job, "sam")
+
+
+def train_by_sam(job: Job, *more: str, times: int = 1) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sam = SAM(model.parameters(), sgd)
-    manager = job.manager(*states(model=model, sgd=sgd))
+    manager = job.manager(*states(model=model, sgd=sgd, **{name: sam for name in more}))
     manager.guard_optimizer(sgd)
     ddp = job.ddp(model)
-    discards = Discards(job, times=7)
+    discards = Discards(job, times)
     while job.goes_on():
         manager.start_quorum()
         batch = job.batch()
@@ -349,6 +391,30 @@ def skips_after_the_vote(job: Job) -> None:
             scale.scale /= 2
             continue
         sgd.step()
+
+
+@idiom(
+    "Gradients that are cleared after a step that counts, and not after one that was discarded",
+    DISCARDED,
+    was="the gradients of discarded steps were added to those of the next one, in all groups alike",
+    num_discards=3,
+    num_groups=3,
+)
+def cleared_if_it_counts(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    manager.guard_optimizer(sgd)
+    ddp = job.ddp(model)
+    discards = Discards(job, times=2)
+    while job.goes_on():
+        manager.start_quorum()
+        value = error(ddp, job.batch())
+        discards()
+        value.backward()
+        if manager.should_commit():
+            sgd.step()
+            sgd.zero_grad()
 
 
 @idiom(

@@ -649,6 +649,63 @@ def inner_by_mistake(job: Job) -> None:
         inner.step()
 
 
+class Nested(torch.optim.Optimizer):
+    """Steps the optimizer that it holds, as SAM does in its second step, or evaluates a closure first."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def second_step(self) -> None:
+        self.inner.step()
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+        self.second_step()
+
+
+@idiom(
+    "A step of an optimizer that the wrapped one holds, without the wrapper's (SAM's second_step)",
+    STEP,
+    "Guard the inner optimizer, ask `should_commit` before the second step, and register the state of both.",
+    was="no step was voted on, without a word",
+    refused="ConfigError",
+    says="SGD steps, and step 0 is not decided yet",
+)
+def inner_of_inner(job: Job) -> None:
+    model = mlp()
+    nested = Nested(torch.optim.SGD(model.parameters(), lr=0.1))
+    job.manager(*states(model=model, inner=nested.inner))
+    ddp, optimizer = job.ddp(model), job.optimizer(nested)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        nested.second_step()
+
+
+@idiom(
+    "A closure for step, after should_commit (SAM, LBFGS)",
+    STEP,
+    "No vote is about what it computes.",
+    was="all groups were torn, and waited for ever",
+    refused="ConfigError",
+    says="a step begins while an optimizer takes the last one, by a forward pass in a closure",
+)
+def closure_after_the_vote(job: Job) -> None:
+    model = mlp()
+    nested = Nested(torch.optim.SGD(model.parameters(), lr=0.1))
+    manager = job.manager(*states(model=model, inner=nested.inner))
+    manager.guard_optimizer(nested)
+    ddp = job.ddp(model)
+    while job.goes_on():
+        manager.start_quorum()
+        nested.zero_grad()
+        batch = job.batch()
+        error(ddp, batch).backward()
+        if manager.should_commit():
+            nested.step(lambda: error(ddp, batch).backward())  # noqa: B023 - called here
+
+
 @idiom(
     "Optimizers that step in the backward pass (torchtune's optimizer_in_bwd, LOMO)",
     STEP,

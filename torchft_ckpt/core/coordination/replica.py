@@ -440,7 +440,7 @@ class ReplicaState:
             is_loading: what it has to load is on the way, or not known yet.
             joins_open: its forward pass was computed in the open step: it goes into no other one, whatever has gone wrong.
         """
-        if not self.is_in_step or wishes != self._wishes or self._is_changed:
+        if not self.is_in_step or wishes != self._wishes or (self._is_changed and not joins_open):
             return False
         if not wishes.contributes or wishes.waits is not None:
             return False
@@ -957,7 +957,7 @@ class SharedStep:
         `is_decided`: no step is open: the last one was decided, or there was none.
         """
         self.joins_open, self._is_by_forward = self._is_by_forward and not is_decided, False
-        self.clears_first = not self.joins_open
+        self.clears_first = self.clears_first or not self.joins_open
         if not is_decided and self._joined and optimizer not in self._joined:
             self._joined.add(optimizer)
             return False

@@ -68,6 +68,8 @@ class Trials:
         """Of these, who was in no quorum since."""
         self._given: dict[str, None] = {}
         """Leaves that a group was given once, the latest last."""
+        self._same_at = -1
+        """The step at which somebody last came in, or loaded: all began it with the same."""
         self._differed: tuple[int, Shows] = (-1, Shows.NOTHING)
         """The step in which something was last found that the boundary after it has to look into, and how closely."""
 
@@ -84,9 +86,9 @@ class Trials:
                 self._voices[replica_id] = None  # it trained before this lighthouse was started again
                 self._joined.pop(replica_id, None)
             self._corrected.discard(replica_id)
-            if replica_id not in self._voices:
+            if replica_id not in self._voices and replica_id not in self._joined:
                 moved = not assignment.is_first or member.asked.version.step != assignment.version.step
-                self._joined.setdefault(replica_id, moved)
+                self._joined[replica_id], self._same_at = moved, assignment.version.step
 
     def ended(self, step: int, approvers: Collection[str], others: Collection[str], *, differs: bool) -> None:
         """A step counts for these members, and not for others of its quorum. `differs`: their votes show different states."""
@@ -148,7 +150,7 @@ class Trials:
             verdict.equal.update(m for m in members if m not in wrong)
         if wrong:
             self._decide(members, right, wrong, step, verdict)
-        elif len(members) > 1 and step not in self._loaded.values():  # what was just loaded is equal, and says nothing
+        elif len(members) > 1 and step > self._same_at:  # what was just loaded is equal, and says nothing
             self._learn(members, right, step, verdict)
 
     def _decide(
@@ -185,7 +187,7 @@ class Trials:
             is_able = asked.can_load and asked.allow_heal and asked.waits_for_quorum
             if sources and is_able and not has_loaded:
                 verdict.loads[replica_id] = sources
-                self._loaded[replica_id] = step
+                self._loaded[replica_id] = self._same_at = step
                 self._corrected.add(replica_id)
                 if replica_id not in self._voices:  # of a quorum of an earlier life
                     self._joined.setdefault(replica_id, True)
