@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from lighthouse_script import Job, Member
+from test_learning import trains
 
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse
 from torchft_ckpt.core.coordination.messages import Hello, QuorumRequest, StateVersion
@@ -112,12 +113,12 @@ def test_a_group_beside_the_quorum_speaks_until_it_has_computed_its_step() -> No
     """It computes what does not count, and says so when it asks again."""
     job, a, b, c = three()
     go_on_without(job, a, b, c)
-    a.asks()
-    job.step(b, c)
-    assert speak(a, b, c) == ["a:1"]
-    a.replica.learned()
-    a.asks()
-    job.step(b, c)
+    a.asks(reach_s=60.0, can_follow=True)
+    trains(job, b, c)
+    assert a.formed is not None and a.formed.follows and speak(a, b, c) == ["a:1"]
+    a.follows()
+    a.asks(reach_s=0.1)
+    trains(job, b, c)
     job.passes(6.0)  # a is a joiner in this step, and does not come to its end
     assert speak(b, c) == ["b:1"]
 
