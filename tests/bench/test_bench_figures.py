@@ -132,15 +132,6 @@ def test_json_has_the_rows_as_printed_and_the_raw_figures() -> None:
     assert (written["rows"][0]["verdict"], written["raw"]) == ("met", {"gaps": [0.3]})
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.99, 99.0), (0.5, 50.0), (0.0, 1.0)])
-def test_a_percentile_is_the_least_value_that_so_many_do_not_exceed(share: float, expected: float) -> None:
-    assert join_learner.percentile([float(n) for n in range(100, 0, -1)], share) == expected
-
-
-def test_of_no_steps_there_is_no_percentile() -> None:
-    assert join_learner.percentile([], 0.99) is None
-
-
 def test_a_setting_names_its_path_by_the_share_that_gradients_take_of_it() -> None:
     setting = join_learner.Setting(name="x", rho=0.5, pause_s=2.0, num_layers=3, num_trained=3)
     assert setting.state_bytes == 3 * setting.gradient_bytes

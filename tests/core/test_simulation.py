@@ -342,7 +342,7 @@ def test_the_simulation_finds_a_rule_that_was_broken_on_purpose(
 ) -> None:
     break_it(monkeypatch)  # type: ignore[operator]
     with pytest.raises(InvariantError):
-        run_seeds(range(240))
+        run_seeds(range(260))
 
 
 def broken_spectator(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_manager_in_process import Replica, shutdown
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Optimizer
 from torchft_ckpt.checkpointing import StateDictLock
@@ -274,4 +275,39 @@ def test_the_rate_of_a_parameter_that_the_state_has_in_parts_comes_with_it(
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.02, 0.1]
     assert one.bits() == other.bits()
     assert not any("has no settings" in record.message for record in caplog.records)
+    shutdown(one, other)
+
+
+class Holds(torch.optim.SGD):
+    """Steps by another optimizer of the same parameters that it holds, as containers and SAM do."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.inner = torch.optim.Adam(self.param_groups[0]["params"], lr=settings["lr"])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+class Containing(Replica):
+    """Its state is what torch returns of the inner optimizer, for which torch steps that if it has no state yet."""
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(8, 8)
+        return model, Holds(model.parameters(), lr=0.01)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": get_optimizer_state_dict(self.model, self.sgd.inner)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        set_optimizer_state_dict(self.model, self.sgd.inner, state["optim"])
+
+
+def test_an_optimizer_that_another_one_holds_may_step_in_a_state_function(lighthouse: LighthouseServer) -> None:
+    one = Containing(lighthouse, "one")
+    assert one.step()
+    other = Containing(lighthouse, "other", seed=7)
+    train_together(one, other)
+    assert one.bits() == other.bits()
     shutdown(one, other)

@@ -559,8 +559,14 @@ class Manager:
             self._leave_optimizer_step,
             ended=lambda: self._steps.ends_taking(optimizer),
         )
+        held = _ids_of_parameters(optimizer)
         for inner in with_inner([optimizer])[1:]:  # SAM's second step is one of the optimizer that it holds
-            inner.register_step_pre_hook(lambda inner, *_: self._steps.may_take(inner) and None)
+            if held & _ids_of_parameters(inner):
+                inner.register_step_pre_hook(self._before_inner_step)
+
+    @torch.compiler.disable
+    def _before_inner_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._steps.may_take(optimizer)
 
     @torch.compiler.disable
     def _enter_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -1189,6 +1195,10 @@ class Manager:
         self._pg.shutdown()
         self._is_shut_down = True  # not before: an interrupt in the middle leaves the rest to the process's end
         self.events.deliver()
+
+
+def _ids_of_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 keep_old_methods(Manager, gather="cold_start")

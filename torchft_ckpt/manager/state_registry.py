@@ -261,10 +261,6 @@ class StateRegistry:
         """Return the optimizers that change what they own under the write lock alone, in an order that all groups have."""
         return self._optimizers
 
-    def gradients(self) -> list[tuple[torch.Tensor, torch.Tensor, tuple[Counted, ...]]]:
-        """Return the parameters of guarded optimizers that have a gradient, with it and its versions."""
-        return [(p, p.grad, count_writes(p.grad)) for p in _parameters_of(self._optimizers) if p.grad is not None]
-
     @property
     def announces_steps(self) -> bool:
         """Whether all that changes the registered state says so: guarded optimizers, or an owner under the lock."""

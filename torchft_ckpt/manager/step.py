@@ -23,7 +23,6 @@ from torch.distributed import ReduceOp, Work
 from torch.profiler import record_function
 
 from torchft_ckpt.checkpointing import CheckpointTransport
-from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     Outcome,
@@ -148,8 +147,6 @@ class Steps:
         self._follows_decision = False
         """The step before the open one was decided, as far as this rank knows."""
         self._late = _Late()
-        self._discarded: list[tuple[torch.Tensor, torch.Tensor, tuple[Counted, ...]]] = []
-        """The gradients of a step that was discarded, by parameter, until the next step begins."""
         self._told_quorum: object = None
         """What listeners were told of the quorum last."""
 
@@ -166,7 +163,6 @@ class Steps:
             return
         self.end_taking()
         check()
-        self._clear_gradients()
         self._followers.begins(is_torn=self._client.view().torn)
         self._follows_decision = self._is_committed is not None
         self.leave()
@@ -368,18 +364,13 @@ class Steps:
         return last if may_begin and has_to and not now.is_in_step else None
 
     def begins_by_forward(self) -> None:
-        """A step begins that the script has not cleared the gradients for."""
+        """A step begins that the script has not cleared the gradients for: those of a discarded one are not to count twice."""
         if self._is_committed is False:
-            self._sharing.again()
+            for optimizer in self._sharing.again():
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    optimizer.zero_grad()
         else:
             self._sharing.begins()
-
-    def _clear_gradients(self) -> None:
-        """Drop the gradients of a discarded step that the script has neither cleared nor added to: they do not count."""
-        for parameter, gradient, counted in self._discarded:
-            if parameter.grad is gradient and not is_changed(counted):
-                parameter.grad = None
-        self._discarded = []
 
     def note_forward(self) -> None:
         """A forward pass begins."""
@@ -743,8 +734,6 @@ class Steps:
             self._own.batches_committed += now.num_participants
             if not now.serves_learners:
                 self._serving.withdraw()  # a joiner that has not received this state by now was left behind
-        else:
-            self._discarded = self._registry.gradients()
         took_s, name = time.monotonic() - self._started_at, self._client.replica_id
         self._events.add(
             StepCommitted(

@@ -90,9 +90,10 @@ class _Place:
     def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Bind what was here; return the tensors that are to be written to, each with what."""
         if isinstance(self.holder, dict):
-            self.holder[self.key] = self.held
             if self.held is _NOTHING:
-                del self.holder[self.key]
+                self.holder.pop(self.key, None)
+            else:
+                self.holder[self.key] = self.held
         elif self.holder is not None and self.held is not _NOTHING:
             self.holder.cell_contents = self.held
         if isinstance(self.held, list | deque):

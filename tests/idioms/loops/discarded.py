@@ -394,30 +394,6 @@ def skips_after_the_vote(job: Job) -> None:
 
 
 @idiom(
-    "Gradients that are cleared after a step that counts, and not after one that was discarded",
-    DISCARDED,
-    was="the gradients of discarded steps were added to those of the next one, in all groups alike",
-    num_discards=3,
-    num_groups=3,
-)
-def cleared_if_it_counts(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    manager.guard_optimizer(sgd)
-    ddp = job.ddp(model)
-    discards = Discards(job, times=2)
-    while job.goes_on():
-        manager.start_quorum()
-        value = error(ddp, job.batch())
-        discards()
-        value.backward()
-        if manager.should_commit():
-            sgd.step()
-            sgd.zero_grad()
-
-
-@idiom(
     "Gradients filtered by averages in a dict, which the first step fills (Grokfast)",
     DISCARDED,
     was="what came into being in a discarded step stayed: the groups differed, and ended by a ReplicasDifferError",
