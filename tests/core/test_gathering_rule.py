@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from lighthouse_script import Job, Member
 
 from torchft_ckpt.core.coordination.group import (
@@ -12,15 +11,7 @@ from torchft_ckpt.core.coordination.group import (
     SendToLighthouse,
     SendToRank,
 )
-from torchft_ckpt.core.coordination.lighthouse_events import Received, Send
-from torchft_ckpt.core.coordination.messages import (
-    LocateState,
-    QuorumFormed,
-    QuorumRequest,
-    Role,
-    StateLocated,
-    StateVersion,
-)
+from torchft_ckpt.core.coordination.messages import QuorumFormed, QuorumRequest, Role, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaState, StepFacts, StepPhase, StepWishes
 
 
@@ -96,8 +87,7 @@ def test_who_comes_after_the_others_have_a_state_is_told_so_and_costs_them_no_st
     assert (a.hears(), b.hears()) == (["commit"], ["commit"])
 
 
-@pytest.mark.parametrize("finds", [None, 120, 110])
-def test_who_comes_while_the_others_read_looks_alone_and_all_go_on_from_the_newest(finds: int | None) -> None:
+def test_who_comes_while_the_others_read_heals_from_what_they_restored() -> None:
     job = Job(least=3)
     a, b, c = job.join("a"), job.join("b"), job.join("c")
     gathers(a, b, c)
@@ -109,101 +99,14 @@ def test_who_comes_while_the_others_read_looks_alone_and_all_go_on_from_the_newe
     a.replica.restore(120)
     a.asks()
     job.passes(2.0)
-    assert place(c) == (Role.IDLE, 0, 1, 0)
-    for member, step in ((b, 120), (c, finds)):
-        if step is not None:
-            member.replica.restore(step)
-        member.asks()
+    assert place(c) == (Role.JOINER, 0, 1, 120)
+    b.replica.restore(120)
+    b.asks(), c.asks()
     assert [member.hears()[-1].split(" ", 2)[2] for member in (a, b, c)] == [
         "step 120 healthy",
         "step 120 inline",
         "step 120 inline",
     ]
-
-
-def claims(job: Job, *, restored: bool) -> Member:
-    """Somebody says that it has a much later state, and asks for a quorum where it was `restored`."""
-    liar = job.members["x:1"] = Member(job, "x:1", 1, ReplicaSettings(min_replica_size=1))
-    version = StateVersion(step=500, quorum_id=0 if restored else 7, epoch="" if restored else "old")
-    liar.connects(version=version, checkpoint_addresses=["x"])
-    if restored:
-        liar.says(QuorumRequest(request_id=1, version=version, restored=True, can_serve=True))
-    return liar
-
-
-@pytest.mark.parametrize("restored", [False, True], ids=["named", "restored"])
-def test_the_mere_word_of_a_later_state_leads_nobody_past_its_own_checkpoint(restored: bool) -> None:
-    """They skipped it, and had nothing to go on from when he had left."""
-    job = Job(least=2)
-    liar = claims(job, restored=restored)
-    a, b = job.join("a"), job.join("b")
-    gathers(a, b)
-    job.passes(61.0)
-    assert [formed.role for formed in (a.formed, b.formed) if formed] == [Role.IDLE, Role.IDLE]
-    liar.dies()
-    a.replica.restore(120)
-    b.replica.restore(120)
-    a.asks(), b.asks()
-    job.passes(61.0)
-    a.votes(), b.votes()
-    assert (a.step, b.step) == (121, 121)
-
-
-def test_nor_does_it_where_the_job_has_trained_here_and_its_groups_come_anew() -> None:
-    job = Job(least=1)
-    a = job.join("a")
-    job.step(a)
-    a.dies()
-    liar = claims(job, restored=False)
-    a, b = job.join("a", life=2), job.join("b")
-    gathers(a, b)
-    job.passes(61.0)
-    assert [formed.role for formed in (a.formed, b.formed) if formed] == [Role.IDLE, Role.IDLE]
-    liar.leaves()
-    b.dies()
-    a.replica.restore(120)
-    a.asks()
-    job.passes(61.0)
-    a.votes()
-    b = job.join("b", life=2)
-    gathers(b)
-    job.passes(2.0)
-    assert place(b) == (Role.JOINER, 0, 1, 121)
-
-
-def test_nor_does_the_word_of_one_that_took_part_of_what_it_did_not_make_here() -> None:
-    job = Job(least=1)
-    liar = job.join("x")
-    job.step(liar)
-    liar.says(LocateState(request_id=1, version=StateVersion(step=500, quorum_id=7, epoch="old")))
-    a, b = job.join("a"), job.join("b")
-    gathers(a, b)
-    job.passes(61.0)
-    assert [formed.role for formed in (a.formed, b.formed) if formed] == [Role.IDLE, Role.IDLE]
-
-
-def test_who_asks_for_the_step_of_its_peers_hears_no_mere_word_either() -> None:
-    job = Job(least=1)
-    a = job.join("a")
-    a.connects(checkpoint_addresses=["x"])
-    job.step(a)
-    liar, b = claims(job, restored=False), job.join("b")
-    told: list[tuple[int, bool]] = []
-
-    def asks() -> None:
-        for done in job.lighthouse.handle(
-            Received(str(b.connection), LocateState(request_id=1, version=StateVersion())), job.now
-        ):
-            if isinstance(done, Send) and isinstance(done.message, StateLocated):
-                told.append((done.message.version.step, done.message.is_known))
-
-    asks()
-    liar.leaves()
-    a.asks()
-    job.passes(2.0)
-    a.votes()
-    asks()
-    assert told == [(500, False), (2, True)]
 
 
 def test_who_comes_after_the_others_found_nothing_looks_alone() -> None:

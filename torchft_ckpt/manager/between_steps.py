@@ -162,7 +162,7 @@ class BetweenSteps:
         """Return the newest step that another living group is known to hold; None: none does, or nobody answered."""
         self._steps.leave()
         located = self._client.locate(time.monotonic() + limit.total_seconds())
-        return located.version.step if located is not None and located.sources and located.is_known else None
+        return located.version.step if located is not None and located.sources else None
 
     def cold_start(self, limit: timedelta) -> ColdStartGroup | None:
         """Meet the groups that start without a state as this one does; None: they did not come together in time."""

@@ -896,7 +896,7 @@ class Manager:
         """Ask for the newest step that another living replica group is known to hold; None: none does, or nobody answered.
 
         All ranks of this group call it, on the training thread, between two steps; a step that is open is abandoned. A state
-        is known that a quorum has come to since the lighthouse started.
+        that has never been in a quorum has no name, and is known to nobody.
 
         Args:
             timeout: instead of `connect_timeout`.

@@ -1,8 +1,8 @@
 """This file decides what to say to groups that start without a state: who looks for one together, or that others have one.
 
-- Where members hold a state that the job here came to, there is nothing to look for: whoever gathers heals from it. What others
-  merely say that they hold, or have restored, leads nobody past a checkpoint of its own: the first quorum takes the newest.
-- Where others ask for a quorum already, it has come too late to look together with them, and looks alone.
+- Where a living member holds a state that counts, there is nothing to look for: whoever gathers heals from it.
+- Where others ask for a quorum already, with a state that they restored, it heals from them, too; where they have none, it has
+  come too late to look together with them, and looks alone.
 - Else those who gather do so as a quorum is formed (`quorum`): all who live, or those who came in time.
 
 No state gets a name by this, so a state that is restored afterwards is not older than a fresh one that was named before.
@@ -10,7 +10,7 @@ No state gets a name by this, so a state that is restored afterwards is not olde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchft_ckpt.core.coordination.lighthouse_records import Member
@@ -46,7 +46,7 @@ def decide_cold_start(
     gathering: Sequence[Member],
     at_work: Sequence[Member],
     *,
-    held_step: int | None,
+    is_valid: Callable[[StateVersion], bool],
     min_replicas: int,
     join_timeout_s: float,
     now: float,
@@ -56,19 +56,22 @@ def decide_cold_start(
     Args:
         gathering: who does; at least one.
         at_work: all others who live.
-        held_step: the step that the job here has come to, where somebody holds it (`JobRecord.held_step`).
+        is_valid: whether a state has a name that counts.
         min_replicas: the fewest that train, and so look together.
         join_timeout_s: how long they wait for others that live and have asked for nothing.
         now: the time.
     """
     members = sorted(gathering, key=lambda member: member.replica_id)
-    if held_step is not None:
+    held = max((member.version for member in at_work if is_valid(member.version)), default=None)
+    asking = [member for member in at_work if member.request is not None]
+    restored = [member.asked.version for member in asking if member.asked.restored]
+    if held is not None or restored:
+        version = max(restored) if held is None else held
         parts = {member.replica_id: _alone(Role.JOINER, member) for member in members}
-        version = StateVersion(step=held_step)
-        return ColdStartDecision(reason=f"others hold step {held_step}", parts=parts, version=version)
-    if any(member.request is not None for member in at_work):
+        return ColdStartDecision(reason=f"others hold step {version.step}", parts=parts, version=version)
+    if asking:
         parts = {member.replica_id: _alone(Role.IDLE, member) for member in members}
-        return ColdStartDecision(reason="others have looked before", parts=parts, is_new=True)
+        return ColdStartDecision(reason="others have looked before, and found no state", parts=parts, is_new=True)
     verdict = decide_quorum(
         alive=[member.replica_id for member in (*members, *at_work) if not member.is_excused],
         asked={member.replica_id: Asked(at=member.asked_at) for member in members},

@@ -473,7 +473,7 @@ class Deciding:
     def _nobody_followed(self, key: StepKey) -> Log:
         self._job.history.nobody_followed(key)
         if self._job.round is not None and self._key(self._job.round) == key:
-            self._job.round.tally.broken = True  # another quorum makes the step: what came of it now has a name
+            self._job.round.is_void = True
         return Log(f"step {key[2]} of quorum {key[0]} is discarded after all: nobody waited for the decision")
 
     def settled(self, settled: Settled, now: float) -> Iterator[Instruction]:

@@ -63,13 +63,6 @@ class JobRecord:
         goes_on = any(self._may_go_on(m, step) for m in self.staying())
         return None if goes_on or self.history.on_their_way(step, self.settings.join_timeout_s, self.now) else step
 
-    @property
-    def held_step(self) -> int | None:
-        """The step that the job has come to here, where one who took part in that is here and holds it; None: nobody does."""
-        step, is_valid = self.history.lasting_step, self.history.is_valid
-        versions = [self.members[replica_id].version for replica_id in self.quorum_members]
-        return step if any(version.step == step and is_valid(version) for version in versions) else None
-
     def held(self, exclude: Collection[str] = ()) -> Iterator[tuple[str, StateVersion]]:
         """Yield the members that are not excluded, each with the state that it holds."""
         return ((m.replica_id, m.version) for m in self.members.values() if m.replica_id not in exclude)

@@ -392,6 +392,8 @@ class LighthouseState:
         if hello.last_epoch != self.epoch:
             self._restart.heard(hello, now)
         is_last = self._job.quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
+        # A job that went back in a quorum forms none below it: its states would be void.
+        self._job.quorum_ids.begin_after(hello.rolled_back_to.quorum_id, hello.rolled_back_to.epoch)
         # It may hold the state of a quorum that it was not in.
         if self._job.quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
             self._job.quorum_members.clear()
@@ -498,9 +500,7 @@ class LighthouseState:
         member.is_excused = message.has_finished or not located.is_held or member.is_let_go
         if member.is_excused:
             self._job.quorum_members.pop(replica_id, None)
-        is_known = located.version.step == self._job.held_step
-        is_finished = self.finished_step is not None
-        yield Send(member.connection, msgspec.structs.replace(located, is_known=is_known, is_finished=is_finished))
+        yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
         yield from self._reconsider(now)
 
     def _handed_over(self, member: Member, message: LocateState, located: StateLocated) -> StateLocated:
@@ -740,7 +740,7 @@ class LighthouseState:
         verdict = decide_cold_start(
             [self.members[replica_id] for replica_id in gathering],
             at_work,
-            held_step=self._job.held_step,
+            is_valid=self._job.history.is_valid,
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
@@ -818,6 +818,7 @@ class LighthouseState:
         if (
             last is None
             or last.tally.broken
+            or last.is_void
             or self.quorum_id != last.quorum_id
             or any(member.asked.needs_new_quorum for member in members)
             or last.tally.roles.keys() != {member.replica_id for member in members}

@@ -170,6 +170,8 @@ class Round:
     """How long those need that join, where their transports say it."""
     join_wait_s: float = 0.0
     """The longest that the others were to stand still for those who join."""
+    is_void: bool = False
+    """It was committed, and nobody followed: another quorum makes the step, as what came of it has a name."""
     is_needed: bool = False
     """Those who hold the state are too few to train without those who join."""
     look_again_at: float | None = None

@@ -566,8 +566,6 @@ class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     committed."""
     is_held: bool = False
     """The asker, with all of its ranks, holds it."""
-    is_known: bool = False
-    """The job has come to it since this lighthouse started: it is no mere word of who holds it."""
     is_finished: bool = False
     """It is the last one: a group that holds it has finished, and nobody goes on from it."""
     sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []

@@ -146,7 +146,7 @@ class Trials:
         groups = alike({m: shown[m] for m in judges})
         right = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
         wrong = [m for m in members if shown[m] != shown[right[0]]]
-        if not all(members[m].asked.unverified for m in right):  # else nobody here knows that it is right to the bit
+        if len(right) > 1 or not members[right[0]].asked.unverified:  # else it was compared with itself alone
             verdict.equal.update(m for m in members if m not in wrong)
         if wrong:
             self._decide(members, right, wrong, step, verdict)
