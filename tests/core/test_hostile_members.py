@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lighthouse_script import Job, Member
+from test_learning import trains as train_together
 from test_lighthouse_scenarios import trained
 
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse, SendToRank
@@ -19,6 +20,7 @@ from torchft_ckpt.core.coordination.messages import (
     Hello,
     Leave,
     LocateState,
+    Outcome,
     QuorumRequest,
     Role,
     StateVersion,
@@ -463,3 +465,17 @@ def test_64_ranks_with_eight_addresses_each_are_no_such_group() -> None:
         )
     ]
     assert [type(i.message) for i in said] == [QuorumRequest]
+
+
+def test_a_word_that_the_job_went_back_in_a_quorum_that_never_was_makes_no_later_state_void() -> None:
+    """He says so before the first quorum, and goes. All that was committed after it counted as lost."""
+    job = Job(least=1)
+    a, b = job.join("a"), job.join("b")
+    liar = job.join("liar")
+    liar.is_cut_off()
+    liar.connects(rolled_back_to=StateVersion(step=0, quorum_id=2**40, epoch="another life"))
+    liar.dies()
+    for _ in range(3):
+        train_together(job, a, b)
+    assert (a.step, b.step, a.outcomes) == (3, 3, [Outcome.COMMIT] * 3)
+    assert a.formed is not None and a.formed.quorum_id > 2**39
