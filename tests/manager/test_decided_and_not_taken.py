@@ -118,7 +118,7 @@ def test_a_step_that_is_interrupted_anywhere_is_whole_or_torn(
             with at.watching():
                 step()
         except KeyboardInterrupt:
-            pass
+            torch.set_grad_enabled(True)  # torch may have been about to do so, at the end of its own step
         if not at.where:
             break
         group.manager.newest_step_of_peers()  # the step is over, as the next one begins
