@@ -44,7 +44,7 @@ from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.tree import MANY_LEAVES, largest_value
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
-from torchft_ckpt.compat.deprecated import renamed_parameters
+from torchft_ckpt.compat.deprecated import removed_parameters
 from torchft_ckpt.config import (
     CONNECT_TIMEOUT,
     TOKEN,
@@ -117,7 +117,7 @@ class HTTPTransport(CheckpointTransport[T]):
         AddressInUseError: the port is taken.
     """
 
-    @renamed_parameters(redo_budget_bytes="")
+    @removed_parameters("redo_budget_bytes")
     def __init__(
         self,
         timeout: timedelta = timedelta(seconds=60),

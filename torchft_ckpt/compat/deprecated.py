@@ -24,31 +24,38 @@ def warn_renamed(old: str, new: str, *, depth: int = 2) -> None:
     )
 
 
-def warn_removed(old: str, *, depth: int = 2) -> None:
-    """Warn, in the line that used a name that has no effect any more. Arguments as of `warn_renamed`."""
-    message = f"{old} has no effect any more; it goes with the next release"
-    warnings.warn(message, FutureWarning, stacklevel=depth + 1)
-
-
 def renamed_parameters(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Let callers of a function give arguments by their old names. Type checkers know the new ones alone.
 
     Args:
-        names: the new name of each old one; empty: it has no effect any more.
+        names: the new name of each old one.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             for old in names.keys() & kwargs.keys():
-                if not names[old]:
-                    warn_removed(f"{old}= of {function.__qualname__}")
-                    del kwargs[old]
-                    continue
                 if names[old] in kwargs:
                     raise TypeError(f"{function.__qualname__}() got {names[old]}= twice: {old}= is its old name")
                 warn_renamed(f"{old}= of {function.__qualname__}", f"{names[old]}=")
                 kwargs[names[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def removed_parameters(*names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Let callers of a function still give these arguments, and warn in their line: they have no effect any more."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs.keys() & set(names):
+                message = f"{name}= of {function.__qualname__} has no effect any more; it goes with the next release"
+                warnings.warn(message, FutureWarning, stacklevel=2)
+                del kwargs[name]
             return function(*args, **kwargs)
 
         return call

@@ -35,7 +35,7 @@ from torch.profiler import record_function
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
-from torchft_ckpt.compat.deprecated import keep_old_methods, renamed_parameters
+from torchft_ckpt.compat.deprecated import keep_old_methods, removed_parameters, renamed_parameters
 from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
@@ -172,7 +172,7 @@ class Manager:
         GroupBrokenError: as their names say; nothing is left running.
     """
 
-    @renamed_parameters(follow_budget_bytes="")
+    @removed_parameters("follow_budget_bytes")
     def __init__(
         self,
         pg: ProcessGroup,

@@ -165,7 +165,7 @@ class StepClient:
         self.is_needed = False
         """The others cannot train without this group, which follows them in the open step."""
         self.is_called = False
-        """One of the others was lost, and this group, a spare that follows them, is to join when it is close."""
+        """This group is a spare, and is to ask when it has a state: one of the others was lost, or another rank of it asks."""
         self._loading: list[LoadState] = []
         """The messages that say when the group's ranks load what they fetch: at most two in a step."""
 

@@ -41,7 +41,7 @@ _MAX_VISITED, _MAX_ITEMS = 20_000, 10_000
 """Objects that are looked into, and items of one: a longer container is data."""
 _Reached: TypeAlias = "tuple[dict[Any, Any] | CellType, Any, str, Any]"
 _NOTHING = object()
-"""What a loop has where nothing is bound."""
+"""Stands for a value where the loop has bound none."""
 _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _COPIED = (list, deque, *_OF_TORCH)

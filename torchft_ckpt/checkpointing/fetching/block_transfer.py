@@ -168,7 +168,7 @@ class BlockTransfer(TransferState):
             self._verified = dict(held)
             self._ledger.hold(mask_of_each(held))
             self._skipped = self._ledger.held
-            self.skipped_bytes = self._ledger.num_bytes([*held])
+            self.skipped_bytes = self._ledger.num_bytes(held)
             self._ready = True
             self.ready_at = self._last_arrival_at = time.monotonic()
             self._end_if_done()

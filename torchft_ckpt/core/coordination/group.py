@@ -351,10 +351,9 @@ class GroupState:
             yield from self._leave_open_step(rank)
         self._requests.pop(rank, None)
         self._locating[rank] = message
-        if self._is_told_to_leave:
-            yield from self._answer_locating()
-            yield from self._begin_no_step()
         yield from self._answer_locating()
+        if self._is_told_to_leave:
+            yield from self._begin_no_step()
         if len(self._locating) == self.world_size and self._located_for is None:
             self._request_id += 1
             versions = {located.version for located in self._locating.values()}
@@ -419,11 +418,9 @@ class GroupState:
         if told is None:
             return
         loading, reason = told
+        load = LoadState(request_id=0, loading=loading, reason=clip(reason), loads=self._arrivals.loads)
         for rank, asked in self._asked_by.items():
-            loads = self._arrivals.loads
-            yield SendToRank(
-                rank, LoadState(request_id=asked.request_id, loading=loading, reason=clip(reason), loads=loads)
-            )
+            yield SendToRank(rank, msgspec.structs.replace(load, request_id=asked.request_id))
 
     def _leave_open_step(self, rank: int) -> Iterator[GroupInstruction]:
         """A rank began anew. Where the step is not over, it is over for all of them now."""

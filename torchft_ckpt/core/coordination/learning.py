@@ -65,7 +65,7 @@ class Distance:
         self._has_followed, self._num_failed = True, 0
 
     def lost(self) -> None:
-        """What is here is no whole state."""
+        """The state that is here is not whole: all of it is lacking."""
         self._has_followed = False
 
     def joined(self) -> None:

@@ -598,7 +598,7 @@ class Needed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     reason: Text = ""
     when_close: bool = False
-    """They can, but one of them was lost: the receiver, a spare, asks when it has made all of their steps."""
+    """They can, but one of them was lost: or another rank of its group asks: the receiver, a spare, asks when it has a state."""
 
 
 class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
