@@ -16,6 +16,7 @@ volatile           copies what changes while it is served, without the lock
 serving            serves the state
 recovery           gets and loads it; healing fetches it
 checking           makes the digests that the lighthouse compares
+coming_in           keeps what was loaded as an iteration ended, until the next one begins
 comparing          compares states bit by bit
 foreign_transport  transports of other libraries
 outcomes           counts how steps ended, and says so

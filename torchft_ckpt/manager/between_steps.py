@@ -136,7 +136,7 @@ class BetweenSteps:
         """Serve the state of now until another group has taken it over; return whether one has."""
         self._steps.leave()
         client, now = self._client, self._client.view()
-        if not now.version.proven or now.is_behind or now.unverified:
+        if not now.version.proven or now.is_behind or now.unverified or now.came_in:
             return False
         self._serving.offer(now.version, moving=True)
         until = time.monotonic() + limit.total_seconds()
@@ -155,7 +155,7 @@ class BetweenSteps:
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes, where it has a name."""
         now = self._client.view()
-        if now.version.proven and not now.is_behind and not now.unverified:
+        if now.version.proven and not now.is_behind and not (now.unverified or now.came_in):
             self._serving.offer(now.version)
 
     def newest_step_of_peers(self, limit: timedelta) -> int | None:

@@ -96,7 +96,7 @@ class _Search:
                     self.weighty.append(join_path(path, key))
         elif isinstance(here, SEQUENCES) and type(here) is type(there) and len(here) == len(there):
             if is_flat(here) and is_flat(there):
-                is_same = _same_value(here, there)
+                is_same = same_value(here, there)
                 if is_same or len(here) > MANY_LEAVES:
                     self.weighty += [] if is_same else [path]
                     return
@@ -105,7 +105,7 @@ class _Search:
         elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
             if not same_tensor(here, there, self._max_bytes):
                 (self.buffers if self._is_buffer(here, there) else self.weighty).append(path)
-        elif not _same_value(here, there):
+        elif not same_value(here, there):
             self.weighty.append(path)
 
     def _is_buffer(self, here: torch.Tensor, there: torch.Tensor) -> bool:
@@ -161,7 +161,8 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.int32) if flat.nbytes % 4 == 0 and flat.data_ptr() % 4 == 0 else flat
 
 
-def _same_value(here: object, there: object) -> bool:
+def same_value(here: object, there: object) -> bool:
+    """Whether two values, which are no tensors, are the same."""
     if isinstance(here, np.ndarray) and isinstance(there, np.ndarray):
         is_alike = (here.shape, here.dtype) == (there.shape, there.dtype)
         return is_alike and here.tobytes() == there.tobytes()

@@ -88,6 +88,8 @@ class Healing:
         self.progress: TransferProgress | None = None
         """Of the transfer that runs, or of the last one."""
         self._tell: Callable[[float, Receives], None] = _tell_nobody
+        self._expected_s = self._reach_s = 0.0
+        """How long a transfer takes, as it was expected when a state was last asked for; and as the one that runs told last."""
         self.took_s = 0.0
         self._calls = "", 0.0
         self.needs_local = False
@@ -124,6 +126,7 @@ class Healing:
         self._differences = None
         self._tell = tell
         self._reception.begin()
+        self._reach_s = self._expected_s
         self.progress = None
 
         def fetch() -> Any:
@@ -171,7 +174,8 @@ class Healing:
 
     def expected_s(self, num_bytes: int) -> float | None:
         """Return how long receiving a state takes; None: nobody knows how fast the process group is."""
-        return None if self._transport.needs_process_group else self._reception.expected_s(num_bytes)
+        self._expected_s = self._reception.expected_s(num_bytes)
+        return None if self._transport.needs_process_group else self._expected_s
 
     def probe(self, formed: QuorumFormed) -> None:
         """Measure how fast a state would come from those who train, where nothing was measured before. On the quorum thread."""
@@ -205,6 +209,7 @@ class Healing:
         reach_s = self._reception.progress(
             left_bytes=left_bytes, done_bytes=_done_bytes(progress), elapsed_s=progress.elapsed_s
         )
+        self._reach_s = reach_s
         if left_bytes and not self._is_cancelled:
             self._tell(reach_s, Receives.TRANSFER)
 
@@ -252,10 +257,11 @@ class Healing:
             if not said.cancel():
                 said.result()
 
-    def wait(self, is_over: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    def wait(self, is_over: Callable[[], bool] = lambda: False, *, says: bool = False) -> dict[str, Any]:
         """Return the received state, whole and of the right step; its own part is what a Manager says of itself.
 
         Args:
+            says: tell how long it takes also while nothing comes: a source may take long before the first byte.
             is_over: whether the step that it is for cannot count any more. Its sources may wait for this group in the next quorum
                 then, so that they are not waited for without end here.
 
@@ -266,6 +272,8 @@ class Healing:
             raise RuntimeError("internal error: no fetch was started")
         standstill = Standstill()
         while wait([self._fetch], _SAY_S).not_done:
+            if says and not self._is_cancelled:
+                self._tell(max(self._reach_s, _SAY_S), Receives.TRANSFER)
             if self._is_cancelled:  # once more: it may not have begun when it was
                 self._transport.cancel_recv()
             elif self._takes_back and is_over() and self._stands(standstill):

@@ -172,6 +172,9 @@ class Manager:
         GroupBrokenError: as their names say; nothing is left running.
     """
 
+    _loads_at_end = False
+    """See `ReplicaSettings.loads_at_end`."""
+
     @removed_parameters("follow_budget_bytes")
     def __init__(
         self,
@@ -267,6 +270,7 @@ class Manager:
             raise ConfigError(
                 f"a spare receives states outside of the quorum, and {type(transport).__name__} cannot", "spare"
             )
+        loads_at_end = self._loads_at_end and transport.gives_live_state and not transport.needs_process_group
         logger.info("%s of job %s serves its state at %s", party, rank_config.job, transport.metadata())
         self._transport: CheckpointTransport[Any] = checkpoint_transport or transport
         self._state_dict_lock = lock
@@ -297,6 +301,7 @@ class Manager:
                 spare=spare,
                 check_equal_every=check_equal_every,
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
+                loads_at_end=loads_at_end,
             ),
             party,
             job=rank_config.job,
@@ -356,6 +361,7 @@ class Manager:
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
             follows=(follow is not False or spare) and not transport.needs_process_group,
+            loads_at_end=loads_at_end,
         )
         self._between_steps = BetweenSteps(
             self._client,

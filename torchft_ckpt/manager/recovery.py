@@ -116,6 +116,8 @@ class Recovery:
         if not plan.load:
             if formed.role in (Role.JOINER, Role.INLINE) and not self.is_alone:
                 self._tell(formed, 0.0, Receives.TRANSFER)
+            elif formed.held:
+                self._tell(formed, 0.0, Receives.LOAD_FIRST)
             self.say_fetched(formed)
             return
         receiving = prepared.receiving
@@ -171,7 +173,7 @@ class Recovery:
             takes=self._healing.takes,
         )
         self.client.send(said)
-        if formed.differs:
+        if formed.differs or formed.held:
             return
         now = time.monotonic()
         if formed.follows and now >= self._say_at:
@@ -253,12 +255,12 @@ class Recovery:
             # Whatever a transport raises: not healed yet, and no more.
             logger.warning("%s: healing to step %d failed: %s", self.client.replica_id, step, error)
             self.client.note_error(error)
-            if plan.formed.follows and not self.client.is_needed:
+            if plan.formed.follows and not (self.client.is_needed or plan.formed.held):
                 self._healing.distance.failed()
             return
         with self.client.lock, self.client.replica as replica:
             replica.load_finished(plan.formed.version, before_forward=before_forward)
-        if plan.formed.follows:
+        if plan.formed.follows and not plan.formed.held:
             self._healing.followed()
         else:
             self._healing.distance.joined()
@@ -393,7 +395,9 @@ class Recovery:
 
     def _wait_for_state(self, as_group: bool = False) -> dict[str, Any]:
         try:
-            state = self._healing.wait(lambda: self.client.is_overtaken)
+            plan = self.client.plan()
+            is_held = plan is not None and plan.formed.held
+            state = self._healing.wait(lambda: self.client.is_overtaken, says=is_held)
             self._registry.check(state.get("user"))
             if as_group:
                 self.client.await_loading(self._limit)
@@ -441,7 +445,8 @@ class Recovery:
         """
         # Settings of optimizers travel by themselves.
         again = tuple(path for path in found.paths if path in self._not_returned and "param_groups" not in path)
-        if not self.client.view().follows:  # who follows loads more than one state on its way in
+        now = self.client.view()
+        if not now.follows or now.is_waited_for:  # who follows loads more than one state on its way in
             self._not_returned = frozenset(found.paths)
         if again:
             raise StateDictLoadError(

@@ -120,6 +120,23 @@ class StateServing:
         except Exception:  # whatever a transport raises, it is the loss of those that have joined
             logger.exception("%s cannot serve step %d before its quorum", self._party, version.step)
 
+    def serve_held(self, version: StateVersion, captured: StateToServe | None, counted: Sequence[Counted]) -> None:
+        """Serve the state with which this rank has asked for a quorum, which is held until others have it. Arguments as in
+        `serve`."""
+        try:
+            if captured is None:
+                captured = self._registry.capture_to_serve()
+                if is_changed(counted):
+                    logger.warning(
+                        "%s cannot serve step %d: a parameter was written to since the step began",
+                        self._party,
+                        version.step,
+                    )
+                    return
+            self._send(version, captured, [])
+        except Exception:  # whatever a transport raises, it is the loss of those that come
+            logger.exception("%s cannot serve step %d, whose quorum is held", self._party, version.step)
+
     def _send(
         self, version: StateVersion, captured: StateToServe, destinations: Sequence[int], *, outlives_step: bool = False
     ) -> None:

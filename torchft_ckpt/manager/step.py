@@ -39,6 +39,7 @@ from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
 from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
 from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.collectives import Collectives, done_work, fill_with_nothing
+from torchft_ckpt.manager.coming_in import CameIn
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.flight_recorder import name_dumps
 from torchft_ckpt.manager.followers import Followers
@@ -96,6 +97,7 @@ class Steps:
         use_async_quorum: bool,
         quorum_retries: int | None,
         follows: bool,
+        loads_at_end: bool,
     ) -> None:
         self._process_group = process_group
         self._transport = transport
@@ -110,6 +112,7 @@ class Steps:
         self._check = check
         self._outcomes = outcomes
         self._follows = follows
+        self._loads_at_end = loads_at_end
         self._followers = followers
         self._events = events
         self._use_async_quorum = use_async_quorum
@@ -144,6 +147,18 @@ class Steps:
         self._vote: CommitVote | None = None
         self._is_committed: bool | None = None
         """How the step was decided; None: it is open."""
+        self._is_at_end = False
+        """An iteration ends that did not count: this rank asks for the newest state, and begins no step."""
+        self._came_in = CameIn(registry)
+        self._num_unvoted = 0
+        """So many iterations in a row, beside the quorum, have ended without a vote."""
+        self._ended_at: float | None = None
+        """When the last iteration ended, if no step has begun since."""
+        self._top_s = 0.0
+        """How long it took from there to the next step, the last time."""
+        self._limit = timeouts.quorum
+        self._may_begin: Callable[[], None] = lambda: None
+        """As in `start`, the last time."""
         self._follows_decision = False
         """The step before the open one was decided, as far as this rank knows."""
         self._late = _Late()
@@ -157,8 +172,11 @@ class Steps:
 
         `limit` is that of one attempt at a quorum. `check` is called before a step begins.
         """
-        self._last_wishes = wishes
-        if self._may_keep(wishes):
+        self._last_wishes, self._limit, self._may_begin = wishes, limit, check
+        if self._ended_at is not None:
+            self._top_s, self._ended_at = time.monotonic() - self._ended_at, None
+        loads_here = self._ends_unvoted()
+        if not loads_here and self._may_keep(wishes):
             self._settle(has_to_wait=self._client.wants()[0])
             return
         self.end_taking()
@@ -174,13 +192,21 @@ class Steps:
             self._store_prepared.wait(self._timeouts.connect.total_seconds())
             self._store_prepared = None
         self._started_at = time.monotonic()
+        if loads_here:
+            logger.warning(
+                "%s: two iterations in a row have ended without should_commit: the state of the other groups is loaded as the"
+                " next one begins. What the loop has read before that is of the state before",
+                self._client.replica_id,
+            )
+            self._come_in()
+        self._put_back()
         now = self._client.view()
         # Where groups train apart, what a forward pass changes in a step is one group's own.
         self._serving.begin_step(now.version, is_open=self._registry.trains_apart and not now.is_between_steps)
         self._begin(wishes, limit)
         while (now := self._client.view()).follows and now.quorum is not None:
-            # What was received is loaded, or could not be had. The others train on meanwhile, or wait where it is a correction.
-            if not now.is_corrected:
+            # What was received is loaded, or could not be had. The others train on meanwhile, or wait for it.
+            if not now.is_waited_for:
                 self._recovery.rest(now.quorum)
             self._client.learned()
             check()
@@ -189,6 +215,71 @@ class Steps:
         is_outer = wishes.patience_s or wishes.waits is not None
         if self._registry.is_used_by_loops and not is_outer and not now.is_learner:
             self._undo.begin()
+
+    # ------------------------------------------------------------------------------------- an iteration ends, and loads
+
+    def _may_come_in(self) -> bool:
+        """Whether this rank lacks a state that others hold, and may load it now, as an iteration ends that did not count."""
+        now, last = self._client.view(), self._last_wishes
+        is_plain = last.contributes and last.waits is None and last.allow_heal and self._registry.is_used_by_loops
+        is_known = now.is_learner or now.newest_step > 0
+        return self._loads_at_end and is_plain and now.is_behind and is_known and not now.is_leaving
+
+    def _ends_unvoted(self) -> bool:
+        """An iteration begins. Return whether a state has to be loaded here, as two in a row have ended without a vote."""
+        now = self._client.view()
+        if not (self._loads_at_end and now.warms_up and now.is_in_step and self._has_computed):
+            return False
+        self._num_unvoted += 1
+        self._has_computed = False
+        if self._num_unvoted < 2 or not self._may_come_in():
+            return False
+        self._num_unvoted = 0
+        return True
+
+    def _come_in(self) -> None:
+        """Wait, at the end of an iteration that did not count, until this rank holds the newest state.
+
+        It returns without one if nobody is at work who holds it, or this group leaves. Raises as `start`.
+        """
+        self._is_at_end, started = True, time.monotonic()
+        try:
+            while (now := self._client.view()).is_behind and not now.is_leaving:
+                self._may_begin()
+                self.leave()
+                self._begin(self._last_wishes, self._limit)
+                now = self._client.view()
+                may_ask_again = now.follows
+                if now.follows and not now.is_waited_for and now.quorum is not None:
+                    self._recovery.rest(now.quorum)
+                self._client.learned()
+                if not may_ask_again:
+                    break
+        finally:
+            self._is_at_end = False
+        now = self._client.view()
+        if not now.is_behind and now.came_in:
+            self._came_in.take(now.version)
+            took_s = time.monotonic() - started
+            logger.info("%s has come in to step %d after %.2f s", self._client.replica_id, now.version.step, took_s)
+
+    def _put_back(self) -> None:
+        """A step begins: what the loop has changed since the newest state was loaded, in an iteration that did not count."""
+        if not self._came_in.is_held:
+            return
+        is_whole, moved = self._came_in.put_back(self._client.view().version)
+        if not moved:
+            return
+        what = "it is put back" if is_whole else "that was not copied: it is received again, and copied from now on"
+        logger.warning(
+            "%s: after should_commit had returned False the loop has changed what belongs to a step (%s): %s. Change it only if"
+            " the step counts",
+            self._client.replica_id,
+            name_some(moved),
+            what,
+        )
+        if not is_whole:
+            self._client.load_torn()
 
     def _begin(self, wishes: StepWishes, limit: timedelta) -> None:
         """Ask for a quorum, and do what comes before the forward pass."""
@@ -211,8 +302,9 @@ class Steps:
         """Return whether to wait for the quorum, what it will need of the state that is here, and what is shown of it."""
         now, registry, began_at = self._client.view(), self._registry, time.monotonic()
         has_to_wait, has_to_capture = self._client.wants()
-        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes)
+        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes) and not self._is_at_end
         has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
+        has_to_wait = has_to_wait or self._is_at_end
         self._transport.advance_to(now.version.step)
         has_pending_request = self._transport.has_pending_request(now.version.step)
         can_capture_later = self._can_capture_later(wishes)
@@ -309,6 +401,8 @@ class Steps:
             stood_s=prepared.stood_s,
             shown=parts,
             is_first_of_kind=self._sharing.is_first_of_kind,
+            at_end=self._is_at_end,
+            top_s=self._top_s,
         )
         request = self._client.begin(wishes, facts)
         self._sharing.is_first_of_kind = False
@@ -513,7 +607,9 @@ class Steps:
 
     def _run_quorum(self, prepared: Prepared, limit: timedelta) -> None:
         with record_function("torchft::manager::_client::_quorum"):
-            plan = self._client.await_plan(limit, self._quorum_retries)
+            version = self._client.view().version
+            serve_held = functools.partial(self._serving.serve_held, version, prepared.captured, prepared.counted)
+            plan = self._client.await_plan(limit, self._quorum_retries, serve_held)
         formed = plan.formed
         self._own.found = formed.common, formed.own
         self._note_quorum(formed)
@@ -678,7 +774,13 @@ class Steps:
         self._is_committed = outcome is Outcome.COMMIT
         self._end(vote, outcome, reason)
         self._taking.leaves(self)
-        return self._is_committed
+        is_committed = self._is_committed
+        self._num_unvoted = 0
+        if not is_committed and self._may_come_in():
+            self._come_in()
+            self._is_committed = False
+        self._ended_at = time.monotonic()
+        return is_committed
 
     def _ask_again(self, is_committed: bool) -> bool:
         # If an `Optimizer` asks, `takes` sees to it.

@@ -19,6 +19,7 @@ restart             what a restarted lighthouse learns from the members of the l
 layouts             which groups can be in one quorum, by the layout of their tensors
 cold_start          which groups look for a state together when none of them has one
 deciding            how the step of a quorum goes: votes, collectives, late joiners, and the decision that all are told
+hold                for whom a quorum is held until they have its state, and for how long
 joining             how long those who train wait for one that joins
 beside              the groups beside the quorum: who stays outside, what it is told and taught, and when it is called
 spares              when a spare joins the others, which it has followed so far

@@ -26,10 +26,11 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumFormed,
     Role,
     Source,
+    StateVersion,
     clip,
     name_some,
 )
-from torchft_ckpt.core.coordination.recovery import MAX_SOURCES
+from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment
 from torchft_ckpt.core.coordination.spares import Spares
 
 FOLLOWS_WITHIN_S = 10.0
@@ -51,8 +52,26 @@ class Beside:
     # ---------------------------------------------------------------------------------------------- who stays outside
 
     def should_warm_up(self, member: Member) -> bool:
-        """Whether a group that has computed nothing yet does so alone first: others are at work who can do without it."""
-        return member.asked.warms_up and self.may_learn_alone(member)
+        """Whether a group that has computed nothing yet does so alone first: others are at work who can do without it.
+
+        One that loads at the end of an iteration alone does so whenever it is behind.
+        """
+        request = member.asked
+        if not request.loads_at_end:
+            return request.warms_up and self.may_learn_alone(member)
+        is_able = request.allow_heal and request.can_load and not request.at_end and self._job.finished_step is None
+        is_behind = is_able and not self._job.holds_newest(member.version) and self.others_hold(member)
+        return is_behind and member.replica_id not in self._job.apart()
+
+    def others_hold(self, member: Member) -> bool:
+        """Whether others hold the newest state and go on from it."""
+        return any(
+            other is not member
+            and not other.is_excused
+            and self._job.holds_newest(other.version)
+            and not (other.request is not None and other.asked.at_end)
+            for other in self._job.staying()
+        )
 
     def may_learn_alone(self, member: Member) -> bool:
         """Whether a group that asks can be a learner: it is behind, and others are at work who can do without it."""
@@ -114,6 +133,20 @@ class Beside:
                 needed.append(left_out.pop(0))
             return needed, {m.replica_id: reasons[m.replica_id] for m in left_out}, []
         return admitted, out, following
+
+    def at_end(self, members: Collection[Member], now: float) -> tuple[list[Member], dict[str, str]]:
+        """Return who of those that ask at the end of an iteration follow; and who stays outside in any case, each with the
+        reason."""
+        idle = {m.replica_id for m in members if self._is_idle_spare(m)}
+        following = [
+            m
+            for m in members
+            if should_follow(m.asked, self._joining.usual_s, stays=m.replica_id in idle)
+            and (m.replica_id in idle or not self._waits_in_vain(m, now))
+        ]
+        reasons = dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
+        reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
+        return following, reasons
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
         """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
@@ -182,11 +215,30 @@ class Beside:
 
     # ----------------------------------------------------------------------------- who is taught, and what it is told
 
-    def let_warm_up(self, member: Member, current: Round, now: float) -> Send:
+    def let_warm_up(self, member: Member, now: float) -> Send:
         why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
+        if member.asked.loads_at_end:
+            why = "it lacks the newest state, and gets it at the end of an iteration that does not count"
         holding = [other for other in self._job.others_at_work(member) if self._job.holds_newest(other.version)]
         sources = [other.as_source(rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
-        return self._answer_outside_quorum(member, current, 0, why, now, sources=sources, warms_up=True)
+        return self._answer_outside_quorum(member, 0, why, now, sources=sources, warms_up=True)
+
+    def give_held(
+        self, newcomers: Collection[Member], holding: Collection[Member], assignment: Assignment, now: float
+    ) -> Iterator[Instruction]:
+        """Give newcomers the state with which the next quorum begins, which is held meanwhile. `holding`: have that state."""
+        able = [m for m in holding if m.asked.can_serve] or [*holding]
+        ranks = {part.replica_id: rank for rank, part in enumerate(assignment.parts)}
+        sources = [member.as_source(ranks[member.replica_id]) for member in able[:MAX_SOURCES]]
+        for member in able[:MAX_SOURCES]:
+            yield Send(member.connection, JoinerWaiting(held=True))
+        for place, member in enumerate(newcomers):
+            why = "the others have asked for the step, and wait until this group has its state"
+            answer = self._answer_outside_quorum(
+                member, place, why, now, sources=sources, follows=True, held=True, assignment=assignment
+            )
+            member.is_called = True  # it comes as soon as it can
+            yield answer
 
     def have_state_captured(self) -> Iterator[Instruction]:
         """Have those at work capture their state when they begin their next step."""
@@ -252,12 +304,11 @@ class Beside:
             why = "it does not train the same parameters yet, and first has to learn at which step the others are"
             why = self._why_follows(member) if follows else why
             yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
-            yield self._answer_outside_quorum(member, current, place, why, now, sources=sources, follows=follows)
+            yield self._answer_outside_quorum(member, place, why, now, sources=sources, follows=follows)
 
     def _answer_outside_quorum(
         self,
         member: Member,
-        current: Round,
         place: int,
         reason: str,
         now: float,
@@ -265,43 +316,53 @@ class Beside:
         sources: list[Source],
         warms_up: bool = False,
         follows: bool = False,
+        held: bool = False,
+        assignment: Assignment | None = None,
     ) -> Send:
         """Let a member compute a step beside a quorum, which does not wait for it. It is a learner from now on.
 
         `warms_up`: it receives nothing, and may measure the way to the sources. `follows`: it computes no step, but receives the
-        state and asks again.
+        state and asks again. `held`: as in `QuorumFormed`. `assignment`: of the quorum, if it is not that of the open step, or of
+        the last one.
         """
+        current = self._job.round
+        assignment = assignment or (None if current is None else current.assignment)
         request = self._job.take_request(member)
         # It may have been in the quorum, and have given its step up.
         self._job.quorum_members.pop(member.replica_id, None)
         member.is_excused = member.has_left_step = True
         member.is_beside, member.warms_up = follows or warms_up, warms_up
         member.follows_until = now + SAY_EVERY_S if follows else now
-        assignment = current.assignment
+        num_members = 0 if assignment is None else len(assignment.parts)
         formed = QuorumFormed(
             request_id=request.request_id,
             quorum_id=self._job.quorum_id,
             epoch=self._job.epoch,
-            version=assignment.version,
+            version=self._newest_version() if assignment is None else assignment.version,
             role=Role.LEARNER,
-            replica_rank=len(assignment.parts) + place,
-            replica_world_size=len(assignment.parts),
+            replica_rank=num_members + place,
+            replica_world_size=num_members,
             contributor_rank=None,
-            num_contributors=assignment.num_contributors,
-            num_voters=assignment.num_voters,
+            num_contributors=0 if assignment is None else assignment.num_contributors,
+            num_voters=0 if assignment is None else assignment.num_voters,
             store_address="",
             sources=sources,
             warms_up=warms_up,
             follows=follows,
             stays=follows and self._is_idle_spare(member),
-            unverified=assignment.unverified,
+            held=held,
+            unverified=assignment is not None and assignment.unverified,
             newest_step=self._job.history.lasting_step,
-            common=current.common,
-            own=current.own,
+            common=[] if current is None else current.common,
+            own=[] if current is None else current.own,
             rolled_back_to=self._job.history.rolled_back_to,
             reason=reason,
         )
         return Send(member.connection, formed)
+
+    def _newest_version(self) -> StateVersion:
+        valid = (version for _, version in self._job.held() if self._job.history.is_valid(version))
+        return max(valid, default=StateVersion())
 
     # ----------------------------------------------------------------------------------------------------- invariants
 

@@ -527,6 +527,9 @@ class GroupState:
             gathers=all(request.gathers for request in requests),
             patience_s=max(request.patience_s for request in requests),
             warms_up=all(request.warms_up for request in requests),
+            loads_at_end=all(request.loads_at_end for request in requests),
+            at_end=all(request.at_end for request in requests),
+            top_s=max(request.top_s for request in requests),
             join_budget_s=min(request.join_budget_s for request in requests),
             join_stall_limit_s=min(
                 (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None

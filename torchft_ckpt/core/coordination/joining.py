@@ -168,15 +168,22 @@ class Joining:
             self._stands_s = stood_s
             self._allowance.spend(stood_s, now)
 
+    def stood_for_hold(self, seconds: float, now: float) -> None:
+        """A quorum was held for so long: see `hold`."""
+        self._allowance.spend(seconds, now)
+
     def why_out(self, member: Member, budget_s: float, now: float) -> str:
-        """Say why a member that has to load the state is not admitted now, and until when; empty: it is."""
+        """Say why a member that has to load the state is not admitted now, and until when; empty: it is.
+
+        One that asks at the end of its iteration loads while the others do nothing else.
+        """
         debt = self._debt(member)
         if debt is not None and now < debt.out_until:
             return f"{debt.reason}; it is tried again in {_in_words(debt.out_until - now)}"
         reach_s = member.asked.reach_s
         if now - member.asked_at >= RETRY_S and self._allowance.fits(0.0, budget_s, now):
             return ""
-        beside_s = 0.0 if member.asked.heal_inline else self._usual_s
+        beside_s = 0.0 if member.asked.heal_inline or member.asked.at_end else self._usual_s
 
         def needs_s(factor: float) -> float:
             return max(0.0, factor * (reach_s or 0.0) - beside_s) + factor * member.asked.load_s + self._stands_s
@@ -185,7 +192,7 @@ class Joining:
         if debt is not None:
             # One that expects a little less than it then measures would cost a step again and again.
             need_s = max(need_s, min(needs_s(debt.factor_of_need), self._allowance.limit_s))
-        return self._why_not(need_s, budget_s, now)
+        return self.why_not(need_s, budget_s, now)
 
     def _debt(self, member: Member) -> Debt | None:
         return self._allowance.debts.get(group_name(member.replica_id))
@@ -217,7 +224,7 @@ class Joining:
         cost, pause = _in_words(cost_s), _in_words(debt.out_until - now)
         return f"{replica_id} could not come in, which cost the others {cost}: {reason}; it is tried again in {pause}"
 
-    def _why_not(self, need_s: float, budget_s: float, now: float) -> str:
+    def why_not(self, need_s: float, budget_s: float, now: float) -> str:
         """Say why the others do not stand still for so long; empty: they do."""
         after_s = self._allowance.fits_in_s(need_s, budget_s, now)
         if after_s == 0.0:
@@ -316,7 +323,7 @@ class Joining:
         if replica_id in current.may_follow and is_far and current.all_approved_at is not None:
             current.to_follow.add(replica_id)
             return f"{replica_id} needs {_in_words(need_s)} more to receive the state, and does so outside of the quorum first"
-        why = self._why_not(need_s + stood_s, budget_s, now)
+        why = self.why_not(need_s + stood_s, budget_s, now)
         if not why:
             return ""
         current.underestimated.add(replica_id)

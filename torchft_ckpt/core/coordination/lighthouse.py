@@ -35,6 +35,7 @@ from torchft_ckpt.core.coordination.cold_start import decide_cold_start
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory
+from torchft_ckpt.core.coordination.hold import LOOK_AGAIN_S, Holds
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.leaving import Leaving
@@ -134,6 +135,7 @@ class LighthouseState:
         self._joining = Joining()
         self._spares = Spares()
         self._beside = Beside(self._job, self._joining, self._spares)
+        self._holds = Holds(self._job, self._joining)
         self._leaving = Leaving(self._job)
         self._equality = Equality(self.members)
         self._trials = Trials()
@@ -167,7 +169,7 @@ class LighthouseState:
         deadlines = []
         if (silent := self._roster.longest_silent()) is not None:
             deadlines.append(silent.last_seen + self.settings.heartbeat_timeout_s)
-        if self._job.waiting and self._evaluate_at is not None:
+        if (self._job.waiting or self._holds.is_on) and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
         deadlines += self._leaving.deadlines()
         for deadline in (
@@ -229,7 +231,8 @@ class LighthouseState:
         self._beside.validate()
         self._trials.validate()
         self._restart.validate(self.members.keys())
-        if self._job.waiting and self._evaluate_at is None:
+        self._holds.validate()
+        if (self._job.waiting or self._holds.is_on) and self._evaluate_at is None:
             raise RuntimeError(f"{list(self._job.waiting)} wait, and nothing looks at them again")
         self._deciding.validate()
 
@@ -424,6 +427,7 @@ class LighthouseState:
         replica_id = member.replica_id
         yield from self._deciding.abandoned(replica_id, now)
         member.layout, member.frozen, member.hands_over = request.layout, request.frozen, False
+        member.loads_at_end = request.loads_at_end
         member.min_contributors = request.min_contributors if request.contributes else 0
         member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
         if request.layout_text is not None:
@@ -444,12 +448,14 @@ class LighthouseState:
         yield from self._deciding.left(member)
         yield from self._on_state_shown(member, request.version, now)
         self._job.waiting[replica_id] = None
+        if request.at_end:
+            self._job.quorum_members.pop(replica_id, None)
         yield from self._leaving.answer(now)
         if member.request is None:
             yield from self._reconsider(now)
             return
-        if self.round is not None and self._beside.should_warm_up(member):
-            yield self._beside.let_warm_up(member, self.round, now)
+        if (self.round is not None or request.loads_at_end) and self._beside.should_warm_up(member):
+            yield self._beside.let_warm_up(member, now)
             yield from self._reconsider(now)  # others may have waited for it
             return
         if was_beside:
@@ -545,6 +551,13 @@ class LighthouseState:
             self._evaluate_at = now + PENDING_NOTICE_S
 
     def _evaluate(self, now: float) -> Iterator[Instruction]:
+        yield from self._holds.look(now)
+        yield from self._try_to_form(now)
+        if self._holds.is_on:
+            at = now + LOOK_AGAIN_S
+            self._evaluate_at = at if self._evaluate_at is None else min(self._evaluate_at, at)
+
+    def _try_to_form(self, now: float) -> Iterator[Instruction]:
         self._evaluate_at = now + PENDING_NOTICE_S
         yield from self._leaving.answer(now)
         if not self._job.waiting:
@@ -563,7 +576,24 @@ class LighthouseState:
         others = self._job.apart()
         candidates = [self.members[m] for m in self._job.waiting if m not in others and m not in gathering]
         yield from self._beside.call_spares()
+        ending = [m for m in candidates if m.asked.at_end]
+        for member in [m for m in candidates if m.asked.loads_at_end]:
+            # It lacks the newest state: that of another who holds it by now, or, at the end of its iteration, of nobody.
+            if self._beside.should_warm_up(member) or (member in ending and not self._beside.others_hold(member)):
+                candidates.remove(member)
+                ending = [m for m in ending if m is not member]
+                yield self._beside.let_warm_up(member, now)
+        candidates = [m for m in candidates if m not in ending]
+        following_at_end, why_outside = self._beside.at_end(ending, now)
         admitted, outside, following = self._beside.set_aside(candidates, now)
+        following += following_at_end
+        holding = [m for m in admitted if self._job.holds_newest(m.version)]
+        may_come = [m for m in ending if holding and m.replica_id not in why_outside]
+        why_outside |= {m.replica_id: why for m in may_come if (why := self._holds.why_not(m, holding, now))}
+        may_come = [m for m in may_come if m.replica_id not in why_outside]
+        # Too few without them: the others wait until they have come.
+        are_needed = bool(may_come) and len(admitted) < self._job.min_trainers(admitted)
+        outside |= why_outside
         yield from self._notify_left_out(outside | others, others, now)
         yield from self._beside.call_learners()
         if self._spares.awaits(self.members, now):
@@ -584,8 +614,9 @@ class LighthouseState:
                 contributes=m.asked.contributes,
                 patience_s=m.asked.patience_s,
             )
-            for m in admitted
+            for m in (admitted + may_come if are_needed else admitted)
         }
+        out |= {m.replica_id for m in ending if m.replica_id not in asked}
         out |= {m.replica_id for m in self.members.values() if self._beside.is_absent_spare(m)}
         alive = [m.replica_id for m in self.members.values() if m.replica_id not in out and not m.is_excused]
         verdict = decide_quorum(
@@ -603,7 +634,7 @@ class LighthouseState:
                 reason = f"{reason}.{left}"
             yield from self._notify_pending(reason, now, verdict.deadline, is_warning=bool(others), exclude=out)
             return
-        members = [self.members[replica_id] for replica_id in verdict.members]
+        members = [self.members[m] for m in verdict.members if not self.members[m].asked.at_end]
         trial = self._trial_of(members)
         yield from self._answer_differing(trial, members)
         if trial.stops or trial.loads:
@@ -632,6 +663,16 @@ class LighthouseState:
         if hold is not None:
             yield from self._notify_pending(hold[0], now, hold[1], is_warning=True)
             return
+        if late := self._who_loads_at_end(assignment):
+            for member in late:
+                yield self._beside.let_warm_up(member, now)
+            yield from self._try_to_form(now)
+            return
+        if may_come and not assignment.is_first:
+            yield from self._begin_hold(assignment, may_come, now)
+        if self._holds.is_on:
+            yield from self._notify_pending(self._holds.reason, now, now + LOOK_AGAIN_S, exclude=out)
+            return
         helpless = [p.replica_id for p in assignment.parts if p.role in (Role.INLINE, Role.JOINER) and p.sources]
         helpless = [replica_id for replica_id in helpless if not self.members[replica_id].asked.can_load]
         if helpless:
@@ -644,7 +685,25 @@ class LighthouseState:
         yield from self._form_quorum(assignment, learners, verdict.reason, now, others, trial)
         for member in cold:
             if self.round is not None and self._beside.may_learn_alone(member):
-                yield self._beside.let_warm_up(member, self.round, now)
+                yield self._beside.let_warm_up(member, now)
+
+    def _who_loads_at_end(self, assignment: Assignment) -> list[Member]:
+        """Return who would load the state of a quorum in its step, and loads at the end of an iteration alone."""
+        parts = [] if assignment.is_first else assignment.parts
+        behind = [p.replica_id for p in parts if p.role in (Role.JOINER, Role.INLINE) and p.sources]
+        asking = [self.members[replica_id] for replica_id in behind]
+        return [member for member in asking if member.asked.loads_at_end and member.asked.can_load]
+
+    def _begin_hold(self, assignment: Assignment, newcomers: list[Member], now: float) -> Iterator[Instruction]:
+        """Hold the quorum for newcomers, if anybody has captured the state for them, or it cannot train without them."""
+        holding = [self.members[part.replica_id] for part in assignment.parts if part.role is Role.HEALTHY]
+        is_needed = len(holding) < self._job.min_trainers(holding)
+        if not is_needed and not any(member.asked.can_serve for member in holding):
+            return  # they capture it before the next step: who forms this quorum is told so
+        self._holds.begin(newcomers, holding, assignment.version, now)
+        names = name_some(member.replica_id for member in newcomers)
+        yield Log(f"{names} receives the state of step {assignment.version.step}, and the others wait for that")
+        yield from self._beside.give_held(newcomers, holding, assignment, now)
 
     def _trial_of(self, members: Collection[Member]) -> Verdict:
         """Compare what members show of the newest state. One that has no name yet is given out when the quorum forms."""
@@ -869,6 +928,7 @@ class LighthouseState:
         yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
         self._trials.begins(assignment, members)
+        self._holds.quorum_forms()
         self._speaking.begins([member.replica_id for member in members], now)
         quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
@@ -898,6 +958,7 @@ class LighthouseState:
         places = range(len(members), len(members) + len(taught))
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
+        is_expecting = any(m.loads_at_end and (m.warms_up or m.request is not None) for m in self._outside(roles))
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
             request = self._job.take_request(member)
@@ -923,7 +984,8 @@ class LighthouseState:
                 join_wait_s=current.join_wait_s,
                 joiner_waiting=bool(assignment.deferred)
                 or len(taught) < len(learners)
-                or Role.JOINER in roles.values(),
+                or Role.JOINER in roles.values()
+                or is_expecting,
                 unverified=assignment.unverified,
                 newest_step=self._job.history.lasting_step,
                 patience_s=patience_s,
@@ -938,6 +1000,9 @@ class LighthouseState:
         yield from self._beside.teach(taught, current, sources, others, now)
         if self._job.waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to notify them of the reason
+
+    def _outside(self, roles: Mapping[str, Role]) -> list[Member]:
+        return [member for member in self.members.values() if member.replica_id not in roles]
 
     def _go_on_from(self, assignment: Assignment, quorum_id: int) -> Iterator[Instruction]:
         """Note from which state the job trains on, in which quorum. What was open of earlier lives is over with that."""
@@ -987,6 +1052,7 @@ class LighthouseState:
     def _on_join_progress(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
         if member.is_beside:
             yield from self._beside.progressed(member, progress, now)
+            self._holds.progressed(member, progress, now)
         else:
             yield from self._deciding.progressed(member, progress, now)
 
@@ -1065,7 +1131,7 @@ class LighthouseState:
             yield from self._reconsider(now)
         yield from self._break_forgotten_collectives(self._restart.expire(now))
         yield from self._settle_forgotten_steps(now)
-        if self._job.waiting and self._evaluate_at is not None and now >= self._evaluate_at:
+        if (self._job.waiting or self._holds.is_on) and self._evaluate_at is not None and now >= self._evaluate_at:
             yield from self._evaluate(now)
 
 

@@ -55,6 +55,8 @@ class Member:
     step."""
     warms_up: bool = False
     """It is beside the quorum, and computes a step for itself alone."""
+    loads_at_end: bool = False
+    """In its last request: it loads a state at the end of an iteration alone."""
     is_called: bool = False
     """It was told that the others need it, since it follows."""
     follows_until: float = float("-inf")

@@ -257,6 +257,12 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long its own way to this step took: living members that are slower are waited for as long again."""
     warms_up: bool = False
     """This process has computed nothing yet: in a job that is at work, let it do so outside of the quorum first."""
+    loads_at_end: bool = False
+    """It loads a state at the end of an iteration alone: where it lacks the newest one, it computes this iteration by itself."""
+    at_end: bool = False
+    """An iteration of it has ended that did not count, and it lacks the newest state: it begins no step before it has that."""
+    top_s: Seconds = 0.0
+    """So long its training loop takes from the end of an iteration to the next step; 0: not known."""
     join_budget_s: Seconds = 5.0
     join_stall_limit_s: Seconds | None = None
     """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""
@@ -526,6 +532,9 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     differs: bool = False
     """`follows` is set: what this member holds under the name `version` is another state than that of the others, which wait for
     it meanwhile."""
+    held: bool = False
+    """`follows` is set: the others have asked for the step that begins with `version`, and wait until this member has that state
+    and asks for the step, too."""
     common: LeafNames = []
     """Leaves that were shown by themselves, and were found equal in all groups after a step: they are to be equal from now on."""
     own: LeafNames = []
@@ -589,8 +598,11 @@ class LostTold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The names of the first contributors, by number, without their incarnations."""
 
 
-class JoinerWaiting(msgspec.Struct, frozen=True, tag=True):
+class JoinerWaiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A joiner is about to ask: capture the state at the next step boundary."""
+
+    held: bool = False
+    """The quorum that the receiver has asked for is held until others have its state: it serves that now."""
 
 
 class Needed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

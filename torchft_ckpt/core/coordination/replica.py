@@ -136,6 +136,9 @@ class ReplicaSettings:
     spare: bool = False
     check_equal_every: int = 0
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
+    loads_at_end: bool = False
+    """A state is loaded at the end of an iteration that does not count, and the others wait for that: see `hold`. Private: one
+    of two ways in, of which the other one is to go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +182,10 @@ class StepFacts(NamedTuple):
     """Of the state, where it `shows` something."""
     is_first_of_kind: bool = False
     """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
+    at_end: bool = False
+    """An iteration ends that did not count: ask for the newest state, and for no step."""
+    top_s: float = 0.0
+    """How long the loop takes from the end of an iteration to the next step; 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +211,7 @@ class ReplicaView(NamedTuple):
 
     version: StateVersion
     held: StateVersion
+    newest_step: int
     quorum: QuorumFormed | None
     phase: StepPhase
     error: str | None
@@ -216,6 +224,8 @@ class ReplicaView(NamedTuple):
     warms_up: bool
     follows: bool
     is_corrected: bool
+    is_waited_for: bool
+    came_in: bool
     is_leaving: bool
     all_leave: bool
     speaks: bool
@@ -374,6 +384,16 @@ class ReplicaState:
         return self.quorum is not None and self.quorum.differs
 
     @property
+    def is_waited_for(self) -> bool:
+        """The others wait until it has the state with which they all begin the step."""
+        return self.quorum is not None and (self.quorum.differs or self.quorum.held)
+
+    @property
+    def came_in(self) -> bool:
+        """It was given the newest state at the end of an iteration, and has begun no step with it yet."""
+        return self.phase is StepPhase.IDLE and self.quorum is not None and self.quorum.held and not self.is_behind
+
+    @property
     def is_behind(self) -> bool:
         """There is no state of worth here, or a newer one is known to exist."""
         return self.torn or self._is_stale or not self.version.proven or self.version.step < self.newest_step
@@ -457,6 +477,7 @@ class ReplicaState:
         is_cold = self._is_cold or (self.warms_up and facts.is_first_of_kind)
         is_plain = wishes.contributes and wishes.waits is None and facts.compares and not facts.gathers
         waits = self.waits_for_quorum if wishes.waits is None else wishes.waits or bool(facts.shown)
+        loads_at_end = self.settings.loads_at_end and is_plain
         self._leave_step()
         self._moves(StepEvent.BEGIN)
         self.capture_wanted = facts.gathers and self.capture_wanted
@@ -471,7 +492,7 @@ class ReplicaState:
             shrink_only=wishes.shrink_only,
             allow_heal=wishes.allow_heal,
             heal_inline=self.settings.heal_inline and wishes.waits is not False,
-            waits_for_quorum=waits,
+            waits_for_quorum=waits or facts.at_end,
             can_serve=facts.can_serve,
             needs_new_quorum=self.configured is None,
             unverified=self.unverified,
@@ -481,11 +502,14 @@ class ReplicaState:
             min_contributors=self.settings.min_replica_size,
             patience_s=wishes.patience_s,
             warms_up=self.settings.warm_up and is_cold and is_plain,
+            loads_at_end=loads_at_end,
+            at_end=loads_at_end and facts.at_end,
+            top_s=facts.top_s,
             join_budget_s=self.settings.join_budget_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=facts.reach_s,
             guesses=facts.guesses,
-            can_follow=facts.can_follow and waits and not facts.gathers,
+            can_follow=facts.can_follow and (facts.at_end if loads_at_end else waits) and not facts.gathers,
             gains=facts.gains,
             load_s=facts.load_s,
             stood_s=facts.stood_s,
@@ -568,7 +592,8 @@ class ReplicaState:
         load = load and not formed.warms_up
         compare = self._begins_to_compare(formed)
         self._is_exact = self.version == formed.version and (formed.role is Role.HEALTHY or not self.unverified)
-        self._is_stale = self.version != formed.version
+        # Of a group that loads at the end of this iteration each rank asks for the state there, be it that of another rank.
+        self._is_stale = self.version != formed.version or (formed.warms_up and self.settings.loads_at_end)
         configure = self.configured != (formed.quorum_id, formed.epoch) and not self.is_learner
         if configure:
             self.configured = None
@@ -712,7 +737,7 @@ class ReplicaState:
 
     def learned(self) -> Outcome:
         """The step beside the quorum is over: nothing of it counts. What was received instead of one is old by now."""
-        is_old = self.follows and not self.is_corrected
+        is_old = self.follows and not self.is_waited_for
         if not self._moves(StepEvent.LEARNED):
             return Outcome.LEFT_BEHIND
         self._is_stale = self._is_stale or is_old
@@ -884,6 +909,8 @@ class ReplicaState:
             return
         if version != formed.version and not self.is_behind:
             yield "it has another state than the quorum, and does not know that it is behind"
+        if self.settings.loads_at_end and formed.held and self.participating_rank is not None:
+            yield "it is given the state of a step at the end of an iteration, and takes part in that step"
         if version.proven and self._is_exact and version != formed.version:
             yield "it began with the state of the quorum to the bit, and holds another"
         if version == formed.version and _is_void(version, self.rolled_back_to):

@@ -1,0 +1,108 @@
+"""What a rank has loaded at the end of an iteration that does not count stays as it is until its next step begins.
+
+The loop is still in that iteration, and some change registered state whatever `should_commit` has returned: a scheduler that is
+stepped unconditionally, an average of the weights. What they change goes back as the step begins. Plain values and small
+tensors are copied. Of a large tensor it is seen whether the loop has written to it: it is copied from the next time on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
+from torchft_ckpt.checkpointing.state.tree import is_flat, join_path
+from torchft_ckpt.core.coordination.messages import StateVersion
+from torchft_ckpt.manager.comparing import fixed, same_tensor, same_value
+from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES
+
+
+class _Mark(NamedTuple):
+    """Of a tensor that is not copied: it has been written to, or is another one, if this is not the same."""
+
+    version: int
+    address: int
+
+
+class CameIn:
+    """The state that was loaded. On the training thread."""
+
+    def __init__(self, registry: StateRegistry) -> None:
+        self._registry = registry
+        self._version: StateVersion | None = None
+        self._state: dict[str, Any] = {}
+        self._own: Mapping[str, Any] = {}
+        self._found: dict[str, Any] = {}
+        """By path: a copy, or the mark of a tensor that is not copied."""
+        self._written: set[str] = set()
+        """Large tensors that the loop was seen to write to."""
+
+    @property
+    def is_held(self) -> bool:
+        return self._version is not None
+
+    def take(self, version: StateVersion) -> None:
+        """Hold what was loaded just now."""
+        captured = self._registry.capture_to_serve()
+        self._version, self._own = version, captured.own
+        self._state = self._copied(fixed(captured.returned), "")
+        self._found = dict(self._leaves(self._state, ""))
+
+    def put_back(self, version: StateVersion) -> tuple[bool, list[str]]:
+        """Load what the loop has changed since; return whether that is all it has changed, and the names of what it has.
+
+        `version`: of the state that is here. If it is another one, what was held is forgotten.
+        """
+        held, found, state = self._version, self._found, self._state
+        self._version, self._found, self._state = None, {}, {}
+        if held != version:
+            return True, []
+        here = dict(self._leaves(self._registry.capture(), ""))
+        moved = [path for path in {**found, **here} if not _is_same(found.get(path), here.get(path))]
+        lost = [path for path in moved if isinstance(found.get(path), _Mark)]
+        self._written.update(lost)
+        keys = [key for key in state if any(path == key or path.startswith(f"{key}.") for path in moved)]
+        if keys and not lost:
+            self._registry.load(state, keys)
+        return not lost, [*moved, *self._registry.take_settings(self._own)]
+
+    def _is_copied(self, tensor: torch.Tensor, path: str) -> bool:
+        return tensor.nbytes <= MAX_COPIED_BYTES or path in self._written
+
+    def _copied(self, value: Any, path: str) -> Any:
+        """Return a state with copies of what is small, or was written to."""
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone() if self._is_copied(value, path) else value
+        if isinstance(value, np.ndarray):
+            return value.copy() if value.nbytes <= MAX_COPIED_BYTES else value
+        if isinstance(value, Mapping):
+            return {key: self._copied(item, join_path(path, key)) for key, item in value.items()}
+        if isinstance(value, SEQUENCES) and not is_flat(value):
+            places = iter(range(len(value)))
+            return rebuilt(value, lambda item: self._copied(item, join_path(path, next(places))))
+        return value
+
+    def _leaves(self, value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, torch.Tensor) and not self._is_copied(value, path):
+            local = getattr(value, "_local_tensor", value)
+            yield path, _Mark(local._version, local.data_ptr())
+        elif isinstance(value, Mapping) and value:
+            for key, item in value.items():
+                yield from self._leaves(item, join_path(path, key))
+        elif isinstance(value, SEQUENCES) and value and not is_flat(value):
+            for place, item in enumerate(value):
+                yield from self._leaves(item, join_path(path, place))
+        else:
+            yield path, value
+
+
+def _is_same(held: Any, here: Any) -> bool:
+    if isinstance(held, torch.Tensor) and isinstance(here, torch.Tensor):
+        return same_tensor(held, here)
+    if isinstance(held, (torch.Tensor, _Mark)) or isinstance(here, (torch.Tensor, _Mark)):
+        return bool(type(held) is type(here) and held == here)
+    return held is here or same_value(held, here)
