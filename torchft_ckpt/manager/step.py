@@ -309,6 +309,7 @@ class Steps:
             stood_s=prepared.stood_s,
             shown=parts,
             is_first_of_kind=self._sharing.is_first_of_kind,
+            kind=self._kind(),
         )
         request = self._client.begin(wishes, facts)
         self._sharing.is_first_of_kind = False
@@ -324,6 +325,11 @@ class Steps:
                 num_collectives=self._clearing.count,
             )
         )
+
+    def _kind(self) -> str:
+        """See `QuorumRequest`."""
+        places = (n for n, optimizer in enumerate(self._registry.guarded()) if optimizer in self._sharing.last)
+        return ",".join(map(str, places))[:256]
 
     def _may_keep(self, wishes: StepWishes) -> bool:
         """Whether the step that is asked for can be the one that is open."""

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from torchft_ckpt.core.coordination.beside import Beside
+from torchft_ckpt.core.coordination.beside import OUT_OF_TURN, Beside
 from torchft_ckpt.core.coordination.cold_start import decide_cold_start
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
@@ -569,6 +569,9 @@ class LighthouseState:
         if self._spares.awaits(self.members, now):
             self._evaluate_at = min(self._evaluate_at, self._spares.await_until)
             return
+        if self.round is not None and len(admitted) < self._job.min_trainers(admitted):
+            for member in (self.members[m] for m, reason in outside.items() if reason == OUT_OF_TURN):
+                yield self._beside.let_warm_up(member, self.round, now, OUT_OF_TURN)
         if not admitted:
             return
         if (hold := self._joining.hold(admitted, now)) is not None:
@@ -895,6 +898,7 @@ class LighthouseState:
             if roles[member.replica_id] is Role.HEALTHY and member.asked.can_serve
         ][:MAX_SOURCES]
         taught = learners if teachers else []
+        awaits_turn = any(self.members[replica_id].out_of_turn_since is not None for replica_id in self._job.waiting)
         places = range(len(members), len(members) + len(taught))
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
@@ -923,6 +927,7 @@ class LighthouseState:
                 join_wait_s=current.join_wait_s,
                 joiner_waiting=bool(assignment.deferred)
                 or len(taught) < len(learners)
+                or awaits_turn
                 or Role.JOINER in roles.values(),
                 unverified=assignment.unverified,
                 newest_step=self._job.history.lasting_step,

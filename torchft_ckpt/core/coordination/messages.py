@@ -257,6 +257,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long its own way to this step took: living members that are slower are waited for as long again."""
     warms_up: bool = False
     """This process has computed nothing yet: in a job that is at work, let it do so outside of the quorum first."""
+    kind: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """Which of its optimizers have ended its last step, or tried to: a loop may have a step for each of several in turn. Empty:
+    none has."""
     join_budget_s: Seconds = 5.0
     join_stall_limit_s: Seconds | None = None
     """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""
