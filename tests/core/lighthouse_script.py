@@ -200,6 +200,7 @@ class Member:
         can_follow: bool = False,
         gains: bool | None = None,
         guesses: bool = False,
+        kind: str = "",
         shows: str = "",
         **leaves: str,
     ) -> None:
@@ -218,6 +219,7 @@ class Member:
                 can_follow=can_follow,
                 gains=can_follow if gains is None else gains,
                 guesses=guesses,
+                kind=kind,
                 shown=[of_rank] * self.ranks if shows else [],
             ),
         )

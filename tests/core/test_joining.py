@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -683,6 +684,94 @@ def test_a_group_computes_nothing_alone_where_that_helps_nobody(case: str):
         a.says(a.replica.locate(has_finished=True))
     b.asks()
     assert b.formed is None or b.formed.role.value != "learner"
+
+
+# ------------------------------------------------------------------------------------------- loops with several optimizers
+
+
+def takes_turns(*turns: str) -> Iterator[str]:
+    """Say before each step of a loop that has a step for each of these optimizers which one it trained last."""
+    return itertools.chain([""], itertools.cycle(turns))
+
+
+@pytest.mark.parametrize("num_alone", [1, 2])
+def test_a_group_comes_in_when_its_loop_trains_the_same_network_as_the_others(num_alone: int):
+    """Of a GAN with a step for each network: else one network's gradients would meet the other's in every step from then on."""
+    job = Job(least=1)
+    a, b = (job.join(name) for name in "ab")
+    turns, own = takes_turns("critic", "generator"), takes_turns("critic", "generator")
+    for _ in range(num_alone + 2):
+        kind = next(turns)
+        a.asks(can_serve=True, kind=kind)
+        b.asks(can_serve=True, kind=kind)
+        job.passes(1.0)
+        a.votes()
+        b.votes()
+    j = job.join("j", warm_up=True)
+    j.asks(reach_s=0.2, kind=next(own))
+    assert j.formed.warms_up
+    j.votes()
+    asked = next(own)
+    j.asks(reach_s=0.2, kind=asked)
+    for _ in range(3):
+        kind = next(turns)
+        a.asks(kind=kind)
+        b.asks(kind=kind)
+        if a.formed.replica_world_size == 3:
+            break
+        job.passes(1.0)
+        a.votes()
+        b.votes()
+    assert (j.formed.role.value, kind) == ("joiner", asked)
+    assert Outcome.DISCARD not in a.outcomes
+    assert not any("another optimizer" in line for line in job.log), (
+        "a step or two are nothing that an operator has to hear of"
+    )
+
+
+def test_a_group_that_is_needed_computes_steps_alone_until_its_loop_trains_the_same_network_as_the_others():
+    job = Job(least=2)
+    a, b = (job.join(name) for name in "ab")
+    turns, own = takes_turns("critic", "generator"), takes_turns("critic", "generator")
+    for _ in range(3):
+        kind = next(turns)
+        a.asks(can_serve=True, kind=kind)
+        b.asks(can_serve=True, kind=kind)
+        a.votes()
+        b.votes()
+    b.dies()
+    a.asks(can_serve=True, kind=next(turns))
+    j = job.join("b", life=2, warm_up=True)
+    trained_alone = []
+    while a.formed is None or a.formed.replica_world_size == 1 or a.replica.phase.value != "training":
+        trained_alone.append(asked := next(own))
+        j.asks(reach_s=0.2, kind=asked)
+        assert len(trained_alone) < 4
+        j.votes()
+    assert trained_alone == ["", "critic"]
+    assert Outcome.DISCARD not in a.outcomes
+
+
+def test_a_group_whose_loop_never_does_what_the_others_did_is_kept_outside_for_some_steps_alone():
+    """Who trains what may follow from the number of the step: then it is no matter what each trained last."""
+    job = Job(least=1)
+    a, b = (job.join(name) for name in "ab")
+    turns = takes_turns("critic", "generator")
+    j = None
+    for step in range(30):
+        kind = next(turns)
+        a.asks(can_serve=True, kind=kind)
+        b.asks(can_serve=True, kind=kind)
+        if step == 4:
+            j = job.join("j")
+            j.asks(reach_s=0.2, kind="both")
+        if j is not None and j.formed is not None:
+            break
+        job.passes(1.0)
+        a.votes()
+        b.votes()
+    assert j is not None and j.formed is not None and j.formed.role.value == "joiner"
+    assert 12 <= step <= 15
 
 
 # --------------------------------------------------------------------------------------------- who needs it, and who pays

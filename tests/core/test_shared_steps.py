@@ -56,6 +56,23 @@ def test_a_step_in_place_of_a_discarded_one_is_of_the_same_optimizers() -> None:
     assert (shared.steps("a"), shared.clears("a", is_decided=True)) == (True, False)
 
 
+@pytest.mark.parametrize("begins_by", ["clearing", "forward pass", "again"])
+def test_which_optimizers_ended_the_last_step_is_known_when_the_next_one_begins(begins_by: str) -> None:
+    shared = SharedStep()
+    assert not shared.last
+    shared.clears("a", is_decided=True)
+    shared.steps("a")
+    if begins_by == "clearing":
+        shared.clears("b", is_decided=True)
+    elif begins_by == "again":
+        shared.again()
+    else:
+        shared.begins()
+    assert shared.last == {"a"}
+    shared.begins()
+    assert shared.last == {"a"}, "no optimizer has stepped since"
+
+
 def test_a_loop_that_clears_first_is_one_still_if_a_forward_pass_begins_a_step_in_place_of_a_discarded_one() -> None:
     shared = SharedStep()
     for is_discarded in (False, True, False):

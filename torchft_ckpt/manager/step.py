@@ -401,6 +401,7 @@ class Steps:
             stood_s=prepared.stood_s,
             shown=parts,
             is_first_of_kind=self._sharing.is_first_of_kind,
+            kind=self._kind(),
             at_end=self._is_at_end,
             top_s=self._top_s,
         )
@@ -418,6 +419,12 @@ class Steps:
                 num_collectives=self._clearing.count,
             )
         )
+
+    def _kind(self) -> str:
+        """See `QuorumRequest`."""
+        last = self._sharing.ending if self._is_at_end else self._sharing.last
+        places = (n for n, optimizer in enumerate(self._registry.guarded()) if optimizer in last)
+        return ",".join(map(str, places))[:256]
 
     def _may_keep(self, wishes: StepWishes) -> bool:
         """Whether the step that is asked for can be the one that is open."""

@@ -36,6 +36,15 @@ from torchft_ckpt.core.coordination.spares import Spares
 FOLLOWS_WITHIN_S = 10.0
 """So long, or as long as its own transfer takes, a group that would follow waits for another one to have received its state.
 Then it joins as one that cannot follow."""
+OUT_OF_TURN_S = 1.0
+OUT_OF_TURN_STEPS = 8
+"""So long, and so many usual steps, a group stays outside until its loop is at the same optimizer as the others' loops."""
+MAX_KINDS = 64
+WARMS_UP = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
+LOADS_AT_END = "it lacks the newest state, and gets it at the end of an iteration that does not count"
+OUT_OF_TURN = (
+    "its loop is about to train another optimizer than the loops of the others: it comes in when all train the same one"
+)
 
 
 class Beside:
@@ -48,6 +57,8 @@ class Beside:
         self._job = job
         self._joining = joining
         self._spares = spares
+        self._kinds: set[str] = set()
+        """Of the steps that the job was seen to make. More than one: its loops have a step for each of several optimizers."""
 
     # ---------------------------------------------------------------------------------------------- who stays outside
 
@@ -112,6 +123,8 @@ class Beside:
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
         tried = [m.replica_id for m in in_debt if not reasons[m.replica_id]]
         reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
+        late = self._out_of_turn([m for m in candidates if m.replica_id not in idle], now)
+        reasons |= {replica_id: reasons.get(replica_id) or OUT_OF_TURN for replica_id in late}
         out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
         admitted = [member for member in candidates if member.replica_id not in out]
         is_at_work = self._job.quorum_members.keys() - self._job.waiting.keys()
@@ -127,16 +140,20 @@ class Beside:
                     [m for m in following if m not in others],
                 )
             # Of those that could not come in before, no more than have to.
-            left_out = [m for m in in_debt if reasons[m.replica_id]]
-            needed = [m for m in candidates if m not in left_out]
+            left_out = [m for m in in_debt if reasons[m.replica_id] and m.replica_id not in late]
+            needed = [m for m in candidates if m not in left_out and m.replica_id not in late]
             while left_out and len(needed) < self._job.min_trainers(needed):
                 needed.append(left_out.pop(0))
-            return needed, {m.replica_id: reasons[m.replica_id] for m in left_out}, []
+            return needed, {m: reasons[m] for m in (*late, *(m.replica_id for m in left_out))}, []
         return admitted, out, following
 
-    def at_end(self, members: Collection[Member], now: float) -> tuple[list[Member], dict[str, str]]:
-        """Return who of those that ask at the end of an iteration follow; and who stays outside in any case, each with the
-        reason."""
+    def at_end(
+        self, members: Collection[Member], holding: Collection[Member], now: float
+    ) -> tuple[list[Member], dict[str, str]]:
+        """Of those that ask at the end of an iteration return who follows; and who stays outside in any case, with the reason.
+
+        `holding`: ask for the step with the newest state.
+        """
         idle = {m.replica_id for m in members if self._is_idle_spare(m)}
         following = [
             m
@@ -144,9 +161,36 @@ class Beside:
             if should_follow(m.asked, self._joining.usual_s, stays=m.replica_id in idle)
             and (m.replica_id in idle or not self._waits_in_vain(m, now))
         ]
-        reasons = dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
+        late = self._out_of_turn([*holding, *(m for m in members if m.replica_id not in idle)], now)
+        reasons = dict.fromkeys(late, OUT_OF_TURN)
+        reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
         return following, reasons
+
+    def _out_of_turn(self, candidates: Collection[Member], now: float) -> list[str]:
+        """Return those that would come in while their loops are about to train another of their optimizers than the others are.
+
+        Else a loop that trains two networks in turn, each in a step of its own, would average one's gradients with the other's
+        for ever: all would discard each step, and go on to the next network. So such a group stays outside for a step, or
+        computes one alone if the others cannot train without it. Not for long: loops may also take turns by the number of the
+        step, and then differ in what they did last.
+        """
+        known = {m.asked.kind for m in candidates if m.replica_id in self._job.quorum_members}
+        if len(self._kinds) < MAX_KINDS:
+            self._kinds |= known - {""}
+        late = []
+        patience_s = OUT_OF_TURN_S + OUT_OF_TURN_STEPS * self._joining.usual_s
+        for member in candidates if known else ():
+            came_in = member.asked.loads_at_end and self._job.holds_newest(member.version)  # in its turn, at its end
+            is_in_turn = member.replica_id in self._job.quorum_members or member.asked.kind in known or came_in
+            if len(self._kinds) < 2 or is_in_turn or not member.asked.can_load:
+                member.out_of_turn_since = None
+                continue
+            if member.out_of_turn_since is None:
+                member.out_of_turn_since = now
+            if now < member.out_of_turn_since + patience_s:
+                late.append(member.replica_id)
+        return late
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
         """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
@@ -215,10 +259,12 @@ class Beside:
 
     # ----------------------------------------------------------------------------- who is taught, and what it is told
 
-    def let_warm_up(self, member: Member, now: float) -> Send:
-        why = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
-        if member.asked.loads_at_end:
-            why = "it lacks the newest state, and gets it at the end of an iteration that does not count"
+    def let_warm_up(
+        self,
+        member: Member,
+        now: float,
+        why: str = WARMS_UP,
+    ) -> Send:
         holding = [other for other in self._job.others_at_work(member) if self._job.holds_newest(other.version)]
         sources = [other.as_source(rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
         return self._answer_outside_quorum(member, 0, why, now, sources=sources, warms_up=True)

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from torchft_ckpt.core.coordination.beside import Beside
+from torchft_ckpt.core.coordination.beside import LOADS_AT_END, OUT_OF_TURN, WARMS_UP, Beside
 from torchft_ckpt.core.coordination.cold_start import decide_cold_start
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
@@ -455,7 +455,7 @@ class LighthouseState:
             yield from self._reconsider(now)
             return
         if (self.round is not None or request.loads_at_end) and self._beside.should_warm_up(member):
-            yield self._beside.let_warm_up(member, now)
+            yield self._beside.let_warm_up(member, now, LOADS_AT_END if request.loads_at_end else WARMS_UP)
             yield from self._reconsider(now)  # others may have waited for it
             return
         if was_beside:
@@ -582,12 +582,12 @@ class LighthouseState:
             if self._beside.should_warm_up(member) or (member in ending and not self._beside.others_hold(member)):
                 candidates.remove(member)
                 ending = [m for m in ending if m is not member]
-                yield self._beside.let_warm_up(member, now)
+                yield self._beside.let_warm_up(member, now, LOADS_AT_END)
         candidates = [m for m in candidates if m not in ending]
-        following_at_end, why_outside = self._beside.at_end(ending, now)
         admitted, outside, following = self._beside.set_aside(candidates, now)
-        following += following_at_end
         holding = [m for m in admitted if self._job.holds_newest(m.version)]
+        following_at_end, why_outside = self._beside.at_end(ending, holding, now)
+        following += following_at_end
         may_come = [m for m in ending if holding and m.replica_id not in why_outside]
         why_outside |= {m.replica_id: why for m in may_come if (why := self._holds.why_not(m, holding, now))}
         may_come = [m for m in may_come if m.replica_id not in why_outside]
@@ -599,6 +599,9 @@ class LighthouseState:
         if self._spares.awaits(self.members, now):
             self._evaluate_at = min(self._evaluate_at, self._spares.await_until)
             return
+        if self.round is not None and len(admitted) < self._job.min_trainers(admitted):
+            for member in (self.members[m] for m, reason in outside.items() if reason == OUT_OF_TURN):
+                yield self._beside.let_warm_up(member, now, OUT_OF_TURN)
         if not admitted:
             return
         if (hold := self._joining.hold(admitted, now)) is not None:
@@ -665,7 +668,7 @@ class LighthouseState:
             return
         if late := self._who_loads_at_end(assignment):
             for member in late:
-                yield self._beside.let_warm_up(member, now)
+                yield self._beside.let_warm_up(member, now, LOADS_AT_END)
             yield from self._try_to_form(now)
             return
         if may_come and not assignment.is_first:
@@ -955,6 +958,7 @@ class LighthouseState:
             if roles[member.replica_id] is Role.HEALTHY and member.asked.can_serve
         ][:MAX_SOURCES]
         taught = learners if teachers else []
+        awaits_turn = any(self.members[replica_id].out_of_turn_since is not None for replica_id in self._job.waiting)
         places = range(len(members), len(members) + len(taught))
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
@@ -984,8 +988,9 @@ class LighthouseState:
                 join_wait_s=current.join_wait_s,
                 joiner_waiting=bool(assignment.deferred)
                 or len(taught) < len(learners)
-                or Role.JOINER in roles.values()
-                or is_expecting,
+                or awaits_turn
+                or is_expecting
+                or Role.JOINER in roles.values(),
                 unverified=assignment.unverified,
                 newest_step=self._job.history.lasting_step,
                 patience_s=patience_s,

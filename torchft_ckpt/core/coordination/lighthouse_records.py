@@ -86,6 +86,8 @@ class Member:
     """It was told to leave: it begins no step with the others any more, and is excused."""
     farewell: LeaveWish | None = None
     """Set once it issues no collective of its last step any more."""
+    out_of_turn_since: float | None = None
+    """Since when it has stayed outside because its loop is at another of its optimizers than the others' loops."""
     asked_at: float = 0.0
     """Since when it waits for a quorum; where it does not, since when it waited for the last one."""
     notified_reason: str = ""

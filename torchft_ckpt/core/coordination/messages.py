@@ -263,6 +263,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """An iteration of it has ended that did not count, and it lacks the newest state: it begins no step before it has that."""
     top_s: Seconds = 0.0
     """So long its training loop takes from the end of an iteration to the next step; 0: not known."""
+    kind: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """Which of its optimizers have ended its last step, or tried to; with `at_end` the iteration that ends. A loop may have a
+    step for each of several in turn. Empty: none has."""
     join_budget_s: Seconds = 5.0
     join_stall_limit_s: Seconds | None = None
     """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""

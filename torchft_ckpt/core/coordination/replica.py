@@ -182,6 +182,8 @@ class StepFacts(NamedTuple):
     """Of the state, where it `shows` something."""
     is_first_of_kind: bool = False
     """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
+    kind: str = ""
+    """See `QuorumRequest`."""
     at_end: bool = False
     """An iteration ends that did not count: ask for the newest state, and for no step."""
     top_s: float = 0.0
@@ -502,6 +504,7 @@ class ReplicaState:
             min_contributors=self.settings.min_replica_size,
             patience_s=wishes.patience_s,
             warms_up=self.settings.warm_up and is_cold and is_plain,
+            kind=facts.kind,
             loads_at_end=loads_at_end,
             at_end=loads_at_end and facts.at_end,
             top_s=facts.top_s,
@@ -958,6 +961,8 @@ class SharedStep:
     def __init__(self) -> None:
         self._joined: set[Hashable] = set()
         self._stepped: set[Hashable] = set()
+        self.last: Collection[Hashable] = ()
+        """Those that ended the last step in which one did, whether it counted or not."""
         self._ahead: set[Hashable] = set()
         """Have cleared their gradients for the next step, which cannot begin until the others have stepped."""
         self._known: set[Hashable] = set()
@@ -972,6 +977,11 @@ class SharedStep:
     def joined(self) -> Collection[Hashable]:
         """Those that take part in the step."""
         return self._joined
+
+    @property
+    def ending(self) -> Collection[Hashable]:
+        """Those that end the step, before the next one begins."""
+        return self._stepped or self._joined
 
     @property
     def is_half_taken(self) -> bool:
@@ -993,21 +1003,22 @@ class SharedStep:
             return False
         self.is_first_of_kind = optimizer not in self._known
         self._known.add(optimizer)
-        self._joined = self._ahead | {optimizer}
-        self._stepped, self._ahead = set(), set()
+        joined = self._ahead | {optimizer}
+        self._leaves()
+        self._joined = joined
         return True
 
     def begins(self) -> None:
         """A step begins by a forward pass: nobody takes part in it yet."""
-        self._joined, self._stepped, self._ahead = set(), set(), set()
+        self._leaves()
         self._is_by_forward, self.clears_first = True, False
 
     def again(self) -> set[Hashable]:
         """A step begins in place of a discarded one: those that took part in that take part in this. They are returned."""
-        self._joined |= self._ahead
-        self._stepped, self._ahead = set(), set()
-        self._is_by_forward = True
-        return self._joined
+        joined = self._joined | self._ahead
+        self._leaves()
+        self._joined, self._is_by_forward = joined, True
+        return joined
 
     def has_stepped(self, optimizer: Hashable) -> bool:
         """Whether an optimizer has stepped since the last step began."""
@@ -1019,3 +1030,8 @@ class SharedStep:
             return False
         self._stepped.add(optimizer)
         return True
+
+    def _leaves(self) -> None:
+        """The last step is over, and another one begins."""
+        self.last = self._stepped or self.last
+        self._joined, self._stepped, self._ahead = set(), set(), set()
