@@ -101,7 +101,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
             fields[field.name] = SECONDS if message is QuorumRequest else st.none() | SECONDS
         elif field.name == "join_stall_limit_s" or (field.name == "reach_s" and message is QuorumRequest):
             fields[field.name] = st.none() | SECONDS
-        elif field.name in ("reach_s", "load_s", "stood_s", "join_wait_s"):
+        elif field.name in ("reach_s", "load_s", "stood_s", "top_s", "join_wait_s"):
             fields[field.name] = SECONDS
         elif field.type is bool:
             fields[field.name] = st.booleans()

@@ -433,7 +433,8 @@ class Life(Job):
     def goes_on(self) -> bool:
         if self.run.saves:
             self._save()
-        self.look()
+        if not self.current.view().came_in:  # what the loop changes until its next step goes back
+            self.look()
         if self.group == 0:
             is_alone = self.run.has_ended.is_set() or not self.run.returns  # the other may not have come in yet
             waits = self.step >= IS_BACK_BEFORE_STEP and not self.run.has_spare

@@ -89,7 +89,11 @@ def _they_stay_for_others(state: LighthouseState, now: float) -> bool:
 
 
 def _is_beside(message: object) -> bool:
-    return isinstance(message, QuorumFormed) and (message.follows or message.warms_up) and not message.differs
+    return (
+        isinstance(message, QuorumFormed)
+        and (message.follows or message.warms_up)
+        and not (message.differs or message.held)
+    )
 
 
 def _copy_of(state: LighthouseState) -> LighthouseState:

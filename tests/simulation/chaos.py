@@ -21,6 +21,9 @@ class Fault(Enum):
     DRAIN = "SIGTERM to a rank, or all ranks, of a group, or the operator has it leave"
 
 
+TOP_S = 0.01
+
+
 @dataclass(slots=True)
 class Moods:
     """Rates of what a training loop does by itself; each in [0, 1] but `slowness`."""
@@ -40,10 +43,15 @@ class Moods:
     uses_state: float = 0.0
     """The loop uses the state while it computes a step, and what it held before is another: not a trouble, but how it is."""
 
+    top_s: float = TOP_S
+    """From the end of an iteration that did not count to the next step."""
+    moves_state: float = 0.0
+    """Between the end of an iteration that did not count and the next step the loop changes the state: not a trouble."""
+
     def calm_down(self, slowness: float) -> None:
         """Nothing goes wrong from now on."""
         self.abandon = self.step_error = self.no_heal = self.impatience = self.finishes = self.drift = 0.0
-        self.slowness = slowness
+        self.slowness, self.top_s = slowness, min(self.top_s, TOP_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +90,11 @@ class Scenario:
     num_spares: int = field(default=0, repr=False)
     """So many of the groups, the last ones, are spares."""
     load_s: tuple[float, float] = (0.0, 0.0)
+    loads_at_end: bool = field(default=False, repr=False)
+    """States are loaded at the ends of iterations that do not count, and quorums are held for that."""
+    num_kinds: int = field(default=1, repr=False)
+    staging_s: float = field(default=0.0, repr=False)
+    """A source needs so long before its first byte."""
     num_allreduces: int = 1
     max_delay_s: float = 0.005
     join_timeout_s: float = 2.0
@@ -213,6 +226,18 @@ def draw_learning_scenario(rng: Random) -> Scenario:
         check_equal_every=rng.choice((0, 2)),
     )
     return replace(plan, num_spares=_drawn_spares(plan))
+
+
+def draw_holding_scenario(rng: Random) -> Scenario:
+    """Draw a run in which quorums are held for those who come in, whatever else goes wrong."""
+    plan = draw_scenario(rng) if rng.random() < 0.7 else draw_learning_scenario(rng)
+    moods = replace(plan.moods, moves_state=rng.choice((0.0, 0.3, 1.0)), top_s=rng.choice((TOP_S, TOP_S, 0.7)))
+    return replace(
+        plan,
+        loads_at_end=True,
+        staging_s=rng.choice((0.0, 0.0, 0.5)),
+        moods=moods,
+    )
 
 
 def draw_outer_scenario(rng: Random) -> Scenario:

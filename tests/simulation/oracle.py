@@ -18,6 +18,9 @@
 - No group is told to speak for the job while another one that is connected may write, because it was told so.
 - A learner neither contributes nor votes nor commits and is in no quorum. Without it the others' next quorum would form no
   sooner: nobody waits for it to ask. What it receives next is what came of the state that it holds.
+- Where states are loaded at the ends of iterations, nobody is in a quorum without its state, but for a first one, and nobody
+  loads between the beginning of a step and the decision on it. Quorums are held for a group once at a boundary, and no longer
+  than those who train allow.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from simulation.beside import Beside
+from torchft_ckpt.core.coordination.hold import LOOK_AGAIN_S
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Event, Instruction, Received, Send
 from torchft_ckpt.core.coordination.lighthouse_records import Round
@@ -84,6 +88,11 @@ class _Life:
         self.voices: set[str] = set()
         """Members that were found equal to all others that showed their state, after a step."""
         self.told_to_load: dict[str, StateVersion] = {}
+        self.came_in: dict[str, StateVersion] = {}
+        """Members that a quorum was held for, and the state that they got."""
+        self.held: set[str] = set()
+        """Members that a quorum was held for since the last one formed."""
+        self.hold_began: float | None = None
         self.stood: list[tuple[float, float]] = []
         """When those who train began to wait for joiners with their votes, and how long the lighthouse, which was not stopped,
         let them."""
@@ -116,6 +125,7 @@ class Oracle:
         """By connection, the latest."""
         self.num_corrected = 0
         """So many groups were told to load a state before a quorum, as theirs was another."""
+        self.num_held = 0
         self.num_followed = 0
         self.num_compared_without_learners = 0
         self._followed: dict[tuple[str, int], StateVersion] = {}
@@ -152,6 +162,9 @@ class Oracle:
         if formed.quorum_id < self._seen_quorum_id[key]:
             self.fail(f"{trainer.address} saw quorum {self._seen_quorum_id[key]}, now {formed.quorum_id}")
         self._seen_quorum_id[key] = formed.quorum_id
+        if trainer.replica.settings.loads_at_end and not formed.names_state and not formed.gathers:
+            if formed.role in (Role.JOINER, Role.INLINE):
+                self.fail(f"{trainer.address} is in quorum {formed.quorum_id} without its state, as {formed.role}")
         if formed.role is Role.HEALTHY and formed.unverified:
             if self._expected(trainer, formed.version) != trainer.value:
                 self.fail(f"{trainer.address} stands in for {formed.version}, and others got another state of it")
@@ -168,7 +181,10 @@ class Oracle:
 
     def healed(self, trainer: Trainer, *, in_time: bool) -> None:
         """A rank has loaded the state of a version. `in_time`: its loop had not used what was there before for this step."""
-        version = trainer.replica.version
+        version, formed = trainer.replica.version, trainer.replica.quorum
+        is_in_step = formed is not None and not (trainer.is_at_end or formed.names_state or formed.differs)
+        if trainer.replica.settings.loads_at_end and is_in_step:
+            self.fail(f"{trainer.address} has loaded {version} in the middle of an iteration")
         expected = self._expected(trainer, version)
         if expected is None or expected != trainer.value:
             self.fail(f"{trainer.address} healed to {version}, which nobody holds: {trainer.value} is not {expected}")
@@ -350,6 +366,7 @@ class Oracle:
                     if instruction.message.speaks:
                         self._check_speaks(state, instruction.connection)
         life.finished_step = state.finished_step
+        self._check_holds(state, life, instructions)
         self._check_stood_still(state, life)
         life.beside.note(event, instructions)
         if isinstance(event, Received) and isinstance(event.message, QuorumRequest | Hello):
@@ -371,14 +388,41 @@ class Oracle:
         limit_s = max((member.join_stall_limit_s for member in members), default=float("inf"))
         if current.join_budget_s is None or current.is_needed or current.all_approved_at is None:
             return
-        began = current.all_approved_at
-        life.stood.append((began, state._job.now - began - life.process.stopped_s(began, state._job.now)))
-        for first, (began, _) in enumerate(life.stood):
-            stood_s = sum(seconds for _, seconds in life.stood[first:])
-            most_s = limit_s + current.join_budget_s + 0.05 * (state._job.now - began) + STOOD_GRACE_S
-            if stood_s > most_s:
+        self._stood(life, current.all_approved_at, state._job.now, limit_s + current.join_budget_s + STOOD_GRACE_S)
+
+    def _check_holds(self, state: LighthouseState, life: _Life, instructions: Iterable[Instruction]) -> None:
+        """A quorum is held for a group once at a boundary, but where no step can count without it, and not for too long."""
+        now, names = state._job.now, {m.connection: m.replica_id for m in state.members.values()}
+        for formed in (i for i in instructions if isinstance(i, Send) and isinstance(i.message, QuorumFormed)):
+            told, message = names.get(formed.connection, ""), formed.message
+            if isinstance(message, QuorumFormed) and message.held:
+                self.num_held += 1
+                if told in life.held and not state._holds._is_needed:
+                    self.fail(f"the quorum of {message.version} is held for {told} again")
+                life.held.add(told)
+                life.voices.discard(told)
+                life.came_in[told] = message.version
+            elif isinstance(message, QuorumFormed) and message.role is not Role.LEARNER and not message.gathers:
+                life.held.clear()
+        is_on = state._holds.is_on and not state._holds._is_needed
+        if is_on and life.hold_began is None:
+            life.hold_began = now
+        elif life.hold_began is not None:
+            began, limits = life.hold_began, [m.join_stall_limit_s for m in state.members.values()]
+            most_s = max(limits, default=float("inf")) + state._holds._budget_s + STOOD_GRACE_S + LOOK_AGAIN_S
+            self._stood(life, began, now, most_s, is_over=not is_on)
+            life.hold_began = began if is_on else None
+
+    def _stood(self, life: _Life, began: float, now: float, most_s: float, *, is_over: bool = True) -> None:
+        """Those who train have stood still since then. `most_s`: are allowed, and a twentieth of the time."""
+        stood = [*life.stood, (began, now - began - life.process.stopped_s(began, now))]
+        life.stood = stood if is_over else life.stood
+        for first, (began, _) in enumerate(stood):
+            stood_s = sum(seconds for _, seconds in stood[first:])
+            allowed_s = most_s + 0.05 * (now - began)
+            if stood_s > allowed_s:
                 self.fail(
-                    f"those who train stood still for {stood_s:.2f} s since {began:.2f}, {most_s:.2f} s are allowed"
+                    f"those who train stood still for {stood_s:.2f} s since {began:.2f}, {allowed_s:.2f} s are allowed"
                 )
 
     def _check_goes_on(self, state: LighthouseState, life: _Life, event: Event, formed: QuorumFormed) -> None:
@@ -417,7 +461,7 @@ class Oracle:
 
     def _check_formed(self, state: LighthouseState, life: _Life, formed: QuorumFormed) -> None:
         key = (formed.quorum_id, formed.epoch)
-        if formed.differs:
+        if formed.differs or (state.round is None and (formed.warms_up or formed.held)):
             return  # it is in no quorum yet
         if state.round is None:
             self.fail(f"quorum {key} was announced, and there is no round")
@@ -490,7 +534,7 @@ class Oracle:
             able = [m for m in healthy if life.told_to_load.get(m) != formed.version]
             if any(shown[m] != shown[able[0]] for m in able):
                 self.fail(f"{able} are in one quorum of {formed.version}, and show {[shown[m] for m in able]}")
-            life.voices.update(able)
+            life.voices.update(m for m in able if life.came_in.get(m) != formed.version)
 
     def _history(self, version: StateVersion) -> set[StateVersion]:
         history = {version}

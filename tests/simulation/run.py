@@ -22,6 +22,7 @@ from simulation.chaos import (
     Fault,
     OuterPlan,
     Scenario,
+    draw_holding_scenario,
     draw_learning_scenario,
     draw_outer_scenario,
     draw_scenario,
@@ -68,6 +69,8 @@ class Report:
     num_corrected: int
     """Times that a group was found to hold another state than most."""
     recovered_after_s: float
+    num_held: int
+    """Times that a group was told to receive the state of a step whose quorum was held for it."""
     num_followed: int
     """Times that a rank began to receive a state outside of the quorum."""
     num_compared_without_learners: int
@@ -99,6 +102,7 @@ class Simulation:
         self.collectives = Collectives(self.clock, self.rng, self.oracle.fail, timeout_s=3.0)
         self.transfers = Transfers(self.clock, self.rng, stall_timeout_s=0.5)
         self.transfers.duration_s = plan.transfer_s
+        self.transfers.staging_s = plan.staging_s
         self.transfers.failure_rate, self.transfers.torn_rate = plan.transfer_failure_rate, plan.torn_rate
         settings = LighthouseSettings(
             min_replicas=plan.min_replicas,
@@ -148,6 +152,7 @@ class Simulation:
             num_operator_words=self._num_words,
             num_corrected=self.oracle.num_corrected,
             recovered_after_s=recovered_after_s,
+            num_held=self.oracle.num_held,
             num_followed=self.oracle.num_followed,
             num_compared_without_learners=self.oracle.num_compared_without_learners,
             discarded=discarded,
@@ -180,10 +185,12 @@ class Simulation:
                 spare=self._is_spare(index),
                 check_equal_every=plan.check_equal_every,
                 on_replicas_differ=OnReplicasDiffer.HEAL,
+                loads_at_end=plan.loads_at_end,
             ),
             tells_reach=plan.tells_reach,
             changing=plan.changing,
             load_s=plan.load_s,
+            num_kinds=plan.num_kinds,
             shows=plan.shows,
             num_allreduces=plan.num_allreduces,
             num_late=plan.num_late,
@@ -238,7 +245,7 @@ class Simulation:
     def _save_checkpoint(self) -> None:
         for group in self.groups:
             versions = {trainer.replica.version for trainer in group.trainers}
-            is_exact = not any(trainer.replica.unverified for trainer in group.trainers)
+            is_exact = not any(trainer.replica.unverified or trainer.replica.came_in for trainer in group.trainers)
             if len(versions) == 1 and group.trainers[0].replica.version.proven and is_exact:
                 step = group.trainers[0].replica.version.step
                 self._checkpoint = (step, [trainer.value for trainer in group.trainers])
@@ -343,6 +350,7 @@ class Simulation:
         # while other ranks tell theirs, when some of the time has gone by.
         self.transfers.duration_s = (0.02, min(0.1, 0.3 * plan.join_budget_s))
         self.transfers.failure_rate = self.transfers.torn_rate = self.collectives.stall_s = 0.0
+        self.transfers.staging_s = 0.0
         self._keep_pace()
         began = self.clock.now
         limit_s = QUIET_LIMIT_S + QUIET_PHASES * max((outer.phase_s for outer in self._paces), default=0.0)
@@ -430,6 +438,7 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
     "plain": draw_scenario,
     "outer": draw_outer_scenario,
     "learners": draw_learning_scenario,
+    "holds": draw_holding_scenario,
 }
 """What draws a run."""
 
@@ -454,9 +463,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--learners", action="store_true", help="those who come back follow the others before they join"
     )
+    parser.add_argument("--holds", action="store_true", help="quorums are held for those who come in")
     parser.add_argument("--keep-going", action="store_true", help="report all failures, not only the first")
     options = parser.parse_args(arguments)
-    kind = "outer" if options.outer else "learners" if options.learners else "plain"
+    kind = "outer" if options.outer else "learners" if options.learners else "holds" if options.holds else "plain"
     failures = events = commits = followed = compared = 0
     for seed in range(options.first, options.first + options.seeds):
         try:

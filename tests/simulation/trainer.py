@@ -84,6 +84,8 @@ class TrainerSettings:
     changing: float | None = None
     """Training changes this part of the state, and who is far behind can follow; None: nobody can."""
     load_s: tuple[float, float] = (0.0, 0.0)
+    num_kinds: int = 1
+    """The loop trains so many networks in turn, each in a step of its own."""
     shows: bool = True
     num_allreduces: int = 1
     num_late: int = 0
@@ -155,6 +157,13 @@ class Trainer:
         """It asked for the open step with what it shows of its state."""
         self._digest = ""
         """Of the state that the open step was asked for with, where it is to be compared."""
+        self.is_at_end = False
+        """It asks for a state at the end of an iteration, and for no step."""
+        self._came_in: tuple[StateVersion, object] | None = None
+        """What it has loaded there, until its next step begins."""
+        self._ended_at, self._top_s = 0.0, 0.0
+        self._kind, self._last_kind = 0, ""
+        """Which network the open step trains, and which one the last did."""
 
     @property
     def value(self) -> object:
@@ -174,18 +183,57 @@ class Trainer:
             return
         self._turn += 1
         turn = self._turn
+        self.is_at_end = False
+        self._put_back()
         if self._finishes():
             self._send(self.replica.locate(has_finished=True))
             self._later(self._rng.uniform(0.05, 1.5), lambda: self.begin() if turn == self._turn else None)
             return
+        self._leave_behind()
+        self._ask(turn)
+
+    def _leave_behind(self) -> None:
         self._is_loading, self._after_load, self._arrival = False, None, None
         self._plan = None
         self._is_spoiled = self._has_shown = False
-        self._ask(turn)
+
+    def _may_come_in(self) -> bool:
+        """Whether it lacks a state that others hold, as an iteration ends that did not count."""
+        replica = self.replica
+        is_known = replica.is_learner or replica.newest_step > 0
+        is_able = self._settings.replica.loads_at_end and self._rng.random() >= self._moods.no_heal
+        return is_able and replica.is_behind and is_known
+
+    def _come_in(self) -> None:
+        """Ask for the newest state, and for no step."""
+        self._turn += 1
+        self.is_at_end = True
+        self._leave_behind()
+        self._ask(self._turn)
+
+    def _goes_on(self) -> None:
+        """The iteration that did not count is over; its loop comes to the next one."""
+        self._turn += 1
+        turn = self._turn
+        if self.replica.came_in:
+            self._came_in = self.replica.version, self.value
+            if self._rng.random() < self._moods.moves_state:
+                self.value = self._rng.getrandbits(60)
+        self._ended_at = self._clock.now
+        top_s = self._rng.uniform(0.5, 1.0) * self._moods.top_s
+        self._later(top_s, lambda: self.begin() if turn == self._turn else None)
+
+    def _put_back(self) -> None:
+        """What the loop has changed since it came in goes back."""
+        came_in, self._came_in = self._came_in, None
+        if came_in is not None and came_in[0] == self.replica.version:
+            self.value = came_in[1]
 
     def _ask(self, turn: int) -> None:
-        self._digest = f"{self.held:x}" if self.replica.is_checked else ""
-        shown = self._shown() if self.uses_state else []
+        if self._ended_at and not self.is_at_end:
+            self._top_s, self._ended_at = self._clock.now - self._ended_at, 0.0
+        self._digest = f"{self.held:x}" if self.replica.is_checked and isinstance(self.held, int) else ""
+        shown = self._shown() if self.uses_state and not self.is_at_end else []
         if shown:
             self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
         can_serve = self.replica.wants_capture
@@ -197,8 +245,12 @@ class Trainer:
             reach_s=self._reach_s() if self._settings.tells_reach and self.replica.is_behind else None,
             can_follow=self._settings.changing is not None,
             gains=self._settings.changing is not None and self._distance.gains(*self._sizes()),
+            at_end=self.is_at_end,
+            top_s=self._top_s,
+            kind=self._last_kind,
         )
-        request = self.replica.begin(StepWishes(allow_heal=self._rng.random() >= self._moods.no_heal), facts)
+        allow_heal = self.is_at_end or self._rng.random() >= self._moods.no_heal
+        request = self.replica.begin(StepWishes(allow_heal=allow_heal), facts)
         num_collectives = len(self._results) + self._num_late
         self._send(
             msgspec.structs.replace(request, checkpoint_addresses=[self.address], num_collectives=num_collectives)
@@ -227,7 +279,11 @@ class Trainer:
         return Random(f"{self.replica_id} {version} finishes").random() < self._moods.finishes
 
     def _ask_again(self, turn: int) -> None:
-        if turn == self._turn and self.replica.phase is StepPhase.ASKING:
+        if turn != self._turn or self.replica.phase is not StepPhase.ASKING:
+            return
+        if self.is_at_end:
+            self._come_in()
+        else:
             self.begin()
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -265,6 +321,13 @@ class Trainer:
             else:
                 self._end_following(turn)
             return
+        if self.is_at_end:  # nobody is at work whose state it could get, or it leaves
+            self.replica.learned()
+            if self.replica.is_leaving:
+                self._next()
+            else:
+                self._goes_on()
+            return
         if plan.configure:
             if self._handle is not None:
                 self._collectives.abort(self._handle)
@@ -283,11 +346,18 @@ class Trainer:
         """It has received a state outside of the quorum, or not: it asks again."""
         if turn != self._turn or self.replica.phase is not StepPhase.TRAINING:
             return
-        is_corrected = self.replica.is_corrected
+        is_corrected = self.replica.is_waited_for
         if self._plan is not None and self.replica.version == self._plan.formed.version and not is_corrected:
             self._distance.followed()
+        is_held = self.replica.quorum is not None and self.replica.quorum.held
+        if is_held and not self.replica.is_behind and self._plan is not None:
+            quorum_id, step = self._plan.formed.quorum_id, self._plan.formed.version.step
+            said = JoinProgress(quorum_id=quorum_id, step=step, reach_s=0.0, does=Receives.LOAD_FIRST)
+            self._send(said)
         self.replica.learned()
-        if is_corrected:
+        if is_held and not self.replica.is_behind and not self.replica.is_leaving:
+            self._goes_on()
+        elif is_corrected and not is_held:
             self._later(0.0, lambda: self._asks_anew() if turn == self._turn else None)
         else:
             self._next()
@@ -356,7 +426,7 @@ class Trainer:
         contribution: object = 0
         if replica.participating_rank is not None:
             self._oracle.contributes(self)
-            contribution = (self.replica_id, self._rng.getrandbits(32))
+            contribution = (self.replica_id, self._rng.getrandbits(32), self._kind)
         self._watch.entered(self._clock.now)
         deadline = self._watch.deadline()
         if deadline is not None:
@@ -368,6 +438,9 @@ class Trainer:
                 return
             if result is None:
                 replica.fail("a collective failed")
+                replica.collectives_failed()
+            elif len({part[2] for part in result if isinstance(part, tuple)}) > 1:
+                replica.fail("gradients of different networks were to be averaged")
                 replica.collectives_failed()
             else:
                 self._results.append(result)
@@ -426,8 +499,13 @@ class Trainer:
 
     def _next(self) -> None:
         self._turn += 1
+        if self._plan is not None and not self.is_at_end:
+            self._last_kind = f"{self._kind}" if self._settings.num_kinds > 1 else ""
+            self._kind = (self._kind + 1) % self._settings.num_kinds
         if self.replica.is_leaving:
             self._go_away()
+        elif self._may_come_in():
+            self._come_in()
         else:
             self._reduce_late(self._turn)
 
@@ -577,6 +655,8 @@ class Trainer:
                 self._check_load()
         elif isinstance(message, JoinerWaiting):
             self.replica.joiner_waits()
+            if message.held and self.replica.phase is StepPhase.ASKING and not self.is_at_end:
+                self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
         elif isinstance(message, QuorumPending):
             self.pending = message
         elif isinstance(message, StateLocated):

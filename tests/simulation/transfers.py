@@ -43,6 +43,7 @@ class Transfers:
         self._stall_timeout_s = stall_timeout_s
         self._snapshots: dict[str, Snapshot] = {}
         self.duration_s = (0.02, 0.15)
+        self.staging_s = 0.0
         self.failure_rate = 0.0
         self.torn_rate = 0.0
 
@@ -90,7 +91,7 @@ class Transfers:
                     0.01, process, lambda: self._try(address, version, process, done, tell, part, give_up_at)
                 )
             return
-        took_s = self._rng.uniform(*self.duration_s) * part
+        took_s = self._rng.uniform(*self.duration_s) * part + self.staging_s
         is_failing = self._rng.random() < self.failure_rate
         is_torn = self._rng.random() < self.torn_rate
 

@@ -653,8 +653,11 @@ class GroupState:
             self._loads = Receives.TRANSFER
             self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)
-        for rank in range(self.world_size):
-            yield SendToRank(rank, msgspec.structs.replace(formed, request_id=self._asked_by[rank].request_id))
+        for rank, asked in self._asked_by.items():
+            if formed.warms_up and not asked.at_end and any(other.at_end for other in self._asked_by.values()):
+                self._requests[rank] = asked  # it waits until all ranks begin this iteration
+            else:
+                yield SendToRank(rank, msgspec.structs.replace(formed, request_id=asked.request_id))
         if formed.leaving:
             yield from self._begin_no_step()
 

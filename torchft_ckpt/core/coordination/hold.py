@@ -165,8 +165,9 @@ class Holds:
             return f"it has not begun to receive the state within join_budget ({self._budget_s:g} s)" if late else ""
         if awaited.has_loaded:
             within_s = max(BEGINS_WITHIN_S, 1.5 * awaited.top_s)
-            late = since_s >= within_s
-            return f"it has the state, and has not begun its next step within {within_s:.1f} s" if late else ""
+            if since_s >= within_s:
+                return f"it has the state, and has not begun its next step within {within_s:.1f} s"
+            return self._joining.why_not(stood_s, self._budget_s, now)
         if since_s >= max(SILENT_S, self._budget_s):
             return f"it has not said for {since_s:.1f} s how far it is"
         need_s = stood_s + max(0.0, said.reach_s - since_s)

@@ -704,6 +704,8 @@ class LighthouseState:
         if not is_needed and not any(member.asked.can_serve for member in holding):
             return  # they capture it before the next step: who forms this quorum is told so
         self._holds.begin(newcomers, holding, assignment.version, now)
+        for member in newcomers:
+            self._trials.comes_in(member.replica_id)
         names = name_some(member.replica_id for member in newcomers)
         yield Log(f"{names} receives the state of step {assignment.version.step}, and the others wait for that")
         yield from self._beside.give_held(newcomers, holding, assignment, now)

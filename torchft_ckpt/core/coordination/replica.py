@@ -1015,7 +1015,7 @@ class SharedStep:
 
     def again(self) -> set[Hashable]:
         """A step begins in place of a discarded one: those that took part in that take part in this. They are returned."""
-        joined = self._joined | self._ahead
+        joined = self._joined | self._ahead | self._stepped
         self._leaves()
         self._joined, self._is_by_forward = joined, True
         return joined

@@ -66,6 +66,9 @@ class Trials:
         """Members that were told to load, and at which step, the last time."""
         self._corrected: set[str] = set()
         """Of these, who was in no quorum since."""
+        self._came_in: set[str] = set()
+        """Members that were given the state at the end of an iteration, and were in no quorum since: that it is equal says
+        nothing of their loops."""
         self._given: dict[str, None] = {}
         """Leaves that a group was given once, the latest last."""
         self._same_at = -1
@@ -86,6 +89,7 @@ class Trials:
                 self._voices[replica_id] = None  # it trained before this lighthouse was started again
                 self._joined.pop(replica_id, None)
             self._corrected.discard(replica_id)
+            self._came_in.discard(replica_id)
             if replica_id not in self._voices and replica_id not in self._joined:
                 moved = not assignment.is_first or member.asked.version.step != assignment.version.step
                 self._joined[replica_id], self._same_at = moved, assignment.version.step
@@ -109,6 +113,12 @@ class Trials:
         self._joined.pop(replica_id, None)
         self._loaded.pop(replica_id, None)
         self._corrected.discard(replica_id)
+        self._came_in.discard(replica_id)
+
+    def comes_in(self, replica_id: str) -> None:
+        """A member is given the state, as a quorum is held for it: it is compared anew after its first step."""
+        self.lost(replica_id)
+        self._came_in.add(replica_id)
 
     def is_corrected(self, replica_id: str) -> bool:
         """Whether a member has loaded before the quorum that forms: its loop may have computed something before that."""
@@ -132,7 +142,8 @@ class Trials:
         verdict.common, verdict.own = sorted({*verdict.common})[:MAX_LEAVES], sorted({*verdict.own})[:MAX_LEAVES]
         if not verdict.loads and not verdict.stops:
             for replica_id in sorted(verdict.equal):
-                if self._loaded.get(replica_id, -1) < step and replica_id not in self._voices:
+                is_new = replica_id not in self._voices and replica_id not in self._came_in
+                if self._loaded.get(replica_id, -1) < step and is_new:
                     self._voices[replica_id] = None
                     self._joined.pop(replica_id, None)
         return verdict
