@@ -71,15 +71,15 @@ class Beside:
         if not request.loads_at_end:
             return request.warms_up and self.may_learn_alone(member)
         is_able = request.allow_heal and request.can_load and not request.at_end and self._job.finished_step is None
-        is_behind = is_able and not self._job.holds_newest(member.version) and self.others_hold(member)
+        is_behind = is_able and not self._job.goes_on_from(member.version) and self.others_hold(member)
         return is_behind and member.replica_id not in self._job.apart()
 
     def others_hold(self, member: Member) -> bool:
-        """Whether others hold the newest state and go on from it."""
+        """Whether others hold the state from which the job goes on."""
         return any(
             other is not member
             and not other.is_excused
-            and self._job.holds_newest(other.version)
+            and self._job.goes_on_from(other.version)
             and not (other.request is not None and other.asked.at_end)
             for other in self._job.staying()
         )
@@ -380,11 +380,14 @@ class Beside:
         member.is_beside, member.warms_up = follows or warms_up, warms_up
         member.follows_until = now + SAY_EVERY_S if follows else now
         num_members = 0 if assignment is None else len(assignment.parts)
+        version = StateVersion() if assignment is None else assignment.version
+        if warms_up and request.loads_at_end:  # no step of the job may be open, or the last one may be older
+            version = max(version, self._newest_version())
         formed = QuorumFormed(
             request_id=request.request_id,
             quorum_id=self._job.quorum_id,
             epoch=self._job.epoch,
-            version=self._newest_version() if assignment is None else assignment.version,
+            version=version,
             role=Role.LEARNER,
             replica_rank=num_members + place,
             replica_world_size=num_members,
@@ -398,7 +401,7 @@ class Beside:
             stays=follows and self._is_idle_spare(member),
             held=held,
             unverified=assignment is not None and assignment.unverified,
-            newest_step=self._job.history.lasting_step,
+            newest_step=min(self._job.history.lasting_step, version.step) if held else self._job.history.lasting_step,
             common=[] if current is None else current.common,
             own=[] if current is None else current.own,
             rolled_back_to=self._job.history.rolled_back_to,

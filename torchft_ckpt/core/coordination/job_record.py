@@ -35,6 +35,8 @@ class JobRecord:
     left behind, and those that caught up with them. Always connected."""
     finished_at_step: int | None = None
     """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
+    allows_step_loss: bool = False
+    """The operator's word, for the next quorum alone; `settings.allow_step_loss` holds for all."""
     now: float = 0.0
     """The time of the last event. Never falls."""
 
@@ -69,6 +71,13 @@ class JobRecord:
 
     def holds_newest(self, version: StateVersion) -> bool:
         return self.history.is_valid(version) and version.step >= self.newest_step
+
+    def goes_on_from(self, version: StateVersion) -> bool:
+        """Whether the job trains on from a state: the newest one, or the best that is left, if the loss of steps is allowed."""
+        if self.holds_newest(version) or not (self.allows_step_loss or self.settings.allow_step_loss):
+            return self.holds_newest(version)
+        valid = (held for _, held in self.held() if self.history.is_valid(held))
+        return self.history.is_valid(version) and version == max(valid, default=version)
 
     def _may_go_on(self, member: Member, step: int) -> bool:
         """Whether a group can train on from the last step of a job that is over."""

@@ -117,8 +117,6 @@ class LighthouseState:
     ) -> None:
         self.settings = settings
         self.epoch = epoch
-        self.allow_step_loss = False
-        """The operator's word, for the next quorum alone; `settings.allow_step_loss` holds for all."""
         self._roster = Roster()
         self._job = JobRecord(
             settings=settings,
@@ -205,6 +203,11 @@ class LighthouseState:
         return self._joining.why_failed(member)
 
     @property
+    def allow_step_loss(self) -> bool:
+        """See `JobRecord.allows_step_loss`."""
+        return self._job.allows_step_loss
+
+    @property
     def is_deserted(self) -> bool:
         return not self.members
 
@@ -282,7 +285,7 @@ class LighthouseState:
             yield Close(member.connection)
 
     def _on_allow_step_loss(self, now: float) -> Iterator[Instruction]:
-        self.allow_step_loss = True
+        self._job.allows_step_loss = True
         self._job.finished_at_step = None
         yield Log("the operator allows the loss of steps", is_warning=True)
         yield from self._evaluate(now)
@@ -585,7 +588,7 @@ class LighthouseState:
                 yield self._beside.let_warm_up(member, now, LOADS_AT_END)
         candidates = [m for m in candidates if m not in ending]
         admitted, outside, following = self._beside.set_aside(candidates, now)
-        holding = [m for m in admitted if self._job.holds_newest(m.version)]
+        holding = [m for m in admitted if self._job.goes_on_from(m.version)]
         following_at_end, why_outside = self._beside.at_end(ending, holding, now)
         following += following_at_end
         may_come = [m for m in ending if holding and m.replica_id not in why_outside]
@@ -1021,7 +1024,7 @@ class LighthouseState:
         if step < newest_step:
             yield Log(f"steps {step + 1} to {newest_step} are lost, the job goes on from {step}", is_warning=True)
         self._job.quorum_ids.give(quorum_id)
-        self.allow_step_loss = False
+        self._job.allows_step_loss = False
         in_quorum = {part.replica_id for part in assignment.parts}
         for replica_id, old_quorum_id in self._restart.end():
             if replica_id in self.members and replica_id not in in_quorum:
