@@ -93,6 +93,8 @@ class _Life:
         self.held: set[str] = set()
         """Members that a quorum was held for since the last one formed."""
         self.hold_began: float | None = None
+        self.loads_at_end = False
+        """Its members load states at the ends of iterations alone."""
         self.stood: list[tuple[float, float]] = []
         """When those who train began to wait for joiners with their votes, and how long the lighthouse, which was not stopped,
         let them."""
@@ -162,9 +164,9 @@ class Oracle:
         if formed.quorum_id < self._seen_quorum_id[key]:
             self.fail(f"{trainer.address} saw quorum {self._seen_quorum_id[key]}, now {formed.quorum_id}")
         self._seen_quorum_id[key] = formed.quorum_id
-        if trainer.replica.settings.loads_at_end and not formed.names_state and not formed.gathers:
-            if formed.role in (Role.JOINER, Role.INLINE):
-                self.fail(f"{trainer.address} is in quorum {formed.quorum_id} without its state, as {formed.role}")
+        is_without = formed.role in (Role.JOINER, Role.INLINE) and not (formed.names_state or formed.gathers)
+        if trainer.replica.settings.loads_at_end and is_without:
+            self.fail(f"{trainer.address} is in quorum {formed.quorum_id} without its state, as {formed.role}")
         if formed.role is Role.HEALTHY and formed.unverified:
             if self._expected(trainer, formed.version) != trainer.value:
                 self.fail(f"{trainer.address} stands in for {formed.version}, and others got another state of it")
@@ -334,6 +336,7 @@ class Oracle:
                     life.heard_quorum_id = max(life.heard_quorum_id, message.last_quorum_id)
             elif isinstance(message, QuorumRequest):
                 self._asked_on[event.connection] = message
+                life.loads_at_end = life.loads_at_end or message.loads_at_end
                 asker = next((m for m in state.members.values() if m.connection == event.connection), None)
                 if asker is not None:
                     self._asked[asker.replica_id] = message
@@ -461,8 +464,9 @@ class Oracle:
 
     def _check_formed(self, state: LighthouseState, life: _Life, formed: QuorumFormed) -> None:
         key = (formed.quorum_id, formed.epoch)
-        if formed.differs or (state.round is None and (formed.warms_up or formed.held)):
-            return  # it is in no quorum yet
+        current = None if state.round is None else state.round.assignment.version
+        if formed.differs or ((formed.warms_up or formed.held) and formed.version != current):
+            return  # it is in no quorum yet, nor beside one
         if state.round is None:
             self.fail(f"quorum {key} was announced, and there is no round")
             return
@@ -470,7 +474,8 @@ class Oracle:
             # It warms up. Those who waited for it have formed the next quorum with this event, or a report of an earlier life has
             # moved the latest id since the last one.
             ids = (formed.quorum_id, state.round.quorum_id)
-            if any((quorum_id, formed.epoch, formed.version) in self._formed for quorum_id in ids):
+            is_known = any((quorum_id, formed.epoch, formed.version) in self._formed for quorum_id in ids)
+            if is_known or (formed.warms_up and life.loads_at_end):
                 return  # whom it is beside was judged when they were told
         members = frozenset(state.round.tally.roles)
         if self._members.setdefault(key, members) != members:

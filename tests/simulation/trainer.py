@@ -655,7 +655,7 @@ class Trainer:
                 self._check_load()
         elif isinstance(message, JoinerWaiting):
             self.replica.joiner_waits()
-            if message.held and self.replica.phase is StepPhase.ASKING and not self.is_at_end:
+            if message.num_held and self.replica.phase is StepPhase.ASKING and not self.is_at_end:
                 self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
         elif isinstance(message, QuorumPending):
             self.pending = message

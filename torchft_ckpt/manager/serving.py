@@ -120,9 +120,18 @@ class StateServing:
         except Exception:  # whatever a transport raises, it is the loss of those that have joined
             logger.exception("%s cannot serve step %d before its quorum", self._party, version.step)
 
-    def serve_held(self, version: StateVersion, captured: StateToServe | None, counted: Sequence[Counted]) -> None:
-        """Serve the state with which this rank has asked for a quorum, which is held until others have it. Arguments as in
-        `serve`."""
+    def serve_held(
+        self, version: StateVersion, captured: StateToServe | None, counted: Sequence[Counted], num_held: int
+    ) -> None:
+        """Serve the state with which this rank has asked for a quorum, which is held until others have it.
+
+        On the quorum thread. Whatever fails is the loss of those that come.
+
+        Args:
+            version: its name.
+            captured, counted: as in `serve`.
+            num_held: so many groups come for it.
+        """
         try:
             if captured is None:
                 captured = self._registry.capture_to_serve()
@@ -133,8 +142,8 @@ class StateServing:
                         version.step,
                     )
                     return
-            self._send(version, captured, [])
-        except Exception:  # whatever a transport raises, it is the loss of those that come
+            self._send(version, captured, range(num_held))
+        except Exception:  # whatever a transport raises
             logger.exception("%s cannot serve step %d, whose quorum is held", self._party, version.step)
 
     def _send(

@@ -149,8 +149,8 @@ class StepClient:
         self._plan: StepPlan | None = None
         self._answer: CommitDecided | CommitUnknown | None = None
         self._pending: QuorumPending | None = None
-        self._serves_held = False
-        """The quorum that this rank has asked for is held for others, and it has yet to serve them the state of now."""
+        self._num_held = 0
+        """The quorum that this rank has asked for is held for so many groups, and it has yet to serve them the state of now."""
         self._located: StateLocated | None = None
         self._asked_where: LocateState | None = None
         self._lost: LostTold | None = None
@@ -231,7 +231,7 @@ class StepClient:
         self._plan = None
         self._answer = None
         self._pending = None
-        self._serves_held = False
+        self._num_held = 0
         self._error = None
         self._is_stall_reported = False
         self._cleared = None
@@ -275,14 +275,14 @@ class StepClient:
         return self._wait_for(lambda: self.is_needed or self.is_called or self.view().is_leaving, until)
 
     def await_plan(
-        self, limit: timedelta, retries: int | None, serve_held: Callable[[], None] = lambda: None
+        self, limit: timedelta, retries: int | None, serve_held: Callable[[int], None] = lambda num_held: None
     ) -> StepPlan:
         """Wait for the quorum, saying now and then what for.
 
         Args:
             limit: of one attempt.
             retries: attempts after the first, None: no end.
-            serve_held: called if the quorum is held for others, which come for the state of now.
+            serve_held: called if the quorum is held for so many others, which come for the state of now.
 
         Raises:
             QuorumTimeoutError: no attempt is left.
@@ -293,11 +293,11 @@ class StepClient:
         with self._changed:
             while self._plan is None:
                 self._raise_if_fatal()
-                if self._serves_held:
-                    self._serves_held = False
+                if self._num_held:
+                    num_held, self._num_held = self._num_held, 0
                     self.lock.release()
                     try:
-                        serve_held()
+                        serve_held(num_held)
                     finally:
                         self.lock.acquire()
                     continue
@@ -678,7 +678,7 @@ class StepClient:
                 replica.left_between_steps()
         elif isinstance(message, JoinerWaiting):
             replica.joiner_waits()
-            self._serves_held = self._serves_held or (message.held and replica.phase is StepPhase.ASKING)
+            self._num_held += message.num_held if replica.phase is StepPhase.ASKING else 0
         elif isinstance(message, Refused):
             is_over = message.code == "finished"
             self._fatal = self._fatal or (

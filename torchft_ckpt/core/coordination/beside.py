@@ -108,7 +108,10 @@ class Beside:
             and (member.version != best or (member.asked.unverified and is_known_here))
         }
         idle = {m.replica_id for m in candidates if self._is_idle_spare(m)}
-        in_debt = self._joining.in_debt(m for m in candidates if m.replica_id not in idle)
+        came_in = {
+            m.replica_id for m in candidates if m.asked.loads_at_end and m.version == best
+        }  # it was tried before that
+        in_debt = self._joining.in_debt(m for m in candidates if m.replica_id not in idle | came_in)
         joining |= idle | {m.replica_id for m in in_debt}
         budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
         following = [
@@ -154,10 +157,11 @@ class Beside:
 
         `holding`: ask for the step with the newest state.
         """
-        idle = {m.replica_id for m in members if self._is_idle_spare(m)}
+        are_needed = len(holding) < self._job.min_trainers(holding)
+        idle = {m.replica_id for m in members if not are_needed and self._is_idle_spare(m)}
         following = [
             m
-            for m in members
+            for m in (() if are_needed else members)
             if should_follow(m.asked, self._joining.usual_s, stays=m.replica_id in idle)
             and (m.replica_id in idle or not self._waits_in_vain(m, now))
         ]
@@ -165,6 +169,8 @@ class Beside:
         reasons = dict.fromkeys(late, OUT_OF_TURN)
         reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
+        tried = [m.replica_id for m in self._joining.in_debt(m for m in members if m.replica_id not in reasons)]
+        reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
         return following, reasons
 
     def _out_of_turn(self, candidates: Collection[Member], now: float) -> list[str]:
@@ -277,7 +283,7 @@ class Beside:
         ranks = {part.replica_id: rank for rank, part in enumerate(assignment.parts)}
         sources = [member.as_source(ranks[member.replica_id]) for member in able[:MAX_SOURCES]]
         for member in able[:MAX_SOURCES]:
-            yield Send(member.connection, JoinerWaiting(held=True))
+            yield Send(member.connection, JoinerWaiting(num_held=len(newcomers)))
         for place, member in enumerate(newcomers):
             why = "the others have asked for the step, and wait until this group has its state"
             answer = self._answer_outside_quorum(

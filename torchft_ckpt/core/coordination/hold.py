@@ -89,7 +89,12 @@ class Holds:
         if is_needed:
             held = self._joining.hold([member], now)
             return "" if held is None else held[0]
-        return self._joining.why_out(member, self._budget_of(holding), now)
+        budget_s = self._budget_of(holding)
+        if self.is_on and not self._is_needed:
+            need_s = now - self._began + (budget_s if member.asked.reach_s is None else member.asked.reach_s)
+            if why := self._joining.why_not(need_s + member.asked.load_s, budget_s, now):
+                return why
+        return self._joining.why_out(member, budget_s, now)
 
     def _needs(self, holding: Collection[Member]) -> bool:
         return len(holding) < self._job.min_trainers(holding)
@@ -161,8 +166,9 @@ class Holds:
             return ""
         said, since_s = awaited.said, now - awaited.said_at
         if said is None:
-            late = now >= awaited.since + self._budget_s
-            return f"it has not begun to receive the state within join_budget ({self._budget_s:g} s)" if late else ""
+            if now >= awaited.since + self._budget_s:
+                return f"it has not begun to receive the state within join_budget ({self._budget_s:g} s)"
+            return self._joining.why_not(stood_s, self._budget_s, now)
         if awaited.has_loaded:
             within_s = max(BEGINS_WITHIN_S, 1.5 * awaited.top_s)
             if since_s >= within_s:

@@ -604,8 +604,8 @@ class LostTold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class JoinerWaiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A joiner is about to ask: capture the state at the next step boundary."""
 
-    held: bool = False
-    """The quorum that the receiver has asked for is held until others have its state: it serves that now."""
+    num_held: NumGroups = 0
+    """The quorum that the receiver has asked for is held until so many groups have its state: it serves that to them now."""
 
 
 class Needed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
