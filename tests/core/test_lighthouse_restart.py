@@ -184,6 +184,54 @@ def test_no_quorum_before_all_of_the_last_one_are_back_or_the_patience_is_over()
     assert a.formed.version.step == 1
 
 
+def test_a_group_that_followed_takes_the_job_no_steps_back_because_it_is_the_first_that_is_back() -> None:
+    job, (a, b) = trained("a", "b")
+    c = job.join("c")
+    c.asks(reach_s=30.0, can_follow=True)
+    job.step(a, b)
+    c.follows()
+    assert (c.formed.follows, c.step) == (True, 1)
+    job.step(a, b)
+    job.restart()
+    c.connects()
+    c.asks(reach_s=30.0, can_follow=True)
+    assert "only groups that were beside the quorum are back" in job.log[-1]
+    a.connects()
+    b.connects()
+    job.step(a, b)
+    assert (a.step, a.outcomes[-1]) == (4, Outcome.COMMIT)
+    assert c.step == 1, "it is outside, as before"
+
+
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_job_that_fresh_groups_began_anew_does_not_outlast_the_one_that_is_back(has_trained: bool) -> None:
+    """They knew of no other. Until they have made a step, who comes back from it says how far the job is."""
+    job, (a,) = trained("a")
+    job.step(a)
+    job.restart()
+    fresh = job.join("f")
+    fresh.asks()
+    assert (fresh.formed.role.value, fresh.formed.version.step) == ("healthy", 0)
+    if has_trained:
+        fresh.votes()
+    a.connects()
+    a.asks()
+    if not has_trained:
+        fresh.votes()
+    fresh.asks()
+    assert a.formed.version.step == 2
+    a.dies()
+    fresh.asks()
+    job.passes(200.0)
+    if (
+        has_trained
+    ):  # whoever comes with a later state and goes again does not stop a job that has made steps of its own
+        assert fresh.formed.version.step == 1
+    else:
+        assert fresh.replica.phase is StepPhase.ASKING
+        assert any("step 2 was committed, but the newest whole state here is of step 0" in line for line in job.log)
+
+
 def test_a_member_that_dies_soon_after_is_pushed_to_those_who_share_a_collective_of_the_old_life() -> None:
     job, (a, b, c) = trained("a", "b", "c")
     for member in (a, b, c):

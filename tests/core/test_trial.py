@@ -131,6 +131,21 @@ def test_who_differs_although_it_has_just_loaded_trains_on_and_is_looked_at_agai
     assert members[0].replica.shows is Shows.ALL
 
 
+def test_who_differs_and_asks_not_to_heal_takes_no_part_in_the_step() -> None:
+    job, members = at_work()
+    a, b, c = members
+    discards(members)
+    a.asks(shows="x")
+    b.asks(shows="y", allow_heal=False)
+    c.asks(shows="x")
+    assert roles(members) == [Role.HEALTHY, Role.IDLE, Role.HEALTHY]
+    assert any("B:1 asked for a quorum without healing, and takes no part in this step" in line for line in job.log)
+    for member in members:
+        member.votes()
+    assert (a.step, b.step, c.step) == (3, 2, 3)
+    assert not b.replica.version.proven, "it comes in as all do that lack the state"
+
+
 def test_a_leaf_that_differs_after_a_step_that_all_began_alike_is_each_groups_own_and_the_others_are_common() -> None:
     job = Job(least=1)
     members = [job.join(name) for name in "ab"]

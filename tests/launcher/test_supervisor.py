@@ -245,27 +245,16 @@ def test_a_job_whose_output_nobody_reads_ends(launch: Any) -> None:
     assert "SIGPIPE: ending the groups that run" in errors
 
 
-FLOOD = """
-(folder / f"ready_{group}").touch()
-def say_much():
-    for _ in range(40):
-        os.write(1, (b"x" * 99 + b"\\n") * 100)
-"""
-"""A group that has said it is held up by a full pipe, but for a launcher that reads it."""
-
-LITTLE_ROOM = {"capacity": 100_000, "patience_s": 0.05}
-
-
-@pytest.mark.parametrize("shares", [False, True], ids=["standard output", "both streams"])
-def test_a_signal_ends_a_job_whose_reader_reads_nothing(launch: Any, shares: bool) -> None:
-    """As after Ctrl-S in a terminal, or in `run | less`; with `2>&1` the launcher's own lines go there too."""
+def test_a_signal_ends_a_job_whose_reader_reads_nothing(launch: Any) -> None:
+    """As in `run | less`."""
     readable, writable = os.pipe()
     try:
         launcher = launch(
-            FLOOD + "while True: say_much() or time.sleep(0.05)",
-            output=LITTLE_ROOM,
+            """
+(folder / f"ready_{group}").touch()
+while True: os.write(1, (b"x" * 99 + b"\\n") * 100)
+""",
             stdout=writable,
-            **({"stderr": writable} if shares else {}),
         )
         wait_until(lambda: not select.select([], [writable], [], 0)[1], "the pipe is full")
         launcher.wait_for("ready_0", "ready_1")
@@ -274,20 +263,6 @@ def test_a_signal_ends_a_job_whose_reader_reads_nothing(launch: Any, shares: boo
     finally:
         os.close(readable)
         os.close(writable)
-
-
-def test_the_end_of_a_group_is_seen_while_the_reader_reads_nothing(launch: Any) -> None:
-    """torchrun ends when its ranks' lines are written, and no sooner."""
-    readable, writable = os.pipe()
-    try:
-        launcher = launch(FLOOD + "say_much()\nsys.exit(3)", output=LITTLE_ROOM, stdout=writable)
-        status, _, errors = launcher.end()
-    finally:
-        os.close(readable)
-        os.close(writable)
-    assert status == 3
-    assert "nobody reads standard output: what the groups say is left out from now on; the job goes on" in errors
-    assert any("group 1 ended with status 3" in line for line in errors)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")

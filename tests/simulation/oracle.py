@@ -85,7 +85,7 @@ class _Life:
         """Where the job was over before the present event."""
         self.beside = Beside()
         self.last_round: Round | None = None
-        self.voices: set[str] = set()
+        self.voices: dict[str, str] = {}
         """Members that were found equal to all others that showed their state, after a step."""
         self.told_to_load: dict[str, StateVersion] = {}
         self.came_in: dict[str, StateVersion] = {}
@@ -403,7 +403,7 @@ class Oracle:
                 if told in life.held and not state._holds._is_needed:
                     self.fail(f"the quorum of {message.version} is held for {told} again")
                 life.held.add(told)
-                life.voices.discard(told)
+                life.voices.pop(told, None)
                 life.came_in[told] = message.version
             elif isinstance(message, QuorumFormed) and message.role is not Role.LEARNER and not message.gathers:
                 life.held.clear()
@@ -515,7 +515,8 @@ class Oracle:
 
     def _check_trial(self, state: LighthouseState, life: _Life, connection: str, formed: QuorumFormed) -> None:
         """Groups that show different states are in no quorum together, and who is told to load is not one of most."""
-        life.voices &= state.members.keys()
+        here = {m.replica_id: m.connection for m in state.members.values()}
+        life.voices = {m: at for m, at in life.voices.items() if here.get(m) == at}
         asked = {m: self._asked[m] for m in state.members if m in self._asked}
         shown = {
             m: request.shown for m, request in asked.items() if request.shown and request.version == formed.version
@@ -528,18 +529,20 @@ class Oracle:
             if not theirs or any(one is None or one != theirs[0] or one == shown.get(told) for one in theirs):
                 self.fail(f"{told} is told to load {formed.version} from {formed.sources}, who show {theirs}")
             last = state.round
-            here = {m for m in life.voices & shown.keys() if last is not None and m in last.living()}
-            votes = [f"{shown[m]}" for m in here if last is None or last.tally.outcome(m) is not Outcome.LEFT_BEHIND]
+            judges = {m for m in life.voices.keys() & shown.keys() if last is not None and m in last.living()}
+            votes = [f"{shown[m]}" for m in judges if last is None or last.tally.outcome(m) is not Outcome.LEFT_BEHIND]
             if told in life.voices and 2 * votes.count(f"{shown[told]}") > len(votes):
                 self.fail(f"{told} is told to load {formed.version}, and most hold what it holds")
         elif formed.role in (Role.INLINE, Role.JOINER):  # it comes in anew
-            life.voices -= {m.replica_id for m in state.members.values() if m.connection == connection}
+            life.voices = {m: at for m, at in life.voices.items() if at != connection}
         elif formed.role is Role.HEALTHY and state.round is not None:
             healthy = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY and m in shown]
             able = [m for m in healthy if life.told_to_load.get(m) != formed.version]
             if any(shown[m] != shown[able[0]] for m in able):
                 self.fail(f"{able} are in one quorum of {formed.version}, and show {[shown[m] for m in able]}")
-            life.voices.update(m for m in able if life.came_in.get(m) != formed.version)
+            if not formed.unverified:  # else it was compared with itself alone
+                is_new = {m for m in able if life.came_in.get(m) == formed.version}
+                life.voices.update({m: here[m] for m in able if m in here and m not in is_new})
 
     def _history(self, version: StateVersion) -> set[StateVersion]:
         history = {version}

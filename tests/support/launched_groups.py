@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from torchft_ckpt.core.services.launching import LaunchPlan
-from torchft_ckpt.launcher.output import Output
 from torchft_ckpt.launcher.supervisor import Launch, Supervisor
 
 
@@ -30,8 +29,7 @@ def main(settings: str) -> int:
         torchrun=[sys.executable, "-S", given["program"]],
         end_patience_s=given.get("end_patience_s", 60.0),
     )
-    with Output(**given.get("output", {})) as output:
-        return asyncio.run(Supervisor(launch, output).run())
+    return asyncio.run(Supervisor(launch).run())
 
 
 if __name__ == "__main__":

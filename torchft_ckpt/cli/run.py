@@ -75,7 +75,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(options: argparse.Namespace) -> int:
-    from torchft_ckpt.launcher.output import Output
     from torchft_ckpt.launcher.supervisor import Launch, Supervisor
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -89,8 +88,7 @@ def _run(options: argparse.Namespace) -> int:
     job = _job(options)
     if options.token:
         os.environ[config.TOKEN[0]] = options.token
-    # The output outlives the lighthouse, whose log lines go that way too: a reader that does not read must not hold it up.
-    with Output() as output, _lighthouse(options, plan) as address, _log_folder(options.log_dir) as log_folder:
+    with _lighthouse(options, plan) as address, _log_folder(options.log_dir) as log_folder:
         _log.info(
             "lighthouse at %s, job %s: groups %d to %d of %d, ranks of each: %d",
             address,
@@ -101,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
             plan.ranks_per_group,
         )
         launch = Launch(plan=plan, command=command, lighthouse=address, job=job, log_folder=log_folder, devices=devices)
-        return asyncio.run(Supervisor(launch, output).run())
+        return asyncio.run(Supervisor(launch).run())
 
 
 def _plan(options: argparse.Namespace) -> LaunchPlan:

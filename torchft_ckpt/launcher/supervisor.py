@@ -18,13 +18,16 @@ from torchft_ckpt import config
 from torchft_ckpt.core.services.launching import LaunchedJob, LaunchPlan, shell_status
 from torchft_ckpt.launcher.agent import LAUNCHER
 from torchft_ckpt.launcher.orphans import adopt_orphans, kill_orphans
-from torchft_ckpt.launcher.output import Output, OutputStream
+from torchft_ckpt.launcher.output import OutputStream
+from torchft_ckpt.threads import Thread
 
 END_PATIENCE_S = 30.0
 """The time that a group may take to end after SIGTERM."""
 
 _TORCHRUN = (sys.executable, "-m", "torchft_ckpt.launcher.agent")
-_READ_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
+_LAST_WORDS_S = 5.0
+"""So long a group's end waits until what it has said is written."""
 _ORPHANS_END_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -60,14 +63,12 @@ class Supervisor:
 
     Args:
         launch: its settings.
-        output: where the groups' output goes; it is open until `run` has returned.
     """
 
-    def __init__(self, launch: Launch, output: Output) -> None:
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._streams = (output.out, output.errors)
-        self._stuck: set[OutputStream] = set()
-        """Those that lines are left out of."""
+        self._copying: set[Thread] = set()
+        """They copy what groups say, those that have ended among them."""
         self._job = LaunchedJob(launch.plan)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         """Of the groups that run: their torchruns."""
@@ -84,8 +85,10 @@ class Supervisor:
             numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._interrupt, number)
-        for stream in self._streams:
-            stream.attach(self._see_readers_end)
+        self._streams = [
+            OutputStream(name, stream.fileno(), lambda: loop.call_soon_threadsafe(self._see_readers_end))
+            for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr))
+        ]
         try:
             while True:
                 for group in self._job.to_start(time.monotonic()):
@@ -103,8 +106,9 @@ class Supervisor:
             await asyncio.gather(*self._waiting.values(), return_exceptions=True)
             for number in numbers:
                 loop.remove_signal_handler(number)
-            for stream in self._streams:
-                stream.detach()
+            for thread in self._copying:
+                if thread.is_alive():
+                    thread.let_go()
 
     def _interrupt(self, number: signal.Signals) -> None:
         """End all groups; at once, where they are asked to end already."""
@@ -146,7 +150,7 @@ class Supervisor:
         launch = self._launch
         (out, out_end), (errors, errors_end) = os.pipe(), os.pipe()
         try:
-            # Not asyncio's pipes: before Python 3.12.4 its wait() waits for their ends too, which ranks may keep open.
+            # Not asyncio's pipes: a reader that does not read would hold up the event loop, or what is not read would pile up.
             process = await asyncio.create_subprocess_exec(
                 *launch.torchrun,
                 "--standalone",
@@ -166,12 +170,14 @@ class Supervisor:
             os.close(out_end)
             os.close(errors_end)
         self._processes[group] = process
-        has_ended = asyncio.Event()
         copying = [
-            asyncio.create_task(self._copy_lines(source, target, f"[g{group}", has_ended))
+            Thread(_copy_lines, f"copies what group {group} says", (source, target, f"[g{group}".encode()))
             for source, target in zip((out, errors), self._streams, strict=True)
         ]
-        self._waiting[group] = asyncio.create_task(self._see_end(group, process, copying, has_ended))
+        for thread in copying:
+            thread.start()
+        self._copying.update(copying)
+        self._waiting[group] = asyncio.create_task(self._see_end(group, process, copying))
 
     def _marks(self, group: int) -> dict[str, str]:
         """Return the variables that tell a group's processes from all others."""
@@ -189,22 +195,16 @@ class Supervisor:
             LAUNCHER: str(os.getpid()),
         } | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
 
-    async def _see_end(
-        self,
-        group: int,
-        process: asyncio.subprocess.Process,
-        copying: Sequence[asyncio.Task[None]],
-        has_ended: asyncio.Event,
-    ) -> None:
+    async def _see_end(self, group: int, process: asyncio.subprocess.Process, copying: Sequence[Thread]) -> None:
         """Wait for a group's end, and note what follows."""
         try:
             status = await process.wait()
             if status != 0:
                 await self._kill_orphans(group)  # they may keep the pipes open
-            has_ended.set()
-            for stream in self._streams:
-                stream.hurry()
-            await asyncio.gather(*copying)
+            until = time.monotonic() + _LAST_WORDS_S
+            for thread in copying:
+                await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic()))
+            self._copying = {thread for thread in self._copying if thread.is_alive()}
             del self._processes[group]
             was_stopping = self._job.is_stopping
             delay_s = self._job.ended(group, status, time.monotonic())
@@ -249,40 +249,21 @@ class Supervisor:
         if num_stuck:
             _log.error("processes of group %d (%d) do not end: they hang in the kernel", group, num_stuck)
 
-    async def _copy_lines(self, source: int, target: OutputStream, mark: str, has_ended: asyncio.Event) -> None:
-        """Copy a group's output, whole lines at a time; a line that torchrun itself says gets `mark` and a bracket.
-
-        Args:
-            source: descriptor of a pipe, which is closed at its end. It is not read while `target` has no room.
-            target: where to.
-            mark: of the group, `[g1`.
-            has_ended: the group has. What is left in its pipe is little, and waits for no room: the end has to be seen.
-        """
-        reader = asyncio.StreamReader()
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb", buffering=0)
-        )
-        pending = b""
-        while data := await reader.read(_READ_BYTES):
-            *lines, pending = (pending + data).split(b"\n")
-            if len(pending) > _READ_BYTES:  # a line without end is not kept
-                lines.append(pending)
-                pending = b""
-            await self._write_lines(lines, target, mark.encode(), has_ended)
-        await self._write_lines([pending] if pending else [], target, mark.encode(), has_ended)
-        pipe.close()
-
-    async def _write_lines(
-        self, lines: Sequence[bytes], target: OutputStream, mark: bytes, has_ended: asyncio.Event
-    ) -> None:
-        marked = (line if line.startswith(mark + b"/") else mark + b"] " + line for line in lines)
-        if await target.write([line + b"\n" for line in marked], has_ended.is_set):
-            self._stuck.discard(target)
-        elif target not in self._stuck:
-            self._stuck.add(target)
-            _log.warning("nobody reads %s: what the groups say is left out from now on; the job goes on", target.name)
-
     def _see_readers_end(self) -> None:
         """Nobody reads what the groups say: the job ends, as a command in a pipe does."""
         if not self._job.is_stopping:
             self._interrupt(signal.SIGPIPE)
+
+
+def _copy_lines(source: int, target: OutputStream, mark: bytes) -> None:
+    """Copy a group's output; a line that torchrun itself says gets `mark`, which is `[g1`, and a bracket. On its own thread.
+
+    Args:
+        source: descriptor of a pipe, which is closed at its end.
+        target: where to. While it is not read, the pipe is not read.
+        mark: of the group.
+    """
+    with os.fdopen(source, "rb") as pipe:
+        while line := pipe.readline(_MAX_LINE_BYTES):
+            marked = line if line.startswith(mark + b"/") else mark + b"] " + line
+            target.write(marked if marked.endswith(b"\n") else marked + b"\n")

@@ -5,7 +5,8 @@ This file knows no quorums, connections or members' records. The lighthouse tell
 asks whether a state counts, whether the job may go back to an older one, and what to tell a member that votes too late.
 
 - The *newest step* is the highest committed one that anybody here knows of. Until this life of the lighthouse has formed a
-  quorum, it is what members say of earlier lives, whether they are still here or not. Then it is what came of that quorum. A
+  quorum, it is what members say of earlier lives, whether they are still here or not. Then it is what came of that quorum, or
+  what members show until a step is committed: the first who came back may have known of no job, and begun a new one. A
   later state that was not committed here counts while a member is here that holds it and can give it, also if a quorum trains
   from it, until a step is committed from it. The mere word for such a state counts for nothing. The job has gone on without
   that state, and nobody can stop its training by a claim.
@@ -89,9 +90,12 @@ class StateHistory:
         """The newest step apart from `_beyond`. Falls only where the job goes back, or where nobody followed a commit."""
         self._beyond: dict[str, int] = {}
         """By the replica id of a connected member: the later step that it shows, which was not committed in this life. Empty
-        before `has_begun`."""
+        before `_has_committed`."""
         self.has_begun = finished_step is not None
         """Whether this life has formed a quorum, or the job was over. Never becomes false again."""
+        self._has_committed = self.has_begun
+        """Whether this life has committed a step, too. Before that a later state counts for what the job has come to: who began
+        may be groups that knew no better, as the first ones back after the lighthouse was started again."""
         self._highest_step = 0
         """No state of this life has a higher step than this. Never falls."""
         self._reported_step = 0
@@ -146,7 +150,7 @@ class StateHistory:
         """Note that a connected member was seen with a state."""
         self._beyond.pop(replica_id, None)
         if self.is_valid(version):
-            if self.has_begun and version.step > self._own_step:
+            if self._has_committed and version.step > self._own_step:
                 self._beyond[replica_id] = version.step
             else:
                 self._note_step(version.step)
@@ -184,7 +188,7 @@ class StateHistory:
         if version.step < before:
             self._go_back(StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch))
         self._followers = None
-        if self.has_begun and version.step > self._own_step:  # it counts for as long as somebody holds it
+        if self._has_committed and version.step > self._own_step:  # it counts for as long as somebody holds it
             nearer = {replica_id: step for replica_id, step in self._beyond.items() if step <= version.step}
             self._beyond = nearer | dict.fromkeys(holders, version.step)
         else:
@@ -314,6 +318,7 @@ class StateHistory:
 
     def committed(self, key: StepKey, followers: Collection[str], *, others_may_know: bool = False) -> None:
         """Note that a step is committed. The followers wait to hear it; others may have heard it in an earlier life."""
+        self._has_committed = True
         self._followers = None if others_may_know else Followers(key, set(followers), self._own_step)
         self._own_step = max(self._own_step, key[2] + 1)
         self._highest_step = max(self._highest_step, key[2] + 1)
@@ -368,8 +373,8 @@ class StateHistory:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken. `held`: the members' states."""
         if not 0 <= self._reported_step <= self._own_step:
             raise RuntimeError(f"step {self._reported_step} was reported, and {self._own_step} is the newest")
-        if self._beyond and not self.has_begun:
-            raise RuntimeError(f"{self._beyond} are beyond this life, and no quorum of it was formed")
+        if self._beyond and not self._has_committed:
+            raise RuntimeError(f"{self._beyond} are beyond this life, and it has committed no step")
         if not self._beyond.keys() <= held.keys():
             raise RuntimeError(f"{self._beyond} counts, and not all of them are here")
         if back := self._away.keys() & {group_name(replica_id) for replica_id in held}:

@@ -404,13 +404,13 @@ class LighthouseState:
         if self._job.quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
             self._job.quorum_members.clear()
 
-    def _holder(self, member: Member, equal: Collection[str]) -> Holder:
-        """`equal`: were found to hold the state that they name."""
+    def _holder(self, member: Member, trial: Verdict) -> Holder:
+        """`trial`: who was found to hold the state that it names, or another one."""
         request = member.asked
-        version = request.version
+        version = self._job.history.as_it_counts(request.version)
         return Holder(
             replica_id=member.replica_id,
-            version=self._job.history.as_it_counts(version),
+            version=StateVersion(step=version.step) if member.replica_id in trial.idle else version,
             restored=request.restored,
             torn=request.torn,
             init_sync=request.init_sync,
@@ -418,7 +418,7 @@ class LighthouseState:
             heal_inline=request.heal_inline,
             waits_for_quorum=request.waits_for_quorum,
             can_serve=request.can_serve,
-            unverified=request.unverified and member.replica_id not in equal,
+            unverified=request.unverified and member.replica_id not in trial.equal,
             contributes=request.contributes,
             is_corrected=self._trials.is_corrected(member.replica_id),
             min_contributors=request.min_contributors,
@@ -646,7 +646,7 @@ class LighthouseState:
         if trial.stops or trial.loads:
             return
         assignment = assign_recovery(
-            [self._holder(member, trial.equal) for member in members],
+            [self._holder(member, trial) for member in members],
             newest_step=self.newest_step,
             allow_step_loss=self.allow_step_loss or self.settings.allow_step_loss,
             min_replicas=self.settings.min_replicas,

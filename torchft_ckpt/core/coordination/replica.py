@@ -583,8 +583,8 @@ class ReplicaState:
         if formed.destinations:
             self.serves_learners = formed.has_learners
         self._last_outcome = None
-        if formed.differs and self.version == formed.version:
-            self._lose_name()
+        if (formed.differs or formed.role is Role.IDLE) and self.version == formed.version:
+            self._lose_name()  # the others hold another state under that name
         if formed.role is Role.HEALTHY and self.version != formed.version:
             # A first state, or one that the job goes back to, is this replica's: it gets its name.
             if self.torn or not formed.names_state or self.version.step != formed.version.step:

@@ -1,8 +1,8 @@
 """A restarted lighthouse remembers nothing: here it learns from the members of the last quorum before it restarted.
 
-This file knows no connections and no clock. From the first such member's `Hello` on the lighthouse is patient for a while:
+This file knows no connections and no clock. From the first `Hello` with a state of that time on, the lighthouse is patient:
 - It forms no quorum until it has heard all members of that quorum, or its patience is over. A member that is still on the
-  way back may hold the newest state.
+  way back may hold the newest state. Nor does it while it has heard only groups that were beside that quorum.
 - It collects votes in doubt and decides them (`commit.decide_forgotten`).
 - Members that are still in the step's collectives hear that these are broken as soon as a member that shares them is gone,
   says so itself, or has not come back in time. Nobody else could tell them: the old lighthouse that knew the quorum is gone.
@@ -82,13 +82,14 @@ class RestartRecovery:
     def heard(self, hello: Hello, now: float) -> None:
         if self.is_over:
             return
-        if not hello.was_in_quorum:
-            if hello.version.proven:
-                _keep_latest(self._beside, hello.replica_id, hello.version, MAX_HEARD)
+        if not hello.was_in_quorum and not hello.version.proven:
             return
-        _keep_latest(self._hellos, hello.replica_id, hello, MAX_HEARD)
         if self._patient_until is None:
             self._patient_until = now + self.patience_s
+        if not hello.was_in_quorum:
+            _keep_latest(self._beside, hello.replica_id, hello.version, MAX_HEARD)
+            return
+        _keep_latest(self._hellos, hello.replica_id, hello, MAX_HEARD)
         here = self._training if hello.last_outcome is None else self._between
         here[hello.replica_id] = (hello.last_quorum_id, hello.last_epoch, hello.last_step)
         if hello.last_quorum_id > self._last[0]:
@@ -157,8 +158,11 @@ class RestartRecovery:
             return None
         if self._doubts:
             return "a step from before the lighthouse restarted is still being decided", self.deadline(now)
-        if self._last[0] == 0 or self._is_over_at(now) or self._everyone_heard(self._last[:2]):
+        if self._is_over_at(now) or self._everyone_heard(self._last[:2]):
             return None
+        if self._last[0] == 0:  # who only followed may hold a state that the others are long past
+            reason = "only groups that were beside the quorum are back since the lighthouse restarted"
+            return (reason, self._patient_until) if self._beside else None
         heard = self._num_heard(self._last[:2])
         reason = f"{heard} of {self._last[2]} replica groups are back since the lighthouse restarted"
         return reason, self._patient_until

@@ -8,7 +8,8 @@ itself, shows its state with its next request, and serves it. Here the requests 
 - All show the same: the quorum forms. Nothing was sent, and nobody has waited.
 - A group shows something else than those that are right: it is told to load their state *of this very step*, and asks again,
   while the others wait. It adds nothing to that step, unless too few would be left for it to count: its loop may have computed
-  something already (a teacher's outputs, a weight of the loss). The boundary after the next step is one of a trial, too.
+  something already (a teacher's outputs, a weight of the loss). The boundary after the next step is one of a trial, too. A group
+  that asks not to heal takes no part in the step.
 
 Who is right: only groups that were found equal after a step since they joined have a voice; where none has, as when the job
 begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. A
@@ -44,6 +45,8 @@ class Verdict:
     """They hold the state of those that are right."""
     loads: dict[str, list[str]] = field(default_factory=dict)
     """By replica id: the members whose state it loads before it asks again."""
+    idle: set[str] = field(default_factory=set)
+    """These hold another state and do not wish to load one now: they take no part in the step."""
     stops: list[str] = field(default_factory=list)
     """These were compared, and none of them trains on."""
     common: list[str] = field(default_factory=list)
@@ -203,11 +206,15 @@ class Trials:
                 if replica_id not in self._voices:  # of a quorum of an earlier life
                     self._joined.setdefault(replica_id, True)
         late = [m for m in wrong if m not in verdict.loads]
+        verdict.idle.update(m for m in late if not members[m].asked.allow_heal)
         if late:
             self._differed = step, Shows.ALL
-            why = (
-                f"{name_some(late)} cannot load it before this step" if sources else "nobody can serve it in this step"
-            )
+            if verdict.idle:
+                why = f"{name_some(sorted(verdict.idle))} asked for a quorum without healing, and takes no part in this step"
+            elif sources:
+                why = f"{name_some(late)} cannot load it before this step"
+            else:
+                why = "nobody can serve it in this step"
             return f"{what}. {why[0].upper()}{why[1:]}"
         return f"{what}. The others wait until it is loaded"
 

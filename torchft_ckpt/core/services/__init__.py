@@ -6,7 +6,6 @@ frames      how many frames of a WebSocket come in some bytes
 places      which names keep a place, where anybody can make up names
 fairness    whose work is done next where clients want more than there are threads
 launching   which replica groups of a launched job start again, and how the job ends
-line_queue  what is kept for a stream that takes nothing, who waits, what is left out
 interfaces  at which of its machine's addresses a process is reached
 proofs      how two parties prove that they know the token, without sending it
 """
