@@ -169,6 +169,8 @@ class Member:
         self.formed: QuorumFormed | None = None
         self.plan: StepPlan | None = None
         self._heard: list[str] = []
+        self.num_held = 0
+        """So many groups the quorum that it waits for is held for, as it heard."""
 
     @property
     def step(self) -> int:
@@ -201,10 +203,14 @@ class Member:
         gains: bool | None = None,
         guesses: bool = False,
         kind: str = "",
+        at_end: bool = False,
+        top_s: float = 0.0,
         shows: str = "",
         **leaves: str,
     ) -> None:
-        """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself."""
+        """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself.
+        `at_end`: an iteration ends instead, that did not count.
+        """
         serve = (self.replica.capture_wanted or bool(shows)) if can_serve is None else can_serve
         found = [Leaf(name=name, digest=digest) for name, digest in leaves.items()]
         of_rank = StateShown(owned=shows, open=found)
@@ -220,6 +226,8 @@ class Member:
                 gains=can_follow if gains is None else gains,
                 guesses=guesses,
                 kind=kind,
+                at_end=at_end,
+                top_s=top_s,
                 shown=[of_rank] * self.ranks if shows else [],
             ),
         )
@@ -312,6 +320,18 @@ class Member:
             self.loads()
         self.replica.learned()
 
+    def ends(self) -> None:
+        """The iteration that it computes alone is over."""
+        assert self.replica.warms_up
+        self.replica.learned()
+
+    def comes_in(self, *, load: bool = True) -> None:
+        """It has received and loaded the state that a quorum is held for, or (`load` False) could not."""
+        assert self.formed is not None and self.formed.held
+        if load:
+            self.still_needs(0.0, Receives.LOAD_FIRST)
+        self.follows(load=load)
+
     def wishes_to_leave(self, *, is_told: bool = False) -> None:
         self.says(LeaveWish(is_told=is_told, reason="SIGTERM"))
 
@@ -354,6 +374,7 @@ class Member:
             self.replica.broken(message)
         elif isinstance(message, JoinerWaiting):
             self.replica.joiner_waits()
+            self.num_held += message.num_held
 
     def hears(self) -> list[str]:
         """What it heard since the last call, `welcome` and notices of joiners apart."""

@@ -1102,6 +1102,7 @@ class LighthouseState:
         self._spares.lost(replica_id)
         yield from self._deciding.lost(replica_id, reason, now)
         if not self.members:
+            yield from self._holds.look(now)
             self._evaluate_at = None
         yield from self._break_forgotten_collectives(self._restart.left(replica_id))
         yield from self._settle_forgotten_steps(now)
