@@ -13,9 +13,11 @@ import msgspec
 import pytest
 from simulation.chaos import Fault, Moods, OuterPlan, Scenario
 from simulation.run import InvariantError, Report, Simulation, main, run_seeds, simulate
+from simulation.trainer import Trainer
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination import equality, lighthouse, recovery, replica, trial
+from torchft_ckpt.core.coordination.beside import Beside
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.group import (
@@ -25,6 +27,8 @@ from torchft_ckpt.core.coordination.group import (
     SendToRank,
 )
 from torchft_ckpt.core.coordination.history import StateHistory
+from torchft_ckpt.core.coordination.hold import Holds
+from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction
 from torchft_ckpt.core.coordination.lighthouse_records import Member
@@ -672,3 +676,118 @@ def test_the_simulation_of_learners_finds_a_rule_that_was_broken_on_purpose(
     break_it(monkeypatch)  # type: ignore[operator]
     with pytest.raises(InvariantError, match="without them a quorum forms after"):
         run_seeds(range(40), kind="learners")
+
+
+# ------------------------------------------------------------------------------------------- quorums that are held
+
+
+@pytest.mark.parametrize("first", range(0, by_default(60, thorough=300), 30))
+def test_quorums_are_held_for_those_who_come_in_and_nobody_is_in_one_without_its_state(first: int) -> None:
+    reports = run_seeds(range(first, first + 30), kind="holds")
+    assert sum(report.num_held for report in reports) > 50
+    assert sum(report.num_commits for report in reports) > 500
+
+
+def run_with_holds(seed: int, **settings: object) -> Report:
+    """A job whose groups are killed and come back while its quorums are held, and change their states before they begin."""
+    rng = Random(seed)
+    plan = Scenario(
+        num_groups=rng.choice((3, 4)),
+        group_world_size=rng.choice((1, 1, 2)),
+        loads_at_end=True,
+        join_stall_limit_s=rng.choice((0.5, 2.0)),
+        tells_reach=True,
+        rejoin_s=(0.1, 1.0),
+        staging_s=rng.choice((0.0, 0.3)),
+        fault_rate=0.004,
+        faults={Fault.KILL_GROUP: 1.0, Fault.STOP_GROUP: 0.3},
+        moods=Moods(moves_state=0.5),
+    )
+    return Simulation(seed, replace(plan, **settings)).run()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_kinds", [1, 2], ids=["", "two networks in turn"])
+def test_a_group_that_comes_in_by_a_hold_costs_the_others_the_step_that_it_died_in_and_no_more(num_kinds: int) -> None:
+    for seed in range(by_default(10, thorough=60)):
+        plan = {"loads_at_end": True, "tells_reach": True, "num_kinds": num_kinds, "moods": Moods(moves_state=0.5)}
+        report, victim = run_with_one_fault(Fault.KILL_GROUP, seed, **plan)
+        survivors = {name: cost for name, cost in report.discarded.items() if not name.startswith(victim)}
+        assert report.num_held >= 1 and max(survivors.values()) <= 1, f"seed {seed}: {report}"
+
+
+def broken_end_of_holds(patch: pytest.MonkeyPatch) -> None:
+    """A hold goes on until the group comes."""
+    patch.setattr(Holds, "_why_over", lambda *_: "")
+
+
+def broken_admission(patch: pytest.MonkeyPatch) -> None:
+    """Who lacks the state is admitted."""
+    patch.setattr(Beside, "should_warm_up", lambda *_: False)
+    patch.setattr(LighthouseState, "_who_loads_at_end", lambda *_: [])
+
+
+def broken_name(patch: pytest.MonkeyPatch) -> None:
+    """Who could not load the state of a hold asks as one that has it."""
+    right = ReplicaState.learned
+
+    def learned(state: ReplicaState) -> Outcome:
+        if state.quorum is not None and state.quorum.held and state.version != state.quorum.version:
+            state.load_finished(state.quorum.version)
+        return right(state)
+
+    patch.setattr(ReplicaState, "learned", learned)
+
+
+def broken_place_of_loading(patch: pytest.MonkeyPatch) -> None:
+    """Quorums are held for those who begin an iteration."""
+    right = LighthouseState._on_quorum_request
+
+    def on_request(state: LighthouseState, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
+        begins = request.loads_at_end and not state._job.holds_newest(request.version) and state.newest_step > 0
+        yield from right(state, member, msgspec.structs.replace(request, at_end=request.at_end or begins), now)
+
+    patch.setattr(LighthouseState, "_on_quorum_request", on_request)
+
+
+def broken_putting_back(patch: pytest.MonkeyPatch) -> None:
+    """What a loop changes after it has loaded the state stays."""
+    patch.setattr(Trainer, "_put_back", lambda trainer: None)
+
+
+def broken_once_at_a_boundary(patch: pytest.MonkeyPatch) -> None:
+    """A group that could not be waited for is waited for again at once."""
+    patch.setattr(Holds, "why_not", lambda *_: "")
+
+
+def broken_cost_of_holds(patch: pytest.MonkeyPatch) -> None:
+    """What holds take is not counted."""
+    patch.setattr(Joining, "stood_for_hold", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "what"),
+    [
+        (broken_end_of_holds, "stood still"),
+        (broken_admission, "without its state"),
+        (broken_name, "takes|two states are called"),
+        (broken_place_of_loading, "in the middle of an iteration"),
+        (broken_putting_back, "and show|two states are called"),
+        (broken_once_at_a_boundary, "again|stood still"),
+        (broken_cost_of_holds, "stood still"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_the_simulation_of_holds_finds_a_rule_that_was_broken_on_purpose(
+    break_it: object, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(InvariantError, match=what):
+        for seed in range(100):
+            run_with_holds(seed, transfer_failure_rate=0.3)
+
+
+def test_the_simulation_finds_that_loops_come_in_at_another_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Beside, "_out_of_turn", lambda *_: [])
+    with pytest.raises(InvariantError, match="not well"):
+        for seed in range(20):
+            run_with_one_fault(Fault.KILL_GROUP, seed, loads_at_end=True, tells_reach=True, num_kinds=2)
