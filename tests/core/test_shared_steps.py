@@ -56,6 +56,13 @@ def test_a_step_in_place_of_a_discarded_one_is_of_the_same_optimizers() -> None:
     assert (shared.steps("a"), shared.clears("a", is_decided=True)) == (True, False)
 
 
+def test_who_stepped_in_a_first_step_that_a_forward_pass_began_takes_part_in_the_one_in_its_place() -> None:
+    shared = SharedStep()
+    shared.begins()
+    assert shared.steps("a")
+    assert shared.again() == {"a"}, "its gradients are those of a discarded step"
+
+
 @pytest.mark.parametrize("begins_by", ["clearing", "forward pass", "again"])
 def test_which_optimizers_ended_the_last_step_is_known_when_the_next_one_begins(begins_by: str) -> None:
     shared = SharedStep()
