@@ -55,7 +55,7 @@ class OptimizerWrapper(Optimizer):
         no more.
         """
         if not self.manager.is_in_state_dict_fn and self.manager.begins_step(self.optim):
-            self.manager.start_quorum()
+            self.manager.clears_gradients()
         self.optim.zero_grad(set_to_none)
 
     @torch.compiler.disable

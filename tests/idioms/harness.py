@@ -74,13 +74,22 @@ class MortalManager(Manager):
     """A Manager that notes who contributed to what, and that dies in the middle of a step where it is told to."""
 
     life: Life
+    _is_numbered = False
+    """The open step's batches are numbered since its gradients were cleared."""
+
+    def clears_gradients(self) -> None:
+        super().clears_gradients()
+        if self._steps.is_deferred:
+            self._is_numbered = True
+            self.life.begin_step()
 
     def start_quorum(self, *args: Any, **options: Any) -> None:
+        is_numbered, self._is_numbered = self._is_numbered, False
         num_corrected = self.statistics().num_corrected
         super().start_quorum(*args, **options)
         if self.statistics().num_corrected > num_corrected:
             self.life.history.pop(self.current_step(), None)  # what was here before is not what it trains from
-        if not options:  # an outer loop's rounds begin in the middle of inner steps
+        if not options and not is_numbered:  # an outer loop's rounds begin in the middle of inner steps
             self.life.begin_step()
         if self.life.has_to_die():
             self.wait_quorum()  # the others count on it

@@ -52,13 +52,17 @@ class CameIn:
         self._state = self._copied(fixed(captured.returned), "")
         self._found = dict(self._leaves(self._state, ""))
 
+    def forget(self) -> None:
+        """It does not matter any more what was loaded."""
+        self._version, self._found, self._state = None, {}, {}
+
     def put_back(self, version: StateVersion) -> tuple[bool, list[str]]:
         """Load what the loop has changed since; return whether that is all it has changed, and the names of what it has.
 
         `version`: of the state that is here. If it is another one, what was held is forgotten.
         """
         held, found, state = self._version, self._found, self._state
-        self._version, self._found, self._state = None, {}, {}
+        self.forget()
         if held != version:
             return True, []
         here = dict(self._leaves(self._registry.capture(), ""))

@@ -690,11 +690,22 @@ class Manager:
 
         Raises: as `start_quorum`.
         """
+        self._begin_deferred()
         wishes = self._steps.wishes_before_forward()
         if wishes is not None:
             self._steps.begins_by_forward()
             self.start_quorum(wishes.allow_heal, wishes.shrink_only, contributes=wishes.contributes)
         self._steps.note_forward()
+
+    def clears_gradients(self) -> None:
+        """An optimizer clears its gradients, and a step has to begin with that, or with what is computed next."""
+        if not self._steps.defers():
+            self.start_quorum()
+
+    def _begin_deferred(self) -> None:
+        """Something is computed, or asked for: begin the step that was to begin with that."""
+        if self._steps.is_deferred:
+            self.start_quorum()
 
     def begins_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer clears its gradients; return whether a step has to begin with that. `Optimizer.zero_grad` asks.
@@ -738,6 +749,7 @@ class Manager:
 
         Raises: as `start_quorum`.
         """
+        self._begin_deferred()
         self._steps.wait_quorum()
 
     # ---------------------------------------------------------------------------------------------------- collectives
@@ -773,6 +785,7 @@ class Manager:
             ValueError: an average of integers; no such quantisation, or not of this reduction or dtype.
             Also as `wait_quorum`.
         """
+        self._begin_deferred()
         codec = find_codec(should_quantize)
         if (reduce_op == ReduceOp.AVG or codec is not None) and not torch.is_floating_point(tensor):
             what = "an average" if codec is None else "quantisation"
@@ -784,6 +797,7 @@ class Manager:
 
     def report_error(self, e: Exception) -> None:
         """Say that this step went wrong and must not count. Any thread."""
+        self._begin_deferred()
         self._client.note_error(e)
 
     def errored(self) -> ExceptionWithTraceback | None:
@@ -825,6 +839,7 @@ class Manager:
             ConfigError: it is called again, and something was averaged since the decision. That may be gradients, which the
                 decision is not about; this replica's state is undefined then until it heals.
         """
+        self._begin_deferred()
         with record_function("torchft::manager::should_commit"):
             return self._steps.commit(config.not_negative(timeout) or self._timeouts.collective)
 
@@ -837,6 +852,7 @@ class Manager:
 
         Raises: as `wait_quorum`.
         """
+        self._begin_deferred()
         self._steps.cast_vote()
 
     # --------------------------------------------------------------------------------------------- outside of quorums
@@ -986,6 +1002,7 @@ class Manager:
 
     def participating_rank(self) -> int | None:
         """Return this group's rank among those that contribute, None where it does not. Waits for the quorum."""
+        self._begin_deferred()
         if not self._steps.has_quorum:
             return None
         self.wait_quorum()
@@ -1005,6 +1022,7 @@ class Manager:
 
     def num_participants(self) -> int:
         """Return how many replica groups contribute to this step. Waits for the quorum."""
+        self._begin_deferred()
         if not self._steps.has_quorum:
             return 0
         self.wait_quorum()
@@ -1012,6 +1030,7 @@ class Manager:
 
     def is_participating(self) -> bool:
         """Return whether this replica contributes to this step."""
+        self._begin_deferred()
         return self._client.view().participating_rank is not None
 
     def is_counted(self) -> bool:
@@ -1019,6 +1038,7 @@ class Manager:
 
         A rank that could not load what it has to hold does not participate then (`is_participating`).
         """
+        self._begin_deferred()
         formed = self._client.view().quorum
         return formed is not None and formed.contributor_rank is not None
 

@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp, Work
 from torch.profiler import record_function
 
 from torchft_ckpt.checkpointing import CheckpointTransport
+from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     Outcome,
@@ -159,6 +160,16 @@ class Steps:
         self._limit = timeouts.quorum
         self._may_begin: Callable[[], None] = lambda: None
         """As in `start`, the last time."""
+        self.is_deferred = False
+        """Gradients were cleared, and nothing was computed or asked for since: the step has not begun yet."""
+        self._sees_forward = self._saw_forward = False
+        """The forward pass of the open step was seen before anything was reduced; and that of the last one was."""
+        self._has_looked = False
+        """A forward pass was computed since the last decision, in no step."""
+        self._counted: Sequence[Counted] = ()
+        """The versions of parameters as the step was deferred."""
+        self._writes_first = self._has_written = False
+        """The loop writes to parameters between clearing gradients and its forward pass; and it has done so in the open step."""
         self._follows_decision = False
         """The step before the open one was decided, as far as this rank knows."""
         self._late = _Late()
@@ -173,6 +184,9 @@ class Steps:
         `limit` is that of one attempt at a quorum. `check` is called before a step begins.
         """
         self._last_wishes, self._limit, self._may_begin = wishes, limit, check
+        was_deferred, self.is_deferred = self.is_deferred, False
+        self._has_written = was_deferred and is_changed(self._counted)
+        self._writes_first = self._writes_first or self._has_written
         if self._ended_at is not None:
             self._top_s, self._ended_at = time.monotonic() - self._ended_at, None
         loads_here = self._ends_unvoted()
@@ -213,8 +227,23 @@ class Steps:
             self.leave()
             self._begin(wishes, limit)
         is_outer = wishes.patience_s or wishes.waits is not None
-        if self._registry.is_used_by_loops and not is_outer and not now.is_learner:
+        is_begun = not (now.is_learner or self._has_written)  # else the state is not that of before the step any more
+        if self._registry.is_used_by_loops and not is_outer and is_begun:
             self._undo.begin()
+
+    def defers(self) -> bool:
+        """Gradients are cleared. Return whether the step begins later, with what is computed or asked for first.
+
+        What a loop does after it has cleared its gradients belongs to the step before: it counts the step, or moves an average.
+        A rank that holds the newest state need not begin before that, if its loop's forward pass is seen as a rule.
+        """
+        now, last = self._client.view(), self._last_wishes
+        is_outer = last.patience_s or last.waits is not None
+        holds = now.version.proven and not now.is_behind and now.quorum is not None and now.is_between_steps
+        is_able = self._loads_at_end and self._saw_forward and not self._writes_first and not self._has_looked
+        self.is_deferred = bool(is_able and holds and not is_outer)
+        self._counted = self._registry.count_writes() if self.is_deferred else ()
+        return self.is_deferred
 
     # ------------------------------------------------------------------------------------- an iteration ends, and loads
 
@@ -267,6 +296,10 @@ class Steps:
         """A step begins: what the loop has changed since the newest state was loaded, in an iteration that did not count."""
         if not self._came_in.is_held:
             return
+        if self._has_written:  # for the step that begins, or for the one before: nobody can tell
+            self._came_in.forget()
+            self._client.load_torn()
+            return
         is_whole, moved = self._came_in.put_back(self._client.view().version)
         if not moved:
             return
@@ -286,13 +319,14 @@ class Steps:
         self._learn_leaves()
         layout = self._registry.layout()
         has_to_wait, prepared, parts = self._prepare(wishes, is_sharded=layout.is_sharded)
-        self._ask(
-            wishes, layout, prepared, parts, can_serve=prepared.captured is not None or self._can_capture_later(wishes)
-        )
+        self._ask(wishes, layout, prepared, parts, can_serve=self._can_serve(wishes, prepared))
         self._is_planned = is_planned = threading.Event()
         self._quorum = self._worker.submit(self._run_quorum, prepared, limit)
         self._quorum.add_done_callback(lambda _: is_planned.set())
         self._settle(has_to_wait)
+
+    def _can_serve(self, wishes: StepWishes, prepared: Prepared) -> bool:
+        return prepared.captured is not None or (self._can_capture_later(wishes) and not self._has_written)
 
     def _can_capture_later(self, wishes: StepWishes) -> bool:
         """Whether the state stays as it is until the quorum is there."""
@@ -303,6 +337,9 @@ class Steps:
         now, registry, began_at = self._client.view(), self._registry, time.monotonic()
         has_to_wait, has_to_capture = self._client.wants()
         is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes) and not self._is_at_end
+        is_shown = (
+            is_shown and not self._has_written
+        )  # what is here is not the state any more with which the step begins
         has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
         has_to_wait = has_to_wait or self._is_at_end
         self._transport.advance_to(now.version.step)
@@ -312,13 +349,13 @@ class Steps:
         needs_local = now.is_behind and (is_sharded or self._healing.needs_local)
         # In an outer loop the script goes on at once: what is captured later would be of another place of it than it says.
         captures = has_to_capture or has_pending_request or needs_local or registry.trains_apart
-        captures = (captures and not can_capture_later) or is_shown
+        captures = ((captures and not can_capture_later) or is_shown) and not self._has_written
         # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
         receiving = registry.capture_to_receive() if captures and is_sharded and now.is_behind else None
         captured = registry.capture_to_serve() if captures else None
         if captured is not None and receiving is None:
             receiving = captured.state
-        is_compared = now.version.proven and wishes.contributes
+        is_compared = now.version.proven and wishes.contributes and not self._has_written
         leaves: list[CheckedLeaf] = []
         if is_shown or (is_compared and (now.is_checked or now.shows is not Shows.NOTHING)):
             leaves = registry.leaves_to_compare(None if captured is None else captured.returned)
@@ -477,11 +514,14 @@ class Steps:
         """A forward pass begins."""
         is_in_step = self._client.view().is_in_step
         self._has_computed = self._has_computed or is_in_step
+        self._has_looked = self._has_looked or not is_in_step
+        self._sees_forward = self._sees_forward or (is_in_step and not self._clearing.count)
         self._undo.forward_begins(is_in_step=is_in_step)
 
     def clears_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Manager.begins_step`."""
-        return self._sharing.clears(optimizer, is_decided=self._client.view().is_between_steps)
+        is_decided = self._client.view().is_between_steps and not self.is_deferred
+        return self._sharing.clears(optimizer, is_decided=is_decided)
 
     def takes(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Manager.takes_step`."""
@@ -836,7 +876,8 @@ class Steps:
         self._undo.end(counts=outcome is Outcome.COMMIT)
         self._clearing.decided(committed=outcome is Outcome.COMMIT)
         self._followers.decided(counts=outcome is Outcome.COMMIT)
-        self._has_computed = False
+        self._has_computed = self._has_looked = False
+        self._saw_forward, self._sees_forward = self._sees_forward, False
         if outcome is Outcome.COMMIT:
             if not self._registry.announces_steps:
                 self._client.took_step()  # when the optimizers step, nobody says
