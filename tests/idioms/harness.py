@@ -439,6 +439,12 @@ class Life(Job):
         if self.step >= self.run.stops_at:
             self._checkpointer.shutdown()
 
+    @contextmanager
+    def random(self) -> Iterator[None]:
+        self.current.ensure_step()  # others wait for a thread that begins its step, which must not wait for their lock
+        with super().random():
+            yield
+
     def goes_on(self) -> bool:
         if self.run.saves:
             self._save()

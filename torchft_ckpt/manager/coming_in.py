@@ -56,13 +56,16 @@ class CameIn:
         """It does not matter any more what was loaded."""
         self._version, self._found, self._state = None, {}, {}
 
-    def put_back(self, version: StateVersion) -> tuple[bool, list[str]]:
+    def put_back(self, version: StateVersion, *, goes_on: bool = False) -> tuple[bool, list[str]]:
         """Load what the loop has changed since; return whether that is all it has changed, and the names of what it has.
 
-        `version`: of the state that is here. If it is another one, what was held is forgotten.
+        Args:
+            version: of the state that is here. If it is another one, what was held is forgotten.
+            goes_on: hold it on.
         """
         held, found, state = self._version, self._found, self._state
-        self.forget()
+        if held != version or not goes_on:
+            self.forget()
         if held != version:
             return True, []
         here = dict(self._leaves(self._registry.capture(), ""))
@@ -71,7 +74,7 @@ class CameIn:
         self._written.update(lost)
         keys = [key for key in state if any(path == key or path.startswith(f"{key}.") for path in moved)]
         if keys and not lost:
-            self._registry.load(state, keys)
+            self._registry.load(self._copied(fixed(state), ""), keys)  # the loop may keep what it is given
         return not lost, [*moved, *self._registry.take_settings(self._own)]
 
     def _is_copied(self, tensor: torch.Tensor, path: str) -> bool:

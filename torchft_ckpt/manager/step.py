@@ -237,6 +237,7 @@ class Steps:
         What a loop does after it has cleared its gradients belongs to the step before: it counts the step, or moves an average.
         A rank that holds the newest state need not begin before that, if its loop's forward pass is seen as a rule.
         """
+        self._put_back(goes_on=True)  # what the loop reads from here on is the state's, too
         now, last = self._client.view(), self._last_wishes
         is_outer = last.patience_s or last.waits is not None
         holds = now.version.proven and not now.is_behind and now.quorum is not None and now.is_between_steps
@@ -292,15 +293,18 @@ class Steps:
             took_s = time.monotonic() - started
             logger.info("%s has come in to step %d after %.2f s", self._client.replica_id, now.version.step, took_s)
 
-    def _put_back(self) -> None:
-        """A step begins: what the loop has changed since the newest state was loaded, in an iteration that did not count."""
+    def _put_back(self, *, goes_on: bool = False) -> None:
+        """A step begins: what the loop has changed since the newest state was loaded, in an iteration that did not count.
+
+        `goes_on`: the loop may change it yet, before the step begins.
+        """
         if not self._came_in.is_held:
             return
         if self._has_written:  # for the step that begins, or for the one before: nobody can tell
             self._came_in.forget()
             self._client.load_torn()
             return
-        is_whole, moved = self._came_in.put_back(self._client.view().version)
+        is_whole, moved = self._came_in.put_back(self._client.view().version, goes_on=goes_on)
         if not moved:
             return
         what = "it is put back" if is_whole else "that was not copied: it is received again, and copied from now on"
