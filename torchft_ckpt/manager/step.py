@@ -163,7 +163,7 @@ class Steps:
         self.is_deferred = False
         """Gradients were cleared, and nothing was computed or asked for since: the step has not begun yet."""
         self._sees_forward = self._saw_forward = False
-        """The forward pass of the open step was seen before anything was reduced; and that of the last one was."""
+        """A forward pass of the open step was seen; and one of the last step was."""
         self._has_looked = False
         """A forward pass was computed since the last decision, in no step."""
         self._counted: Sequence[Counted] = ()
@@ -519,7 +519,7 @@ class Steps:
         is_in_step = self._client.view().is_in_step
         self._has_computed = self._has_computed or is_in_step
         self._has_looked = self._has_looked or not is_in_step
-        self._sees_forward = self._sees_forward or (is_in_step and not self._clearing.count)
+        self._sees_forward = self._sees_forward or is_in_step
         self._undo.forward_begins(is_in_step=is_in_step)
 
     def clears_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
