@@ -43,9 +43,9 @@ class Moods:
     uses_state: float = 0.0
     """The loop uses the state while it computes a step, and what it held before is another: not a trouble, but how it is."""
 
-    top_s: float = TOP_S
+    top_s: float = field(default=TOP_S, repr=False)  # seeds of before keep their plans
     """From the end of an iteration that did not count to the next step."""
-    moves_state: float = 0.0
+    moves_state: float = field(default=0.0, repr=False)
     """Between the end of an iteration that did not count and the next step the loop changes the state: not a trouble."""
 
     def calm_down(self, slowness: float) -> None:

@@ -653,7 +653,8 @@ class GroupState:
             self._loads = Receives.TRANSFER
             self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)
-        for rank, asked in self._asked_by.items():
+        for rank in range(self.world_size):
+            asked = self._asked_by[rank]
             if formed.warms_up and not asked.at_end and any(other.at_end for other in self._asked_by.values()):
                 self._requests[rank] = asked  # it waits until all ranks begin this iteration
             else:
