@@ -209,3 +209,21 @@ def test_a_loop_that_trains_another_network_than_the_others_comes_in_a_step_late
     for member in (a, b):
         member.asks(kind="1", can_serve=True)
     assert job.lighthouse._holds.is_on
+
+
+def test_one_that_was_needed_is_waited_for_no_longer_than_allowed_once_another_has_come() -> None:
+    job = Job(least=1)
+    a, b = at_work(job, "a", "b", min_replica_size=2, join_stall_limit_s=1.0, join_budget_s=0.5)
+    b.dies()
+    a.asks()
+    c, d = (warms_up(job, name, min_replica_size=2) for name in "cd")
+    for member in (c, d):
+        member.asks(at_end=True, reach_s=0.1)
+    a.votes()
+    a.asks()
+    job.passes(5.0)
+    c.comes_in()
+    c.asks()
+    assert job.lighthouse._holds.is_on, "there is time left for the other one"
+    job.passes(1.0)
+    assert [m.hears()[-1].split()[-1] for m in (a, c)] == ["healthy", "healthy"]

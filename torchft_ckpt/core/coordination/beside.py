@@ -404,7 +404,7 @@ class Beside:
             sources=sources,
             warms_up=warms_up,
             follows=follows,
-            stays=follows and self._is_idle_spare(member),
+            stays=follows and not held and self._is_idle_spare(member),
             held=held,
             unverified=assignment is not None and assignment.unverified,
             newest_step=min(self._job.history.lasting_step, version.step) if held else self._job.history.lasting_step,

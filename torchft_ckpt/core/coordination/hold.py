@@ -97,7 +97,10 @@ class Holds:
         return self._joining.why_out(member, budget_s, now)
 
     def _needs(self, holding: Collection[Member]) -> bool:
-        return len(holding) < self._job.min_trainers(holding)
+        """Whether no step can count without others. Who is in a quorum and must not load is one of it, too."""
+        num_here = sum(not (member.asked.at_end or member.asked.gathers) for member in self._waiting())
+        least = max([1, *(member.min_contributors for member in holding)])
+        return len(holding) < least or num_here < self._job.settings.min_replicas
 
     @staticmethod
     def _budget_of(holding: Collection[Member]) -> float:
@@ -131,6 +134,10 @@ class Holds:
         """Wait no longer for those that have come, or will not come in time."""
         if not self._awaited:
             return
+        held_up = [member for member in self._waiting() if self._is_held_up(member)]
+        if self._needs(held_up) != self._is_needed:  # others have come, or are gone: the time begins anew
+            self._spend(now)
+            self._is_needed, self._began = not self._is_needed, now
         stood_s = now - self._began
         for replica_id, awaited in list(self._awaited.items()):
             if self._has_come(replica_id):
@@ -140,10 +147,14 @@ class Holds:
                 del self._awaited[replica_id]
                 self._note_failed(replica_id, awaited, why, stood_s, now)
                 yield Log(f"the others wait no longer for {replica_id}: {why}")
-        if not any(self._is_held_up(member) for member in self._waiting()):
+        if not held_up:
             self._awaited.clear()
-        if not self._awaited and not self._is_needed:
-            self._joining.stood_for_hold(stood_s, now)
+        if not self._awaited:
+            self._spend(now)
+
+    def _spend(self, now: float) -> None:
+        if not self._is_needed:
+            self._joining.stood_for_hold(now - self._began, now)
 
     def _waiting(self) -> list[Member]:
         return [self._job.members[replica_id] for replica_id in self._job.waiting]
@@ -166,7 +177,7 @@ class Holds:
             return ""
         said, since_s = awaited.said, now - awaited.said_at
         if said is None:
-            if now >= awaited.since + self._budget_s:
+            if now >= max(awaited.since, self._began) + self._budget_s:
                 return f"it has not begun to receive the state within join_budget ({self._budget_s:g} s)"
             return self._joining.why_not(stood_s, self._budget_s, now)
         if awaited.has_loaded:
