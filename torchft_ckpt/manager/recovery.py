@@ -216,6 +216,18 @@ class Recovery:
             if client.rest(min(until, now + SAY_EVERY_S)):
                 return
 
+    def await_ranks(self, formed: QuorumFormed) -> None:
+        """Wait until all ranks of this group have the state that a quorum is held for: this one may have had it before.
+
+        Whoever asks for the step earlier has the others give it up.
+        """
+        if self.is_alone or not formed.held:
+            return
+        try:
+            self.client.await_loading(self._limit)
+        except CheckpointError as error:
+            self.client.note_error(error)
+
     def _has_arrived(self, plan: StepPlan) -> bool:
         """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
         if self.is_alone:
