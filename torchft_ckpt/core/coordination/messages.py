@@ -256,7 +256,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     patience_s: Seconds = 0.0
     """How long its own way to this step took: living members that are slower are waited for as long again."""
     warms_up: bool = False
-    """This process has computed nothing yet: in a job that is at work, let it do so outside of the quorum first."""
+    """This process has computed nothing yet, or nothing may be loaded in this step: in a job that is at work, let it compute the
+    step outside of the quorum."""
     kind: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """Which of its optimizers have ended its last step, or tried to: a loop may have a step for each of several in turn. Empty:
     none has."""

@@ -181,6 +181,10 @@ class StepFacts(NamedTuple):
     """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
     kind: str = ""
     """See `QuorumRequest`."""
+    loads_first: bool = False
+    """The loop needs the weights of its forward passes beyond the end of a step: a state is loaded as the step begins."""
+    needs_weights: bool = False
+    """The loop goes back in this step through weights as they were before it: nothing is loaded in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,6 +461,7 @@ class ReplicaState:
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """A step begins. One that is open is abandoned."""
         is_cold = self._is_cold or (self.warms_up and facts.is_first_of_kind)
+        is_alone = facts.needs_weights or (self.settings.warm_up and is_cold)
         is_plain = wishes.contributes and wishes.waits is None and facts.compares and not facts.gathers
         waits = self.waits_for_quorum if wishes.waits is None else wishes.waits or bool(facts.shown)
         self._leave_step()
@@ -471,8 +476,8 @@ class ReplicaState:
             torn=self.torn,
             init_sync=self.settings.init_sync,
             shrink_only=wishes.shrink_only,
-            allow_heal=wishes.allow_heal,
-            heal_inline=self.settings.heal_inline and wishes.waits is not False,
+            allow_heal=wishes.allow_heal and not facts.needs_weights,
+            heal_inline=(self.settings.heal_inline or facts.loads_first) and wishes.waits is not False,
             waits_for_quorum=waits,
             can_serve=facts.can_serve,
             needs_new_quorum=self.configured is None,
@@ -482,13 +487,13 @@ class ReplicaState:
             gathers=facts.gathers,
             min_contributors=self.settings.min_replica_size,
             patience_s=wishes.patience_s,
-            warms_up=self.settings.warm_up and is_cold and is_plain,
+            warms_up=is_alone and is_plain,
             kind=facts.kind,
             join_budget_s=self.settings.join_budget_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=facts.reach_s,
             guesses=facts.guesses,
-            can_follow=facts.can_follow and waits and not facts.gathers,
+            can_follow=facts.can_follow and waits and not facts.gathers and not facts.needs_weights,
             gains=facts.gains,
             load_s=facts.load_s,
             stood_s=facts.stood_s,
