@@ -125,8 +125,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if not self._is_known_to_work and torch.is_grad_enabled():
             _refuse_reentrant_checkpoints(output)
             self._is_known_to_work = True
-        if self._reached is not None and torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._reached.is_awaited = True
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._manager.open_graphs.opens(id(self._reduction))
+            if self._reached is not None:
+                self._reached.is_awaited = True
         return output
 
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
@@ -268,6 +270,7 @@ class _BucketReduction(ProcessGroupDummy):
         gradients = bucket.buffer()
         if not bucket.is_last():
             return self._manager.allreduce(gradients).get_future()
+        self._manager.open_graphs.closes(id(self))
         have_gradient = [parameter.grad is not None for parameter in self.parameters]
         is_carried = not gradients.is_sparse and gradients.nbytes <= self.max_carrier_bytes
         counts = torch.tensor(
@@ -525,6 +528,8 @@ class PureDistributedDataParallel(nn.Module):
             self._manager.ensure_step()
         self._averages = self._averages_next
         output = self.module(*args, **kwargs)
+        if self._averages:
+            self._manager.open_graphs.opens(id(self))
         self._backward.watch(output)
         return output
 
@@ -538,6 +543,7 @@ class PureDistributedDataParallel(nn.Module):
             self._averages_next = before
 
     def _average(self) -> None:
+        self._manager.open_graphs.closes(id(self))
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
         works = []

@@ -729,6 +729,32 @@ def test_a_group_comes_in_when_its_loop_trains_the_same_network_as_the_others(nu
     )
 
 
+def test_a_group_adds_nothing_in_its_first_step_if_its_loop_may_use_there_what_it_computed_in_the_one_before():
+    """The critic learns from what the generator has made, with an older state."""
+    job = Job(least=1)
+    a, b = (job.join(name) for name in "ab")
+    turns = takes_turns("critic", "generator")
+    for _ in range(3):
+        kind = next(turns)
+        for member in (a, b):
+            member.asks(can_serve=True, kind=kind)
+        for member in (a, b):
+            member.votes()
+    j = job.join("j", heal_inline=True)
+    kind = next(turns)
+    j.asks(reach_s=0.2, kind=kind)
+    for member in (a, b):
+        member.asks(can_serve=True, kind=kind)
+    assert (j.formed.role.value, j.formed.contributor_rank, a.formed.num_contributors) == ("inline", None, 2)
+    job.passes(0.1)
+    for member in (a, b, j):
+        member.votes()
+    kind = next(turns)
+    for member in (a, b, j):
+        member.asks(can_serve=True, kind=kind)
+    assert (j.formed.role.value, a.formed.num_contributors) == ("healthy", 3)
+
+
 def test_a_group_that_is_needed_computes_steps_alone_until_its_loop_trains_the_same_network_as_the_others():
     job = Job(least=2)
     a, b = (job.join(name) for name in "ab")

@@ -85,6 +85,37 @@ def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
 
 
+def test_two_newcomers_alone_do_not_prove_each_other() -> None:
+    """Their loops may have made the same of what both had read before: it is said that the first of them stands in."""
+    job, (a, b, c) = at_work()
+    b.dies()
+    c.dies()
+    b, c = job.join("b", life=2), job.join("c", life=2)
+    for member in (b, c, a):
+        member.asks(can_serve=True)
+    for member in (a, b, c):
+        member.votes()
+    a.dies()
+    ask([b, c], "yy")
+    assert (b.formed.role, b.formed.unverified, c.formed.role) == (Role.HEALTHY, True, Role.JOINER)
+    assert any("every group that is known to hold its exact bits is gone, so b:2 stands in" in line for line in job.log)
+
+
+def test_who_is_known_to_hold_the_exact_bits_is_right_where_a_new_lighthouse_knows_no_voices() -> None:
+    job, (a, b) = at_work("bc")
+    b.dies()
+    newcomer = job.join("a", life=2)
+    newcomer.asks(can_serve=True)
+    a.asks(can_serve=True)
+    a.votes()
+    newcomer.votes()
+    job.restart()
+    for member in (a, newcomer):
+        member.connects()
+    ask([a, newcomer], "xy")
+    assert told_to_load([a, newcomer]) == {"a": {"b"}}
+
+
 def test_without_a_majority_the_state_of_the_longest_in_the_job_is_taken_and_that_is_said() -> None:
     job, members = at_work("ab")
     discards(members)

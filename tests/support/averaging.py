@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp, Work
 
+from torchft_ckpt.core.training.graphs import OpenGraphs
 from torchft_ckpt.manager.collectives import ManagedWork, done_work
 from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
@@ -30,8 +31,13 @@ class Averaging:
         self.asked: list[tuple[torch.dtype, tuple[int, ...], ReduceOp.RedOpType]] = []
         self.errors: list[Exception] = []
         self._group = group
+        self._graphs = OpenGraphs()
 
     def ensure_step(self) -> None: ...
+
+    @property
+    def open_graphs(self) -> OpenGraphs:
+        return self._graphs
 
     def is_participating(self) -> bool:
         return self.contributes

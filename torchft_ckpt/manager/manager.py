@@ -38,6 +38,7 @@ from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, State
 from torchft_ckpt.compat.deprecated import keep_old_methods, removed_parameters, renamed_parameters
 from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
+from torchft_ckpt.core.training.graphs import OpenGraphs
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import CheckpointError, ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
@@ -677,6 +678,11 @@ class Manager:
         )
         limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience)
         self._steps.start(wishes, limit, check=self._leaving.check)
+
+    @property
+    def open_graphs(self) -> OpenGraphs:
+        """The forward passes whose backward passes are still to come: no state is loaded meanwhile."""
+        return self._steps.graphs
 
     @torch.compiler.disable
     def ensure_step(self) -> None:

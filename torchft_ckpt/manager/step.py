@@ -34,6 +34,7 @@ from torchft_ckpt.core.coordination.messages import (
     name_some,
 )
 from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
+from torchft_ckpt.core.training.graphs import OpenGraphs
 from torchft_ckpt.core.training.taking import StepTaking
 from torchft_ckpt.errors import ConfigError, GroupLeftError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
@@ -119,6 +120,7 @@ class Steps:
         self._use_async_quorum = use_async_quorum
         self._quorum_retries = quorum_retries
         self._sharing = SharedStep()
+        self.graphs = OpenGraphs()
         self._undo = Undo(registry, client.replica_id)
         self._taking = StepTaking()
         self._worker = Threads("torchft_ckpt-quorum")
@@ -142,6 +144,8 @@ class Steps:
         """Layout and frozen parameters, as the open step was asked for with."""
         self._has_computed = False
         """A forward pass was computed in the open step: what it left is not of a state that is loaded from now on."""
+        self._needs_weights = False
+        """The loop goes back in the open step through weights as they were before it: nothing is loaded in it."""
         self._started_at = 0.0
         self._device: int | None = None
         """The training thread's CUDA device."""
@@ -195,6 +199,8 @@ class Steps:
             return
         self.end_taking()
         check()
+        self._needs_weights = self.graphs.is_open
+        self.graphs.begins()
         self._followers.begins(is_torn=self._client.view().torn)
         self._follows_decision = self._is_committed is not None
         self.leave()
@@ -253,7 +259,8 @@ class Steps:
         now, last = self._client.view(), self._last_wishes
         is_plain = last.contributes and last.waits is None and last.allow_heal and self._registry.is_used_by_loops
         is_known = now.is_learner or now.newest_step > 0
-        return self._loads_at_end and is_plain and now.is_behind and is_known and not now.is_leaving
+        may_load = self._loads_at_end and not self.graphs.is_open
+        return may_load and is_plain and now.is_behind and is_known and not now.is_leaving
 
     def _ends_unvoted(self) -> bool:
         """An iteration begins. Return whether a state has to be loaded here, as two in a row have ended without a vote."""
@@ -446,6 +453,8 @@ class Steps:
             kind=self._kind(),
             at_end=self._is_at_end,
             top_s=self._top_s,
+            loads_first=bool(self.graphs.spans_steps),
+            needs_weights=self._needs_weights and not self._is_at_end,
         )
         request = self._client.begin(wishes, facts)
         self._sharing.is_first_of_kind = False
@@ -482,7 +491,9 @@ class Steps:
             is_loading=self._recovery.is_pending or not is_there,
             joins_open=self._sharing.joins_open,
         )
-        return may_keep and self._asked_with == (self._registry.layout().digest, self._registry.frozen())
+        # A loop of two networks may freeze one of them between its forward pass and `zero_grad`.
+        frozen = self._asked_with[1] if self._sharing.joins_open else self._registry.frozen()
+        return may_keep and self._asked_with == (self._registry.layout().digest, frozen)
 
     def _settle(self, has_to_wait: bool) -> None:
         """Do what has to be done before the forward pass: wait for the quorum, load what is to be loaded before it."""
@@ -861,7 +872,7 @@ class Steps:
     def _cast_vote(self, *, synchronize: bool) -> CommitVote:
         self._collectives.wait_all()
         self._ask_device(synchronize=synchronize)
-        if self._recovery.is_pending:
+        if self._recovery.is_pending and not self.graphs.is_open:  # else the others go on without this group
             try:
                 self._recovery.load(before_forward=False)
             except Exception as error:

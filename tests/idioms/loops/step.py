@@ -10,6 +10,7 @@ from idioms.harness import Job, states
 from idioms.models import error, mlp
 from idioms.table import Category, idiom
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 STEP = Category.STEP
@@ -530,6 +531,62 @@ def gan(job: Job) -> None:
         noise, _ = job.batch()
         (-critic(ddp_g(noise))).mean().backward()
         optimizer_g.step()
+
+
+@idiom(
+    "A GAN whose generator goes back through samples of the critic's step (DCGAN)",
+    STEP,
+    "A group that returns loads nothing between the two: its first steps add nothing.",
+    was="RuntimeError in the backward pass of a group that came back: weights had been loaded meanwhile",
+    compare="groups",  # a group that comes back has drawn its first noise for a step of its own
+)
+def dcgan(job: Job) -> None:
+    generator, critic = mlp(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1), nn.Sigmoid())
+    adam_g = torch.optim.Adam(generator.parameters(), lr=1e-2)
+    adam_c = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    job.manager(*states(generator=generator, critic=critic, adam_g=adam_g, adam_c=adam_c))
+    ddp_g, ddp_c = job.ddp(generator), job.ddp(critic)
+    optimizer_g, optimizer_c = job.optimizer(adam_g), job.optimizer(adam_c)
+    while job.goes_on():
+        ddp_c.zero_grad()
+        noise, real = job.batch()
+        labels = torch.ones(4, 1)
+        F.binary_cross_entropy(ddp_c(real), labels).backward()
+        fake = ddp_g(noise)
+        F.binary_cross_entropy(ddp_c(fake.detach()), 0 * labels).backward()
+        optimizer_c.step()
+        ddp_g.zero_grad()
+        F.binary_cross_entropy(ddp_c(fake), labels).backward()
+        optimizer_g.step()
+
+
+@idiom(
+    "A GAN that computes samples first, and freezes its critics for the generators' step (CycleGAN)",
+    STEP,
+    was="RuntimeError in the first backward pass: a step began anew after its forward pass, and weights were loaded",
+    compare="groups",  # as above
+)
+def cyclegan(job: Job) -> None:
+    generators = nn.ModuleList([mlp(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))])
+    critics = nn.ModuleList([nn.Linear(6, 1), nn.Linear(3, 1)])
+    adam_g = torch.optim.Adam(generators.parameters(), lr=1e-2)
+    adam_c = torch.optim.Adam(critics.parameters(), lr=1e-2)
+    job.manager(*states(generators=generators, critics=critics, adam_g=adam_g, adam_c=adam_c))
+    (to_b, to_a), (critic_a, critic_b) = map(job.ddp, generators), map(job.ddp, critics)
+    optimizer_g, optimizer_c = job.optimizer(adam_g), job.optimizer(adam_c)
+    while job.goes_on():
+        a, b = job.batch()
+        fake_b, fake_a = to_b(a), to_a(b)
+        cycled = F.mse_loss(to_a(fake_b), a) + F.mse_loss(to_b(fake_a), b)
+        critics.requires_grad_(False)
+        optimizer_g.zero_grad()
+        (cycled - critic_a(fake_a).mean() - critic_b(fake_b).mean()).backward()
+        optimizer_g.step()
+        critics.requires_grad_(True)
+        optimizer_c.zero_grad()
+        (critic_a(fake_a.detach()).mean() - critic_a(a).mean()).backward()
+        (critic_b(fake_b.detach()).mean() - critic_b(b).mean()).backward()
+        optimizer_c.step()
 
 
 @idiom(

@@ -86,8 +86,7 @@ class Beside:
 
     def may_learn_alone(self, member: Member) -> bool:
         """Whether a group that asks can be a learner: it is behind, and others are at work who can do without it."""
-        request = member.asked
-        if not request.allow_heal or not request.can_load:
+        if not member.asked.can_load:
             return False
         if self._job.finished_step is not None or self._job.holds_newest(member.version):
             return False
@@ -197,6 +196,13 @@ class Beside:
             if now < member.out_of_turn_since + patience_s:
                 late.append(member.replica_id)
         return late
+
+    def may_hold_more(self, member: Member) -> bool:
+        """Whether a group that comes in may use in this step what its loop has computed in the one before, with an older state.
+
+        A loop that trains two networks in turn does so: the critic learns from what the generator has made.
+        """
+        return len(self._kinds) > 1 and member.replica_id not in self._job.quorum_members
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
         """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
@@ -318,6 +324,9 @@ class Beside:
     def _learners(self, others: Collection[str], now: float) -> list[Member]:
         """Return the groups that may train with the others once they know the step: they are behind, and train only a part."""
         asking = [self._job.members[replica_id] for replica_id in self._job.waiting]
+        late = self._out_of_turn(
+            [m for m in asking if m.asked.kind], now
+        )  # else who freezes a network in turn may learn for ever
         layouts = {m.layout: m.layout_text for m in asking if m.replica_id not in others}
         return [
             member
@@ -325,6 +334,7 @@ class Beside:
             if (member.layout in layouts or any(is_part_of(member.layout_text, text) for text in layouts.values()))
             and member.asked.allow_heal
             and member.asked.can_load
+            and member.replica_id not in late
             and now >= member.learns_from
             and not self._job.holds_newest(member.version)
         ]

@@ -420,7 +420,7 @@ class LighthouseState:
             can_serve=request.can_serve,
             unverified=request.unverified and member.replica_id not in trial.equal,
             contributes=request.contributes,
-            is_corrected=self._trials.is_corrected(member.replica_id),
+            is_corrected=self._trials.is_corrected(member.replica_id) or self._beside.may_hold_more(member),
             min_contributors=request.min_contributors,
         )
 

@@ -256,7 +256,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     patience_s: Seconds = 0.0
     """How long its own way to this step took: living members that are slower are waited for as long again."""
     warms_up: bool = False
-    """This process has computed nothing yet: in a job that is at work, let it do so outside of the quorum first."""
+    """This process has computed nothing yet, or nothing may be loaded in this step: in a job that is at work, let it compute the
+    step outside of the quorum."""
     loads_at_end: bool = False
     """It loads a state at the end of an iteration alone: where it lacks the newest one, it computes this iteration by itself."""
     at_end: bool = False

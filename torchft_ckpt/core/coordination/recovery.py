@@ -56,7 +56,7 @@ class Holder:
     unverified: bool = False
     contributes: bool = True
     is_corrected: bool = False
-    """It has loaded the others' state of this step, and its loop may have computed something with its own before."""
+    """It loads before this step, and its loop may have computed something with its own state before that."""
     min_contributors: int = 1
 
 

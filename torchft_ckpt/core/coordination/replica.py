@@ -188,6 +188,10 @@ class StepFacts(NamedTuple):
     """An iteration ends that did not count: ask for the newest state, and for no step."""
     top_s: float = 0.0
     """How long the loop takes from the end of an iteration to the next step; 0: not known."""
+    loads_first: bool = False
+    """The loop needs the weights of its forward passes beyond the end of a step: a state is loaded as the step begins."""
+    needs_weights: bool = False
+    """The loop goes back in this step through weights as they were before it: nothing is loaded in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -477,6 +481,7 @@ class ReplicaState:
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """A step begins. One that is open is abandoned."""
         is_cold = self._is_cold or (self.warms_up and facts.is_first_of_kind)
+        is_alone = facts.needs_weights or (self.settings.warm_up and is_cold)
         is_plain = wishes.contributes and wishes.waits is None and facts.compares and not facts.gathers
         waits = self.waits_for_quorum if wishes.waits is None else wishes.waits or bool(facts.shown)
         loads_at_end = self.settings.loads_at_end and is_plain
@@ -492,8 +497,8 @@ class ReplicaState:
             torn=self.torn,
             init_sync=self.settings.init_sync,
             shrink_only=wishes.shrink_only,
-            allow_heal=wishes.allow_heal,
-            heal_inline=self.settings.heal_inline and wishes.waits is not False,
+            allow_heal=wishes.allow_heal and not facts.needs_weights,
+            heal_inline=(self.settings.heal_inline or facts.loads_first) and wishes.waits is not False,
             waits_for_quorum=waits or facts.at_end,
             can_serve=facts.can_serve,
             needs_new_quorum=self.configured is None,
@@ -503,7 +508,7 @@ class ReplicaState:
             gathers=facts.gathers,
             min_contributors=self.settings.min_replica_size,
             patience_s=wishes.patience_s,
-            warms_up=self.settings.warm_up and is_cold and is_plain,
+            warms_up=is_alone and is_plain,
             kind=facts.kind,
             loads_at_end=loads_at_end,
             at_end=loads_at_end and facts.at_end,
@@ -512,7 +517,9 @@ class ReplicaState:
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=facts.reach_s,
             guesses=facts.guesses,
-            can_follow=facts.can_follow and (facts.at_end if loads_at_end else waits) and not facts.gathers,
+            can_follow=facts.can_follow
+            and (facts.at_end if loads_at_end else waits)
+            and not (facts.gathers or facts.needs_weights),
             gains=facts.gains,
             load_s=facts.load_s,
             stood_s=facts.stood_s,

@@ -12,8 +12,8 @@ itself, shows its state with its next request, and serves it. Here the requests 
   that asks not to heal takes no part in the step.
 
 Who is right: only groups that were found equal after a step since they joined have a voice; where none has, as when the job
-begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. A
-group with a voice is told to load as `on_replicas_differ` says.
+begins, all have, those first that are known to hold its exact bits. A strict majority of the voices is right; without one,
+those that show the same as the longest in the job. A group with a voice is told to load as `on_replicas_differ` says.
 
 What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once: one that is equal in all
 groups after a step is *common* from then on; one that differs, although all groups began the step with the same, is *own* to each
@@ -155,12 +155,13 @@ class Trials:
         """Compare members whose ranks hold the same parts of the state."""
         judges = [m for m in self._voices if m in members]
         if not judges:
-            judges = sorted(members, key=lambda m: (self._joined.get(m, False), m))
+            judges = sorted(members, key=lambda m: (members[m].asked.unverified, self._joined.get(m, False), m))
         shown = {m: [_known(of_rank) for of_rank in member.asked.shown] for m, member in members.items()}
         groups = alike({m: shown[m] for m in judges})
         right = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
         wrong = [m for m in members if shown[m] != shown[right[0]]]
-        if len(right) > 1 or not members[right[0]].asked.unverified:  # else it was compared with itself alone
+        # Two newcomers may have made the same wrong value of what their loops had read before.
+        if not all(members[m].asked.unverified for m in right):
             verdict.equal.update(m for m in members if m not in wrong)
         if wrong:
             self._decide(members, right, wrong, step, verdict)

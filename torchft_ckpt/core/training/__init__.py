@@ -1,6 +1,7 @@
 """What a training loop decides between its steps. Decisions only, as all of `core`.
 
 discards        what would help where steps are discarded again and again; pauses between two tries
+graphs          which forward passes wait for their backward passes, so that nothing is loaded in between
 following       which call follows a step that counts: of a scheduler, of a gradient scaler
 outer_schedule  when an outer loop exchanges a fragment, and what becomes of its round
 taking          when the optimizers have taken a step that counts

@@ -1,0 +1,53 @@
+"""Which forward passes of a loop still wait for their backward passes.
+
+A story is a line: `a` is a forward pass of A, `A` its backward pass, `|` begins a step, `?` asks.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from torchft_ckpt.core.training.graphs import OpenGraphs
+
+
+def told(story: str) -> str:
+    """The answers, `y` or `n`."""
+    graphs, answers = OpenGraphs(), []
+    for letter in story:
+        if letter == "|":
+            graphs.begins()
+        elif letter == "?":
+            answers.append("y" if graphs.is_open else "n")
+        elif letter.islower():
+            graphs.opens(letter)
+        else:
+            graphs.closes(letter.lower())
+    return "".join(answers)
+
+
+@pytest.mark.parametrize(
+    ("loop", "answers"),
+    [
+        ("|aA?|aA?|aA?", "nnn"),
+        ("|aa?A?|aA?", "ynn"),  # two forward passes, one backward pass
+        ("|cCgcC?|cCG?|cCgcC?|cCG?", "ynyn"),  # DCGAN
+        ("|gG?|gGl?|l?gG?|l?", "nynnn"),  # a look that nobody goes back through
+        ("|aA?b|?B?|?aA?b|?B?", "nynnnyn"),  # computed between two steps
+        ("|g?|?|?|?", "yynn"),  # what was computed before the last step is over
+    ],
+)
+def test_where_the_loop_may_go_back_through_weights_of_before(loop: str, answers: str) -> None:
+    assert told(loop) == answers
+
+
+def test_a_loop_that_was_seen_to_go_back_into_the_step_before_is_known_for_that() -> None:
+    graphs = OpenGraphs()
+    graphs.begins()
+    graphs.opens("g")
+    assert graphs.spans_steps is None
+    graphs.begins()
+    graphs.closes("g")
+    graphs.opens("g")
+    graphs.begins()
+    graphs.opens("g")
+    assert graphs.spans_steps is True, "a look later on does not change that"

@@ -1,0 +1,43 @@
+"""This file knows which forward passes of a loop still wait for their backward passes.
+
+A loop of two networks may compute with one of them in a step of the other, and go back through that in the next step: DCGAN's
+generator makes the critic's samples, then learns from them. Nothing may be loaded between the two: torch refuses to go back
+through weights that have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+
+class OpenGraphs:
+    """The forward passes of this rank's modules without their backward passes. A module is any hashable that identifies it."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        """How many steps have begun here."""
+        self._opened: dict[Hashable, int] = {}
+        """By module: in which of these its last forward pass was computed, if no backward pass has followed."""
+        self.spans_steps: bool | None = None
+        """Whether backward passes of this loop go back into the step before; None: it was not seen yet."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the loop may still go back through weights as they are here now. A module's stray look counts once at most."""
+        return self.spans_steps is not False and bool(self._opened)
+
+    def begins(self) -> None:
+        """A step begins. What was computed before the last one is not gone back through any more."""
+        self._opened = {module: step for module, step in self._opened.items() if step == self._step}
+        self._step += 1
+
+    def opens(self, module: Hashable) -> None:
+        """A module computes a forward pass that a backward pass is to follow."""
+        if self._opened.get(module, self._step) < self._step and self.spans_steps is None:
+            self.spans_steps = False  # the one before was a look
+        self._opened[module] = self._step
+
+    def closes(self, module: Hashable) -> None:
+        """A backward pass goes through a module. On a thread of autograd's."""
+        if self._opened.pop(module, self._step) < self._step:
+            self.spans_steps = True
