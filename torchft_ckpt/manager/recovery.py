@@ -458,7 +458,8 @@ class Recovery:
         # Settings of optimizers travel by themselves.
         again = tuple(path for path in found.paths if path in self._not_returned and "param_groups" not in path)
         now = self.client.view()
-        if not now.follows or now.is_waited_for:  # who follows loads more than one state on its way in
+        is_held = now.quorum is not None and now.quorum.held
+        if not now.follows or is_held:  # who follows, or is corrected, may load more than one state
             self._not_returned = frozenset(found.paths)
         if again:
             raise StateDictLoadError(

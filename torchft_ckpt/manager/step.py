@@ -191,7 +191,7 @@ class Steps:
         was_deferred, self.is_deferred = self.is_deferred, False
         self._has_written = was_deferred and is_changed(self._counted)
         self._writes_first = self._writes_first or self._has_written
-        if self._ended_at is not None:
+        if self._loads_at_end and self._ended_at is not None:
             self._top_s, self._ended_at = time.monotonic() - self._ended_at, None
         loads_here = self._ends_unvoted()
         if not loads_here and self._may_keep(wishes):
@@ -243,11 +243,13 @@ class Steps:
         What a loop does after it has cleared its gradients belongs to the step before: it counts the step, or moves an average.
         A rank that holds the newest state need not begin before that, if its loop's forward pass is seen as a rule.
         """
+        if not self._loads_at_end:
+            return False
         self._put_back(goes_on=True)  # what the loop reads from here on is the state's, too
         now, last = self._client.view(), self._last_wishes
         is_outer = last.patience_s or last.waits is not None
         holds = now.version.proven and not now.is_behind and now.quorum is not None and now.is_between_steps
-        is_able = self._loads_at_end and self._saw_forward and not self._writes_first and not self._has_looked
+        is_able = self._saw_forward and not self._writes_first and not self._has_looked
         self.is_deferred = bool(is_able and holds and not is_outer)
         self._counted = self._registry.count_writes() if self.is_deferred else ()
         return self.is_deferred
@@ -256,16 +258,19 @@ class Steps:
 
     def _may_come_in(self) -> bool:
         """Whether this rank lacks a state that others hold, and may load it now, as an iteration ends that did not count."""
+        if not self._loads_at_end or self.graphs.is_open:
+            return False
         now, last = self._client.view(), self._last_wishes
         is_plain = last.contributes and last.waits is None and last.allow_heal and self._registry.is_used_by_loops
         is_known = now.is_learner or now.newest_step > 0
-        may_load = self._loads_at_end and not self.graphs.is_open
-        return may_load and is_plain and now.is_behind and is_known and not now.is_leaving
+        return is_plain and now.is_behind and is_known and not now.is_leaving
 
     def _ends_unvoted(self) -> bool:
         """An iteration begins. Return whether a state has to be loaded here, as two in a row have ended without a vote."""
+        if not self._loads_at_end:
+            return False
         now = self._client.view()
-        if not (self._loads_at_end and now.warms_up and now.is_in_step and self._has_computed):
+        if not (now.warms_up and now.is_in_step and self._has_computed):
             return False
         self._num_unvoted += 1
         self._has_computed = False
