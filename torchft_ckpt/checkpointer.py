@@ -223,8 +223,8 @@ class Checkpointer:
             half of the memory, this machine's or the container's.
         storage_options: for fsspec (credentials, endpoint).
         save_random_state: save and restore this rank's random number generators.
-        is_replicated: whether tensors that are not sharded are the same on all ranks of a group; False for the stages of a
-            pipeline.
+        is_replicated: whether plain values, and tensors that are not sharded, are the same on all ranks of a group. False: each
+            rank writes its own, and gets it back on as many ranks; for the stages of a pipeline, and experts by local number.
         reuse_buffers: keep the copies' memory for the next save; False frees it after each.
         on_progress: told how far this rank's share of a save is, on the save's thread. If it raises, that is logged, the save
             goes on, and it is told nothing more of this save.
@@ -639,8 +639,8 @@ class Checkpointer:
             held = state_to_save(self._manager, state)
         elif state is None:
             raise ConfigError("without a Manager, save needs a state_dict", "state_dict")
-        else:  # all of it is of one group
-            held = capture_for_save(state, self._guarded)._replace(group_local_ids=frozenset())
+        else:
+            held = capture_for_save(state, self._guarded)
         if state is None or state_dict is None:
             return held
         return held._replace(owners={**held.owners, **names_of(owned_by_objects(state_dict, state, self._guarded))})
@@ -704,6 +704,7 @@ class Checkpointer:
             cold_start = ColdStart(self._all_storages(), step=step, place=place)
             for reading in cold_start.attempts():
                 with reading as attempt:
+                    attempt.reader.read_as(*self._place())
                     load_into(attempt.reader, template.state_dict, attempt.fill, owned=template.owned)
         found = attempt.checkpoint.name.step
         with torn_where_it_raises(f"loading step {found}", "state_dict"):
@@ -780,6 +781,7 @@ class Checkpointer:
             with torn_where_it_raises("restoring a checkpoint", "restore", lambda: cold_start.has_written):
                 for reading in cold_start.attempts():
                     with reading as attempt:
+                        attempt.reader.read_as(rank, manager.group_world_size)
                         keys = keys_of(attempt.checkpoint, replica_id=name, rank=rank)
                         check_keys(manager, keys, attempt.checkpoint.name)
                         local = LocalState(template_to_load(manager))

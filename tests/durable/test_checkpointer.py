@@ -818,6 +818,29 @@ def test_arrays_and_tensors_in_tuples_are_read_from_the_disks_of_other_hosts(
     assert [out for _, out, _ in outcomes] == ["local disk True\n"] * 2, outcomes
 
 
+@pytest.mark.processes
+def test_load_and_load_checkpoint_give_each_rank_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_CKPT_TOKEN", "a secret")
+    script = (
+        "import sys, torch, torch.distributed as dist; from torchft_ckpt import Checkpointer; "
+        "from torchft_ckpt.checkpointing.durable.reading.directory import load_checkpoint; "
+        "place, meeting, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]); "
+        "dist.init_process_group('gloo', init_method=meeting, rank=rank, world_size=2); "
+        "weight = torch.nn.Parameter(torch.ones(9)); optimizer = torch.optim.SGD([weight], lr=0.1); "
+        "checkpointer = Checkpointer(place); checkpointer.guard_optimizer(optimizer); "
+        "saved = checkpointer.save({'weight': weight, 'mean': torch.full((5,), 1.0 + rank), 'at': rank}, step=5); "
+        "name = saved.result().name; dist.barrier(); "
+        "here = {'weight': torch.zeros(9), 'mean': torch.zeros(5), 'at': None}; checkpointer.load(here); "
+        "there = {'mean': torch.zeros(5), 'at': None}; load_checkpoint(place + '/' + name, there); "
+        "print(here['weight'][0].item(), here['mean'][0].item(), here['at'], there['mean'][0].item(), there['at']); "
+        "dist.barrier(); checkpointer.shutdown(); dist.destroy_process_group()"
+    )
+    place, meeting = tmp_path / "saved", f"file://{tmp_path / 'meeting'}"
+    outcomes = run_ranks(tmp_path, 2, script, place, meeting)
+    assert [out for _, out, _ in outcomes] == ["1.0 1.0 0 1.0 0\n", "1.0 2.0 1 2.0 1\n"], outcomes
+    assert all(log.count("did not hold the same bytes of mean") == 2 for _, _, log in outcomes), "of each load one"
+
+
 def test_random_numbers_are_left_alone_where_that_was_asked_for(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, save_random_state=False)
     checkpointer.save({"w": torch.zeros(2)}, step=4).result(LONG_S)

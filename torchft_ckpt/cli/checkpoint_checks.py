@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchft_ckpt.checkpointing.durable.format.manifest import digest_table_bytes
 from torchft_ckpt.checkpointing.durable.names import METADATA
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, differing_copies, is_closed
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
@@ -72,11 +72,8 @@ def _verify_own(opened: OpenedCheckpoint, reader: CheckpointReader) -> VerifyRes
         found += _metadata_problems(checkpoint, opened.place.storage, notes)
     elif opened.why_not_whole is None:
         notes.append(f"plain DCP cannot read it: its {METADATA} was not written")
-    if checkpoint.divergent:
-        notes.append(
-            f"the replicas that saved it did not hold the same bytes of {', '.join(checkpoint.divergent[:5])}"
-            f"{', ...' if len(checkpoint.divergent) > 5 else ''}; those of the first are used"
-        )
+    if told := differing_copies(checkpoint):
+        notes.append(told)
     if opened.why_not_whole is not None:
         condition = Condition.DAMAGED if has_metadata else Condition.NOT_WHOLE  # it was whole, or never was
         return VerifyResult(condition, [opened.why_not_whole, *found], notes)

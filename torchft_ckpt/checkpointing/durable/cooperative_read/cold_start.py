@@ -33,7 +33,7 @@ from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import 
 from torchft_ckpt.checkpointing.durable.cooperative_read.plan import Planner
 from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import MAX_REASON, Rendezvous, told
 from torchft_ckpt.checkpointing.durable.cooperative_read.shared_read import SharedRead
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, newest_whole
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, newest_whole, tell_of
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
@@ -118,7 +118,7 @@ class Attempt:
     def fill(self, wants: Sequence[Want]) -> None:
         """Fill targets, once, with all that is wanted. See `CheckpointReader.read` for what it raises."""
         try:
-            (self.reader if self.shared is None else self.shared).read(wants)
+            (self.reader.read_own if self.shared is None else self.shared.read)(wants)
         except CheckpointError as error:
             self.has_filled = error.state_overwritten
             raise
@@ -264,6 +264,7 @@ class ColdStart:
                 place.member,
             )
             return None
+        tell_of(agreement.checkpoint)
         reader = CheckpointReader(agreement.checkpoint)
         self._members = agreement.members
         if len(agreement.members) < 2:

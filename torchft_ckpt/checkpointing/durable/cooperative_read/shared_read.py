@@ -2,7 +2,8 @@
 
 What several members want is cut into equal shares by arithmetic (`core/durable/assignment.py`), each read by one of those who
 want it and can read it. A share is read straight into this member's own tensors where it wants it itself, and served from
-there; what others have read is fetched by the transport. So no byte is read twice, and none is kept twice.
+there; what others have read is fetched by the transport. So no byte is read twice, and none is kept twice. What ranks have
+saved otherwise under one name is not shared: each member reads what its own rank saved.
 
 Nobody is waited for without end. What a member does not have in time, because another died, failed or is slow, is read from
 storage by those who want it, with a warning. A member that cannot meet the others reads all that it wants by itself.
@@ -148,7 +149,7 @@ class SharedRead:
             dealt = self._deal(wants)
         except (SourceLostError, SourceRefusedError) as error:
             logger.warning("member %d reads by itself: %s", self._rendezvous.member, error)
-            self._reader.read(wants)
+            self._reader.read_own(wants)
             return
         self.num_members = len(dealt.wanted)
         self._read_dealt(dealt)
@@ -171,6 +172,9 @@ class SharedRead:
         if misfits:
             self._say_wants("")
             reader.read(misfits)
+        own = [want for want in wants if reader.is_own(want)]
+        mine = {id(want) for want in own}
+        wants = [want for want in wants if id(want) not in mine]
         boxes: dict[str, list[Box]] = {}
         for want in wants:
             boxes.setdefault(want.name, []).append(want.box)
@@ -198,7 +202,7 @@ class SharedRead:
                 lists[theirs.digest] = self._list_of(theirs.digest)
             wanted[member] = lists[theirs.digest]
         shares = deal_reading(reader.tensors, wanted, self._agreement.readers, meeting.num_members)
-        return _Dealt(_OwnWants(wants), wanted, shares)
+        return _Dealt(_OwnWants(wants), wanted, shares, own)
 
     def _say_wants(self, digest: str) -> dict[int, _Wants]:
         """Say what this member wants. The first member also says among whom the reading is dealt, and returns what they want."""
@@ -234,6 +238,9 @@ class SharedRead:
         started_at = time.monotonic()
         try:
             state = _read_share(reader, dealt.own, mine)
+            with torn_where_it_raises(f"reading {reader.location}", reader.location, lambda: bool(state)):
+                if dealt.alone:
+                    reader.read_own(dealt.alone)
         except CheckpointError:
             self._say("ready", _Ready(False))
             self._say("done", _Done())
@@ -415,6 +422,8 @@ class _Dealt(NamedTuple):
     """What each member wants that takes part."""
     shares: list[list[tuple[str, Box]]]
     """What each member reads."""
+    alone: list[Want]
+    """What this member reads by itself, because others may have other things under these names."""
 
 
 def _read_share(reader: CheckpointReader, own: _OwnWants, share: Sequence[tuple[str, Box]]) -> dict[str, BoxedTensor]:

@@ -124,7 +124,9 @@ class Checkpoint:
         """By fqn. Those that parts contradict each other on are of the first part's shape, and never read."""
         self.values: dict[str, SavedValue] = {}
         self.divergent: list[str] = []
-        """Tensors whose bytes differ between replicas, where one box is there twice: the first part's are used."""
+        """Tensors of which one box is there twice, with other bytes. See `differing_copies` for who gets which."""
+        self.several: set[str] = set()
+        """These, and tensors whose pieces overlap without being one box, so that nobody knows whether they are equal."""
         self._expected_values: dict[str, None] = {}
         self._conflicts: dict[str, None] = {}
         with gc_paused():
@@ -194,9 +196,17 @@ class Checkpoint:
             digests = sorted((piece.box, piece.entry.digest) for piece in tensor.pieces)
             if any(one[0] == other[0] and one[1] != other[1] for one, other in pairwise(digests)):
                 self.divergent.append(tensor.fqn)
+                self.several.add(tensor.fqn)
+            elif _volume([box for box, _ in digests]) > math.prod(tensor.shape):
+                self.several.add(tensor.fqn)
 
     def _conflict(self, what: str) -> None:
         self._conflicts[what] = None
+
+
+def _volume(boxes: Sequence[Box]) -> int:
+    """Return the volume of sorted boxes, each counted once."""
+    return sum(box.volume for place, box in enumerate(boxes) if not place or box != boxes[place - 1])
 
 
 class PieceIndex(Generic[_T]):
@@ -382,7 +392,7 @@ def newest_whole(storages: Sequence[Storage], *, step: int | None = None, exclud
         checkpoint = read_checkpoint(storages, name)
         reason = why_not_whole(checkpoint)
         if reason is None:
-            _tell(checkpoint)
+            tell_of(checkpoint)
             return checkpoint
         logger.warning("checkpoint %s is skipped: %s", name, reason)
         skipped.append(f"{name}: {reason}")
@@ -392,15 +402,25 @@ def newest_whole(storages: Sequence[Storage], *, step: int | None = None, exclud
     raise CheckpointNotFoundError(f"there is {what} in {where}{why}", where)
 
 
-def _tell(checkpoint: Checkpoint) -> None:
+def tell_of(checkpoint: Checkpoint) -> None:
+    """Log what is to be known of a whole checkpoint that is about to be read."""
     for reason in checkpoint.left_aside:
         logger.warning("checkpoint %s is whole without a part that is left aside: %s", checkpoint.name, reason)
     if checkpoint.divergent:
-        logger.warning(
-            "checkpoint %s: the replicas that saved it did not hold the same bytes of %s; those of the first are used",
-            checkpoint.name,
-            some_of(fqn[:120] for fqn in checkpoint.divergent),
-        )
+        logger.warning("checkpoint %s: %s", checkpoint.name, differing_copies(checkpoint))
+
+
+def differing_copies(checkpoint: Checkpoint) -> str:
+    """Say which tensors there are several copies of that differ, and who gets which; empty where there are none."""
+    if not checkpoint.divergent:
+        return ""
+    firsts = dict.fromkeys(checkpoint.tensors[fqn].pieces[0].part.name[:2] for fqn in checkpoint.divergent)
+    whose = some_of((f"rank {rank} of replica {replica}" for replica, rank in firsts), ", ")
+    return (
+        f"those who saved it did not hold the same bytes of {some_of(fqn[:120] for fqn in checkpoint.divergent)}; in groups of"
+        f" {checkpoint.parts[0].manifest.num_ranks} ranks each rank gets what the same rank of the first replica had, all"
+        f" others what {whose} had"
+    )
 
 
 def read_part(storage: Storage, name: CheckpointName, part: PartName) -> SavedPart | str:

@@ -6,15 +6,18 @@ import os
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+import torch
+
 from torchft_ckpt.checkpointing.durable.names import parse_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     is_closed,
     list_checkpoints,
     read_checkpoint,
+    tell_of,
     why_not_whole,
 )
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import template_of
-from torchft_ckpt.checkpointing.durable.reading.loading import load_into
+from torchft_ckpt.checkpointing.durable.reading.loading import ReadWants, load_into
 from torchft_ckpt.checkpointing.durable.reading.pieces import StateReader
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
@@ -26,7 +29,8 @@ def load_checkpoint(
 ) -> None:
     """Load one checkpoint into a state dict, in place: a directory that a `Checkpointer` wrote, or that DCP itself did.
 
-    Each process reads what it wants by itself, and only that. Nothing in the directory is executed.
+    Each process reads what it wants by itself, and only that. Nothing in the directory is executed. What ranks of a group had
+    saved otherwise under one name, a rank of torch.distributed's default group gets as that rank had it, if there are as many.
 
     Args:
         directory: of the checkpoint; a path, or a URL of fsspec.
@@ -44,6 +48,7 @@ def load_checkpoint(
     location, _, last = os.fspath(directory).rstrip("/").rpartition("/")
     name = parse_checkpoint(last)
     reader: StateReader[Any]
+    read: ReadWants | None = None
     if name is None:
         from torchft_ckpt.integrations.dcp.reader import DCPReader
 
@@ -53,9 +58,13 @@ def load_checkpoint(
         why_not = why_not_whole(checkpoint)
         if why_not is not None:
             raise CheckpointDamagedError(f"checkpoint {directory} is not whole: {why_not}", str(directory))
+        tell_of(checkpoint)
         reader = CheckpointReader(checkpoint)
+        read = reader.read_own
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            reader.read_as(torch.distributed.get_rank(), torch.distributed.get_world_size())
     template = template_of(state_dict)
-    load_into(reader, template.state_dict, owned=template.owned)
+    load_into(reader, template.state_dict, read, owned=template.owned)
     give_back(state_dict, template.state_dict)
 
 

@@ -118,11 +118,12 @@ class StateReader(ABC, Generic[_P]):
             StateMismatchError: they cannot be told from what was saved.
         """
 
-    def read(self, wants: Sequence[Want]) -> None:
+    def read(self, wants: Sequence[Want], rank: int | None = None) -> None:
         """Fill targets. Autograd is not told that they change.
 
         Args:
             wants: boxes of tensors by fqn, and for each memory on the CPU of the same dtype, with any strides.
+            rank: where there are several copies of a box, what this rank of a group saved is taken; None: the first's.
 
         Raises:
             StateMismatchError: no such tensor is in the checkpoint, or of another shape or dtype; nothing was read.
@@ -133,7 +134,7 @@ class StateReader(ABC, Generic[_P]):
         """
         started = time.monotonic()
         before = self.bytes_read
-        reading: Reading[_P] = Reading(self.location)
+        reading: Reading[_P] = Reading(self.location, rank)
         targets = [target_of(want, self.tensors.get(want.name), self.location) for want in wants]
         cells = self._plan(
             [(want.name, want.box, target) for want, target in zip(wants, targets, strict=True)], reading
@@ -215,7 +216,7 @@ class StateReader(ABC, Generic[_P]):
         holes: list[tuple[str, Box]] = []
         for name, box, target in wanted:
             try:
-                taken, missing = self._index(name).cover(box, reading.is_usable)
+                taken, missing = self._cover(name, box, reading)
             except ValueError as error:
                 what = f"{self.location} has {name[:120]} in too many pieces: {error}"
                 raise CheckpointDamagedError(what, self.location) from error
@@ -224,6 +225,10 @@ class StateReader(ABC, Generic[_P]):
         if holes:
             raise reading.error_of(holes)
         return cells
+
+    def _cover(self, name: str, box: Box, reading: Reading[_P]) -> tuple[list[tuple[_P, Box]], list[Box]]:
+        """As `PieceIndex.cover`, of the pieces that are of use."""
+        return self._index(name).cover(box, reading.is_usable)
 
     def _index(self, name: str) -> PieceIndex[_P]:
         with self._lock:
@@ -248,7 +253,9 @@ def _call(work: Callable[[], _T]) -> _T:
 class Reading(Generic[_P]):
     """State that the threads of one `read` share."""
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, rank: int | None = None) -> None:
+        self.rank = rank
+        """Whose copies are taken first."""
         self.is_written = False
         """Whether a target was written to."""
         self._location = location

@@ -80,6 +80,23 @@ class CheckpointReader(StateReader[Piece]):
     def __init__(self, checkpoint: Checkpoint, *, num_threads: int = NUM_THREADS) -> None:
         super().__init__(num_threads)
         self.checkpoint = checkpoint
+        self.rank: int | None = None
+        """The rank that this process has in a group of as many ranks as saved it; None: of others, or it is not known."""
+
+    def read_as(self, rank: int, num_ranks: int) -> None:
+        """Say which rank of a group of how many reads: what differs between ranks is its own, if the group had as many."""
+        parts = self.checkpoint.parts
+        self.rank = rank if parts and parts[0].manifest.num_ranks == num_ranks else None
+
+    def read_own(self, wants: Sequence[Want]) -> None:
+        """As `read`, for the rank of `read_as`."""
+        self.read(wants, self.rank)
+
+    def is_own(self, want: Want) -> bool:
+        """Whether other ranks may have other things under a name, and all that is wanted is there as this rank had it."""
+        if self.rank is None or want.name not in self.checkpoint.several or not want.box.volume:
+            return False
+        return not self._own_cover(want.name, want.box, Reading(self.location, self.rank))[1]
 
     @property
     def location(self) -> str:
@@ -92,7 +109,7 @@ class CheckpointReader(StateReader[Piece]):
     def structure_at(self, path: Path) -> Any:
         found: Any = None
         known: set[str] = set()
-        for part in self.checkpoint.parts:
+        for part in self._own_first():
             manifest = part.manifest
             here = {entry.fqn for entry in manifest.tensors if tuple(entry.path[: len(path)]) == path}
             here.update(manifest.holds_values)
@@ -107,7 +124,7 @@ class CheckpointReader(StateReader[Piece]):
         planned: list[tuple[Outline, list[str]]] = []
         known: set[str] = set()
         wants: list[Want] = []
-        for part in self.checkpoint.parts:
+        for part in self._own_first():
             manifest = part.manifest
             if known.issuperset(manifest.holds_values):
                 continue
@@ -128,7 +145,7 @@ class CheckpointReader(StateReader[Piece]):
         return PlannedValues({fqn for _, fresh in planned for fqn in fresh}, wants, make)
 
     def owners(self) -> Iterator[object]:
-        return (owners_in(part.manifest) for part in self.checkpoint.parts)
+        return (owners_in(part.manifest) for part in self._own_first())
 
     def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
         part = self.checkpoint.own_part(replica_id, rank)
@@ -147,6 +164,23 @@ class CheckpointReader(StateReader[Piece]):
             if part.storage is not None:
                 checks += [partial(_check_value, part.storage, part, entry) for entry in part.manifest.values]
         return [problem for problems in self._parallel_map(checks) for problem in problems]
+
+    def _own_first(self) -> list[SavedPart]:
+        """Return the parts, those of this rank before others."""
+        return sorted(self.checkpoint.parts, key=lambda part: self.rank is not None and part.name.rank != self.rank)
+
+    def _cover(self, name: str, box: Box, reading: Reading[Piece]) -> tuple[list[tuple[Piece, Box]], list[Box]]:
+        if reading.rank is not None and name in self.checkpoint.several:
+            taken, missing = self._own_cover(name, box, reading)
+            if not missing:
+                return taken, missing
+        return super()._cover(name, box, reading)
+
+    def _own_cover(self, name: str, box: Box, reading: Reading[Piece]) -> tuple[list[tuple[Piece, Box]], list[Box]]:
+        """As `_cover`, of what one rank of the groups has written."""
+        return self._index(name).cover(
+            box, lambda piece: piece.part.name.rank == reading.rank and reading.is_usable(piece)
+        )
 
     def _pieces_of(self, name: str) -> Iterable[Piece]:
         return (piece for piece in self.tensors[name].pieces if piece.part.storage is not None)

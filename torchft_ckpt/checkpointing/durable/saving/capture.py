@@ -117,6 +117,11 @@ class CapturedState:
         """All that says who holds what, and where it lies: states of equal ones have equal shares, in the same blocks."""
         return self._layouts, self.snapshot.space, len(self.values)
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether all ranks of the group have the same values, and the same plain tensors."""
+        return self._index.is_replicated
+
     @functools.cached_property
     def holdings(self) -> list[TensorHoldings]:
         """The holders of each tensor, in the order of the manifest; worked out when it is first asked for."""

@@ -108,32 +108,43 @@ def shares_of(
         if place == 0:
             of_member += [(number, item.box) for number, item in first_groups]
         boxes = sorted(piece for piece in of_member if piece[0] < num_tensors)
-        shares.append(PartShare(boxes, [number - num_tensors for number, _ in of_member if number >= num_tensors]))
+        values = [number - num_tensors for number, _ in of_member if number >= num_tensors]
+        shares.append(PartShare(boxes, values if state.is_replicated else range(len(state.values))))
     return shares
 
 
 def _part_of_rank(state: CapturedState, num_ranks: int, rank: int) -> list[tuple[int, Item]]:
-    """Return what one rank of a group, and its replicas, have to write; values are numbered after tensors."""
+    """Return what one rank of a group, and its replicas, have to write; values are numbered after tensors.
+
+    Values that only this rank may have are not among them: who has them writes them all.
+    """
     everybody = tuple(range(num_ranks))
     totals = _totals(state.holdings)
-    if state.values:
-        totals[everybody] += _VALUE_BYTES * len(state.values)
+    values = state.values if state.is_replicated else []
+    if values:
+        totals[everybody] += _VALUE_BYTES * len(values)
     quotas = balance_quotas(totals, num_ranks)
     classes: dict[Holders, list[tuple[int, Item]]] = {}
     pieces: list[tuple[int, Item]] = []
+    # They count where ranks divide what they hold, all the same: ranks need not agree on who owns what.
+    own = {number for number, tensor in enumerate(state.holdings) if tensor.is_ranks_own and tensor.held}
+    for number in sorted(own):
+        tensor, box = state.holdings[number], state.holdings[number].held[0].box
+        pieces.append((number, Item(tensor.fqn, box, tensor.itemsize, box.sizes, (rank,))))
     for number, tensor in enumerate(state.holdings):
         for held in tensor.local:
             # Cut as if the box were all of the tensor, so in rows: what a share has of it is one run of memory to stage.
             item = Item(tensor.fqn, held.box, tensor.itemsize, held.box.sizes, held.ranks)
             # Where nobody of this group knows of it but this rank, it is this rank's.
             (classes.setdefault(held.ranks, []) if tensor.is_derivable else pieces).append((number, item))
-    for number, value in enumerate(state.values, len(state.holdings)):
+    for number, value in enumerate(values, len(state.holdings)):
         item = Item(value.fqn, Box((0,), (_VALUE_BYTES,)), 1, (_VALUE_BYTES,), everybody, is_whole=True)
         classes.setdefault(everybody, []).append((number, item))
     for ranks, items in classes.items():
         for share in cut_by_quotas([item for _, item in items], quotas[ranks])[ranks.index(rank)]:
             number, item = items[share.item]
-            pieces.append((number, item._replace(box=share.box)))
+            if number not in own:
+                pieces.append((number, item._replace(box=share.box)))
     return pieces
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 logger = logging.getLogger(__name__)
+_MAX_OWN_BYTES = 128 * 1024
+"""Smaller tensors that no optimizer owns are written by each rank: statistics and random states, which differ."""
 
 
 class OwnedBox(NamedTuple):
@@ -49,6 +51,8 @@ class TensorHoldings(NamedTuple):
     """Every rank of the group comes to the same `held`."""
     is_same_in_groups: bool = True
     """All replica groups hold the same bits of it; False: each has its own."""
+    is_ranks_own: bool = False
+    """All ranks of the group hold it whole, and may hold other things in it."""
 
 
 class Layout(NamedTuple):
@@ -64,6 +68,8 @@ class Layout(NamedTuple):
     placements: tuple[Placement, ...] = ()
     is_same_in_groups: bool = True
     """As in `TensorHoldings`."""
+    is_ranks_own: bool = False
+    """As in `TensorHoldings`."""
     declared: Sequence[tuple[Box, Sequence[int]]] | None = None
     """The holders that its adapter names, unchecked."""
 
@@ -73,7 +79,15 @@ def layout_of(fqn: str, tensor: torch.Tensor, *, num_ranks: int, is_same_in_grou
     itemsize = tensor.element_size()
     adapter = adapter_of(tensor)
     if adapter is None:
-        return Layout(fqn, tensor.shape, itemsize, True, is_same_in_groups=is_same_in_groups)
+        is_small = tensor.numel() * itemsize < _MAX_OWN_BYTES
+        return Layout(
+            fqn,
+            tensor.shape,
+            itemsize,
+            True,
+            is_same_in_groups=is_same_in_groups,
+            is_ranks_own=is_small and num_ranks > 1 and not is_same_in_groups,
+        )
     if isinstance(adapter, DTensorAdapter):  # a class that derives from DTensor may have another
         dtensor = cast("DTensor", tensor)
         placements = tuple(dtensor.placements)
@@ -101,7 +115,7 @@ class HoldingsIndex:
     def __init__(self, rank: int, num_ranks: int, *, is_replicated: bool = True) -> None:
         self.num_ranks = num_ranks
         self._rank = rank
-        self._is_replicated = is_replicated
+        self.is_replicated = is_replicated
         self._known: dict[object, tuple[list[OwnedBox], list[OwnedBox]]] = {}
         self._of_meshes: weakref.WeakKeyDictionary[Any, dict[object, tuple[list[OwnedBox], list[OwnedBox]] | None]] = (
             weakref.WeakKeyDictionary()
@@ -119,7 +133,10 @@ class HoldingsIndex:
         fqn, shape, itemsize = layout.fqn, tuple(layout.shape), layout.itemsize
         if layout.is_whole:
             held, mine = self._whole(shape)
-            return TensorHoldings(fqn, shape, itemsize, held, mine, self._is_replicated, layout.is_same_in_groups)
+            is_own = layout.is_ranks_own and self.is_replicated
+            return TensorHoldings(
+                fqn, shape, itemsize, held, mine, self.is_replicated, layout.is_same_in_groups, is_own
+            )
         own = [box for box in boxes if box.volume]
         known = None if layout.mesh is None else self._on_mesh(shape, layout.mesh, layout.placements)
         if layout.declared is not None:
@@ -131,7 +148,7 @@ class HoldingsIndex:
 
     def _whole(self, shape: tuple[int, ...]) -> tuple[list[OwnedBox], list[OwnedBox]]:
         if shape not in self._known:
-            ranks = tuple(range(self.num_ranks)) if self._is_replicated else (self._rank,)
+            ranks = tuple(range(self.num_ranks)) if self.is_replicated else (self._rank,)
             held = [OwnedBox(whole(shape), ranks)] if 0 not in shape else []
             self._known[shape] = held, held
         return self._known[shape]

@@ -440,9 +440,10 @@ class SaveWorker:
             return True
         shares = {task.writers.share_of(SavingRank(*part.name[:2]), part.name.fill) for part in checkpoint.parts}
         if not checkpoint.left_aside and len(shares) == task.writers.num_members:
+            advice = " (stages of a pipeline need is_replicated=False)" if self._state.is_replicated else ""
             raise CheckpointDamagedError(
                 f"checkpoint {task.name} is not whole although all shares are there, so the ranks of a group did not divide it"
-                f" alike (stages of a pipeline need is_replicated=False): {why_not}",
+                f" alike{advice}: {why_not}",
                 str(task.name),
             )
         logger.info("checkpoint %s is not whole yet: %s", task.name, why_not)

@@ -1,0 +1,275 @@
+"""One name for several things: what each rank, stage and expert saves under it comes back to it on the same ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.cold_members import Job as ColdJob
+from support.cold_members import Member
+from support.name_twins import Job, State, StateOf, local, made, on_mesh
+from torch.distributed import checkpoint as dcp
+
+from torchft_ckpt.__main__ import main
+from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
+
+
+def empty(state_of: StateOf) -> StateOf:
+    """The same state with zeros in it."""
+
+    def zeroed(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                return value.zero_()
+        if isinstance(value, dict):
+            return {key: zeroed(item) for key, item in value.items()}
+        return None if isinstance(value, (int, float)) else value
+
+    return lambda rank: zeroed(state_of(rank))
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return local(value) if isinstance(value, torch.Tensor) else value
+
+
+def stages(*teams: list[int], size: int = 6) -> StateOf:
+    """Stages of a pipeline, each on a mesh of its own, whose optimizers count their parameters from 0."""
+
+    def state_of(rank: int) -> State:
+        (stage,) = (number for number, team in enumerate(teams) if rank in team)
+        full = torch.arange(float(size)) + 100 * stage
+        return {
+            "optim": {
+                "state": {0: {"exp_avg": on_mesh(full, rank, teams[stage], 0), "step": torch.tensor(stage + 1.0)}},
+                "param_groups": [{"lr": 0.1 * stage, "params": [0]}],
+            },
+            f"layer{stage}": {"weight": on_mesh(full + 1000, rank, teams[stage], 0)},
+        }
+
+    return state_of
+
+
+def experts(rank: int) -> State:
+    """Experts that each rank counts from 0."""
+    return {"experts": {"0.weight": torch.full((3,), 100.0 + rank)}, "seen": 10 + rank}
+
+
+def statistics(rank: int) -> State:
+    """FSDP2 with BatchNorm: parameters in shards, plain statistics and a random state of each rank."""
+    return {
+        "linear": on_mesh(torch.arange(8.0), rank, range(2), 0),
+        "mean": torch.full((5,), 10.0 + rank),
+        "rng": torch.tensor([rank, 7], dtype=torch.uint8),
+    }
+
+
+def guard(*states: State) -> list[torch.optim.Optimizer]:
+    """An optimizer that owns something else than all of the state."""
+    return [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)]
+
+
+@pytest.mark.parametrize("mode", [*SaveMode])
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("teams", [[[0, 1], [2, 3]], [[0, 1, 2], [3]], [[0, 3], [1, 2]], [[0], [1], [2], [3]]])
+def test_each_stage_of_a_pipeline_gets_its_own_state_back(
+    tmp_path: Path, teams: list[list[int]], num_replicas: int, restores: bool, mode: SaveMode
+) -> None:
+    """Stage 1 once got the moments of stage 0, because both call them 0."""
+    job = Job(tmp_path, 4, num_replicas=num_replicas, is_replicated=False, mode=mode)
+    assert not job.save(stages(*teams))
+    loaded = job.load(empty(stages(*teams)), restores=restores)
+    assert [plain(state) for state in loaded] == [plain(was) for was in made(stages(*teams), 4)]
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_experts_by_local_number_are_each_ranks_own(
+    tmp_path: Path, restores: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, 2, is_replicated=False)
+    assert not job.save(experts)
+    loaded = job.load(empty(experts), restores=restores)
+    assert [plain(state) for state in loaded] == [plain(experts(rank)) for rank in range(2)]
+    with caplog.at_level(logging.WARNING):
+        (alone,) = job.load(empty(experts), 1, restores=restores)
+    assert plain(alone) == plain(experts(0)), "on another layout it is the first rank's, and nobody is refused"
+    assert "did not hold the same bytes of experts.0.weight" in caplog.text
+    assert "all others what rank 0 of replica 0 had" in caplog.text, "it says whose"
+
+
+def test_who_looks_or_exports_is_told_whose_copies_differ_and_gets_the_first_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not Job(tmp_path, 2, is_replicated=False).save(experts)
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert "did not hold the same bytes of experts.0.weight" in capsys.readouterr().out
+    assert main(["checkpoints", "export", str(tmp_path), "-o", str(tmp_path / "state.safetensors")]) == 0
+    assert "left out: all but the first copies: those who saved it did not hold" in capsys.readouterr().err
+    assert load_file(tmp_path / "state.safetensors")["experts.0.weight"].tolist() == [100.0] * 3
+
+
+def test_names_by_parameter_make_a_whole_checkpoint_that_any_layout_reads(tmp_path: Path) -> None:
+    """As torchtitan has them (`flatten_optimizer_state_dict`): no rank knows the names of the others."""
+
+    def state_of(*teams: list[int]) -> StateOf:
+        def of_rank(rank: int) -> State:
+            state: State = {"optim": {}, "loader": {f"dp_rank_{rank}": rank}}
+            for stage in range(2):
+                team = teams[stage % len(teams)]
+                if rank in team:
+                    full = torch.arange(6.0) + 100 * stage
+                    state["optim"][f"state.layer{stage}.exp_avg"] = on_mesh(full, rank, team, 0)
+                    state["optim"][f"param_groups.layer{stage}.lr"] = 0.1 * (stage + 1)
+            return state
+
+        return of_rank
+
+    job = Job(tmp_path, 4, num_replicas=2, is_replicated=False)
+    assert not job.save(state_of([0, 1], [2, 3]))
+    two = empty(state_of([0, 1]))
+    loaded = job.load(lambda rank: {"optim": two(rank)["optim"]}, 2)
+    assert loaded[1]["optim"]["param_groups.layer1.lr"] == 0.2
+    assert local(loaded[1]["optim"]["state.layer1.exp_avg"]) == [103.0, 104.0, 105.0]
+    name = str(job.checkpoint.name)
+    here = {"optim": {"param_groups.layer1.lr": None}, "loader": {f"dp_rank_{rank}": None for rank in range(4)}}
+    dcp.load(here, checkpoint_id=tmp_path / name, no_dist=True)
+    assert here == {"optim": {"param_groups.layer1.lr": 0.2}, "loader": {f"dp_rank_{rank}": rank for rank in range(4)}}
+
+
+@pytest.mark.parametrize("restores", [False, True])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_statistics_and_random_state_come_back_to_their_rank_or_all_of_them_from_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, restores: bool, num_replicas: int
+) -> None:
+    job = Job(tmp_path, 2, num_replicas=num_replicas)
+    assert not job.save(statistics, guard())
+    loaded = job.load(empty(statistics), restores=restores)
+    assert [plain(state) for state in loaded] == [plain(was) for was in made(statistics, 2)]
+
+    def alone(rank: int) -> State:
+        return {**statistics(0), "linear": torch.zeros(8)}
+
+    with caplog.at_level(logging.WARNING):
+        (state,) = job.load(empty(alone), 1, restores=restores)
+    assert plain(state) == {**plain(statistics_of_first()), "linear": [*range(8)]}
+    assert "did not hold the same bytes of mean; rng; in groups of 2 ranks" in caplog.text
+
+
+def statistics_of_first() -> State:
+    return {"mean": torch.full((5,), 10.0), "rng": torch.tensor([0, 7], dtype=torch.uint8)}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_large_or_owned_or_of_nobody_knows_whom_is_written_once(tmp_path: Path, is_known: bool) -> None:
+    large = torch.ones(40_000)
+    weight = torch.nn.Parameter(torch.ones(300))
+
+    def state_of(rank: int) -> State:
+        return {"large": large, "weight": weight} | ({} if is_known else {"small": torch.ones(300)})
+
+    job = Job(tmp_path, 2)
+    assert not job.save(state_of, [torch.optim.SGD([weight], lr=0.1)] if is_known else [])
+    written = {
+        name: sum(piece.box.volume for piece in tensor.pieces) for name, tensor in job.checkpoint.tensors.items()
+    }
+    assert written == {name: tensor.numel() for name, tensor in state_of(0).items()}
+
+
+def test_a_save_is_whole_if_ranks_do_not_agree_on_what_their_optimizers_own(tmp_path: Path) -> None:
+    """As with an optimizer that each rank has a part of."""
+    weights = [torch.nn.Parameter(torch.full((size,), float(size))) for size in (30_000, 20_000, 9_000, 100, 7)]
+
+    def state_of(rank: int) -> State:
+        return {str(number): weight for number, weight in enumerate(weights)}
+
+    job = Job(tmp_path, 3)
+    owned = {rank: [torch.optim.SGD(weights[rank::3], lr=0.1)] for rank in range(3)}
+    assert not job.save(state_of, optimizers_of=owned.__getitem__)
+    zeros: StateOf = lambda rank: {name: torch.zeros(weight.shape) for name, weight in state_of(rank).items()}  # noqa: E731
+    for num_ranks in (3, 2):
+        for state in job.load(zeros, num_ranks):
+            assert plain(state) == plain(state_of(0))
+
+
+# Together
+
+
+@pytest.fixture
+def job_of() -> Iterator[Callable[[int], ColdJob]]:
+    jobs: list[ColdJob] = []
+
+    def make(num_members: int) -> ColdJob:
+        jobs.append(ColdJob(num_members))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+
+
+def mixed(rank: int) -> State:
+    """What is equal, and what is not, under one name on both ranks."""
+    return {"equal": torch.arange(500_000.0), "own": torch.full((100_000,), 1.0 + rank)}
+
+
+def reads_as(member: Member, num_ranks: int = 2) -> None:
+    assert member.attempt is not None
+    member.reader.read_as(member.number % num_ranks, num_ranks)
+    member.fills()
+
+
+@pytest.mark.parametrize("num_members", [2, 4])
+def test_ranks_that_start_together_share_what_is_equal_and_nothing_else(
+    tmp_path: Path, num_members: int, job_of: Callable[[int], ColdJob], caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = Job(tmp_path, 2, is_replicated=False)
+    assert not saved.save(mixed)
+    caplog.clear()
+    job = job_of(num_members)
+    members = job.starts(lambda _: [saved.storage])
+    with caplog.at_level(logging.WARNING):
+        job.do(lambda member: member.reads(reads_as))
+    for member in members:
+        got = {name: tensor for (name, _), tensor in member.got.items()}
+        assert all(torch.equal(got[name], tensor) for name, tensor in mixed(member.number % 2).items())
+        assert member.num_members == num_members
+    equal, own = (tensor.nbytes for tensor in mixed(0).values())
+    assert (
+        sum(member.num_read for member in members) <= 1.02 * (equal + num_members * own) + 2 * num_members * 64 * 1024
+    )
+    assert caplog.text.count("did not hold the same bytes of own") == num_members
+
+
+def test_a_rank_whose_own_copy_nobody_can_read_gets_the_first_one_as_before(
+    tmp_path: Path, job_of: Callable[[int], ColdJob]
+) -> None:
+    saved = Job(tmp_path, 2, is_replicated=False)
+    assert not saved.save(mixed)
+    (data,) = tmp_path.glob("*/__r0_g1_f0.distcp")
+    content = bytearray(data.read_bytes())
+    at = content.find(torch.full((100_000,), 2.0).numpy().tobytes())
+    content[at] ^= 1
+    data.write_bytes(content)
+    job = job_of(2)
+    members = job.starts(lambda _: [saved.storage])
+    job.do(lambda member: member.reads(reads_as))
+    for member in members:
+        assert all(float(tensor[0]) == 1.0 for (name, _), tensor in member.got.items() if name == "own")
+
+
+def test_members_on_another_layout_get_one_ranks_copies(tmp_path: Path, job_of: Callable[[int], ColdJob]) -> None:
+    saved = Job(tmp_path, 2, is_replicated=False)
+    assert not saved.save(mixed)
+    job = job_of(3)
+    members = job.starts(lambda _: [saved.storage])
+    job.do(lambda member: member.reads(lambda one: reads_as(one, 3)))
+    for member in members:
+        got = {name: tensor for (name, _), tensor in member.got.items()}
+        assert all(torch.equal(got[name], tensor) for name, tensor in mixed(0).items())
