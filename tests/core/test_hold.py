@@ -285,3 +285,22 @@ def test_who_took_the_state_of_one_that_stood_in_loads_again_when_a_known_holder
         member.ends()
         member.asks(at_end=True, reach_s=0.1)
     assert [source.replica_id for source in c.formed.sources] == ["a:1"]
+
+
+def test_nobody_is_needed_any_more_once_one_has_come_that_must_not_load() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=1.0, join_budget_s=0.5)
+    b.dies()
+    a.asks()
+    c = job.join("c", loads_at_end=True)
+    c.asks()
+    c.ends()
+    c.asks(at_end=True, reach_s=0.1)
+    job.passes(5.0)
+    assert job.lighthouse._holds.is_on and c.formed is not None and c.formed.held, "it is needed, and silent"
+    d = job.join("d", loads_at_end=True)
+    d.asks(allow_heal=False)
+    job.passes(1.0)
+    assert [m.hears()[-1].split()[-1] for m in (a, d)] == ["healthy", "idle"]
+    a.votes()
+    assert a.step == 3
