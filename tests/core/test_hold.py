@@ -304,3 +304,16 @@ def test_nobody_is_needed_any_more_once_one_has_come_that_must_not_load() -> Non
     assert [m.hears()[-1].split()[-1] for m in (a, d)] == ["healthy", "idle"]
     a.votes()
     assert a.step == 3
+
+
+def test_what_a_loop_has_frozen_as_its_iteration_ends_does_not_keep_it_from_coming_in() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1, frozen="0 to 3")
+    for member in (a, b):
+        member.asks(can_serve=True, frozen="none")
+    assert job.lighthouse._holds.is_on
+    c.comes_in()
+    c.asks(frozen="none")
+    assert [m.hears()[-1] for m in (a, b, c)] == ["quorum 2 step 2 healthy"] * 3
