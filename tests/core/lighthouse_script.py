@@ -205,6 +205,7 @@ class Member:
         kind: str = "",
         at_end: bool = False,
         top_s: float = 0.0,
+        frozen: str = "",
         shows: str = "",
         **leaves: str,
     ) -> None:
@@ -233,7 +234,11 @@ class Member:
         )
         self.says(
             msgspec.structs.replace(
-                request, num_collectives=num_collectives, collectives_by_rank=list(by_rank), can_load=can_load
+                request,
+                num_collectives=num_collectives,
+                collectives_by_rank=list(by_rank),
+                can_load=can_load,
+                frozen=frozen,
             )
         )
 

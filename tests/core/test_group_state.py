@@ -331,7 +331,12 @@ ANY_RANK_MESSAGE = st.one_of(
     st.builds(GiveUpWaiting, quorum_id=st.integers(2, 3), epoch=st.just("e"), step=st.just(4)),
     st.builds(LocateState, request_id=st.integers(1, 3), version=st.just(PROVEN), has_finished=st.booleans()),
     st.builds(JoinProgress, quorum_id=st.just(2), step=st.just(4), reach_s=st.sampled_from([0.0, 2.0, 9.0])),
-    st.builds(StateArrived, request_id=st.integers(1, 3), failure=st.sampled_from(["", "the source is gone"])),
+    st.builds(
+        StateArrived,
+        request_id=st.integers(1, 3),
+        failure=st.sampled_from(["", "the source is gone"]),
+        again=st.booleans(),
+    ),
     st.builds(StateLate, request_id=st.integers(1, 3)),
     st.builds(LeaveWish, is_told=st.booleans(), reason=st.just("SIGTERM")),
     st.builds(Leave, as_wished=st.booleans()),
@@ -421,6 +426,40 @@ def test_ranks_load_a_state_when_all_of_them_have_fetched_it() -> None:
     assert loading(group.handle(RankMessage(1, arrived()))) == []
     assert loading(group.handle(RankMessage(0, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
     assert group.handle(RankMessage(0, StateLate(request_id=1))) == [], "it has been told, and is about to hear it"
+
+
+def came_in_again(rank: int, *, loads: bool = False, failure: str = "") -> RankMessage:
+    return RankMessage(rank, StateArrived(request_id=1, loads=loads, failure=failure, again=True))
+
+
+def test_ranks_that_have_loaded_a_state_load_it_again_where_one_of_them_has_changed_it() -> None:
+    group = open_step(role=Role.LEARNER)
+    for rank in (0, 1):
+        group.handle(RankMessage(rank, arrived()))
+    for moved in (True, False):
+        assert group.handle(came_in_again(1, loads=moved)) == []
+        told = [i.message for i in group.handle(came_in_again(0)) if isinstance(i, SendToRank)]
+        assert [(m.loading, m.loads) for m in told if isinstance(m, LoadState)] == [(Loading.NOW, moved)] * 2
+
+
+def test_no_rank_loads_again_where_one_cannot_or_has_asked_for_the_next_step() -> None:
+    group = open_step(role=Role.LEARNER)
+    for rank in (0, 1):
+        group.handle(RankMessage(rank, arrived()))
+    why = "group rank 1: it has written to it"
+    assert loading(group.handle(came_in_again(1, failure="it has written to it"))) == [
+        (0, Loading.NEVER, why),
+        (1, Loading.NEVER, why),
+    ]
+    ((rank, never, _),) = loading(group.handle(came_in_again(0, loads=True)))
+    assert (rank, never) == (0, Loading.NEVER), "it is answered, though it came late"
+
+    group = open_step(role=Role.LEARNER)
+    for rank in (0, 1):
+        group.handle(RankMessage(rank, arrived()))
+    group.handle(RankMessage(1, request(2)))
+    ((rank, never, _),) = loading(group.handle(came_in_again(0, loads=True)))
+    assert (rank, never) == (0, Loading.NEVER)
 
 
 def test_where_one_rank_does_not_wait_none_loads_before_its_forward_pass_and_all_do_at_the_vote() -> None:

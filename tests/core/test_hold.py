@@ -227,3 +227,93 @@ def test_one_that_was_needed_is_waited_for_no_longer_than_allowed_once_another_h
     assert job.lighthouse._holds.is_on, "there is time left for the other one"
     job.passes(1.0)
     assert [m.hears()[-1].split()[-1] for m in (a, c)] == ["healthy", "healthy"]
+
+
+def first_holder_dies(*names: str) -> tuple[Job, list[Member]]:
+    """Groups that have received the first state after their forward pass, from one that is gone, and may hold it or not."""
+    job = Job(least=3)
+    members = [job.join(name, loads_at_end=True) for name in names]
+    for member in members:
+        member.asks()
+    first, *others = members
+    for member in others:
+        member.replica.load_finished(first.replica.version, before_forward=False)
+    first.dies()
+    for member in others:
+        member.votes(load=False)
+    assert all(m.replica.unverified and m.replica.version.proven for m in others)
+    return job, others
+
+
+def test_those_who_have_taken_the_state_of_one_that_stands_in_are_holders_as_it_is() -> None:
+    job, (b, c) = first_holder_dies("a", "b", "c")
+    d = job.join("d", loads_at_end=True)
+    for member in (b, c, d):
+        member.asks()
+    for member in (d, c):
+        assert member.replica.warms_up
+        member.ends()
+        member.asks(at_end=True, reach_s=0.1)
+    assert job.lighthouse._holds.is_on and [source.replica_id for source in d.formed.sources] == ["b:1"]
+    for member in (c, d):
+        member.comes_in()
+        member.asks()
+    assert [m.hears()[-1].split()[-1] for m in (b, c, d)] == ["healthy"] * 3
+    assert all(m.formed.unverified for m in (b, c, d))
+    for member in (b, c, d):
+        member.votes()
+    assert not any(m.replica.unverified for m in (b, c, d))
+
+
+def test_who_took_the_state_of_one_that_stood_in_loads_again_when_a_known_holder_is_back() -> None:
+    job, (b, c, e) = first_holder_dies("a", "b", "c", "e")
+    a = job.members["a:1"]
+    for member in (b, c, e):
+        member.asks()
+    for member in (c, e):
+        member.ends()
+        member.asks(at_end=True, reach_s=0.1)
+    c.comes_in()
+    c.asks()
+    assert job.lighthouse._holds.is_on, "the other one has not come yet"
+    a.is_stopped = False
+    a.connects()
+    a.asks()
+    e.dies()
+    assert b.replica.warms_up and c.replica.warms_up
+    for member in (b, c):
+        member.ends()
+        member.asks(at_end=True, reach_s=0.1)
+    assert [source.replica_id for source in c.formed.sources] == ["a:1"]
+
+
+def test_nobody_is_needed_any_more_once_one_has_come_that_must_not_load() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=1.0, join_budget_s=0.5)
+    b.dies()
+    a.asks()
+    c = job.join("c", loads_at_end=True)
+    c.asks()
+    c.ends()
+    c.asks(at_end=True, reach_s=0.1)
+    job.passes(5.0)
+    assert job.lighthouse._holds.is_on and c.formed is not None and c.formed.held, "it is needed, and silent"
+    d = job.join("d", loads_at_end=True)
+    d.asks(allow_heal=False)
+    job.passes(1.0)
+    assert [m.hears()[-1].split()[-1] for m in (a, d)] == ["healthy", "idle"]
+    a.votes()
+    assert a.step == 3
+
+
+def test_what_a_loop_has_frozen_as_its_iteration_ends_does_not_keep_it_from_coming_in() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1, frozen="0 to 3")
+    for member in (a, b):
+        member.asks(can_serve=True, frozen="none")
+    assert job.lighthouse._holds.is_on
+    c.comes_in()
+    c.asks(frozen="none")
+    assert [m.hears()[-1] for m in (a, b, c)] == ["quorum 2 step 2 healthy"] * 3

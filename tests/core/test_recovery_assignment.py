@@ -226,6 +226,7 @@ HOLDERS = st.builds(
     can_serve=st.booleans(),
     unverified=st.sampled_from([False, False, True]),
     min_contributors=st.integers(0, 3),
+    stands_in=st.booleans(),
 )
 
 
@@ -260,11 +261,12 @@ def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow
         member = by_id[part.replica_id]
         assert not member.torn
         assert member.version == result.version or (result.is_first and member.version.step == result.version.step)
-    # An unverified one is healthy only where no verified one holds the state, and alone.
+    # An unverified one is healthy only where no verified one holds the state, and alone or with those of its very state.
     if not result.is_first:
         verified = [m for m in whole if m.version == result.version and not m.unverified]
         assert result.unverified == (not verified)
-        assert len(healthy) == (1 if result.unverified else len(verified))
+        alike = [m for m in whole if m.version == result.version and m.stands_in]
+        assert len(healthy) == (max(1, len(alike)) if result.unverified else len(verified))
         assert result.unverified == any(by_id[part.replica_id].unverified for part in healthy)
     # Who has to heal has a source that is healthy and knows of it, and so has who compares, if there is one that can serve;
     # nobody else has one.

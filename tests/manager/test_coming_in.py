@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.stores import hosted_store
 from test_joining_a_running_job import Run
-from test_manager_in_process import Replica
+from test_manager_in_process import Replica, together
+from test_ranks_load_together import Inner, Rank, Slow, group
 
-from torchft_ckpt import Manager
+from torchft_ckpt import LighthouseServer, Manager
 from torchft_ckpt.manager import coming_in
 from torchft_ckpt.manager.saving import NotSaving, save_identity
 
@@ -102,6 +104,50 @@ def test_a_large_tensor_that_the_loop_changes_is_received_again_and_copied_from_
     assert len({str(replica.average) for replica in (*run.at_work, joined)}) == 1
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
     run.close(joined)
+
+
+@pytest.mark.slow
+def test_all_ranks_of_a_group_load_again_where_the_loop_of_one_has_changed_something(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What `load_state_dict` calls collectives for, as those of sharded models do, all ranks of a group load, or none."""
+    inner, loads = Inner(2), [0, 0]
+
+    class Moving(Rank):
+        def __init__(self, *args: Any, rank: int, **options: Any) -> None:
+            self.rank, self.has_moved = rank, False
+            super().__init__(*args, rank=rank, **options)
+
+        def load(self, state: dict[str, Any]) -> None:
+            inner.call(self.rank, "load")
+            super().load(state)
+            loads[self.rank] += 1
+
+        def train(self, last_step: list[int]) -> None:
+            try:
+                assert not self.step()
+                if self.rank == 1:
+                    self.sgd.param_groups[0]["momentum"] = 5.0
+                    self.model.bias.data.add_(1)
+                super().train(last_step)
+            except BaseException:
+                last_step.append(self.manager.current_step() + 3)  # the others end too
+                raise
+
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    stores = [hosted_store(), hosted_store()]
+    stays = group(server, "stays", stores[0], [Slow(), Slow()])
+    together(stays, lambda replica: [replica.step() for _ in range(2)])
+    back = group(server, "comes_back", stores[1], [Slow(), Slow()], Moving)
+    last_step: list[int] = []
+    with caplog.at_level(logging.WARNING, "torchft_ckpt"):
+        together([*stays, *back], lambda rank: rank.train(last_step))  # type: ignore[attr-defined]
+    assert loads == [2, 2] and "default.model.bias" in caplog.text and "it is put back" in caplog.text
+    assert len({str(rank.bits()) for rank in (stays[1], back[1])}) == 1
+    assert [rank.manager.statistics().num_discarded for rank in stays] == [0, 0]
+    for rank in [*stays, *back]:
+        rank.manager.shutdown()
+    server.shutdown()
 
 
 def test_a_loop_that_skips_iterations_without_a_vote_loads_as_the_third_one_begins(

@@ -7,7 +7,7 @@ tensors are copied. Of a large tensor it is seen whether the loop has written to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,26 +56,36 @@ class CameIn:
         """It does not matter any more what was loaded."""
         self._version, self._found, self._state = None, {}, {}
 
-    def put_back(self, version: StateVersion, *, goes_on: bool = False) -> tuple[bool, list[str]]:
+    def put_back(
+        self, version: StateVersion, *, goes_on: bool = False, agree: Callable[[bool | None], bool] | None = None
+    ) -> tuple[bool, list[str]]:
         """Load what the loop has changed since; return whether that is all it has changed, and the names of what it has.
 
         Args:
             version: of the state that is here. If it is another one, what was held is forgotten.
             goes_on: hold it on.
+            agree: says to the other ranks of this group whether this one has to load, or that it cannot (None), and returns
+                whether all of them load. What loads may be a collective of theirs.
         """
         held, found, state = self._version, self._found, self._state
         if held != version or not goes_on:
             self.forget()
         if held != version:
+            if agree is not None:
+                agree(None)
             return True, []
         here = dict(self._leaves(self._registry.capture(), ""))
         moved = [path for path in {**found, **here} if not _is_same(found.get(path), here.get(path))]
         lost = [path for path in moved if isinstance(found.get(path), _Mark)]
         self._written.update(lost)
         keys = [key for key in state if any(path == key or path.startswith(f"{key}.") for path in moved)]
-        if keys and not lost:
+        if agree is None:
+            has_loaded = bool(keys) and not lost
+        else:  # the other ranks may have moved something else
+            has_loaded, keys = agree(bool(moved)), [*state]
+        if has_loaded:
             self._registry.load(self._copied(fixed(state), ""), keys)  # the loop may keep what it is given
-        return not lost, [*moved, *self._registry.take_settings(self._own)]
+        return not lost and (has_loaded or not moved), [*moved, *self._registry.take_settings(self._own)]
 
     def _is_copied(self, tensor: torch.Tensor, path: str) -> bool:
         return tensor.nbytes <= MAX_COPIED_BYTES or path in self._written

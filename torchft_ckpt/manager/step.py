@@ -36,7 +36,14 @@ from torchft_ckpt.core.coordination.messages import (
 from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
 from torchft_ckpt.core.training.graphs import OpenGraphs
 from torchft_ckpt.core.training.taking import StepTaking
-from torchft_ckpt.errors import ConfigError, GroupLeftError, NoQuorumError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    GroupLeftError,
+    NoQuorumError,
+    ProcessGroupAbortedError,
+    ProcessGroupError,
+)
 from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
 from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
 from torchft_ckpt.manager.clearing import Clearing
@@ -313,14 +320,17 @@ class Steps:
         """
         if not self._came_in.is_held:
             return
+        agree = None if self._recovery.is_alone else self._agree_to_put_back
         if self._has_written:  # for the step that begins, or for the one before: nobody can tell
             self._came_in.forget()
             self._client.load_torn()
+            if agree is not None:
+                agree(None)
             return
-        is_whole, moved = self._came_in.put_back(self._client.view().version, goes_on=goes_on)
+        is_whole, moved = self._came_in.put_back(self._client.view().version, goes_on=goes_on, agree=agree)
         if not moved:
             return
-        what = "it is put back" if is_whole else "that was not copied: it is received again, and copied from now on"
+        what = "it is put back" if is_whole else "that cannot be put back: it is received again"
         logger.warning(
             "%s: after should_commit had returned False the loop has changed what belongs to a step (%s): %s. Change it only if"
             " the step counts",
@@ -330,6 +340,15 @@ class Steps:
         )
         if not is_whole:
             self._client.load_torn()
+
+    def _agree_to_put_back(self, loads: bool | None) -> bool:
+        """Return whether the ranks of this group load the state that they came in with again. None: this one cannot."""
+        failure = "it holds another state, or has written to it" if loads is None else ""
+        try:
+            return self._client.agree_to_load_again(self._limit, loads=bool(loads), failure=failure)
+        except CheckpointError as error:
+            logger.warning("%s: %s", self._client.replica_id, error)
+            return False
 
     def _begin(self, wishes: StepWishes, limit: timedelta) -> None:
         """Ask for a quorum, and do what comes before the forward pass."""

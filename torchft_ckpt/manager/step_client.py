@@ -48,9 +48,11 @@ from torchft_ckpt.core.coordination.messages import (
     Refused,
     ReplicasDiffer,
     StallReport,
+    StateArrived,
     StateLate,
     StateLocated,
     StateVersion,
+    clip,
 )
 from torchft_ckpt.core.coordination.replica import (
     ReplicaSettings,
@@ -361,6 +363,24 @@ class StepClient:
             )
         if heard[-1].loading is Loading.NEVER:
             raise SourceLostError(f"no rank of this group loads the state: {heard[-1].reason}", self.replica_id)
+
+    def agree_to_load_again(self, limit: timedelta, *, loads: bool, failure: str = "") -> bool:
+        """Tell the other ranks whether this one loads the state again that all of them have loaded; return whether one does.
+
+        Raises:
+            SourceLostError, TransferTimeoutError: no rank may load it, as not all of them can.
+        """
+        heard, plan = self._loading, self._plan
+        num_heard, give_up_at = len(heard), time.monotonic() + limit.total_seconds()
+        if plan is not None:
+            request_id = plan.formed.request_id
+            self.send(StateArrived(request_id=request_id, failure=clip(failure), loads=loads, again=True))
+            self._wait_for(lambda: len(heard) > num_heard, give_up_at)
+        if len(heard) == num_heard:
+            raise TransferTimeoutError("not all ranks of this group have said whether they load again", self.replica_id)
+        if heard[-1].loading is not Loading.NOW:
+            raise SourceLostError(f"no rank of this group loads the state again: {heard[-1].reason}", self.replica_id)
+        return heard[-1].loads
 
     @property
     def group_loads(self) -> bool:

@@ -406,7 +406,14 @@ class GroupState:
 
     def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
         asked = self._asked_by.get(rank)
-        if self._quorum is None or asked is None or asked.request_id != message.request_id:
+        is_open = self._quorum is not None and asked is not None and asked.request_id == message.request_id
+        if isinstance(message, StateArrived) and message.again:
+            self._arrivals.begin_again()
+            if not is_open or self._requests or self._arrivals.is_given_up:
+                reason = "another rank of this group asks for the next step already, or holds another state"
+                yield SendToRank(rank, LoadState(request_id=message.request_id, loading=Loading.NEVER, reason=reason))
+                return
+        elif not is_open:
             return  # of a step that is over
         if isinstance(message, StateArrived):
             yield from self._tell_loading(self._arrivals.arrived(rank, message.failure, loads=message.loads))

@@ -32,6 +32,7 @@ from torchft_ckpt.core.coordination.joining import SILENT_S, Joining
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log
 from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, StateVersion, name_some
+from torchft_ckpt.core.coordination.recovery import Assignment
 
 LOOK_AGAIN_S = 0.25
 BEGINS_WITHIN_S = 0.5
@@ -68,6 +69,8 @@ class Holds:
         self._awaited: dict[str, _Awaited] = {}
         self._tried: set[str] = set()
         """Were held for since the last quorum formed."""
+        self._stand_in: set[str] = set()
+        """Where nobody is known to hold the exact state: who stood in, and who came in with the state of those."""
 
     @property
     def is_on(self) -> bool:
@@ -107,12 +110,15 @@ class Holds:
         return min((member.asked.join_budget_s for member in holding), default=0.0)
 
     def begin(
-        self, newcomers: Collection[Member], holding: Collection[Member], version: StateVersion, now: float
+        self, newcomers: Collection[Member], holding: Collection[Member], assignment: Assignment, now: float
     ) -> None:
         """The quorum that these hold the state for is held for newcomers; or for more of them than before."""
         if not self.is_on:
             self._joining.set_limit(holding, now)
-            self._version, self._began = version, now
+            self._version, self._began = assignment.version, now
+        giving = {member.replica_id for member in holding} if assignment.unverified else set()
+        if not giving or not giving <= self._stand_in:
+            self._stand_in = giving
         self._budget_s, self._is_needed = self._budget_of(holding), self._needs(holding)
         for member in newcomers:
             self._awaited[member.replica_id] = _Awaited(now, member.asked.top_s)
@@ -121,6 +127,11 @@ class Holds:
     def quorum_forms(self) -> None:
         """A quorum forms: what comes now is another boundary."""
         self._tried.clear()
+        self._stand_in.clear()
+
+    def stands_in(self, member: Member) -> bool:
+        """Whether a member has the state that was given out in a hold since the last quorum, as no exact one was there."""
+        return member.replica_id in self._stand_in and self._is_held_up(member)
 
     # ------------------------------------------------------------------------------------------------------ in a hold
 
@@ -142,6 +153,8 @@ class Holds:
         for replica_id, awaited in list(self._awaited.items()):
             if self._has_come(replica_id):
                 del self._awaited[replica_id]
+                if self._stand_in:
+                    self._stand_in.add(replica_id)
                 yield Log(f"{replica_id} has the state of step {self._version.step} after {now - awaited.since:.2f} s")
             elif why := self._why_over(replica_id, awaited, stood_s, now):
                 del self._awaited[replica_id]

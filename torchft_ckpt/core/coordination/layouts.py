@@ -101,7 +101,12 @@ def groups_apart(
             alike_as_far_as_known({m: member.layout for m, member in members.items()})
         ).items()
     }
-    alike = {replica_id: member.frozen for replica_id, member in members.items() if replica_id not in found}
+    # What a loop has frozen as its iteration ends may be what it thaws for its next step: it says that when it asks for the step.
+    alike = {
+        replica_id: "" if member.request is not None and member.asked.at_end else member.frozen
+        for replica_id, member in members.items()
+        if replica_id not in found
+    }
     for replica_id, like in apart(alike).items():
         found[replica_id] = _why_apart(members[replica_id].frozen, replica_id, members[like].frozen, like)
     return found

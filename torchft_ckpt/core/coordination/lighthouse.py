@@ -422,6 +422,7 @@ class LighthouseState:
             contributes=request.contributes,
             is_corrected=self._trials.is_corrected(member.replica_id) or self._beside.may_hold_more(member),
             min_contributors=request.min_contributors,
+            stands_in=self._holds.stands_in(member),
         )
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -706,7 +707,7 @@ class LighthouseState:
         is_needed = len(holding) < self._job.min_trainers(holding)
         if not is_needed and not any(member.asked.can_serve for member in holding):
             return  # they capture it before the next step: who forms this quorum is told so
-        self._holds.begin(newcomers, holding, assignment.version, now)
+        self._holds.begin(newcomers, holding, assignment, now)
         for member in newcomers:
             self._trials.comes_in(member.replica_id)
         names = name_some(member.replica_id for member in newcomers)

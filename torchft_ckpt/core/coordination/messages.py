@@ -726,6 +726,8 @@ class StateArrived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Why it will not have it."""
     loads: bool = False
     """It loads that state; of one that compares, because it came to another one."""
+    again: bool = False
+    """It has loaded that state, and its next step begins: it puts back what its loop has changed since, if `loads`."""
 
 
 class StateLate(msgspec.Struct, frozen=True, tag=True, kw_only=True):

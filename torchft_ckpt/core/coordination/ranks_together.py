@@ -5,6 +5,7 @@ rank       says                                      all ranks hear
 joins      `StateArrived`, from each                 `LoadState(NOW)`: all have it
 joins      `StateLate`, from one                     `LoadState(LATER)`: not before the forward pass, but at the vote
 joins      `StateArrived(failure)`, from one         `LoadState(NEVER)`
+came in    `StateArrived(again)`, from each          `LoadState(NOW)`: all put back what their loops have changed, or none does
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ class Arrivals:
         self._told: Loading | None = None
         self.loads = False
         """Whether a rank that has the state loads it."""
+
+    def begin_again(self) -> None:
+        """The ranks have loaded the state, and may load it once more."""
+        if self._told is Loading.NOW:
+            self.begin()
+
+    @property
+    def is_given_up(self) -> bool:
+        return self._told is Loading.NEVER
 
     def arrived(self, rank: int, failure: str, *, loads: bool) -> tuple[Loading, str] | None:
         """A rank has all of the state, and loads it or not; or, where there is a `failure`, will not have it."""

@@ -58,6 +58,8 @@ class Holder:
     is_corrected: bool = False
     """It loads before this step, and its loop may have computed something with its own state before that."""
     min_contributors: int = 1
+    stands_in: bool = False
+    """It is unverified, and nobody who is not was there: it has the state that others have received from it, or it from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,7 @@ def _first_state(
 def _heal_towards(members: Sequence[Holder], version: StateVersion, min_replicas: int) -> Assignment:
     named = [member for member in members if member.version == version and not member.torn]
     verified = [member for member in named if not member.unverified]
-    holders = verified or named[:1]
+    holders = verified or [member for member in named if member.stands_in] or named[:1]
     deferred: tuple[str, ...] = ()
     if not any(member.can_serve for member in holders) and len(holders) >= min_replicas:
         holding = {member.replica_id for member in named}
