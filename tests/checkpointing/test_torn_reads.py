@@ -287,7 +287,7 @@ def test_a_member_that_has_read_its_share_and_cannot_have_the_rest_says_torn(mon
     agreement.checkpoint = Stub()  # type: ignore[attr-defined]
     agreement.checkpoint.name = Stub()  # type: ignore[attr-defined]
     agreement.checkpoint.name.step = STEP  # type: ignore[attr-defined]
-    dealt = shared_read._Dealt(shared_read._OwnWants([]), {0: {}}, [[]])
+    dealt = shared_read._Dealt(shared_read._OwnWants([]), {0: {}}, [[]], alone=[])
     with pytest.raises(StorageError) as caught:
         read._read_dealt(dealt)
     assert says_torn(caught.value)

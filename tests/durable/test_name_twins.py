@@ -101,7 +101,7 @@ def test_experts_by_local_number_are_each_ranks_own(
         (alone,) = job.load(empty(experts), 1, restores=restores)
     assert plain(alone) == plain(experts(0)), "on another layout it is the first rank's, and nobody is refused"
     assert "did not hold the same bytes of experts.0.weight" in caplog.text
-    assert "all others what rank 0 of replica 0 had" in caplog.text, "it says whose"
+    assert "all others get the first copies (rank 0 of replica 0)" in caplog.text, "it says whose"
 
 
 def test_who_looks_or_exports_is_told_whose_copies_differ_and_gets_the_first_ones(

@@ -418,8 +418,8 @@ def differing_copies(checkpoint: Checkpoint) -> str:
     whose = some_of((f"rank {rank} of replica {replica}" for replica, rank in firsts), ", ")
     return (
         f"those who saved it did not hold the same bytes of {some_of(fqn[:120] for fqn in checkpoint.divergent)}; in groups of"
-        f" {checkpoint.parts[0].manifest.num_ranks} ranks each rank gets what the same rank of the first replica had, all"
-        f" others what {whose} had"
+        f" {checkpoint.parts[0].manifest.num_ranks} ranks each rank gets what the same rank wrote, if that is all that it wants"
+        f" of a tensor; all others get the first copies ({whose})"
     )
 
 

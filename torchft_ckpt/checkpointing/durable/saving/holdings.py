@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _MAX_OWN_BYTES = 128 * 1024
 """Smaller tensors that no optimizer owns are written by each rank: statistics and random states, which differ."""
+_MAX_OWN_RANKS = 64
+"""In larger groups they are divided as all others: who reads would have to look through so many copies of each."""
 
 
 class OwnedBox(NamedTuple):
@@ -86,7 +88,7 @@ def layout_of(fqn: str, tensor: torch.Tensor, *, num_ranks: int, is_same_in_grou
             itemsize,
             True,
             is_same_in_groups=is_same_in_groups,
-            is_ranks_own=is_small and num_ranks > 1 and not is_same_in_groups,
+            is_ranks_own=is_small and 1 < num_ranks <= _MAX_OWN_RANKS and not is_same_in_groups,
         )
     if isinstance(adapter, DTensorAdapter):  # a class that derives from DTensor may have another
         dtensor = cast("DTensor", tensor)
