@@ -37,6 +37,19 @@ def discards(members: list[Member]) -> None:
     assert {member.outcomes[-1] for member in members} == {Outcome.DISCARD}
 
 
+def two_have_come_in() -> tuple[Job, tuple[Member, Member, Member]]:
+    """A job of three in which two have died, and come back with a step: the survivor, and these."""
+    job, (a, b, c) = at_work()
+    b.dies()
+    c.dies()
+    b, c = job.join("b", life=2), job.join("c", life=2)
+    for member in (b, c, a):
+        member.asks(can_serve=True)
+    for member in (a, b, c):
+        member.votes()
+    return job, (a, b, c)
+
+
 def told_to_load(members: list[Member]) -> dict[str, set[str]]:
     """Who is told to load before the step, from whom."""
     formed = {m.replica_id[0]: m.formed for m in members if m.formed is not None and m.replica.is_corrected}
@@ -72,14 +85,7 @@ def test_after_a_discarded_step_who_differs_from_most_loads_their_state_and_the_
 
 
 def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -> None:
-    job, (a, b, c) = at_work()
-    b.dies()
-    c.dies()
-    b, c = job.join("b", life=2), job.join("c", life=2)
-    for member in (b, c, a):
-        member.asks(can_serve=True)
-    for member in (a, b, c):
-        member.votes()
+    _, (a, b, c) = two_have_come_in()
     assert a.replica.shows is Shows.SAMPLES
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
@@ -87,14 +93,7 @@ def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -
 
 def test_two_newcomers_alone_do_not_prove_each_other() -> None:
     """Their loops may have made the same of what both had read before: it is said that the first of them stands in."""
-    job, (a, b, c) = at_work()
-    b.dies()
-    c.dies()
-    b, c = job.join("b", life=2), job.join("c", life=2)
-    for member in (b, c, a):
-        member.asks(can_serve=True)
-    for member in (a, b, c):
-        member.votes()
+    job, (a, b, c) = two_have_come_in()
     a.dies()
     ask([b, c], "yy")
     assert (b.formed.role, b.formed.unverified, c.formed.role) == (Role.HEALTHY, True, Role.JOINER)

@@ -372,10 +372,9 @@ class Steps:
         """Return whether to wait for the quorum, what it will need of the state that is here, and what is shown of it."""
         now, registry, began_at = self._client.view(), self._registry, time.monotonic()
         has_to_wait, has_to_capture = self._client.wants()
-        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes) and not self._is_at_end
-        is_shown = (
-            is_shown and not self._has_written
-        )  # what is here is not the state any more with which the step begins
+        # What a loop has written to is not the state any more with which the step begins.
+        is_comparable = not (self._is_at_end or self._has_written)
+        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes) and is_comparable
         has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
         has_to_wait = has_to_wait or self._is_at_end
         self._transport.advance_to(now.version.step)

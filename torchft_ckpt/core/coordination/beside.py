@@ -41,6 +41,7 @@ OUT_OF_TURN_STEPS = 8
 """So long, and so many usual steps, a group stays outside until its loop is at the same optimizer as the others' loops."""
 MAX_KINDS = 64
 WARMS_UP = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
+IS_SPARE = "it is a spare: it waits until a replica group is lost"
 LOADS_AT_END = "it lacks the newest state, and gets it at the end of an iteration that does not count"
 OUT_OF_TURN = (
     "its loop is about to train another optimizer than the loops of the others: it comes in when all train the same one"
@@ -107,9 +108,8 @@ class Beside:
             and (member.version != best or (member.asked.unverified and is_known_here))
         }
         idle = {m.replica_id for m in candidates if self._is_idle_spare(m)}
-        came_in = {
-            m.replica_id for m in candidates if m.asked.loads_at_end and m.version == best
-        }  # it was tried before that
+        # Who was given the state at the end of its iteration was tried before that.
+        came_in = {m.replica_id for m in candidates if m.asked.loads_at_end and m.version == best}
         in_debt = self._joining.in_debt(m for m in candidates if m.replica_id not in idle | came_in)
         joining |= idle | {m.replica_id for m in in_debt}
         budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
@@ -121,7 +121,7 @@ class Beside:
             and (m.replica_id in idle or not self._waits_in_vain(m, now))
         ]
         reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
-        reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
+        reasons |= dict.fromkeys(idle, IS_SPARE)
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
         tried = [m.replica_id for m in in_debt if not reasons[m.replica_id]]
         reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
@@ -166,7 +166,7 @@ class Beside:
         ]
         late = self._out_of_turn([*holding, *(m for m in members if m.replica_id not in idle)], now)
         reasons = dict.fromkeys(late, OUT_OF_TURN)
-        reasons |= dict.fromkeys(idle, "it is a spare: it waits until a replica group is lost")
+        reasons |= dict.fromkeys(idle, IS_SPARE)
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
         tried = [m.replica_id for m in self._joining.in_debt(m for m in members if m.replica_id not in reasons)]
         reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
@@ -271,12 +271,7 @@ class Beside:
 
     # ----------------------------------------------------------------------------- who is taught, and what it is told
 
-    def let_warm_up(
-        self,
-        member: Member,
-        now: float,
-        why: str = WARMS_UP,
-    ) -> Send:
+    def let_warm_up(self, member: Member, now: float, why: str = WARMS_UP) -> Send:
         holding = [other for other in self._job.others_at_work(member) if self._job.holds_newest(other.version)]
         sources = [other.as_source(rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
         return self._answer_outside_quorum(member, 0, why, now, sources=sources, warms_up=True)
@@ -324,9 +319,8 @@ class Beside:
     def _learners(self, others: Collection[str], now: float) -> list[Member]:
         """Return the groups that may train with the others once they know the step: they are behind, and train only a part."""
         asking = [self._job.members[replica_id] for replica_id in self._job.waiting]
-        late = self._out_of_turn(
-            [m for m in asking if m.asked.kind], now
-        )  # else who freezes a network in turn may learn for ever
+        # Else who freezes its networks in turn may learn for ever.
+        late = self._out_of_turn([m for m in asking if m.asked.kind], now)
         layouts = {m.layout: m.layout_text for m in asking if m.replica_id not in others}
         return [
             member

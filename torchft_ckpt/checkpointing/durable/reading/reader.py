@@ -167,7 +167,8 @@ class CheckpointReader(StateReader[Piece]):
 
     def _own_first(self) -> list[SavedPart]:
         """Return the parts, those of this rank before others."""
-        return sorted(self.checkpoint.parts, key=lambda part: self.rank is not None and part.name.rank != self.rank)
+        parts = self.checkpoint.parts
+        return parts if self.rank is None else sorted(parts, key=lambda part: part.name.rank != self.rank)
 
     def _cover(self, name: str, box: Box, reading: Reading[Piece]) -> tuple[list[tuple[Piece, Box]], list[Box]]:
         if reading.rank is not None and name in self.checkpoint.several:
