@@ -198,6 +198,67 @@ def test_a_save_is_whole_if_ranks_do_not_agree_on_what_their_optimizers_own(tmp_
             assert plain(state) == plain(state_of(0))
 
 
+# Replicas that drifted
+
+
+def replicas(drifts: int | None, *, layout: str, size: int) -> StateOf:
+    """Parameters that each rank of a group of four should hold alike, and what Adam keeps of them; one rank drifted."""
+
+    def state_of(rank: int) -> State:
+        ranks, dims = ([[0, 1], [2, 3]], (None, 0)) if layout == "hsdp" else ([0, 1, 2, 3], (None,))
+        more = 0.5 if rank == drifts else 0.0
+
+        def tensor(first: float) -> torch.Tensor:
+            full = torch.arange(float(size)) + first + more
+            return full if layout == "ddp" else on_mesh(full, rank, ranks, *dims)
+
+        return {
+            name: tensor(10.0 * number) for number, name in enumerate(("ln.weight", "ln.bias", "ln.weight.exp_avg"))
+        }
+
+    return state_of
+
+
+@pytest.mark.parametrize(("layout", "size"), [("ddp", 900), ("ddp", 50_000), ("hsdp", 7), ("replicated", 50_000)])
+@pytest.mark.parametrize("drifts", [None, 0, 3])
+def test_a_save_names_what_replicas_of_a_group_do_not_hold_alike(
+    tmp_path: Path,
+    layout: str,
+    size: int,
+    drifts: int | None,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is put together from several ranks, and once nobody said so."""
+    job = Job(tmp_path, 4, num_replicas=2)
+    told = "some ranks do not hold what another rank of their group holds in its place, of ln.weight ("
+    for _ in range(2):
+        caplog.clear()
+        assert not job.save(replicas(drifts, layout=layout, size=size))
+        assert (told in caplog.text) is (drifts is not None), "at the save"
+    if drifts is not None:
+        whose = {0: {"ddp": "1", "replicated": "1", "hsdp": "2"}, 3: dict.fromkeys(("ddp", "replicated", "hsdp"), "3")}
+        assert f"{told}rank {whose[drifts][layout]} of replica 0" in caplog.text
+    caplog.clear()
+    job.load(empty(replicas(None, layout=layout, size=size)))
+    assert (told in caplog.text) is (drifts is not None), "at a load"
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert (told in capsys.readouterr().out) is (drifts is not None), "and to who looks"
+
+
+def test_what_ranks_have_of_their_own_is_no_drift(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for state_of, optimizers, is_replicated in (
+        (statistics, guard(), True),
+        (experts, [], False),
+        (stages([0, 1], [2, 3]), [], False),
+    ):
+        job = Job(
+            tmp_path / state_of.__name__, 4 if not optimizers and not is_replicated else 2, is_replicated=is_replicated
+        )
+        assert not job.save(state_of, optimizers)
+    assert "another rank of their group" not in caplog.text
+
+
 # Together
 
 
@@ -247,8 +308,8 @@ def test_ranks_that_start_together_share_what_is_equal_and_nothing_else(
     assert caplog.text.count("did not hold the same bytes of own") == num_members
 
 
-def test_a_rank_whose_own_copy_nobody_can_read_gets_the_first_one_as_before(
-    tmp_path: Path, job_of: Callable[[int], ColdJob]
+def test_a_rank_whose_own_copy_nobody_can_read_gets_the_first_one_and_is_told(
+    tmp_path: Path, job_of: Callable[[int], ColdJob], caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = Job(tmp_path, 2, is_replicated=False)
     assert not saved.save(mixed)
@@ -262,6 +323,7 @@ def test_a_rank_whose_own_copy_nobody_can_read_gets_the_first_one_as_before(
     job.do(lambda member: member.reads(reads_as))
     for member in members:
         assert all(float(tensor[0]) == 1.0 for (name, _), tensor in member.got.items() if name == "own")
+    assert caplog.text.count("is taken from another rank's, which may be another: own of rank 0") == 1
 
 
 def test_members_on_another_layout_get_one_ranks_copies(tmp_path: Path, job_of: Callable[[int], ColdJob]) -> None:

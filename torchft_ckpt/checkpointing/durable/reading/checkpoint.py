@@ -21,10 +21,12 @@ import torch
 
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     MAX_MANIFEST_BYTES,
+    REPLICA_BYTES,
     PartManifest,
     PieceEntry,
     ValueEntry,
     decode_part,
+    replicas_of,
 )
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_checkpoint, parse_part
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
@@ -161,6 +163,21 @@ class Checkpoint:
             if is_named and (part.manifest.replica_id, *part.name[1:]) == (replica_id, rank, 0):
                 return part
         return None
+
+    def drifted(self) -> dict[str, list[PartName]]:
+        """Return who held other things in a tensor than a rank of the same group that should hold the same, as far as samples
+        show it."""
+        first: dict[str, bytes] = {}
+        found: dict[str, list[PartName]] = {}
+        for part in self.parts:
+            digests = replicas_of(part.manifest)
+            for place, tensor in enumerate(part.manifest.tensors if any(digests) else ()):
+                digest = digests[place * REPLICA_BYTES : (place + 1) * REPLICA_BYTES]
+                if any(digest):
+                    boxes = [(box.offsets, box.sizes) for box in tensor.boxes]
+                    if first.setdefault(f"{part.name.replica} {boxes} {tensor.fqn}", digest) != digest:
+                        found.setdefault(tensor.fqn, []).append(part.name)
+        return found
 
     def _add(self, part: SavedPart) -> None:
         manifest = part.manifest
@@ -406,8 +423,26 @@ def tell_of(checkpoint: Checkpoint) -> None:
     """Log what is to be known of a whole checkpoint that is about to be read."""
     for reason in checkpoint.left_aside:
         logger.warning("checkpoint %s is whole without a part that is left aside: %s", checkpoint.name, reason)
-    if checkpoint.divergent:
-        logger.warning("checkpoint %s: %s", checkpoint.name, differing_copies(checkpoint))
+    for told in (differing_copies(checkpoint), drifted_replicas(checkpoint)):
+        if told:
+            logger.warning("checkpoint %s: %s", checkpoint.name, told)
+
+
+def drifted_replicas(checkpoint: Checkpoint) -> str:
+    """Say which tensors ranks of a group should hold alike, and did not; empty where samples show none."""
+    found = checkpoint.drifted()
+    what = (
+        f"{fqn[:120]} ({some_of((f'rank {rank} of replica {replica}' for replica, rank, _ in names), ', ')})"
+        for fqn, names in found.items()
+    )
+    return (
+        f"some ranks do not hold what another rank of their group holds in its place, of {some_of(what)}; what is saved of it"
+        " is put together from them, and is of no rank alone. If they were to be equal, find out why they drifted (whose"
+        " gradients are not averaged in the group?), and copy one rank's to the others; if not, save them with"
+        " is_replicated=False, or under a name for each rank"
+        if found
+        else ""
+    )
 
 
 def differing_copies(checkpoint: Checkpoint) -> str:
