@@ -28,7 +28,8 @@ What MUST hold in a body:
   0).
 - `own` is a node with tensors of its own: what belongs to this rank (random number generators, the position in the data, which
   parameters its optimizers have). Its item `replicas`, if it is there, is base64 of 8 bytes for each of `tensors`: a digest of a
-  sample of what the rank holds, the same for all ranks of a group that hold the same; zeros where no other rank should.
+  sample of what the rank holds, and of the order of all that it shares with the same ranks; the same for all ranks of a group
+  that hold the same; zeros where no other rank should.
 
 Nothing in a manifest is ever executed, and records are not unpickled by this library where it wrote them.
 """

@@ -436,23 +436,35 @@ def drifted_replicas(checkpoint: Checkpoint) -> str:
         for fqn, names in found.items()
     )
     return (
-        f"some ranks do not hold what another rank of their group holds in its place, of {some_of(what)}; what is saved of it"
-        " is put together from them, and is of no rank alone. If they were to be equal, find out why they drifted (whose"
-        " gradients are not averaged in the group?), and copy one rank's to the others; if not, save them with"
-        " is_replicated=False, or under a name for each rank"
+        f"ranks of a group do not hold alike, or not in one order, what each of them should: {some_of(what)}; what is saved of it"
+        " is put together from several ranks. If it was to be equal, find out why it drifted (are its gradients averaged in the"
+        " group?) and copy one rank's to the others; else save it with is_replicated=False, or under a name for each rank"
         if found
         else ""
     )
 
 
 def differing_copies(checkpoint: Checkpoint) -> str:
-    """Say which tensors there are several copies of that differ, and who gets which; empty where there are none."""
-    if not checkpoint.divergent:
+    """Say which tensors there are several copies of that differ or may, and who gets which; empty where there are none."""
+    unsure = sorted(checkpoint.several.difference(checkpoint.divergent))
+    clauses = [f"did not hold the same bytes of {some_of(fqn[:120] for fqn in checkpoint.divergent)}"]
+    clauses = clauses[not checkpoint.divergent :]
+    if unsure:
+        clauses.append(
+            f"cut their copies of {some_of(fqn[:120] for fqn in unsure)} in different places, so they may differ"
+        )
+    if not clauses:
         return ""
-    firsts = dict.fromkeys(checkpoint.tensors[fqn].pieces[0].part.name[:2] for fqn in checkpoint.divergent)
-    whose = some_of((f"rank {rank} of replica {replica}" for replica, rank in firsts), ", ")
+    firsts: dict[tuple[int, int], None] = {}
+    for fqn in (*checkpoint.divergent, *unsure):
+        pieces = sorted(
+            checkpoint.tensors[fqn].pieces, key=lambda piece: piece.box
+        )  # stable: the first of a box is its first
+        taken = (one for at, one in enumerate(pieces) if not at or one.box != pieces[at - 1].box)
+        firsts.update(dict.fromkeys(piece.part.name[:2] for piece in taken))
+    whose = some_of((f"rank {rank} of replica {replica}" for replica, rank in sorted(firsts)), ", ")
     return (
-        f"those who saved it did not hold the same bytes of {some_of(fqn[:120] for fqn in checkpoint.divergent)}; in groups of"
+        f"those who saved it {' and '.join(clauses)}; in groups of"
         f" {checkpoint.parts[0].manifest.num_ranks} ranks each rank gets what the same rank wrote, if that is all that it wants"
         f" of a tensor; all others get the first copies ({whose})"
     )

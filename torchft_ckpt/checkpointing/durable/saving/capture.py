@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from torchft_ckpt.checkpointing.durable.format.manifest import REPLICA_BYTES, PlainValue, decode_value, encode_value
 from torchft_ckpt.checkpointing.durable.format.records import value_record
@@ -141,15 +142,21 @@ class CapturedState:
     @functools.cached_property
     def replicas(self) -> str:
         """What shows of each tensor whether other ranks hold the same of it, as in a manifest; empty where they hold none."""
-        digests = {
-            place: digest
-            for place, digest in zip(self._sampled, self._samples.digests(), strict=True)
-            if (tensor := self.holdings[place]).is_derivable
-            and not tensor.is_ranks_own
-            and any(len(held.ranks) > 1 for held in tensor.local)
-        }
-        table = b"".join(digests.get(place, bytes(REPLICA_BYTES)) for place in range(len(self.holdings)))
-        return base64.b64encode(table).decode() if digests else ""
+        digests: dict[int, tuple[bytes, list[xxhash.xxh3_64]]] = {}
+        orders: dict[tuple[int, ...], xxhash.xxh3_64] = {}
+        for place, digest in zip(self._sampled, self._samples.digests(), strict=True):
+            tensor = self.holdings[place]
+            shared = [held for held in tensor.local if len(held.ranks) > 1]
+            if shared and tensor.is_derivable and not tensor.is_ranks_own:
+                of_ranks = [orders.setdefault(held.ranks, xxhash.xxh3_64()) for held in shared]
+                digests[place] = digest, of_ranks
+                for order in of_ranks:
+                    order.update(f"{tensor.fqn};".encode(errors="surrogatepass"))
+        # Ranks that have what they share in another order divide it otherwise: then a twin may fill what nobody writes.
+        table = [bytes(REPLICA_BYTES)] * len(self.holdings)
+        for place, (digest, of_ranks) in digests.items():
+            table[place] = xxhash.xxh3_64_digest(digest + b"".join(order.digest() for order in of_ranks))
+        return base64.b64encode(b"".join(table)).decode() if digests else ""
 
     def extent_of(self, boxes: Sequence[tuple[int, Box]]) -> tuple[int, int]:
         """Return how many bytes boxes of tensors have, and in which blocks they lie, a bit for each."""
