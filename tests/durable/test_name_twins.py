@@ -335,3 +335,42 @@ def test_members_on_another_layout_get_one_ranks_copies(tmp_path: Path, job_of: 
     for member in members:
         got = {name: tensor for (name, _), tensor in member.got.items()}
         assert all(torch.equal(got[name], tensor) for name, tensor in mixed(0).items())
+
+
+# Input that has no right answer
+
+
+@pytest.mark.parametrize("is_replicated", [True, False])
+def test_ranks_whose_names_are_one_only_when_they_are_flattened_are_refused_at_the_save(
+    tmp_path: Path, is_replicated: bool
+) -> None:
+    def state_of(rank: int) -> State:
+        return {"a.b": torch.ones(3)} if rank else {"a": {"b": torch.zeros(3)}}
+
+    errors = Job(tmp_path, 2, is_replicated=is_replicated).save(state_of)
+    assert errors
+    assert (
+        "a.b is torch.float32[3] at ('a', 'b') in one part, torch.float32[3] at ('a.b',) in part-r0-g1-f0.json"
+        in str(errors[0])
+    )
+
+
+def layers(*numbers: list[int]) -> StateOf:
+    """Stages of a pipeline with one name for each layer in all stages."""
+    return lambda rank: {"model": {f"layer{number}": torch.full((3,), 10.0 + number) for number in numbers[rank]}}
+
+
+def test_four_stages_become_two_by_name_and_a_restore_says_what_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, 4, is_replicated=False)
+    assert not job.save(layers([0], [1], [2], [3]))
+    two = layers([0, 1], [2, 3])
+    assert [plain(state) for state in job.load(empty(two), 2)] == [plain(was) for was in made(two, 2)]
+    assert not caplog.text.count("not restored")
+    job.load(empty(two), 2, restores=True)
+    assert (
+        "rank 0 of the 4 ranks that saved it, whose state this rank is given, did not have model.layer1" in caplog.text
+    )
+    assert "did not have model.layer2, model.layer3" in caplog.text
+    assert caplog.text.count("it is not restored. load_checkpoint reads by name") == 2
