@@ -786,13 +786,7 @@ class Checkpointer:
                         check_keys(manager, keys, attempt.checkpoint.name)
                         local = LocalState(template_to_load(manager))
                         state = load_state(
-                            attempt.checkpoint,
-                            attempt.fill,
-                            local,
-                            replica_id=name,
-                            rank=rank,
-                            num_ranks=manager.group_world_size,
-                            in_place=True,
+                            attempt.checkpoint, attempt.fill, local, replica_id=name, rank=rank, in_place=True
                         )
                 num_groups = None if gathering is None else gathering.num_replicas
                 rank_state = self._rank_state_of(attempt.reader, name, rank, num_groups)

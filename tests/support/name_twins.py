@@ -159,7 +159,6 @@ class Job:
                             LocalState(state),
                             replica_id="",
                             rank=rank,
-                            num_ranks=num_ranks or self.num_ranks,
                             in_place=True,
                         )
                     )

@@ -18,46 +18,22 @@ SAMPLE_BYTES = 4096
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Samples:
-    """One sample of each of some tensors, as they are now. From a CUDA device it is copied without a wait.
-
-    Args:
-        tensors: what is here of them is looked at.
-        step: says where a sample lies.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor], step: int) -> None:
-        self._hashers: list[xxhash.xxh3_64] = []
-        on_devices: dict[torch.device, list[tuple[xxhash.xxh3_64, torch.Tensor]]] = {}
-        for tensor in tensors:
-            hasher = xxhash.xxh3_64()
-            self._hashers.append(hasher)
-            for part in memory_of(tensor):
-                if part.is_cuda:
-                    on_devices.setdefault(part.device, []).append((hasher, sample_of(part, step, 0)))
-                else:
-                    add_sample(hasher, part, step, 0)
-        self._coming: list[tuple[torch.cuda.Event, torch.Tensor, list[tuple[xxhash.xxh3_64, int]]]] = []
-        for device, samples in on_devices.items():
-            with torch.cuda.device(device):
-                host = torch.cat([sample for _, sample in samples]).to("cpu", non_blocking=True)
-                is_copied = torch.cuda.Event()
-                is_copied.record()
-            self._coming.append((is_copied, host, [(hasher, sample.numel()) for hasher, sample in samples]))
-
-    def digests(self) -> list[bytes]:
-        """Return 8 bytes for each tensor. For one thread."""
-        coming, self._coming = self._coming, []
-        for is_copied, host, samples in coming:
-            is_copied.synchronize()
-            for (hasher, _), sample in zip(samples, host.split([size for _, size in samples]), strict=True):
-                hasher.update(sample.numpy().data)
-        return [hasher.digest() for hasher in self._hashers]
-
-
-def marks(tensors: Iterable[torch.Tensor]) -> list[bytes]:
-    """Return a digest of one sample of each tensor, by which it is seen that somebody has written to it."""
-    return Samples(tensors, 0).digests()
+def marks(tensors: Iterable[torch.Tensor], step: int = 0) -> list[bytes]:
+    """Return 8 bytes for each tensor: a digest of a sample of what is here of it. From a device all samples come at once."""
+    hashers: list[xxhash.xxh3_64] = []
+    on_devices: dict[torch.device, list[tuple[xxhash.xxh3_64, torch.Tensor]]] = {}
+    for tensor in tensors:
+        hashers.append(hasher := xxhash.xxh3_64())
+        for part in memory_of(tensor):
+            if part.is_cpu:
+                add_sample(hasher, part, step, 0)
+            else:
+                on_devices.setdefault(part.device, []).append((hasher, sample_of(part, step, 0)))
+    for samples in on_devices.values():
+        host = torch.cat([sample for _, sample in samples]).cpu()
+        for (hasher, _), data in zip(samples, host.split([sample.numel() for _, sample in samples]), strict=True):
+            hasher.update(data.numpy().data)
+    return [hasher.digest() for hasher in hashers]
 
 
 def _place(part: torch.Tensor, step: int, number: int) -> tuple[int, int]:

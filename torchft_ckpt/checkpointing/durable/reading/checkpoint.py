@@ -14,14 +14,15 @@ import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from torchft_ckpt.checkpointing.durable.format.manifest import (
+    HELD_ALONE,
     MAX_MANIFEST_BYTES,
-    REPLICA_BYTES,
+    WRITTEN_BY_ONE,
     PartManifest,
     PieceEntry,
     ValueEntry,
@@ -167,15 +168,21 @@ class Checkpoint:
     def drifted(self) -> dict[str, list[PartName]]:
         """Return who held other things in a tensor than a rank of the same group that should hold the same, as far as samples
         show it."""
+        # A backup's part says nothing of it.
+        replicas = [(part, replicas_of(part.manifest)) for part in self.parts if not part.name.fill]
+        shared = {
+            tensor.fqn
+            for part, digests in replicas
+            for tensor, digest in zip(part.manifest.tensors, digests, strict=False)
+            if digest.endswith(WRITTEN_BY_ONE)
+        }
         first: dict[str, bytes] = {}
         found: dict[str, list[PartName]] = {}
-        for part in self.parts:
-            digests = replicas_of(part.manifest)
-            for place, tensor in enumerate(part.manifest.tensors if any(digests) else ()):
-                digest = digests[place * REPLICA_BYTES : (place + 1) * REPLICA_BYTES]
-                if any(digest):
+        for part, digests in replicas if shared else ():
+            for tensor, digest in zip(part.manifest.tensors, digests or repeat(HELD_ALONE), strict=False):
+                if tensor.fqn in shared and tensor.boxes:
                     boxes = [(box.offsets, box.sizes) for box in tensor.boxes]
-                    if first.setdefault(f"{part.name.replica} {boxes} {tensor.fqn}", digest) != digest:
+                    if first.setdefault(f"{part.name.replica} {boxes} {tensor.fqn}", digest[:-1]) != digest[:-1]:
                         found.setdefault(tensor.fqn, []).append(part.name)
         return found
 

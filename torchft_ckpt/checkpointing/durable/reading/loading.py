@@ -37,14 +37,7 @@ ReadWants = Callable[[Sequence[Want]], None]
 
 
 def load_state(
-    checkpoint: Checkpoint,
-    read: ReadWants,
-    local: LocalState | None,
-    *,
-    replica_id: str,
-    rank: int,
-    num_ranks: int | None = None,
-    in_place: bool,
+    checkpoint: Checkpoint, read: ReadWants, local: LocalState | None, *, replica_id: str, rank: int, in_place: bool
 ) -> dict[str, Any]:
     """Return the state that was saved, on the layout of the tensors that are here.
 
@@ -53,7 +46,6 @@ def load_state(
         read: fills targets from it.
         local: the state that is here; None: all is wanted whole, and plain.
         replica_id, rank: of this process: where the ranks' trees differ, the same rank's is taken.
-        num_ranks: of its group; default: as many as saved it. If it is another number, that rank's tree may lack what is here.
         in_place: read into the tensors that are here, as far as they are on the CPU and can be written to.
 
     Raises:
@@ -68,13 +60,9 @@ def load_state(
         if sum(one.box.volume for one in entry.boxes) < whole(tuple(entry.shape)).volume
     }
     names = {entry.fqn for entry in manifest.tensors}
-    is_of_same_layout = num_ranks in (None, manifest.num_ranks)
     here = LocalState({}) if local is None else local
-    lost = [
-        path[:120]
-        for path in here.paths()
-        if path in checkpoint.tensors and path not in names and not (is_of_same_layout and here.is_optional(path))
-    ]
+    missing = checkpoint.tensors.keys() & here.paths() - names
+    lost = [path[:120] for path in sorted(missing) if not here.is_optional(path)]
     if lost:
         logger.warning(
             "checkpoint %s: rank %d of the %d ranks that saved it, whose state this rank is given, did not have %s, which is here"

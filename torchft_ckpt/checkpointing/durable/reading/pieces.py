@@ -276,10 +276,10 @@ class Reading(Generic[_P]):
         if is_new:
             logger.warning("%s: %s; another piece is looked for", self._location, error)
 
-    def failed(self) -> list[tuple[_P, str]]:
-        """Return the pieces that are of no use, each with the name of its tensor."""
+    def failed(self) -> set[str]:
+        """Return the names of tensors of which a piece is of no use."""
         with self._lock:
-            return [(piece, name) for piece, name, _ in self._unusable.values()]
+            return {name for _, name, _ in self._unusable.values()}
 
     def take_failed(self) -> list[Cell[_P]]:
         """Return what has to come from elsewhere."""

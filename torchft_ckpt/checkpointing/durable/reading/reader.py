@@ -175,20 +175,11 @@ class CheckpointReader(StateReader[Piece]):
 
     def _plan(self, wanted: Sequence[tuple[str, Box, Target]], reading: Reading[Piece]) -> list[Cell[Piece]]:
         cells = super()._plan(wanted, reading)
-        ranks_of: dict[str, set[int]] = {}
-        for piece, name in reading.failed():
-            if name in self.checkpoint.several:
-                ranks_of.setdefault(name, set()).add(piece.part.name.rank)
-        others = dict.fromkeys(
-            f"{cell.name[:120]} of rank {cell.piece.part.name.rank}"
-            for cell in cells
-            if cell.name in ranks_of and cell.piece.part.name.rank not in ranks_of[cell.name]
-        )
-        if others:
+        if mixed := reading.failed() & self.checkpoint.several & {cell.name for cell in cells}:
             logger.warning(
-                "%s: what cannot be read of one rank's copy is taken from another rank's, which may be another: %s",
+                "%s: there are several copies of %s, and what cannot be read of one comes from another, which may differ",
                 self.location,
-                some_of(others, ", "),
+                some_of((name[:120] for name in sorted(mixed)), ", "),
             )
         return cells
 

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from torchft_ckpt.checkpointing.durable.format.manifest import REPLICA_BYTES, PlainValue, decode_value, encode_value
+from torchft_ckpt.checkpointing.durable.format.manifest import (
+    HELD_ALONE,
+    WRITTEN_BY_EACH,
+    WRITTEN_BY_ONE,
+    PlainValue,
+    decode_value,
+    encode_value,
+)
 from torchft_ckpt.checkpointing.durable.format.records import value_record
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, Layout, TensorHoldings, layout_of
 from torchft_ckpt.checkpointing.lock import StateDictLock
@@ -28,7 +35,7 @@ from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, slices
-from torchft_ckpt.checkpointing.state.samples import Samples
+from torchft_ckpt.checkpointing.state.samples import marks
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes.geometry import Box, contains
 from torchft_ckpt.errors import CheckpointError, StateChangedError, StateFormatError, UnsupportedValueError
@@ -98,7 +105,7 @@ class CapturedState:
                 for place, layout in enumerate(self._layouts)
                 if index.num_ranks > 1 and layout.may_have_replicas and (index.is_replicated or not layout.is_whole)
             }
-            self._sampled, self._samples = [*replicas], Samples(replicas.values(), step)
+            self._marks = dict(zip(replicas, marks(replicas.values(), step), strict=True))
 
         try:
             flat, self.paths = flattened(state)
@@ -142,21 +149,22 @@ class CapturedState:
     @functools.cached_property
     def replicas(self) -> str:
         """What shows of each tensor whether other ranks hold the same of it, as in a manifest; empty where they hold none."""
-        digests: dict[int, tuple[bytes, list[xxhash.xxh3_64]]] = {}
+        shared: dict[int, list[tuple[int, ...]]] = {}
         orders: dict[tuple[int, ...], xxhash.xxh3_64] = {}
-        for place, digest in zip(self._sampled, self._samples.digests(), strict=True):
+        for place in self._marks:
             tensor = self.holdings[place]
-            shared = [held for held in tensor.local if len(held.ranks) > 1]
-            if shared and tensor.is_derivable and not tensor.is_ranks_own:
-                of_ranks = [orders.setdefault(held.ranks, xxhash.xxh3_64()) for held in shared]
-                digests[place] = digest, of_ranks
-                for order in of_ranks:
-                    order.update(f"{tensor.fqn};".encode(errors="surrogatepass"))
+            if tensor.is_derivable and (of_ranks := [held.ranks for held in tensor.local if len(held.ranks) > 1]):
+                shared[place] = of_ranks
+                for ranks in of_ranks:
+                    name = f"{tensor.fqn};".encode(errors="surrogatepass")
+                    orders.setdefault(ranks, xxhash.xxh3_64()).update(name)
         # Ranks that have what they share in another order divide it otherwise: then a twin may fill what nobody writes.
-        table = [bytes(REPLICA_BYTES)] * len(self.holdings)
-        for place, (digest, of_ranks) in digests.items():
-            table[place] = xxhash.xxh3_64_digest(digest + b"".join(order.digest() for order in of_ranks))
-        return base64.b64encode(b"".join(table)).decode() if digests else ""
+        table = [HELD_ALONE] * len(self.holdings)
+        for place, of_ranks in shared.items():
+            digest = xxhash.xxh3_64_digest(self._marks[place] + b"".join(orders[ranks].digest() for ranks in of_ranks))
+            table[place] = digest[:-1] + (WRITTEN_BY_EACH if self.holdings[place].is_ranks_own else WRITTEN_BY_ONE)
+        is_divided = any(digest.endswith(WRITTEN_BY_ONE) for digest in table)
+        return base64.b64encode(b"".join(table)).decode() if is_divided else ""
 
     def extent_of(self, boxes: Sequence[tuple[int, Box]]) -> tuple[int, int]:
         """Return how many bytes boxes of tensors have, and in which blocks they lie, a bit for each."""
