@@ -247,6 +247,8 @@ def test_a_save_names_what_replicas_of_a_group_do_not_hold_alike(
     assert (told in caplog.text) is (drifts is not None), "at a load"
     assert main(["checkpoints", "verify", str(tmp_path)]) == 0
     assert (told in capsys.readouterr().out) is (drifts is not None), "and to who looks"
+    assert main(["checkpoints", "export", str(tmp_path), "-o", str(tmp_path / "state.safetensors")]) == 0
+    assert (f"left out: what one rank alone had: {told}" in capsys.readouterr().err) is (drifts is not None)
 
 
 def test_what_ranks_have_of_their_own_is_no_drift(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
