@@ -7,6 +7,7 @@ larger than a sample is read whole.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -40,7 +41,12 @@ def _place(part: torch.Tensor, step: int, number: int) -> tuple[int, int]:
     """Return which of a tensor's values are a sample: the first, and how many."""
     size = part.numel()
     num = min(size, SAMPLE_BYTES // part.element_size())
-    return xxhash.xxh3_64_intdigest(f"{step} {number}".encode()) % (size - num + 1), num
+    return _chance(step, number) % (size - num + 1), num
+
+
+@functools.lru_cache(maxsize=16)
+def _chance(step: int, number: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{step} {number}".encode())
 
 
 def _is_in_order(part: torch.Tensor) -> bool:

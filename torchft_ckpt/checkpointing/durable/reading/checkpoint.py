@@ -168,22 +168,29 @@ class Checkpoint:
     def drifted(self) -> dict[str, list[PartName]]:
         """Return who held other things in a tensor than a rank of the same group that should hold the same, as far as samples
         show it."""
-        # A backup's part says nothing of it.
-        replicas = [(part, replicas_of(part.manifest)) for part in self.parts if not part.name.fill]
-        shared = {
-            tensor.fqn
-            for part, digests in replicas
-            for tensor, digest in zip(part.manifest.tensors, digests, strict=False)
-            if digest.endswith(WRITTEN_BY_ONE)
-        }
-        first: dict[str, bytes] = {}
         found: dict[str, list[PartName]] = {}
-        for part, digests in replicas if shared else ():
-            for tensor, digest in zip(part.manifest.tensors, digests or repeat(HELD_ALONE), strict=False):
-                if tensor.fqn in shared and tensor.boxes:
-                    boxes = [(box.offsets, box.sizes) for box in tensor.boxes]
-                    if first.setdefault(f"{part.name.replica} {boxes} {tensor.fqn}", digest[:-1]) != digest[:-1]:
-                        found.setdefault(tensor.fqn, []).append(part.name)
+        known: dict[tuple[int, tuple[bytes, ...]], SavedPart] = {}
+        of_groups: dict[int, list[tuple[SavedPart, tuple[bytes, ...]]]] = {}
+        for part in self.parts:
+            digests = tuple(replicas_of(part.manifest))
+            first = known.setdefault((part.name.replica, digests), part)
+            # A backup's part says nothing of it, and one that says the same as another one nothing new.
+            if not part.name.fill and (part is first or part.manifest.tensors != first.manifest.tensors):
+                of_groups.setdefault(part.name.replica, []).append((part, digests))
+        for parts in of_groups.values():
+            shared = {
+                tensor.fqn
+                for part, digests in (parts if len(parts) > 1 else ())
+                for tensor, digest in zip(part.manifest.tensors, digests, strict=False)
+                if digest.endswith(WRITTEN_BY_ONE)
+            }
+            firsts: dict[str, bytes] = {}
+            for part, digests in parts if shared else ():
+                for tensor, digest in zip(part.manifest.tensors, digests or repeat(HELD_ALONE), strict=False):
+                    if tensor.fqn in shared and tensor.boxes:
+                        boxes = [(box.offsets, box.sizes) for box in tensor.boxes]
+                        if firsts.setdefault(f"{boxes} {tensor.fqn}", digest[:-1]) != digest[:-1]:
+                            found.setdefault(tensor.fqn, []).append(part.name)
         return found
 
     def _add(self, part: SavedPart) -> None:
