@@ -14,7 +14,7 @@ import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, combinations, pairwise, repeat
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 _MAX_LOOKED_INTO = 100
+_MAX_COMPARED = 300
 _T = TypeVar("_T")
 
 
@@ -460,7 +461,10 @@ def drifted_replicas(checkpoint: Checkpoint) -> str:
 
 def differing_copies(checkpoint: Checkpoint) -> str:
     """Say which tensors there are several copies of that differ or may, and who gets which; empty where there are none."""
-    unsure = sorted(checkpoint.several.difference(checkpoint.divergent))
+    tensors = checkpoint.tensors
+    unsure = sorted(
+        fqn for fqn in checkpoint.several.difference(checkpoint.divergent) if _is_of_several_ranks(tensors[fqn].pieces)
+    )
     clauses = [f"did not hold the same bytes of {some_of(fqn[:120] for fqn in checkpoint.divergent)}"]
     clauses = clauses[not checkpoint.divergent :]
     if unsure:
@@ -471,9 +475,7 @@ def differing_copies(checkpoint: Checkpoint) -> str:
         return ""
     firsts: dict[tuple[int, int], None] = {}
     for fqn in (*checkpoint.divergent, *unsure):
-        pieces = sorted(
-            checkpoint.tensors[fqn].pieces, key=lambda piece: piece.box
-        )  # stable: the first of a box is its first
+        pieces = sorted(tensors[fqn].pieces, key=lambda piece: piece.box)  # stable: the first of a box is its first
         taken = (one for at, one in enumerate(pieces) if not at or one.box != pieces[at - 1].box)
         firsts.update(dict.fromkeys(piece.part.name[:2] for piece in taken))
     whose = some_of((f"rank {rank} of replica {replica}" for replica, rank in sorted(firsts)), ", ")
@@ -481,6 +483,14 @@ def differing_copies(checkpoint: Checkpoint) -> str:
         f"those who saved it {' and '.join(clauses)}; in groups of"
         f" {checkpoint.parts[0].manifest.num_ranks} ranks each rank gets what the same rank wrote, if that is all that it wants"
         f" of a tensor; all others get the first copies ({whose})"
+    )
+
+
+def _is_of_several_ranks(pieces: Sequence[Piece]) -> bool:
+    """Whether ranks have written the same elements; of very many pieces it is not worked out."""
+    return len(pieces) > _MAX_COMPARED or any(
+        one.part.name.rank != other.part.name.rank and intersect(one.box, other.box) is not None
+        for one, other in combinations(pieces, 2)
     )
 
 
