@@ -209,7 +209,7 @@ class Worker:
         captured = CapturedState(
             state,
             step=step,
-            own=None,
+            own={},
             lock=StateDictLock(),
             pool=BufferPool(DEFAULT_BLOCK_BYTES),
             index=HoldingsIndex(self._rank, world_size),

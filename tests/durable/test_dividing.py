@@ -59,7 +59,7 @@ def capture(state: dict[str, Any], rank: int, num_ranks: int, of_group: Collecti
     return CapturedState(
         state,
         step=1,
-        own=None,
+        own={},
         lock=StateDictLock(),
         pool=BufferPool(BLOCK_BYTES),
         index=HoldingsIndex(rank, num_ranks),

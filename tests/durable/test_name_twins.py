@@ -182,7 +182,9 @@ def test_what_is_large_or_owned_or_of_nobody_knows_whom_is_written_once(tmp_path
     assert written == {name: tensor.numel() for name, tensor in state_of(0).items()}
 
 
-def test_a_save_is_whole_if_ranks_do_not_agree_on_what_their_optimizers_own(tmp_path: Path) -> None:
+def test_a_save_is_whole_if_ranks_do_not_agree_on_what_their_optimizers_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As with an optimizer that each rank has a part of."""
     weights = [torch.nn.Parameter(torch.full((size,), float(size))) for size in (30_000, 20_000, 9_000, 100, 7)]
 
@@ -196,6 +198,70 @@ def test_a_save_is_whole_if_ranks_do_not_agree_on_what_their_optimizers_own(tmp_
     for num_ranks in (3, 2):
         for state in job.load(zeros, num_ranks):
             assert plain(state) == plain(state_of(0))
+    assert "do not hold alike" not in caplog.text
+
+
+# Replicas that drifted
+
+
+def replicas(drifts: int | None, *, layout: str, size: int) -> StateOf:
+    """Parameters that each rank of a group of four should hold alike, and what Adam keeps of them; one rank drifted."""
+
+    def state_of(rank: int) -> State:
+        ranks, dims = ([[0, 1], [2, 3]], (None, 0)) if layout == "hsdp" else ([0, 1, 2, 3], (None,))
+        more = 0.5 if rank == drifts else 0.0
+
+        def tensor(first: float) -> torch.Tensor:
+            full = torch.arange(float(size)) + first + more
+            return full if layout == "ddp" else on_mesh(full, rank, ranks, *dims)
+
+        return {
+            name: tensor(10.0 * number) for number, name in enumerate(("ln.weight", "ln.bias", "ln.weight.exp_avg"))
+        }
+
+    return state_of
+
+
+@pytest.mark.parametrize(("layout", "size"), [("ddp", 900), ("ddp", 50_000), ("hsdp", 7), ("replicated", 50_000)])
+@pytest.mark.parametrize("drifts", [None, 0, 3])
+def test_a_save_names_what_replicas_of_a_group_do_not_hold_alike(
+    tmp_path: Path,
+    layout: str,
+    size: int,
+    drifts: int | None,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is put together from several ranks, and once nobody said so."""
+    job = Job(tmp_path, 4, num_replicas=2)
+    told = "ranks of a group do not hold alike, or not in one order, what each of them should: ln.weight ("
+    for _ in range(2):
+        caplog.clear()
+        assert not job.save(replicas(drifts, layout=layout, size=size))
+        assert (told in caplog.text) is (drifts is not None), "at the save"
+    if drifts is not None:
+        whose = {0: {"ddp": "1", "replicated": "1", "hsdp": "2"}, 3: dict.fromkeys(("ddp", "replicated", "hsdp"), "3")}
+        assert f"{told}rank {whose[drifts][layout]} of replica 0" in caplog.text
+    caplog.clear()
+    job.load(empty(replicas(None, layout=layout, size=size)))
+    assert (told in caplog.text) is (drifts is not None), "at a load"
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert (told in capsys.readouterr().out) is (drifts is not None), "and to who looks"
+    assert main(["checkpoints", "export", str(tmp_path), "-o", str(tmp_path / "state.safetensors")]) == 0
+    assert (f"left out: what one rank alone had: {told}" in capsys.readouterr().err) is (drifts is not None)
+
+
+def test_what_ranks_have_of_their_own_is_no_drift(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for state_of, optimizers, is_replicated in (
+        (statistics, guard(), True),
+        (experts, [], False),
+        (stages([0, 1], [2, 3]), [], False),
+    ):
+        job = Job(
+            tmp_path / state_of.__name__, 4 if not optimizers and not is_replicated else 2, is_replicated=is_replicated
+        )
+        assert not job.save(state_of, optimizers)
+    assert "do not hold alike" not in caplog.text
 
 
 # Together
@@ -247,8 +313,8 @@ def test_ranks_that_start_together_share_what_is_equal_and_nothing_else(
     assert caplog.text.count("did not hold the same bytes of own") == num_members
 
 
-def test_a_rank_whose_own_copy_nobody_can_read_gets_the_first_one_as_before(
-    tmp_path: Path, job_of: Callable[[int], ColdJob]
+def test_a_rank_whose_own_copy_nobody_can_read_gets_the_first_one_and_is_told(
+    tmp_path: Path, job_of: Callable[[int], ColdJob], caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = Job(tmp_path, 2, is_replicated=False)
     assert not saved.save(mixed)
@@ -262,6 +328,10 @@ def test_a_rank_whose_own_copy_nobody_can_read_gets_the_first_one_as_before(
     job.do(lambda member: member.reads(reads_as))
     for member in members:
         assert all(float(tensor[0]) == 1.0 for (name, _), tensor in member.got.items() if name == "own")
+    assert (
+        caplog.text.count("several copies of own, and what cannot be read of one comes from another, which may differ")
+        == 1
+    )
 
 
 def test_members_on_another_layout_get_one_ranks_copies(tmp_path: Path, job_of: Callable[[int], ColdJob]) -> None:
@@ -273,3 +343,42 @@ def test_members_on_another_layout_get_one_ranks_copies(tmp_path: Path, job_of: 
     for member in members:
         got = {name: tensor for (name, _), tensor in member.got.items()}
         assert all(torch.equal(got[name], tensor) for name, tensor in mixed(0).items())
+
+
+# Input that has no right answer
+
+
+@pytest.mark.parametrize("is_replicated", [True, False])
+def test_ranks_whose_names_are_one_only_when_they_are_flattened_are_refused_at_the_save(
+    tmp_path: Path, is_replicated: bool
+) -> None:
+    def state_of(rank: int) -> State:
+        return {"a.b": torch.ones(3)} if rank else {"a": {"b": torch.zeros(3)}}
+
+    errors = Job(tmp_path, 2, is_replicated=is_replicated).save(state_of)
+    assert errors
+    assert (
+        "a.b is torch.float32[3] at ('a', 'b') in one part, torch.float32[3] at ('a.b',) in part-r0-g1-f0.json"
+        in str(errors[0])
+    )
+
+
+def layers(*numbers: list[int]) -> StateOf:
+    """Stages of a pipeline with one name for each layer in all stages."""
+    return lambda rank: {"model": {f"layer{number}": torch.full((3,), 10.0 + number) for number in numbers[rank]}}
+
+
+def test_four_stages_become_two_by_name_and_a_restore_says_what_it_leaves_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, 4, is_replicated=False)
+    assert not job.save(layers([0], [1], [2], [3]))
+    two = layers([0, 1], [2, 3])
+    assert [plain(state) for state in job.load(empty(two), 2)] == [plain(was) for was in made(two, 2)]
+    assert not caplog.text.count("not restored")
+    job.load(empty(two), 2, restores=True)
+    assert (
+        "rank 0 of the 4 ranks that saved it, whose state this rank is given, did not have model.layer1" in caplog.text
+    )
+    assert "did not have model.layer2, model.layer3" in caplog.text
+    assert caplog.text.count("it is not restored. load_checkpoint reads by name") == 2

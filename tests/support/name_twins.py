@@ -118,7 +118,7 @@ class Job:
         captured = CapturedState(
             held.state,
             step=self._step,
-            own=None,
+            own={},
             lock=StateDictLock(),
             pool=BufferPool(64 * 1024),
             index=self.indexes[member],

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import differing_copies
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import differing_copies, drifted_replicas
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
@@ -61,8 +61,11 @@ def content_of(reader: CheckpointReader | DCPReader) -> ExportedContent:
         if not isinstance(error, UnsupportedValueError):
             raise error
         left_out.append(str(error))
-    if isinstance(reader, CheckpointReader) and (told := differing_copies(reader.checkpoint)):
-        left_out.append(f"all but the first copies: {told}")
+    if isinstance(reader, CheckpointReader):
+        if told := differing_copies(reader.checkpoint):
+            left_out.append(f"all but the first copies: {told}")
+        if told := drifted_replicas(reader.checkpoint):
+            left_out.append(f"what one rank alone had: {told}")
     content = Content()
     taken = dict.fromkeys(reader.tensors, 1)
     outlines = [

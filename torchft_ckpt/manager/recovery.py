@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torchft_ckpt.checkpointing.state.samples import marks
 from torchft_ckpt.checkpointing.state.versions import Counted
 from torchft_ckpt.core.coordination.learning import RESTS, SAY_EVERY_S, in_words
 from torchft_ckpt.core.coordination.messages import (
@@ -35,7 +36,6 @@ from torchft_ckpt.manager.comparing import Differences
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.serving import StateServing
-from torchft_ckpt.manager.showing import marks
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.manager.volatile import StateToServe, tensors_in

@@ -12,7 +12,6 @@ Where a sample lies follows from the step alone, so that all groups take the sam
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,11 +20,11 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, is_one_leaf, rebuilt
+from torchft_ckpt.checkpointing.state.samples import add_sample, sample_of
 from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.core.coordination.messages import MAX_LEAF_CHARS, MAX_LEAVES, Leaf, Shows, StateShown
 from torchft_ckpt.manager.comparing import bits_of
 
-SAMPLE_BYTES = 4096
 NUM_SAMPLES = 8
 """Of a large tensor in a trial; of all of them together in a vote."""
 MAX_WHOLE_BYTES = 1 << 16
@@ -134,51 +133,8 @@ def _digest(value: torch.Tensor | str, step: int | None) -> str:
             hasher.update(bits_of(part).numpy().data)
         else:
             for number in range(NUM_SAMPLES):
-                _add(hasher, part, step, number)
+                add_sample(hasher, part, step, number)
     return hasher.hexdigest()
-
-
-def marks(tensors: Iterable[torch.Tensor]) -> list[str]:
-    """Return a digest of one sample of each tensor, by which it is seen that somebody has written to it."""
-    found = []
-    for tensor in tensors:
-        hasher = xxhash.xxh3_64()
-        for part in memory_of(tensor):
-            _add(hasher, part, 0, 0)
-        found.append(hasher.hexdigest())
-    return found
-
-
-def _place(part: torch.Tensor, step: int, number: int) -> tuple[int, int]:
-    """Return which of a tensor's values are a sample: the first, and how many."""
-    size = part.numel()
-    num = min(size, SAMPLE_BYTES // part.element_size())
-    return xxhash.xxh3_64_intdigest(f"{step} {number}".encode()) % (size - num + 1), num
-
-
-def _is_in_order(part: torch.Tensor) -> bool:
-    """Whether a tensor's memory is that of its values, in their order."""
-    return part.is_contiguous() and not part.is_conj() and not part.is_neg()
-
-
-def _sample(part: torch.Tensor, step: int, number: int) -> torch.Tensor:
-    """Return some bytes of a tensor, where it lies: a view, if its memory is in the order of its values."""
-    first, num = _place(part, step, number)
-    part = part.detach()
-    if _is_in_order(part):
-        return part.view(-1)[first : first + num].view(torch.uint8)
-    places = torch.arange(first, first + num, device=part.device)
-    return torch.take(part, places).resolve_conj().resolve_neg().view(torch.uint8)
-
-
-def _add(hasher: xxhash.xxh3_64, part: torch.Tensor, step: int, number: int) -> None:
-    """Add a sample of a tensor to a digest; of one on the host without an operation of torch, as votes do it in each step."""
-    if part.is_cpu and _is_in_order(part):
-        first, num = _place(part, step, number)
-        size = part.element_size()
-        hasher.update((ctypes.c_char * (num * size)).from_address(part.data_ptr() + first * size))
-    else:
-        hasher.update(_sample(part, step, number).cpu().numpy().data)
 
 
 class Glance:
@@ -203,7 +159,7 @@ class Glance:
         parts = _chosen(step, parameters, optimizers)
         self._is_copied, self._digest = None, ""
         if parts and all(part.is_cuda for part in parts):
-            together = torch.cat([_sample(part, step, number) for number, part in enumerate(parts)])
+            together = torch.cat([sample_of(part, step, number) for number, part in enumerate(parts)])
             if self._pinned is None or self._pinned.shape != together.shape:
                 self._pinned = torch.empty(together.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._pinned.copy_(together, non_blocking=True)
@@ -212,7 +168,7 @@ class Glance:
         else:
             hasher = xxhash.xxh3_64()
             for number, part in enumerate(parts):
-                _add(hasher, part, step, number)
+                add_sample(hasher, part, step, number)
             self._digest = hasher.hexdigest()
 
     def forget(self) -> None:

@@ -27,7 +27,10 @@ What MUST hold in a body:
 - The record of a value is what `torch.save` made of it, for DCP alone, who has no tree; `digest` is that of the record (seed
   0).
 - `own` is a node with tensors of its own: what belongs to this rank (random number generators, the position in the data, which
-  parameters its optimizers have).
+  parameters its optimizers have). Its item `replicas`, if it is there, is base64 of 8 bytes for each of `tensors`: 7 of a digest
+  of a sample of what the rank holds, and of the order of all that it shares with the same ranks; the same for all ranks of a
+  group that hold the same. The last one is 0 if one of these ranks writes it, 1 if each does. All ones, or no such item, say
+  that this rank holds it alone.
 
 Nothing in a manifest is ever executed, and records are not unpickled by this library where it wrote them.
 """
@@ -50,7 +53,7 @@ from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES, dtype_name, 
 from torchft_ckpt.checkpointing.state.format import MAX_CONTAINERS, MAX_DIMS
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.space import as_bytes
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder, check_tree, decode_tree, from_tensors
+from torchft_ckpt.checkpointing.state.tree import TreeEncoder, check_tree, decode_tree, from_tensors, items_of_node
 from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import CheckpointDamagedError, StateFormatError, UnsupportedValueError
 
@@ -62,6 +65,8 @@ MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
 MAX_INLINE_BYTES = 64 * 1024 * 1024
 """Tensors and arrays inside of plain values, together: they are part of the manifest."""
 
+HELD_ALONE, WRITTEN_BY_ONE, WRITTEN_BY_EACH = b"\xff" * 8, b"\0", b"\1"
+_REPLICAS_KEY = "replicas"
 MAX_MEMBERS = 2**20
 """Replicas, and ranks of each."""
 _MAX_TENSOR_BYTES = 2**62
@@ -305,6 +310,24 @@ def table_of(data: memoryview, first: int = 0) -> bytes:
         xxhash.xxh3_128_digest(data[at : at + DIGEST_BLOCK_BYTES], seed=index)
         for index, at in enumerate(range(0, len(data), DIGEST_BLOCK_BYTES), first)
     )
+
+
+def with_replicas(own: PlainValue, replicas: str) -> PlainValue:
+    """Return what belongs to a rank, a dict, with what shows of its tensors whether other ranks hold the same."""
+    if not replicas:
+        return own
+    return PlainValue(node={"d": [*own.node["d"], [_REPLICAS_KEY, replicas]]}, tensors=own.tensors)  # type: ignore[index]
+
+
+def replicas_of(manifest: PartManifest) -> list[bytes]:
+    """Return 8 bytes for each of a manifest's tensors, see above; or nothing. Of a checked manifest."""
+    found = dict(items_of_node(manifest.own.node)).get(_REPLICAS_KEY)
+    try:
+        table = base64.b64decode(found, validate=True) if isinstance(found, str) else b""
+    except ValueError:
+        table = b""
+    digests = [table[at : at + 8] for at in range(0, len(table), 8)]
+    return digests if len(table) == 8 * len(manifest.tensors) else []
 
 
 # Plain values

@@ -14,17 +14,20 @@ import logging
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise, repeat
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from torchft_ckpt.checkpointing.durable.format.manifest import (
+    HELD_ALONE,
     MAX_MANIFEST_BYTES,
+    WRITTEN_BY_ONE,
     PartManifest,
     PieceEntry,
     ValueEntry,
     decode_part,
+    replicas_of,
 )
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_checkpoint, parse_part
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 NUM_THREADS = 8
 _MAX_LOOKED_INTO = 100
+_MAX_COMPARED = 300
 _T = TypeVar("_T")
 
 
@@ -161,6 +165,34 @@ class Checkpoint:
             if is_named and (part.manifest.replica_id, *part.name[1:]) == (replica_id, rank, 0):
                 return part
         return None
+
+    def drifted(self) -> dict[str, list[PartName]]:
+        """Return who held other things in a tensor than a rank of the same group that should hold the same, as far as samples
+        show it."""
+        found: dict[str, list[PartName]] = {}
+        known: dict[tuple[int, tuple[bytes, ...]], SavedPart] = {}
+        of_groups: dict[int, list[tuple[SavedPart, tuple[bytes, ...]]]] = {}
+        for part in self.parts:
+            digests = tuple(replicas_of(part.manifest))
+            first = known.setdefault((part.name.replica, digests), part)
+            # A backup's part says nothing of it, and one that says the same as another one nothing new.
+            if not part.name.fill and (part is first or part.manifest.tensors != first.manifest.tensors):
+                of_groups.setdefault(part.name.replica, []).append((part, digests))
+        for parts in of_groups.values():
+            shared = {
+                tensor.fqn
+                for part, digests in (parts if len(parts) > 1 else ())
+                for tensor, digest in zip(part.manifest.tensors, digests, strict=False)
+                if digest.endswith(WRITTEN_BY_ONE)
+            }
+            firsts: dict[str, bytes] = {}
+            for part, digests in parts if shared else ():
+                for tensor, digest in zip(part.manifest.tensors, digests or repeat(HELD_ALONE), strict=False):
+                    if tensor.fqn in shared and tensor.boxes:
+                        boxes = [(box.offsets, box.sizes) for box in tensor.boxes]
+                        if firsts.setdefault(f"{boxes} {tensor.fqn}", digest[:-1]) != digest[:-1]:
+                            found.setdefault(tensor.fqn, []).append(part.name)
+        return found
 
     def _add(self, part: SavedPart) -> None:
         manifest = part.manifest
@@ -406,20 +438,59 @@ def tell_of(checkpoint: Checkpoint) -> None:
     """Log what is to be known of a whole checkpoint that is about to be read."""
     for reason in checkpoint.left_aside:
         logger.warning("checkpoint %s is whole without a part that is left aside: %s", checkpoint.name, reason)
-    if checkpoint.divergent:
-        logger.warning("checkpoint %s: %s", checkpoint.name, differing_copies(checkpoint))
+    for told in (differing_copies(checkpoint), drifted_replicas(checkpoint)):
+        if told:
+            logger.warning("checkpoint %s: %s", checkpoint.name, told)
+
+
+def drifted_replicas(checkpoint: Checkpoint) -> str:
+    """Say which tensors ranks of a group should hold alike, and did not; empty where samples show none."""
+    found = checkpoint.drifted()
+    what = (
+        f"{fqn[:120]} ({some_of((f'rank {rank} of replica {replica}' for replica, rank, _ in names), ', ')})"
+        for fqn, names in found.items()
+    )
+    return (
+        f"ranks of a group do not hold alike, or not in one order, what each of them should: {some_of(what)}; what is saved of it"
+        " is put together from several ranks. If it was to be equal, find out why it drifted (are its gradients averaged in the"
+        " group?) and copy one rank's to the others; else save it with is_replicated=False, or under a name for each rank"
+        if found
+        else ""
+    )
 
 
 def differing_copies(checkpoint: Checkpoint) -> str:
-    """Say which tensors there are several copies of that differ, and who gets which; empty where there are none."""
-    if not checkpoint.divergent:
+    """Say which tensors there are several copies of that differ or may, and who gets which; empty where there are none."""
+    tensors = checkpoint.tensors
+    unsure = sorted(
+        fqn for fqn in checkpoint.several.difference(checkpoint.divergent) if _is_of_several_ranks(tensors[fqn].pieces)
+    )
+    clauses = [f"did not hold the same bytes of {some_of(fqn[:120] for fqn in checkpoint.divergent)}"]
+    clauses = clauses[not checkpoint.divergent :]
+    if unsure:
+        clauses.append(
+            f"cut their copies of {some_of(fqn[:120] for fqn in unsure)} in different places, so they may differ"
+        )
+    if not clauses:
         return ""
-    firsts = dict.fromkeys(checkpoint.tensors[fqn].pieces[0].part.name[:2] for fqn in checkpoint.divergent)
-    whose = some_of((f"rank {rank} of replica {replica}" for replica, rank in firsts), ", ")
+    firsts: dict[tuple[int, int], None] = {}
+    for fqn in (*checkpoint.divergent, *unsure):
+        pieces = sorted(tensors[fqn].pieces, key=lambda piece: piece.box)  # stable: the first of a box is its first
+        taken = (one for at, one in enumerate(pieces) if not at or one.box != pieces[at - 1].box)
+        firsts.update(dict.fromkeys(piece.part.name[:2] for piece in taken))
+    whose = some_of((f"rank {rank} of replica {replica}" for replica, rank in sorted(firsts)), ", ")
     return (
-        f"those who saved it did not hold the same bytes of {some_of(fqn[:120] for fqn in checkpoint.divergent)}; in groups of"
+        f"those who saved it {' and '.join(clauses)}; in groups of"
         f" {checkpoint.parts[0].manifest.num_ranks} ranks each rank gets what the same rank wrote, if that is all that it wants"
         f" of a tensor; all others get the first copies ({whose})"
+    )
+
+
+def _is_of_several_ranks(pieces: Sequence[Piece]) -> bool:
+    """Whether ranks have written the same elements; of very many pieces it is not worked out."""
+    return len(pieces) > _MAX_COMPARED or any(
+        one.part.name.rank != other.part.name.rank and intersect(one.box, other.box) is not None
+        for one, other in combinations(pieces, 2)
     )
 
 

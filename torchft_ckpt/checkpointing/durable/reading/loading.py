@@ -59,6 +59,19 @@ def load_state(
         for entry in manifest.tensors
         if sum(one.box.volume for one in entry.boxes) < whole(tuple(entry.shape)).volume
     }
+    names = {entry.fqn for entry in manifest.tensors}
+    here = LocalState({}) if local is None else local
+    missing = checkpoint.tensors.keys() & here.paths() - names
+    lost = [path[:120] for path in sorted(missing) if not here.is_optional(path)]
+    if lost:
+        logger.warning(
+            "checkpoint %s: rank %d of the %d ranks that saved it, whose state this rank is given, did not have %s, which is here"
+            " and which other ranks saved: it is not restored. load_checkpoint reads by name, from all of them",
+            checkpoint.name,
+            manifest.rank,
+            manifest.num_ranks,
+            some_of(lost, ", "),
+        )
     description = Description(tree=manifest.tree, tensors=manifest.tensors, sharded=sharded, owners=owners_in(manifest))
     target = StateTarget(local, in_place=in_place, may_be_beside=True)
     read(target.wants(description))

@@ -276,6 +276,11 @@ class Reading(Generic[_P]):
         if is_new:
             logger.warning("%s: %s; another piece is looked for", self._location, error)
 
+    def failed(self) -> set[str]:
+        """Return the names of tensors of which a piece is of no use."""
+        with self._lock:
+            return {name for _, name, _ in self._unusable.values()}
+
     def take_failed(self) -> list[Cell[_P]]:
         """Return what has to come from elsewhere."""
         failed, self._failed = self._failed, {}

@@ -7,6 +7,7 @@ size of a tensor. It knows pieces and blocks; it does not know meshes, and it un
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -48,6 +49,7 @@ from torchft_ckpt.checkpointing.durable.reading.structure import item_at, merged
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
 from torchft_ckpt.checkpointing.state.containers import Path
+from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.target import Want
@@ -55,6 +57,7 @@ from torchft_ckpt.checkpointing.state.tree import as_places, decode_tree
 from torchft_ckpt.core.boxes.geometry import Box, relative_to
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 
+logger = logging.getLogger(__name__)
 _DIGEST_BYTES = 16
 OWNERS_KEY = "owners"
 """Of what belongs to a rank: which parameters its optimizers have."""
@@ -169,6 +172,16 @@ class CheckpointReader(StateReader[Piece]):
         """Return the parts, those of this rank before others."""
         parts = self.checkpoint.parts
         return parts if self.rank is None else sorted(parts, key=lambda part: part.name.rank != self.rank)
+
+    def _plan(self, wanted: Sequence[tuple[str, Box, Target]], reading: Reading[Piece]) -> list[Cell[Piece]]:
+        cells = super()._plan(wanted, reading)
+        if mixed := reading.failed() & self.checkpoint.several & {cell.name for cell in cells}:
+            logger.warning(
+                "%s: there are several copies of %s, and what cannot be read of one comes from another, which may differ",
+                self.location,
+                some_of((name[:120] for name in sorted(mixed)), ", "),
+            )
+        return cells
 
     def _cover(self, name: str, box: Box, reading: Reading[Piece]) -> tuple[list[tuple[Piece, Box]], list[Box]]:
         if reading.rank is not None and name in self.checkpoint.several:

@@ -6,14 +6,23 @@ who holds what, DCP's names, and plain values, which are captured at once becaus
 
 from __future__ import annotations
 
+import base64
 import functools
 import threading
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
-from torchft_ckpt.checkpointing.durable.format.manifest import PlainValue, decode_value, encode_value
+from torchft_ckpt.checkpointing.durable.format.manifest import (
+    HELD_ALONE,
+    WRITTEN_BY_EACH,
+    WRITTEN_BY_ONE,
+    PlainValue,
+    decode_value,
+    encode_value,
+)
 from torchft_ckpt.checkpointing.durable.format.records import value_record
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, Layout, TensorHoldings, layout_of
 from torchft_ckpt.checkpointing.lock import StateDictLock
@@ -26,6 +35,7 @@ from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, slices
+from torchft_ckpt.checkpointing.state.samples import marks
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes.geometry import Box, contains
 from torchft_ckpt.errors import CheckpointError, StateChangedError, StateFormatError, UnsupportedValueError
@@ -51,7 +61,7 @@ class CapturedState:
     Args:
         state: a dict; tensors are referred to until they are copied aside, everything else is captured now.
         step: the step that it is the state of.
-        own: what belongs to this rank alone.
+        own: what belongs to this rank alone, by what it is.
         lock: the lock that the trainer mutates the state under; held for reading, or by the caller between two steps.
         pool: where copies go.
         index: works out who holds what.
@@ -70,7 +80,7 @@ class CapturedState:
         state: dict[str, Any],
         *,
         step: int,
-        own: object,
+        own: dict[str, Any],
         lock: StateDictLock,
         pool: BufferPool,
         index: HoldingsIndex,
@@ -90,6 +100,12 @@ class CapturedState:
                 layout_of(path, tensor, num_ranks=index.num_ranks, is_same_in_groups=id(tensor) not in group_local_ids)
                 for path, tensor in tensors
             ]
+            replicas = {
+                place: tensors[place][1]
+                for place, layout in enumerate(self._layouts)
+                if index.num_ranks > 1 and layout.may_have_replicas and (index.is_replicated or not layout.is_whole)
+            }
+            self._marks = dict(zip(replicas, marks(replicas.values(), step), strict=True))
 
         try:
             flat, self.paths = flattened(state)
@@ -129,6 +145,26 @@ class CapturedState:
             self._index.holdings_of(layout, (box_of(chunk) for chunk in entry.chunks))
             for layout, entry in zip(self._layouts, self.manifest.tensors, strict=True)
         ]
+
+    @functools.cached_property
+    def replicas(self) -> str:
+        """What shows of each tensor whether other ranks hold the same of it, as in a manifest; empty where they hold none."""
+        shared: dict[int, list[tuple[int, ...]]] = {}
+        orders: dict[tuple[int, ...], xxhash.xxh3_64] = {}
+        for place in self._marks:
+            tensor = self.holdings[place]
+            if tensor.is_derivable and (of_ranks := [held.ranks for held in tensor.local if len(held.ranks) > 1]):
+                shared[place] = of_ranks
+                for ranks in of_ranks:
+                    name = f"{tensor.fqn};".encode(errors="surrogatepass")
+                    orders.setdefault(ranks, xxhash.xxh3_64()).update(name)
+        # Ranks that have what they share in another order divide it otherwise: then a twin may fill what nobody writes.
+        table = [HELD_ALONE] * len(self.holdings)
+        for place, of_ranks in shared.items():
+            digest = xxhash.xxh3_64_digest(self._marks[place] + b"".join(orders[ranks].digest() for ranks in of_ranks))
+            table[place] = digest[:-1] + (WRITTEN_BY_EACH if self.holdings[place].is_ranks_own else WRITTEN_BY_ONE)
+        is_divided = any(digest.endswith(WRITTEN_BY_ONE) for digest in table)
+        return base64.b64encode(b"".join(table)).decode() if is_divided else ""
 
     def extent_of(self, boxes: Sequence[tuple[int, Box]]) -> tuple[int, int]:
         """Return how many bytes boxes of tensors have, and in which blocks they lie, a bit for each."""

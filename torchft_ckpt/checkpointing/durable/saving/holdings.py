@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
@@ -70,10 +71,14 @@ class Layout(NamedTuple):
     placements: tuple[Placement, ...] = ()
     is_same_in_groups: bool = True
     """As in `TensorHoldings`."""
-    is_ranks_own: bool = False
-    """As in `TensorHoldings`."""
     declared: Sequence[tuple[Box, Sequence[int]]] | None = None
     """The holders that its adapter names, unchecked."""
+
+    @property
+    def may_have_replicas(self) -> bool:
+        """Whether several ranks of a group may hold the same of it."""
+        is_in_shards = all(placement.is_shard() for placement in self.placements)
+        return self.is_whole or self.declared is not None or not is_in_shards
 
 
 def layout_of(fqn: str, tensor: torch.Tensor, *, num_ranks: int, is_same_in_groups: bool = True) -> Layout:
@@ -81,15 +86,7 @@ def layout_of(fqn: str, tensor: torch.Tensor, *, num_ranks: int, is_same_in_grou
     itemsize = tensor.element_size()
     adapter = adapter_of(tensor)
     if adapter is None:
-        is_small = tensor.numel() * itemsize < _MAX_OWN_BYTES
-        return Layout(
-            fqn,
-            tensor.shape,
-            itemsize,
-            True,
-            is_same_in_groups=is_same_in_groups,
-            is_ranks_own=is_small and 1 < num_ranks <= _MAX_OWN_RANKS and not is_same_in_groups,
-        )
+        return Layout(fqn, tensor.shape, itemsize, True, is_same_in_groups=is_same_in_groups)
     if isinstance(adapter, DTensorAdapter):  # a class that derives from DTensor may have another
         dtensor = cast("DTensor", tensor)
         placements = tuple(dtensor.placements)
@@ -135,7 +132,8 @@ class HoldingsIndex:
         fqn, shape, itemsize = layout.fqn, tuple(layout.shape), layout.itemsize
         if layout.is_whole:
             held, mine = self._whole(shape)
-            is_own = layout.is_ranks_own and self.is_replicated
+            is_small = math.prod(shape) * itemsize < _MAX_OWN_BYTES and 1 < self.num_ranks <= _MAX_OWN_RANKS
+            is_own = self.is_replicated and is_small and not layout.is_same_in_groups
             return TensorHoldings(
                 fqn, shape, itemsize, held, mine, self.is_replicated, layout.is_same_in_groups, is_own
             )

@@ -18,6 +18,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import (
     PlainValue,
     ValueEntry,
     encode_part,
+    with_replicas,
 )
 from torchft_ckpt.checkpointing.durable.format.records import write_tensor
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
@@ -85,7 +86,7 @@ def write_part(
         pieces=pieces,
         values=values,
         files=files,
-        own=PlainValue() if part.fill else state.own,
+        own=PlainValue() if part.fill else with_replicas(state.own, state.replicas),
     )
     data = encode_part(manifest)
     with storage.create(f"{checkpoint}/{part.manifest}") as file:

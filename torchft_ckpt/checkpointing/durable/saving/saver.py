@@ -16,7 +16,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, PartName, parse_part, parts_in, writer_in
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint, read_part, why_not_whole
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
+    Checkpoint,
+    drifted_replicas,
+    read_checkpoint,
+    read_part,
+    why_not_whole,
+)
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook, StagedShare
@@ -436,6 +442,8 @@ class SaveWorker:
         checkpoint = read_checkpoint([task.storage], task.name)
         why_not = why_not_whole(checkpoint)
         if why_not is None:
+            if told := drifted_replicas(checkpoint):
+                logger.warning("checkpoint %s: %s", task.name, told)
             close_checkpoint(task.storage, checkpoint)
             return True
         shares = {task.writers.share_of(SavingRank(*part.name[:2]), part.name.fill) for part in checkpoint.parts}
