@@ -15,7 +15,6 @@
 | `TORCHFT_CKPT_QUORUM_TIMEOUT_SEC`   | `TORCHFT_QUORUM_TIMEOUT_SEC`  | one attempt at a quorum; seconds                 |
 | `TORCHFT_CKPT_CONNECT_TIMEOUT_SEC`  | `TORCHFT_CONNECT_TIMEOUT_SEC` | connecting to lighthouse and peers; seconds      |
 | `TORCHFT_CKPT_QUORUM_RETRIES`       | `TORCHFT_QUORUM_RETRIES`      | attempts at a quorum after the first             |
-| `TORCHFT_CKPT_JOIN_BUDGET_SEC`      |                               | how long healthy groups wait for a joiner        |
 | `TORCHFT_CKPT_USE_BUCKETIZATION`    | `TORCHFT_USE_BUCKETIZATION`   | DiLoCo exchanges buckets, not single parameters  |
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
 |                                     |                               | find each other, as torchrun sets them           |
@@ -53,7 +52,6 @@ TIMEOUT = ("TORCHFT_CKPT_TIMEOUT_SEC", "TORCHFT_TIMEOUT_SEC")
 QUORUM_TIMEOUT = ("TORCHFT_CKPT_QUORUM_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC")
 CONNECT_TIMEOUT = ("TORCHFT_CKPT_CONNECT_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 QUORUM_RETRIES = ("TORCHFT_CKPT_QUORUM_RETRIES", "TORCHFT_QUORUM_RETRIES")
-JOIN_BUDGET = ("TORCHFT_CKPT_JOIN_BUDGET_SEC",)
 USE_BUCKETIZATION = ("TORCHFT_CKPT_USE_BUCKETIZATION", "TORCHFT_USE_BUCKETIZATION")
 STORE_ADDR = ("MASTER_ADDR",)
 STORE_PORT = ("MASTER_PORT",)
@@ -63,12 +61,13 @@ WORLD_SIZE = ("WORLD_SIZE",)
 
 _NO_OTEL = "nothing is sent to OpenTelemetry; what happens is in the log, under the loggers below torchft_ckpt"
 NOT_READ = {
+    "TORCHFT_CKPT_JOIN_BUDGET_SEC": "those who train wait for a group that comes in as long as join_stall_limit allows",
     "TORCHFT_WATCHDOG_TIMEOUT_SEC": "there is no watchdog that ends the process; what hangs is ended by its own timeout",
     "TORCHFT_TRIGGER_FR_ON_ABORT": "an abort does not make torch's flight recorder write a dump",
     "TORCHFT_USE_OTEL": _NO_OTEL,
     "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": _NO_OTEL,
 }
-"""Environment variables that torchft reads, and why they change nothing here."""
+"""Environment variables that torchft reads, or this library once did, and why they change nothing here."""
 
 
 def resolve(

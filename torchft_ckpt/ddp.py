@@ -66,7 +66,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         manager: of this rank.
         module: to train.
         kwargs: of PyTorch's DDP. `find_unused_parameters` is always on: without it the reducer rebuilds its buckets
-            after the first step, and a replica that joins later would have other ones than the rest. The bucket sizes
+            after the first step, and a replica that comes in later would have other ones than the rest. The bucket sizes
             are the same in all groups.
 
     Raises:
@@ -108,7 +108,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     @torch.compiler.disable(recursive=False)  # as PyTorch's is: the module is compiled, what surrounds it is not
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module; in training, begin a step where none is open.
+        """Call the module; begin a step where none is open: see `Manager.ensure_step`.
 
         Raises:
             ConfigError: it checkpoints activations in the way that DDP cannot follow, or another DDP holds this one.
@@ -117,18 +117,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         outer = parallel.DistributedDataParallel._get_active_ddp_module()
         if outer is not None and outer is not self and any(module is self for module in outer.modules()):
             _refuse_inside_another()
-        if torch.is_grad_enabled() and self.training:
-            self._manager.ensure_step()
+        if torch.is_grad_enabled():
+            self._manager.ensure_step(is_training=self.training)
         if any(parameter.requires_grad for parameter in self._frozen):
             self._rebuild()
         output = super().forward(*inputs, **kwargs)
         if not self._is_known_to_work and torch.is_grad_enabled():
             _refuse_reentrant_checkpoints(output)
             self._is_known_to_work = True
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+        if torch.is_grad_enabled():
             self._manager.open_graphs.opens(id(self._reduction))
-            if self._reached is not None:
+            if self._reached is not None and self.require_backward_grad_sync:
                 self._reached.is_awaited = True
+            elif self._reached is not None:
+                self._reached.accumulates = True
         return output
 
     def register_comm_hook(self, state: object, hook: object) -> NoReturn:
@@ -176,6 +178,8 @@ class _ReachedParameters:
     def __init__(self, ddp: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
         self.is_awaited = False
         """A forward pass has ended, and the backward pass to average has not begun."""
+        self.accumulates = False
+        """It has ended within `no_sync`: the backward pass averages nothing."""
         self._ddp = weakref.ref(ddp)  # what hooks of autograd refer to is not collected
         self._parameters = parameters
         self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
@@ -203,6 +207,9 @@ class _ReachedParameters:
                 if self.is_awaited:
                     self._find()
                     self.is_awaited = False
+        if self.accumulates:
+            self.accumulates = False
+            self._end_accumulating()
         if self._unused and number in self._unused:
             task = torch._C._current_graph_task_id()
             if task < self._graph_task or (task > self._graph_task and not self._is_over):
@@ -211,6 +218,10 @@ class _ReachedParameters:
                     " that DistributedDataParallel could not find: use PureDistributedDataParallel"
                 )
                 raise ConfigError(message, party="DistributedDataParallel")
+
+    def _end_accumulating(self) -> None:
+        if (ddp := self._ddp()) is not None:
+            ddp._manager.open_graphs.closes(id(ddp._reduction))
 
     def _find(self) -> None:
         ddp = self._ddp()
@@ -443,14 +454,6 @@ class GradientAverage:
         for parameter, average, count in zip(parameters, averages, counts.tolist(), strict=True):
             parameter.grad = _gradient_of(parameter, average) if count or not is_counted else None
 
-    def take_no_part(self) -> None:
-        """Start what the other groups start, for a step in which this one has computed nothing; leave no gradients."""
-        self._own = [None for _ in self._parameters()]
-        self.again()
-        self.forget()
-        for parameter in self._parameters():
-            parameter.grad = None
-
     def forget(self) -> None:
         """Let go of the group's own gradients: the step is decided."""
         self._own = []
@@ -517,19 +520,17 @@ class PureDistributedDataParallel(nn.Module):
         self._manager = manager
         self._averages_next = True
         self._averages = True
-        self._backward = BackwardAverage(module, self._average, is_wanted=lambda: self._averages)
+        self._backward = BackwardAverage(module, self._average, is_wanted=self._ends_backward)
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; in training, begin a step where none is open. Raises as `Manager.start_quorum`."""
+        """Call the module; begin a step where none is open: see `Manager.ensure_step`. Raises as `Manager.start_quorum`."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self.training:
-            self._manager.ensure_step()
+        self._manager.ensure_step(is_training=self.training)
         self._averages = self._averages_next
         output = self.module(*args, **kwargs)
-        if self._averages:
-            self._manager.open_graphs.opens(id(self))
+        self._manager.open_graphs.opens(id(self))
         self._backward.watch(output)
         return output
 
@@ -542,8 +543,11 @@ class PureDistributedDataParallel(nn.Module):
         finally:
             self._averages_next = before
 
-    def _average(self) -> None:
+    def _ends_backward(self) -> bool:
         self._manager.open_graphs.closes(id(self))
+        return self._averages
+
+    def _average(self) -> None:
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
         works = []

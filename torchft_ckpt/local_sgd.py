@@ -8,8 +8,8 @@
 
 Names and parameters are those of torchft 0.2.0. The loop begins, and waits for others, in the first forward pass of what it
 trains (in the first inner step, where none is seen), not in the `with` statement. The manager needs no state functions of its
-own: what a replica that joins has to know is registered here. If others are registered, their state is served as in any other
-loop, behind the lock of each inner step. A replica that joins then begins with the rest of the iteration in which it was served:
+own: what a replica that comes in has to know is registered here. If others are registered, their state is served as in any other
+loop, behind the lock of each inner step. A newcomer then begins with the rest of the iteration in which it was served:
 the inner step in that changes nothing.
 
 A checkpoint (`Checkpointer`) holds the global parameters and the outer optimizers of the last committed round, also where it is

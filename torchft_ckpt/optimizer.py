@@ -69,7 +69,7 @@ class OptimizerWrapper(Optimizer):
             make state, and nothing was trained.
 
         If the wrapped optimizer raises, the step is committed for the others and half done here: who catches the error
-        and goes on heals from them at the next step.
+        and goes on loads theirs before it is in a quorum again.
 
         Raises:
             ConfigError: a closure was passed: it would be evaluated after the vote.

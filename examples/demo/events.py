@@ -46,7 +46,7 @@ class StepEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`optimizer.step()` returned.
 
     `step` counts committed steps, after this one; `contributed` says whether this group's gradients were in the
-    average (they are not while it heals); `started_s` is when the step began.
+    average (they are not while it computes alone); `started_s` is when the step began.
     """
 
     at_s: float

@@ -21,7 +21,7 @@ _SLOW_BYTES_PER_S = 1_750_000.0
 _SLOW_STEP_S = 1.0
 """So long a step takes with the slow link: most of it is slept, so that cores are not the limit."""
 _SLOW_JOIN_LIMIT = timedelta(seconds=3)
-"""So long the others wait at most for a group that joins, with the slow link: enough for what a step changes, not for all."""
+"""So long the others stand still at most for a newcomer, with the slow link: enough for what a step changes, not for all."""
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -86,7 +86,6 @@ def main(arguments: list[str]) -> int:
         checkpoint_transport=(
             HTTPTransport(timedelta(seconds=30), max_serve_bytes_per_s=_SLOW_BYTES_PER_S) if options.slow_link else None
         ),
-        join_budget=_SLOW_JOIN_LIMIT if options.slow_link else None,
         join_stall_limit=_SLOW_JOIN_LIMIT if options.slow_link else timedelta(seconds=60),
         on_event=tell,
     )

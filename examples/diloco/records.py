@@ -24,7 +24,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         round: rounds that are committed, after this step.
         num_counted: inner steps of all groups together that went into committed rounds.
         participants: groups that were in the last round; 0 before there was one.
-        contributed: whether what was learned in this step may go into a round; not while the group heals beside it.
+        contributed: whether what was learned in this step may go into a round; not in the first round of a group that comes in.
         loss: of this step's batch, nats a character.
         sent_bytes: by this machine's interface so far.
     """

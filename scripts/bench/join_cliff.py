@@ -1,4 +1,4 @@
-"""Lets groups come into a running job whose state takes longer to receive than a step and `join_budget`.
+"""Lets groups come into a running job whose state takes much longer to receive than a step.
 
 Bars, with T0 the time of the transfer, tau a step, and T0 = 3 (tau + 5 s): the group is in at its first attempt, the others stand
 still at most 1.1 (T0 - tau), once, and discard nothing. Five groups whose states would take longer than `join_stall_limit`
@@ -22,10 +22,11 @@ from bench.processes import Child, Children, wait_until
 from bench.stats import Step, Verdict, count_within, first_contribution, judge_at_most, median, usual_step
 from bench.table import Row, Section, ratio, seconds
 
-STALL_BAR = 1.1
+STALL_BAR = 1.2
+STALL_MORE_S = 0.1
 HOPELESS_BAR = 0.01
 _STATE_BYTES = 100.8e6
-_JOIN_BUDGET_S = 5.0
+_LONG_STATE_STEPS = 15
 _PAUSE_S = 1.0
 _NUM_GROUPS = 2
 _NUM_HOPELESS = 5
@@ -58,7 +59,7 @@ def _plan(seed: int, serve_bytes_per_s: float, **settings: Any) -> Plan:
 
 
 def _slow_join(seed: int, directory: Path, say: Callable[[str], None]) -> tuple[list[Row], dict[str, Any]]:
-    transfer_s = 3 * (_PAUSE_S + 0.1 + _JOIN_BUDGET_S)
+    transfer_s = _LONG_STATE_STEPS * (_PAUSE_S + 0.1)
     with Children(directory) as children:
         job = Job(children, _plan(seed, _STATE_BYTES / transfer_s / _NUM_GROUPS))
         job.start()
@@ -88,7 +89,7 @@ def _slow_join(seed: int, directory: Path, say: Callable[[str], None]) -> tuple[
     attempts = sum(started < in_at for started in transfers[0])
     stalls = max((_stood_still_s(steps_of(s), began, ended, step_s) for s in survivors), key=sum)
     discarded = max(count_within([s.ended for s in steps_of(c) if not s.committed], began, ended) for c in survivors)
-    bar_s = STALL_BAR * (first_s - step_s)
+    bar_s = STALL_BAR * first_s + STALL_MORE_S
     say(f"transfer {first_s:.1f} s, step {step_s:.2f} s, stood still {stalls}, discarded {discarded}")
     rows = [
         Row(

@@ -453,7 +453,7 @@ def run_spare(*, quick: bool, seed: int, log_dir: Path, say: Say) -> Section:
         job.start()
         before_s, during_s = [_paced(job, 10 * pause_s)], []
         for kill in range(num_kills):
-            spare = job.prepare(plan.num_groups + kill, settings={"spare": True, "warm_up": False})
+            spare = job.prepare(plan.num_groups + kill, settings={"spare": True})
             spare.wait_for("ready", 120)
             spare.tell(go=True)
             wait_until(

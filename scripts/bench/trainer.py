@@ -84,7 +84,7 @@ class _ManagedLoop:
             settings["join_stall_limit"] = timedelta(seconds=stall_limit_s)
         # Older code has no learners: there this is the column "today".
         known = inspect.signature(library.Manager).parameters
-        for name in ("follow", "spare", "warm_up"):
+        for name in ("follow", "spare"):
             if name in settings and name not in known:
                 del settings[name]
         self.manager = library.Manager(

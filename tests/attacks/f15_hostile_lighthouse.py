@@ -41,7 +41,7 @@ CASES = {
     "largest_step": Case(
         formed={"version": {"step": 2**62 - 1, "quorum_id": 2**62 - 1, "epoch": "e"}, "quorum_id": 2**62 - 1}
     ),
-    "patience_1e9": Case(formed={"patience_s": 1e9, "join_budget_s": 1e9}),
+    "patience_1e9": Case(formed={"patience_s": 1e9}),
     "destinations_60000": Case(formed={"destinations": list(range(60_000))}),
     "wrong_request": Case(formed={"request_id": 10**9}),
 }

@@ -44,7 +44,6 @@ from torchft_ckpt.core.coordination.messages import (
     LocateState,
     QuorumRequest,
     RankHello,
-    StallReport,
     StateVersion,
     encode,
 )
@@ -378,7 +377,6 @@ def group_messages() -> list[str]:
         JoinProgress(quorum_id=1, step=1, reach_s=1.0),
         LocateState(request_id=1, version=version),
         CommitVote(quorum_id=1, epoch="e", step=1, approve=True),
-        StallReport(quorum_id=1, step=1),
         CollectiveWait(quorum_id=1, step=1, index=1, digest="0"),
         Leave(reason="gone"),
         AllowStepLoss(),

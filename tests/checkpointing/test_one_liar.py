@@ -150,17 +150,6 @@ def test_such_a_bug_in_the_plan_of_a_transfer_costs_that_source_alone(
     assert torch.equal(received["w"], state["w"])
 
 
-def test_a_source_whose_probe_raises_such_a_thing_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, scratch: Any) -> int:
-        raise ZeroDivisionError("nobody thought of that")
-
-    monkeypatch.setattr(engine.SourceClient, "receive_probe", fail)
-    with source_of({}) as url:
-        transport = make_transport()
-        assert transport.measure_rate([url]) is None
-        transport.shutdown()
-
-
 def test_parts_that_a_source_was_asked_for_when_such_a_bug_came_are_asked_for_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

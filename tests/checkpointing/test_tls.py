@@ -334,7 +334,7 @@ def victim(authority) -> Iterator[HTTPTransport[object]]:
     transport.shutdown()
 
 
-@pytest.mark.parametrize("call", ["fetch", "fetch_sharded", "measure_rate"])
+@pytest.mark.parametrize("call", ["fetch", "fetch_sharded"])
 def test_a_transport_that_serves_https_asks_a_plain_source_for_nothing(victim, call) -> None:
     """The lighthouse names sources, in plain HTTP: whoever changes its packets must not turn TLS off."""
     heard: list[bytes] = []
@@ -343,11 +343,9 @@ def test_a_transport_that_serves_https_asks_a_plain_source_for_nothing(victim, c
         if call == "fetch":
             with pytest.raises(SourceRefusedError, match="speaks plain http"):
                 victim.fetch_checkpoint([plain], 3, LONG)
-        elif call == "fetch_sharded":
+        else:
             with pytest.raises(SourceRefusedError, match="speaks plain http"):
                 victim.fetch_sharded([[plain]], 0, 1, 3, LONG, local_state={"w": torch.zeros(4)})
-        else:
-            assert victim.measure_rate([plain]) is None
     assert not heard
 
 

@@ -12,6 +12,7 @@ What a member hears is taken by its `ReplicaState`; `hears` returns it in short 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import msgspec
 
@@ -51,8 +52,6 @@ from torchft_ckpt.core.coordination.messages import (
     Receives,
     Refused,
     ReplicasDiffer,
-    Role,
-    StallReport,
     StateShown,
     StateVersion,
     ToLighthouse,
@@ -61,7 +60,6 @@ from torchft_ckpt.core.coordination.messages import (
     encode,
 )
 from torchft_ckpt.core.coordination.replica import (
-    Comparison,
     ReplicaSettings,
     ReplicaState,
     StepFacts,
@@ -146,6 +144,16 @@ class Job:
     def operator_drains(self, group: str) -> None:
         self.handle(Received("operator", Drain(replica_id=group)))
 
+    def lets_in(self, *newcomers: Member, others: Collection[Member], **facts: object) -> None:
+        """Groups that lack the state come into the next quorum of the others, which wait until these have it."""
+        for member in newcomers:
+            member.warms_up(**facts)
+        for member in others:
+            member.asks(can_serve=True)
+        for member in newcomers:
+            member.comes_in()
+            member.asks(**facts)  # type: ignore[arg-type]
+
     def step(self, *members: Member) -> None:
         """A step of these members that ends well."""
         for member in members:
@@ -163,12 +171,14 @@ class Member:
         self.job, self.replica_id, self.ranks = job, replica_id, ranks
         self.replica = ReplicaState(settings)
         self.connection: str | None = None
-        self.is_stopped = False
+        self.is_stopped = self.is_at_end = False
         self.outcomes: list[Outcome] = []
         self.last_vote: CommitVote | None = None
         self.formed: QuorumFormed | None = None
         self.plan: StepPlan | None = None
         self._heard: list[str] = []
+        self.pending: QuorumPending | None = None
+        """What it was told last of a quorum that it waits for."""
         self.num_held = 0
         """So many groups the quorum that it waits for is held for, as it heard."""
 
@@ -204,6 +214,7 @@ class Member:
         guesses: bool = False,
         kind: str = "",
         at_end: bool = False,
+        computes_alone: bool = False,
         top_s: float = 0.0,
         frozen: str = "",
         shows: str = "",
@@ -212,6 +223,7 @@ class Member:
         """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself.
         `at_end`: an iteration ends instead, that did not count.
         """
+        self.is_at_end = at_end
         serve = (self.replica.capture_wanted or bool(shows)) if can_serve is None else can_serve
         found = [Leaf(name=name, digest=digest) for name, digest in leaves.items()]
         of_rank = StateShown(owned=shows, open=found)
@@ -228,6 +240,7 @@ class Member:
                 guesses=guesses,
                 kind=kind,
                 at_end=at_end,
+                computes_alone=computes_alone,
                 top_s=top_s,
                 shown=[of_rank] * self.ranks if shows else [],
             ),
@@ -243,15 +256,14 @@ class Member:
         )
 
     def loads(self) -> None:
-        """Its transfer ends well: before the forward pass where that was waited for, else beside it."""
+        """Its transfer ends well."""
         assert self.formed is not None
-        self.replica.load_finished(self.formed.version, before_forward=self.formed.role in (Role.INLINE, Role.LEARNER))
+        self.replica.load_finished(self.formed.version)
 
     def votes(
         self,
         *,
         load: bool = True,
-        finds: Comparison | None = Comparison.EQUAL,
         error: str | None = None,
         broken: bool = False,
         connects: bool = True,
@@ -259,14 +271,12 @@ class Member:
         num_collectives: int = 0,
         state: str = "",
     ) -> None:
-        """Ends its part of the step. Who has to load has loaded, unless `load` is False; who had to compare its state has found
-        this out beside its forward pass, and None that it could not. `state`: its state, where that is to be compared.
+        """Ends its part of the step. Who has to load has loaded, unless `load` is False. `state`: its state, where that is to be
+        compared.
         """
         if self.replica.phase is not StepPhase.TRAINING:
             return
-        if load and self.plan is not None and self.plan.compare and finds is not None:
-            self.replica.comparison_finished(finds, before_forward=False)
-        elif load and self.plan is not None and self.plan.load and not self.plan.compare:
+        if load and self.plan is not None and self.plan.load:
             self.loads()
         if not connects:
             self.replica.cannot_connect()
@@ -309,10 +319,6 @@ class Member:
         if self.replica.phase is StepPhase.VOTED and self.last_vote is not None:
             self.says(self.last_vote)
 
-    def reports_stall(self) -> None:
-        assert self.formed is not None
-        self.says(StallReport(quorum_id=self.formed.quorum_id, step=self.formed.version.step))
-
     def still_needs(self, seconds: float, does: Receives = Receives.TRANSFER) -> None:
         """Says how far it is with receiving or loading the state."""
         assert self.formed is not None
@@ -330,12 +336,34 @@ class Member:
         assert self.replica.warms_up
         self.replica.learned()
 
+    def warms_up(self, **facts: object) -> None:
+        """It asks, computes an iteration alone, and asks again at its end."""
+        self.asks(**facts)  # type: ignore[arg-type]
+        self.ends()
+        self.asks(at_end=True, **facts)  # type: ignore[arg-type]
+
     def comes_in(self, *, load: bool = True) -> None:
         """It has received and loaded the state that a quorum is held for, or (`load` False) could not."""
         assert self.formed is not None and self.formed.held
         if load:
-            self.still_needs(0.0, Receives.LOAD_FIRST)
+            self.still_needs(0.0, Receives.LOADS)
         self.follows(load=load)
+
+    def goes_on(self, *, load: bool = True) -> None:
+        """Does what its loop does next, if it does not wait: it votes, or ends its iteration alone or its transfer, and asks.
+        `load`: it gets the state that it asked for, if a source of it lives.
+        """
+        at_end = False
+        if self.replica.phase is StepPhase.TRAINING and not self.replica.is_learner:
+            self.votes()
+        elif self.replica.phase is StepPhase.TRAINING and self.replica.warms_up:
+            at_end = not self.is_at_end
+            self.ends()
+        elif self.replica.phase is StepPhase.TRAINING and self.formed is not None:
+            self.follows(load=load and any(s.replica_id in self.job.lighthouse.members for s in self.formed.sources))
+            at_end = self.replica.is_behind
+        if self.replica.phase is StepPhase.IDLE:
+            self.asks(can_serve=True, at_end=at_end)
 
     def wishes_to_leave(self, *, is_told: bool = False) -> None:
         self.says(LeaveWish(is_told=is_told, reason="SIGTERM"))
@@ -377,6 +405,8 @@ class Member:
                 self.replica.overtaken(message)
         elif isinstance(message, QuorumBroken):
             self.replica.broken(message)
+        elif isinstance(message, QuorumPending):
+            self.pending = message
         elif isinstance(message, JoinerWaiting):
             self.replica.joiner_waits()
             self.num_held += message.num_held
@@ -403,7 +433,7 @@ def _words(message: FromLighthouse) -> str:
     if isinstance(message, CollectiveCleared):
         return f"cleared collective {message.index}"
     if isinstance(message, QuorumPending):
-        return f"pending: {message.reason}"
+        return f"held up: {message.reason}" if message.held_s else f"pending: {message.reason}"
     if isinstance(message, Refused):
         return f"refused: {message.code}"
     if isinstance(message, LeavesWanted):

@@ -176,7 +176,7 @@ def test_where_those_who_trained_are_too_few_a_spectator_is_one_of_them() -> Non
     spectator = Holder(replica_id="b", version=NEWEST, contributes=False, min_contributors=2)
 
     def contributors(*members: Holder) -> list[str]:
-        result = assign_recovery(members, newest_step=4, allow_step_loss=False, min_replicas=1, quorum_id=9, epoch="e")
+        result = assign_recovery(members, newest_step=4, allow_step_loss=False, quorum_id=9, epoch="e")
         assert isinstance(result, Assignment)
         return [part.replica_id for part in result.parts if part.contributor_rank is not None]
 
@@ -185,19 +185,13 @@ def test_where_those_who_trained_are_too_few_a_spectator_is_one_of_them() -> Non
     assert contributors(trained, spectator, other) == ["a", "c"]
 
 
-def test_a_stale_spectator_loads_as_a_joiner_also_where_it_would_heal_first() -> None:
-    stale = Holder(replica_id="b", version=StateVersion(), contributes=False, heal_inline=True)
-    result = assign_recovery(
-        [Holder(replica_id="a", version=NEWEST), stale],
-        newest_step=4,
-        allow_step_loss=False,
-        min_replicas=1,
-        quorum_id=9,
-        epoch="e",
-    )
-
+@pytest.mark.parametrize("has_trained", [True, False])
+def test_a_stale_spectator_is_in_no_quorum_whoever_trained(has_trained: bool) -> None:
+    holder = Holder(replica_id="a", version=NEWEST, contributes=has_trained)
+    stale = Holder(replica_id="b", version=StateVersion(), contributes=False)
+    result = assign_recovery([holder, stale], newest_step=4, allow_step_loss=False, quorum_id=9, epoch="e")
     assert isinstance(result, Assignment)
-    assert (result.parts[1].role.value, result.parts[1].sources) == ("joiner", (0,))
+    assert (result.lacking, result.parts[0].contributor_rank) == (("b",), 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ patience

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from lighthouse_script import Job
 from test_catching_up import NEWEST, Looker, job_in_a_phase, look
 
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage
-from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Hello, QuorumRequest, Role, StateVersion
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Hello, QuorumRequest, Role
 from torchft_ckpt.core.coordination.quorum import Asked, decide_quorum
-from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, assign_recovery
+from torchft_ckpt.core.coordination.recovery import MAX_SOURCES
 
 
 def test_one_that_looked_after_its_vote_is_not_taken_for_a_holder_of_what_is_committed_then() -> None:
@@ -25,7 +24,7 @@ def test_one_that_looked_after_its_vote_is_not_taken_for_a_holder_of_what_is_com
     assert (located.version, [source.replica_id for source in located.sources]) == (b.replica.version, ["b:1"])
 
 
-def test_a_joiner_that_looked_after_its_vote_has_no_part_in_the_commit() -> None:
+def test_a_spectator_that_looked_after_its_vote_has_no_part_in_the_commit() -> None:
     job, (a,) = job_in_a_phase("a")
     b = look(job, "b")
     b.catches_up()
@@ -97,30 +96,9 @@ def test_spectators_wait_for_who_holds_the_state_also_when_the_lighthouse_forgot
         member.asks_as()
 
     formed = [member.formed for member in (a, b, *lookers)]
-    assert [f is not None and f.role for f in formed] == [Role.HEALTHY] * 2 + [Role.JOINER] * 5
-
-
-@pytest.mark.parametrize(("waits", "role"), [(True, Role.INLINE), (False, Role.JOINER)])
-def test_a_stale_spectator_loads_before_it_trains_where_it_is_needed(waits: bool, role: Role) -> None:
-    trained = Holder(replica_id="a", version=NEWEST, min_contributors=2)
-    stale = Holder(replica_id="b", version=StateVersion(), contributes=False, waits_for_quorum=waits)
-    result = assign_recovery(
-        [trained, stale], newest_step=4, allow_step_loss=False, min_replicas=1, quorum_id=9, epoch="e"
-    )
-
-    assert isinstance(result, Assignment)
-    assert [(part.role, part.sources) for part in result.parts] == [(Role.HEALTHY, ()), (role, (0,))]
-
-
-def test_where_nobody_trained_a_stale_spectator_is_one_of_those_who_begin() -> None:
-    members = [
-        Holder(replica_id="a", version=NEWEST, contributes=False),
-        Holder(replica_id="b", version=StateVersion(), contributes=False, waits_for_quorum=True),
+    assert [f and (f.role, f.contributor_rank) for f in formed] == [
+        (Role.HEALTHY, rank) for rank in (0, 1, None, None, None, None, None)
     ]
-    result = assign_recovery(members, newest_step=4, allow_step_loss=False, min_replicas=1, quorum_id=9, epoch="e")
-
-    assert isinstance(result, Assignment)
-    assert [part.role for part in result.parts] == [Role.HEALTHY, Role.INLINE]
 
 
 def test_a_spectator_that_waits_long_makes_nobody_late() -> None:

@@ -10,7 +10,7 @@ import pytest
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, decide_forgotten
 from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, Role
 
-HEALTHY, INLINE, JOINER, IDLE = Role.HEALTHY, Role.INLINE, Role.JOINER, Role.IDLE
+HEALTHY, INLINE, IDLE = Role.HEALTHY, Role.INLINE, Role.IDLE
 VOTING = (HEALTHY, INLINE)
 
 
@@ -53,29 +53,15 @@ def test_one_voter_against_ends_it_at_once_and_is_named() -> None:
     assert (step.verdict, step.reason) == (CommitDecision.DISCARD, "b: a collective failed")
 
 
-def test_a_joiners_vote_against_leaves_it_behind_and_nobody_else() -> None:
-    step = tally(a=HEALTHY, j=JOINER)
-    step.cast("j", NO)
+def test_the_vote_of_one_that_sits_out_leaves_it_behind_and_nobody_else() -> None:
+    step = tally(a=HEALTHY, i=IDLE)
+    step.cast("i", NO)
     step.cast("a", YES)
-    assert (step.verdict, step.outcome("a"), step.outcome("j")) == (
+    assert (step.verdict, step.outcome("a"), step.outcome("i")) == (
         CommitDecision.COMMIT,
         Outcome.COMMIT,
         Outcome.LEFT_BEHIND,
     )
-
-
-def test_a_joiner_is_waited_for_until_the_step_is_closed() -> None:
-    step = tally(a=HEALTHY, j=JOINER)
-    step.cast("a", YES)
-    assert (step.verdict, step.all_voters_approved, step.joiners_waited_for()) == (CommitDecision.PENDING, True, ["j"])
-    step.close()
-    assert (step.verdict, step.outcome("j"), step.broken) == (CommitDecision.COMMIT, Outcome.LEFT_BEHIND, True)
-
-
-def test_closing_does_nothing_while_a_voter_is_waited_for() -> None:
-    step = tally(a=HEALTHY, j=JOINER)
-    step.close()
-    assert step.verdict is CommitDecision.PENDING
 
 
 def test_the_vote_of_the_lost_is_not_waited_for() -> None:
@@ -86,8 +72,8 @@ def test_the_vote_of_the_lost_is_not_waited_for() -> None:
 
 
 def test_losing_the_last_voter_is_no_commit() -> None:
-    step = tally(a=HEALTHY, j=JOINER)
-    step.cast("j", YES)
+    step = tally(a=HEALTHY, i=IDLE)
+    step.cast("i", NO)
     step.lose("a", "it died")
     assert (step.verdict, step.broken) == (CommitDecision.DISCARD, True)
 
@@ -139,8 +125,7 @@ def oracle(roles: dict[str, Role], events: Sequence[tuple[str, str]]) -> CommitD
             return CommitDecision.DISCARD
         if all(m in lost for m in voters):
             return CommitDecision.DISCARD
-        waited_for = [m for m, role in roles.items() if role is not IDLE and m not in said and m not in lost]
-        if not waited_for:
+        if all(m in said or m in lost for m in voters):
             return CommitDecision.COMMIT
     return CommitDecision.PENDING
 
@@ -150,10 +135,9 @@ def oracle(roles: dict[str, Role], events: Sequence[tuple[str, str]]) -> CommitD
     [
         {"a": HEALTHY, "b": HEALTHY},
         {"a": HEALTHY, "b": INLINE, "c": HEALTHY},
-        {"a": HEALTHY, "j": JOINER},
-        {"a": HEALTHY, "b": HEALTHY, "j": JOINER},
-        {"a": HEALTHY, "j": JOINER, "k": JOINER},
-        {"a": HEALTHY, "j": JOINER, "i": IDLE},
+        {"a": HEALTHY, "i": IDLE},
+        {"a": HEALTHY, "b": HEALTHY, "i": IDLE},
+        {"a": INLINE, "b": HEALTHY, "i": IDLE},
     ],
     ids=lambda roles: "".join(role.value[0] for role in roles.values()),
 )
@@ -195,7 +179,7 @@ def decide(
 
 
 FOR, AGAINST = vote(True, num_voters=3), vote(False, num_voters=3)
-JOINED = vote(True, counts=False, num_voters=3)
+SAT_OUT = vote(False, counts=False, num_voters=3)
 
 
 def test_forgotten_somebody_knows_of_the_commit() -> None:
@@ -204,7 +188,8 @@ def test_forgotten_somebody_knows_of_the_commit() -> None:
 
 def test_forgotten_all_voters_approve_again() -> None:
     assert decide(FOR, FOR, FOR) is CommitDecision.COMMIT
-    assert decide(FOR, FOR, JOINED) is CommitDecision.PENDING
+    assert decide(FOR, FOR, SAT_OUT) is CommitDecision.PENDING
+    assert decide(FOR, FOR, FOR, SAT_OUT) is CommitDecision.COMMIT
 
 
 def test_forgotten_a_discard_waits_for_those_who_may_know_of_a_commit() -> None:
@@ -219,20 +204,19 @@ def test_forgotten_those_who_approved_commit_when_the_missing_do_not_come() -> N
     assert decide(FOR, FOR, over=True) is CommitDecision.COMMIT
 
 
-def test_forgotten_joiners_alone_follow_what_may_have_been_a_commit() -> None:
-    assert decide(JOINED) is CommitDecision.PENDING
-    assert decide(JOINED, over=True) is CommitDecision.COMMIT
-    assert decide(JOINED, refused=True, over=True) is CommitDecision.DISCARD
+def test_forgotten_who_sat_out_is_not_against() -> None:
+    assert decide(FOR, SAT_OUT, over=True) is CommitDecision.COMMIT
+    assert decide(SAT_OUT) is CommitDecision.PENDING
+    assert decide(SAT_OUT, over=True) is CommitDecision.DISCARD
 
 
-@pytest.mark.parametrize("num_joiners", [0, 1])
-def test_what_is_decided_anew_never_contradicts_what_somebody_here_has_done(num_joiners: int) -> None:
+@pytest.mark.parametrize("num_idle", [0, 1])
+def test_what_is_decided_anew_never_contradicts_what_somebody_here_has_done(num_idle: int) -> None:
     """All small histories: votes and losses in the old life, who heard the decision, who came back; then the new life."""
-    voters = ["a", "b", "c"][: 3 - num_joiners]
-    joiners = ["j"][:num_joiners]
-    roles = {**dict.fromkeys(voters, HEALTHY), **dict.fromkeys(joiners, JOINER)}
+    roles = dict(zip("abc", [HEALTHY] * (3 - num_idle) + [IDLE] * num_idle, strict=True))
+    words = {HEALTHY: ("yes", "no", "open"), IDLE: ("no", "open")}
     num_cases = 0
-    for said in itertools.product(("yes", "no", "open"), repeat=len(roles)):
+    for said in itertools.product(*(words[role] for role in roles.values())):
         for fate in itertools.product(("counted", "unheard", "lost"), repeat=len(roles)):
             old = Tally(roles)
             for member, word, what in zip(roles, said, fate, strict=True):
@@ -240,8 +224,6 @@ def test_what_is_decided_anew_never_contradicts_what_somebody_here_has_done(num_
                     old.lose(member, "cut off")
                 elif what == "counted" and word != "open":
                     old.cast(member, YES if word == "yes" else NO)
-            if num_joiners:
-                old.close()
             hearers = [m for m, what in zip(roles, fate, strict=True) if what != "lost"] if old.decided else []
             for num_heard in range(len(hearers) + 1):
                 for heard in itertools.combinations(hearers, num_heard):

@@ -39,7 +39,7 @@ def test_a_step_that_counts_ends_the_run() -> None:
 
 def test_several_causes_in_turn_are_none() -> None:
     run = DiscardRun()
-    assert said(run, *[SLOW, "the others waited longer than join_budget for c:1"] * 5) == [None] * 10
+    assert said(run, *[SLOW, "c:1 gave step 7 up"] * 5) == [None] * 10
 
 
 def test_a_cause_nobody_knows_a_setting_for_is_that_of_one_group_however_often_that_was_started() -> None:
@@ -54,9 +54,6 @@ def test_a_cause_nobody_knows_a_setting_for_is_that_of_one_group_however_often_t
 @pytest.mark.parametrize(
     ("reason", "setting"),
     [
-        ("the others waited longer than join_budget for c:1", "TORCHFT_CKPT_JOIN_BUDGET_SEC"),
-        ("the joiners' time is up: without c:1", "TORCHFT_CKPT_JOIN_BUDGET_SEC"),
-        ("c:1: its state is not loaded yet", "TORCHFT_CKPT_JOIN_BUDGET_SEC"),
         ("a:1: ProcessGroupConfigureError: rank 2 never came to the store", "TORCHFT_CKPT_HOSTNAME"),
         ("the decision is not known", "TORCHFT_TIMEOUT_SEC"),
         ("c:1: nothing heard from it for 5.0 s", "--heartbeat-timeout-ms"),

@@ -81,7 +81,7 @@ def test_who_comes_after_the_others_have_a_state_is_told_so_and_costs_them_no_st
     c = job.join("c")
     gathers(c)
     job.passes(2.0)
-    assert place(c) == (Role.JOINER, 0, 1, 1)
+    assert place(c) == (Role.LEARNER, 0, 1, 1)
     assert c.replica.version == StateVersion()
     a.votes(), b.votes()
     assert (a.hears(), b.hears()) == (["commit"], ["commit"])
@@ -99,7 +99,7 @@ def test_who_comes_while_the_others_read_heals_from_what_they_restored() -> None
     a.replica.restore(120)
     a.asks()
     job.passes(2.0)
-    assert place(c) == (Role.JOINER, 0, 1, 120)
+    assert place(c) == (Role.LEARNER, 0, 1, 120)
     b.replica.restore(120)
     b.asks(), c.asks()
     assert [member.hears()[-1].split(" ", 2)[2] for member in (a, b, c)] == [

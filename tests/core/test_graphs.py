@@ -1,6 +1,7 @@
 """Which forward passes of a loop still wait for their backward passes.
 
-A story is a line: `a` is a forward pass of A, `A` its backward pass, `|` begins a step, `?` asks.
+A story is a line: `a` is a forward pass of A, `A` its backward pass, `|` begins a step, `-` clears gradients in it,
+`?` asks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ def told(story: str) -> str:
     for letter in story:
         if letter == "|":
             graphs.begins()
+        elif letter == "-":
+            graphs.clears()
         elif letter == "?":
             answers.append("y" if graphs.is_open else "n")
         elif letter.islower():
@@ -34,6 +37,9 @@ def told(story: str) -> str:
         ("|gG?|gGl?|l?gG?|l?", "nynnn"),  # a look that nobody goes back through
         ("|aA?b|?B?|?aA?b|?B?", "nynnnyn"),  # computed between two steps
         ("|g?|?|?|?", "yynn"),  # what was computed before the last step is over
+        ("|a-?Aa-?Aa-?A?", "yyyn"),  # clears gradients before each of several backward passes
+        ("|a-?b-?A?B?", "ynnn"),  # the same of two networks, which are not told from two that were skipped
+        ("|-a-?a-?-aA?", "ynn"),  # skips what overflows, before its backward pass
     ],
 )
 def test_where_the_loop_may_go_back_through_weights_of_before(loop: str, answers: str) -> None:

@@ -32,7 +32,6 @@ from torchft_ckpt.core.coordination.messages import (
     LeaveReady,
     LeaveWish,
     LetGo,
-    Loading,
     LoadState,
     LocateState,
     Outcome,
@@ -42,9 +41,7 @@ from torchft_ckpt.core.coordination.messages import (
     RankHello,
     Role,
     Source,
-    StallReport,
     StateArrived,
-    StateLate,
     StateLocated,
     StateVersion,
 )
@@ -144,18 +141,11 @@ def test_ranks_that_hold_different_states_hold_none_as_a_group() -> None:
     assert (asked.version, asked.torn) == (StateVersion(step=3), True)
 
 
-def test_a_group_is_unverified_while_one_of_its_ranks_is() -> None:
-    group = GroupState(2)
-    group.handle(RankMessage(0, request()))
-    (asked,) = up(group.handle(RankMessage(1, request(unverified=True))))
-    assert asked.unverified
-
-
 def test_each_rank_gets_the_addresses_of_all_ranks_of_the_sources() -> None:
     group = GroupState(2)
     group.handle(RankMessage(0, request()))
     (asked,) = up(group.handle(RankMessage(1, request())))
-    out = group.handle(LighthouseMessage(formed(asked.request_id, role=Role.JOINER, sources=2)))
+    out = group.handle(LighthouseMessage(formed(asked.request_id, role=Role.LEARNER, sources=2)))
     assert [i.message.sources[0].checkpoint_addresses for i in out] == [["x0", "x1"]] * 2
 
 
@@ -199,7 +189,7 @@ def test_the_decision_goes_to_all_ranks_once() -> None:
 
 
 def test_a_rank_that_votes_late_is_told_what_was_decided() -> None:
-    group = open_step(role=Role.JOINER)
+    group = open_step(role=Role.IDLE)
     out = group.handle(LighthouseMessage(decided(Outcome.LEFT_BEHIND)))
     assert told(out) == [(0, "left_behind"), (1, "left_behind")]
     assert told(group.handle(RankMessage(1, vote()))) == [(1, "left_behind")]
@@ -225,8 +215,8 @@ def test_one_rank_that_begins_anew_ends_the_step_for_all() -> None:
     assert told(group.handle(LighthouseMessage(decided(Outcome.DISCARD))))[-2:] == [(0, "discard"), (1, "discard")]
 
 
-def test_a_joiner_that_gives_up_says_that_its_vote_does_not_count() -> None:
-    group = open_step(role=Role.JOINER)
+def test_one_that_sits_out_and_gives_up_says_that_its_vote_does_not_count() -> None:
+    group = open_step(role=Role.IDLE)
     (cast,) = up(group.handle(RankMessage(1, request(2))))
     assert not cast.counts
 
@@ -292,14 +282,6 @@ def test_a_rank_that_is_gone_takes_the_group_with_it() -> None:
     assert told(group.handle(RankMessage(0, request(9)))) == [(0, "GroupBroken")]
 
 
-def test_a_stall_is_reported_once_for_the_open_step_only() -> None:
-    group = open_step()
-    report = StallReport(quorum_id=2, step=4)
-    assert up(group.handle(RankMessage(0, report))) == [report]
-    assert group.handle(RankMessage(1, report)) == []
-    assert open_step().handle(RankMessage(0, StallReport(quorum_id=2, step=3))) == []
-
-
 def test_ranks_that_are_not_of_this_group_are_refused_by_name() -> None:
     group = GroupState(2)
     assert group.refusal(1, RankHello(protocol=PROTOCOL_VERSION, group_rank=1)) is None
@@ -314,7 +296,6 @@ RANK_MESSAGES = st.one_of(
     st.builds(request, st.integers(1, 3)),
     st.builds(vote, st.booleans(), broken=st.booleans(), quorum_id=st.integers(1, 3)),
     st.just(GIVE_UP),
-    st.just(StallReport(quorum_id=2, step=4)),
 )
 EVENTS = st.one_of(
     st.builds(RankMessage, st.integers(0, 2), RANK_MESSAGES),
@@ -326,7 +307,7 @@ EVENTS = st.one_of(
 
 
 ANY_RANK_MESSAGE = st.one_of(
-    st.builds(request, st.integers(1, 3), version=st.sampled_from([PROVEN, StateVersion()]), unverified=st.booleans()),
+    st.builds(request, st.integers(1, 3), version=st.sampled_from([PROVEN, StateVersion()])),
     st.builds(vote, st.booleans(), broken=st.booleans(), quorum_id=st.integers(2, 3)),
     st.builds(GiveUpWaiting, quorum_id=st.integers(2, 3), epoch=st.just("e"), step=st.just(4)),
     st.builds(LocateState, request_id=st.integers(1, 3), version=st.just(PROVEN), has_finished=st.booleans()),
@@ -337,7 +318,6 @@ ANY_RANK_MESSAGE = st.one_of(
         failure=st.sampled_from(["", "the source is gone"]),
         again=st.booleans(),
     ),
-    st.builds(StateLate, request_id=st.integers(1, 3)),
     st.builds(LeaveWish, is_told=st.booleans(), reason=st.just("SIGTERM")),
     st.builds(Leave, as_wished=st.booleans()),
     st.builds(LeaveReady, call=st.integers(1, 9)),
@@ -409,9 +389,10 @@ def test_a_group_that_is_broken_says_so_to_every_rank_that_speaks() -> None:
 # ------------------------------------------------------------------------------------------- ranks load at one place
 
 
-def loading(instructions: list[GroupInstruction]) -> list[tuple[int, Loading, str]]:
+def loading(instructions: list[GroupInstruction]) -> list[tuple[int, str]]:
+    """Which ranks are told to load (""), or why not."""
     return [
-        (i.rank, i.message.loading, i.message.reason)
+        (i.rank, i.message.failure)
         for i in instructions
         if isinstance(i, SendToRank) and isinstance(i.message, LoadState)
     ]
@@ -422,10 +403,9 @@ def arrived(failure: str = "", request_id: int = 1) -> StateArrived:
 
 
 def test_ranks_load_a_state_when_all_of_them_have_fetched_it() -> None:
-    group = open_step(role=Role.JOINER)
+    group = open_step(role=Role.LEARNER)
     assert loading(group.handle(RankMessage(1, arrived()))) == []
-    assert loading(group.handle(RankMessage(0, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
-    assert group.handle(RankMessage(0, StateLate(request_id=1))) == [], "it has been told, and is about to hear it"
+    assert loading(group.handle(RankMessage(0, arrived()))) == [(0, ""), (1, "")]
 
 
 def came_in_again(rank: int, *, loads: bool = False, failure: str = "") -> RankMessage:
@@ -439,7 +419,7 @@ def test_ranks_that_have_loaded_a_state_load_it_again_where_one_of_them_has_chan
     for moved in (True, False):
         assert group.handle(came_in_again(1, loads=moved)) == []
         told = [i.message for i in group.handle(came_in_again(0)) if isinstance(i, SendToRank)]
-        assert [(m.loading, m.loads) for m in told if isinstance(m, LoadState)] == [(Loading.NOW, moved)] * 2
+        assert [(m.failure, m.loads) for m in told if isinstance(m, LoadState)] == [("", moved)] * 2
 
 
 def test_no_rank_loads_again_where_one_cannot_or_has_asked_for_the_next_step() -> None:
@@ -448,34 +428,23 @@ def test_no_rank_loads_again_where_one_cannot_or_has_asked_for_the_next_step() -
         group.handle(RankMessage(rank, arrived()))
     why = "group rank 1: it has written to it"
     assert loading(group.handle(came_in_again(1, failure="it has written to it"))) == [
-        (0, Loading.NEVER, why),
-        (1, Loading.NEVER, why),
+        (0, why),
+        (1, why),
     ]
-    ((rank, never, _),) = loading(group.handle(came_in_again(0, loads=True)))
-    assert (rank, never) == (0, Loading.NEVER), "it is answered, though it came late"
+    ((rank, failure),) = loading(group.handle(came_in_again(0, loads=True)))
+    assert rank == 0 and failure, "it is answered, though it came late"
 
     group = open_step(role=Role.LEARNER)
     for rank in (0, 1):
         group.handle(RankMessage(rank, arrived()))
     group.handle(RankMessage(1, request(2)))
-    ((rank, never, _),) = loading(group.handle(came_in_again(0, loads=True)))
-    assert (rank, never) == (0, Loading.NEVER)
-
-
-def test_where_one_rank_does_not_wait_none_loads_before_its_forward_pass_and_all_do_at_the_vote() -> None:
-    group = open_step(role=Role.JOINER)
-    group.handle(RankMessage(0, arrived()))
-    assert loading(group.handle(RankMessage(1, StateLate(request_id=1)))) == [
-        (0, Loading.LATER, ""),
-        (1, Loading.LATER, ""),
-    ]
-    assert group.handle(RankMessage(0, StateLate(request_id=1))) == []
-    assert loading(group.handle(RankMessage(1, arrived()))) == [(0, Loading.NOW, ""), (1, Loading.NOW, "")]
+    ((rank, failure),) = loading(group.handle(came_in_again(0, loads=True)))
+    assert rank == 0 and "asks for the next step already" in failure
 
 
 @pytest.mark.parametrize("loads", [(False, False), (True, False), (False, True)])
 def test_where_one_rank_came_to_another_state_than_the_source_all_load_that(loads: tuple[bool, bool]) -> None:
-    group = open_step(role=Role.JOINER)
+    group = open_step(role=Role.LEARNER)
     group.handle(RankMessage(0, StateArrived(request_id=1, loads=loads[0])))
     told = group.handle(RankMessage(1, StateArrived(request_id=1, loads=loads[1])))
     messages = [i.message for i in told if isinstance(i, SendToRank)]
@@ -487,26 +456,26 @@ def test_where_one_rank_does_not_get_the_state_none_loads_it() -> None:
     group.handle(RankMessage(0, arrived()))
     reason = "group rank 1: the source is gone"
     assert loading(group.handle(RankMessage(1, arrived("the source is gone")))) == [
-        (0, Loading.NEVER, reason),
-        (1, Loading.NEVER, reason),
+        (0, reason),
+        (1, reason),
     ]
 
 
 def test_where_one_rank_begins_anew_the_others_wait_for_its_state_no_longer() -> None:
-    for role in (Role.LEARNER, Role.JOINER, Role.INLINE):
+    for role in (Role.LEARNER, Role.INLINE):
         group = open_step(role=role)
         group.handle(RankMessage(0, arrived()))
         reason = "group rank 1 gave the step up"
-        assert (0, Loading.NEVER, reason) in loading(group.handle(RankMessage(1, request(2))))
+        assert (0, reason) in loading(group.handle(RankMessage(1, request(2))))
 
 
 def test_what_was_fetched_for_a_step_that_is_over_counts_for_nothing() -> None:
-    group = open_step(role=Role.JOINER)
+    group = open_step(role=Role.LEARNER)
     group.handle(RankMessage(0, arrived()))
     for rank in range(2):
         asked = up(group.handle(RankMessage(rank, request(2))))
     assert isinstance(asked[-1], QuorumRequest)
-    group.handle(LighthouseMessage(formed(asked[-1].request_id, role=Role.JOINER)))
+    group.handle(LighthouseMessage(formed(asked[-1].request_id, role=Role.LEARNER)))
     assert group.handle(RankMessage(1, arrived(request_id=1))) == []
     group.handle(RankMessage(1, arrived(request_id=2)))
     assert len(loading(group.handle(RankMessage(0, arrived(request_id=2))))) == 2
@@ -632,7 +601,7 @@ def says(group: GroupState, rank: int, reach_s: float) -> list[float]:
 
 
 def test_a_rank_that_is_silent_while_it_receives_is_not_hidden_by_one_that_speaks() -> None:
-    group = open_step(role=Role.JOINER)
+    group = open_step(role=Role.LEARNER)
     assert says(group, 0, 30.0) == [30.0]
     assert says(group, 1, 9.0) == [30.0]  # the group needs as long as its slowest rank
     assert says(group, 0, 29.7) == [29.7]
@@ -644,7 +613,7 @@ def test_a_rank_that_is_silent_while_it_receives_is_not_hidden_by_one_that_speak
 
 
 def test_what_its_ranks_say_they_have_received_is_summed_up_to_what_the_lighthouse_takes() -> None:
-    group, most = open_step(role=Role.JOINER), 2**53 - 1
+    group, most = open_step(role=Role.LEARNER), 2**53 - 1
     progress = JoinProgress(quorum_id=2, step=4, reach_s=1.0, done_bytes=most, total_bytes=most)
     (said,) = up([done for rank in range(2) for done in group.handle(RankMessage(rank, progress))])[-1:]
     assert isinstance(said, JoinProgress) and (said.done_bytes, said.total_bytes) == (most, most)

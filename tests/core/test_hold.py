@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.coordination.messages import Receives, Role
+from torchft_ckpt.core.coordination.joining import SILENT_S
+from torchft_ckpt.core.coordination.lighthouse import SHRINKS
+from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, Role, StateVersion
 
 
 def at_work(job: Job, *names: str, **settings: object) -> list[Member]:
     """Groups that have made two steps together."""
-    members = [job.join(name, loads_at_end=True, **settings) for name in names]
+    members = [job.join(name, **settings) for name in names]
     job.step(*members)
     job.step(*members)
     return members
@@ -18,7 +22,7 @@ def at_work(job: Job, *names: str, **settings: object) -> list[Member]:
 
 def warms_up(job: Job, name: str, **settings: object) -> Member:
     """A group that has come, and has computed an iteration alone."""
-    member = job.join(name, loads_at_end=True, **settings)
+    member = job.join(name, **settings)
     member.asks()
     assert member.hears()[-1].endswith("step 2 learner") and member.replica.warms_up
     member.ends()
@@ -40,7 +44,8 @@ def test_a_group_that_lacks_the_state_gets_it_before_the_quorum_and_is_in_it_as_
     assert c.hears() == []
     are_asked([a])
     b.asks()
-    assert (a.num_held, b.num_held) == (1, 1)
+    held_up = "held up: all others have asked, and wait until c:1 has the state of step 2"
+    assert (a.num_held, b.num_held) == (1, 1) and a.hears() == b.hears() == [held_up]
     assert c.formed is not None and c.formed.held and c.formed.version == a.replica.version
     assert [source.replica_id for source in c.formed.sources] == ["a:1", "b:1"]
     job.passes(0.4)
@@ -53,10 +58,39 @@ def test_a_group_that_lacks_the_state_gets_it_before_the_quorum_and_is_in_it_as_
     assert job.lighthouse.round is not None and job.lighthouse.round.tally.roles["c:1"] is Role.HEALTHY
 
 
-@pytest.mark.parametrize("how", ["dies", "fails", "is silent", "does not begin", "is slower than allowed"])
+def trains(job: Job, members: list[Member]) -> None:
+    """They make the open step, in a second, and ask for the next one with what they have captured."""
+    job.passes(1.0)
+    for member in members:
+        member.votes()
+    are_asked(members)
+
+
+def test_those_who_wait_hear_at_once_when_a_hold_begins_and_ends_and_again_while_it_lasts() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    b.dies()
+    a.asks()
+    c.asks(at_end=True, reach_s=30.0)
+    *_, held_up = a.hears()
+    assert held_up.startswith("held up: ")
+    told_at = []
+    for _ in range(40):
+        job.passes(0.5)
+        told_at += [job.now] * len(a.hears())
+    assert a.pending is not None
+    assert max(later - before for before, later in itertools.pairwise([0.0, *told_at, job.now])) < a.pending.held_s
+    c.dies()
+    assert a.hears() == ["pending: 1 of at least 2 replica groups are here (a:1)"]
+
+
+@pytest.mark.parametrize(
+    "how", ["dies", "fails", "fails at one rank", "is silent", "does not begin", "is slower than allowed"]
+)
 def test_a_hold_that_fails_costs_its_own_time_and_no_step_and_no_quorum_id(how: str) -> None:
     job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0, join_budget_s=1.0)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=9.0)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.5, top_s=1.0)
     are_asked([a, b])
@@ -65,11 +99,14 @@ def test_a_hold_that_fails_costs_its_own_time_and_no_step_and_no_quorum_id(how: 
     elif how == "fails":
         c.comes_in(load=False)
         c.asks(at_end=True, reach_s=0.5)
+    elif how == "fails at one rank":
+        c.comes_in()
+        c.asks(at_end=True, reach_s=0.5)
     elif how == "is silent":
         c.still_needs(0.5)
-        job.passes(1.3)
+        job.passes(5.1)
     elif how == "does not begin":
-        c.still_needs(0.0, Receives.LOAD_FIRST)
+        c.still_needs(0.0, Receives.LOADS)
         job.passes(1.3)
         assert job.lighthouse._holds.is_on, "its loop takes a second to its next step"
         job.passes(0.5)
@@ -80,6 +117,7 @@ def test_a_hold_that_fails_costs_its_own_time_and_no_step_and_no_quorum_id(how: 
     assert not job.lighthouse._holds.is_on
     assert [m.hears()[-1] for m in (a, b)] == ["quorum 1 step 2 healthy"] * 2
     assert a.outcomes[-1] == b.outcomes[-1] and a.step == 2
+    assert job.lighthouse._joining._allowance.debts["c"].failures == 1
 
 
 def test_a_group_is_held_for_once_at_a_boundary_and_later_again() -> None:
@@ -91,19 +129,63 @@ def test_a_group_is_held_for_once_at_a_boundary_and_later_again() -> None:
     c.comes_in(load=False)
     c.asks(at_end=True, reach_s=0.1)
     assert not job.lighthouse._holds.is_on and a.formed is not None and a.formed.version.step == 2
+    trains(job, [a, b])
+    assert not job.lighthouse._holds.is_on and a.formed.version.step == 3, "nobody has captured the state"
+    trains(job, [a, b])
+    assert job.lighthouse._holds.is_on
+    c.comes_in()
+    c.asks()
+    assert c.hears()[-1] == "quorum 2 step 4 healthy"
+
+
+def test_a_group_that_has_the_state_and_computes_by_itself_once_more_is_not_waited_for_and_owes_nothing() -> None:
+    """It was given the state in the middle of an iteration, perhaps."""
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.5)
+    are_asked([a])
+    b.asks()
+    c.comes_in()
+    c.asks(computes_alone=True)
+    assert c.replica.warms_up and c.replica.is_behind
+    assert not job.lighthouse._holds.is_on
+    assert [m.hears()[-1] for m in (a, b)] == ["quorum 1 step 2 healthy"] * 2
     for member in (a, b):
         member.votes()
-    job.passes(1.0)
+    c.ends()
+    c.asks(at_end=True, reach_s=0.1)
     are_asked([a, b])
-    assert job.lighthouse._holds.is_on
+    assert job.lighthouse._holds.is_on, "it owes nothing for the first time"
     c.comes_in()
     c.asks()
     assert c.hears()[-1] == "quorum 2 step 3 healthy"
 
 
+@pytest.mark.parametrize("min_replica_size", [1, 2])
+def test_a_group_that_computes_by_itself_with_a_state_that_nobody_else_holds_any_more_goes_on_with_it(
+    min_replica_size: int,
+) -> None:
+    job = Job(least=1)
+    a, b = at_work(job, "a", "b", min_replica_size=min_replica_size)
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.5)
+    are_asked([a, b])
+    c.comes_in()
+    c.asks(computes_alone=True)
+    a.dies()
+    b.dies()
+    c.ends()
+    c.asks(at_end=True)
+    c.ends()
+    c.asks()
+    job.passes(10.0)
+    assert c.hears()[-1].endswith("step 2 healthy")
+
+
 def test_those_who_are_too_few_wait_without_a_limit() -> None:
     job = Job(least=1)
-    a, b = at_work(job, "a", "b", min_replica_size=2, join_stall_limit_s=1.0, join_budget_s=0.5)
+    a, b = at_work(job, "a", "b", min_replica_size=2, join_stall_limit_s=1.0)
     b.dies()
     a.asks()
     c = warms_up(job, "c", min_replica_size=2)
@@ -120,7 +202,7 @@ def test_those_who_are_too_few_wait_without_a_limit() -> None:
 
 def test_a_need_beyond_the_allowance_is_not_held_for() -> None:
     job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0, join_budget_s=1.0)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=10.0)
     are_asked([a, b])
@@ -133,9 +215,83 @@ def test_a_need_beyond_the_allowance_is_not_held_for() -> None:
     assert "join_stall_limit allows 3 s at most" in c.hears()[-1]
 
 
+@pytest.mark.parametrize(
+    "why", ["it needs too long", "it has just failed", "it is a spare", "nobody else is let in", ""]
+)
+def test_those_who_train_capture_their_state_only_if_somebody_may_come_in_next(why: str) -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
+    c = warms_up(job, "c", spare=why == "it is a spare")
+    captured = [trains_capturing(job, [a, b]) for _ in range(2)]
+    assert captured == [True, False], "it had come; and nobody knows when it is through with its iteration"
+    if why == "it has just failed":
+        c.asks(at_end=True, reach_s=0.1)
+        are_asked([a, b])
+        job.passes(0.9)
+        c.comes_in(load=False)
+    shrink_only = why == "nobody else is let in"
+    for member in (a, b):
+        member.votes()
+    a.asks(shrink_only=shrink_only)
+    c.asks(at_end=True, reach_s=10.0 if why == "it needs too long" else 0.1)
+    b.asks(can_serve=False)
+    assert a.formed.version.step == a.step and not job.lighthouse._holds.is_on
+    captured = [trains_capturing(job, [a, b], shrink_only=shrink_only) for _ in range(3 if why else 1)]
+    assert captured == ([False] * 3 if why else [True]) and job.lighthouse._holds.is_on is not bool(why)
+
+
+def trains_capturing(job: Job, members: list[Member], *, shrink_only: bool = False) -> bool:
+    """They make the open step, and ask for the next one. Return whether they have captured their state for that."""
+    are_capturing = [member.replica.capture_wanted for member in members]
+    for member in members:
+        member.votes()
+    for member in members:
+        member.asks(shrink_only=shrink_only)
+    return any(are_capturing)
+
+
+@pytest.mark.parametrize("who", ["a:1", "c:1"])
+def test_a_group_that_the_quorum_would_leave_out_is_not_held_for(who: str) -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1, shrink_only=who == "c:1")
+    for member in (a, b):
+        member.asks(can_serve=True, shrink_only=member.replica_id == who)
+    assert [m.hears()[-1] for m in (a, b)] == ["quorum 1 step 2 healthy"] * 2
+    if who == "c:1":
+        job.passes(1.0)
+        assert c.hears() == [f"pending: {SHRINKS}"]
+        c.asks(at_end=True, reach_s=0.1)
+    for member in (a, b):
+        member.votes()
+    for member in (a, b):
+        member.asks(can_serve=True)
+    assert job.lighthouse._holds.is_on
+
+
+def test_one_that_waits_for_the_allowance_comes_in_once_there_is_enough() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
+    c, d = warms_up(job, "c"), warms_up(job, "d")
+    c.asks(at_end=True, reach_s=2.0)
+    are_asked([a, b])
+    for left_s in (2.0, 1.5, 1.0, 0.5):
+        c.still_needs(left_s)
+        job.passes(0.5)
+    c.comes_in()
+    c.asks()
+    d.asks(at_end=True, reach_s=1.5)
+    num_steps = 0
+    while not job.lighthouse._holds.is_on and num_steps < 20:
+        trains(job, [a, b, c])
+        num_steps += 1
+    assert 10 < num_steps < 13, "a twentieth of the time makes up for what the first one took"
+
+
 def test_what_holds_take_is_taken_from_the_allowance() -> None:
     job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0, join_budget_s=1.0)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.5)
     are_asked([a, b])
@@ -197,23 +353,23 @@ def test_a_loop_that_trains_another_network_than_the_others_comes_in_a_step_late
             member.asks(kind=kind)
         for member in (a, b):
             member.votes()
-    c = job.join("c", loads_at_end=True)
+    c = job.join("c")
     c.asks()
     c.ends()
     c.asks(at_end=True, reach_s=0.1, kind="1")
     for member in (a, b):
-        member.asks(kind="0", can_serve=True)
+        member.asks(kind="0")
     assert not job.lighthouse._holds.is_on
     for member in (a, b):
         member.votes()
     for member in (a, b):
-        member.asks(kind="1", can_serve=True)
+        member.asks(kind="1")
     assert job.lighthouse._holds.is_on
 
 
 def test_one_that_was_needed_is_waited_for_no_longer_than_allowed_once_another_has_come() -> None:
     job = Job(least=1)
-    a, b = at_work(job, "a", "b", min_replica_size=2, join_stall_limit_s=1.0, join_budget_s=0.5)
+    a, b = at_work(job, "a", "b", min_replica_size=2, join_stall_limit_s=1.0)
     b.dies()
     a.asks()
     c, d = (warms_up(job, name, min_replica_size=2) for name in "cd")
@@ -225,82 +381,24 @@ def test_one_that_was_needed_is_waited_for_no_longer_than_allowed_once_another_h
     c.comes_in()
     c.asks()
     assert job.lighthouse._holds.is_on, "there is time left for the other one"
-    job.passes(1.0)
+    job.passes(1.5)
     assert [m.hears()[-1].split()[-1] for m in (a, c)] == ["healthy", "healthy"]
-
-
-def first_holder_dies(*names: str) -> tuple[Job, list[Member]]:
-    """Groups that have received the first state after their forward pass, from one that is gone, and may hold it or not."""
-    job = Job(least=3)
-    members = [job.join(name, loads_at_end=True) for name in names]
-    for member in members:
-        member.asks()
-    first, *others = members
-    for member in others:
-        member.replica.load_finished(first.replica.version, before_forward=False)
-    first.dies()
-    for member in others:
-        member.votes(load=False)
-    assert all(m.replica.unverified and m.replica.version.proven for m in others)
-    return job, others
-
-
-def test_those_who_have_taken_the_state_of_one_that_stands_in_are_holders_as_it_is() -> None:
-    job, (b, c) = first_holder_dies("a", "b", "c")
-    d = job.join("d", loads_at_end=True)
-    for member in (b, c, d):
-        member.asks()
-    for member in (d, c):
-        assert member.replica.warms_up
-        member.ends()
-        member.asks(at_end=True, reach_s=0.1)
-    assert job.lighthouse._holds.is_on and [source.replica_id for source in d.formed.sources] == ["b:1"]
-    for member in (c, d):
-        member.comes_in()
-        member.asks()
-    assert [m.hears()[-1].split()[-1] for m in (b, c, d)] == ["healthy"] * 3
-    assert all(m.formed.unverified for m in (b, c, d))
-    for member in (b, c, d):
-        member.votes()
-    assert not any(m.replica.unverified for m in (b, c, d))
-
-
-def test_who_took_the_state_of_one_that_stood_in_loads_again_when_a_known_holder_is_back() -> None:
-    job, (b, c, e) = first_holder_dies("a", "b", "c", "e")
-    a = job.members["a:1"]
-    for member in (b, c, e):
-        member.asks()
-    for member in (c, e):
-        member.ends()
-        member.asks(at_end=True, reach_s=0.1)
-    c.comes_in()
-    c.asks()
-    assert job.lighthouse._holds.is_on, "the other one has not come yet"
-    a.is_stopped = False
-    a.connects()
-    a.asks()
-    e.dies()
-    assert b.replica.warms_up and c.replica.warms_up
-    for member in (b, c):
-        member.ends()
-        member.asks(at_end=True, reach_s=0.1)
-    assert [source.replica_id for source in c.formed.sources] == ["a:1"]
 
 
 def test_nobody_is_needed_any_more_once_one_has_come_that_must_not_load() -> None:
     job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=1.0, join_budget_s=0.5)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=1.0)
     b.dies()
     a.asks()
-    c = job.join("c", loads_at_end=True)
+    c = job.join("c")
     c.asks()
     c.ends()
     c.asks(at_end=True, reach_s=0.1)
     job.passes(5.0)
     assert job.lighthouse._holds.is_on and c.formed is not None and c.formed.held, "it is needed, and silent"
-    d = job.join("d", loads_at_end=True)
+    d = job.join("d")
     d.asks(allow_heal=False)
-    job.passes(1.0)
+    job.passes(1.5)
     assert [m.hears()[-1].split()[-1] for m in (a, d)] == ["healthy", "idle"]
     a.votes()
     assert a.step == 3
@@ -317,3 +415,263 @@ def test_what_a_loop_has_frozen_as_its_iteration_ends_does_not_keep_it_from_comi
     c.comes_in()
     c.asks(frozen="none")
     assert [m.hears()[-1] for m in (a, b, c)] == ["quorum 2 step 2 healthy"] * 3
+
+
+def held_for(job: Job) -> list[str]:
+    return [member.replica_id for member in job.lighthouse._holds.awaited]
+
+
+def in_hold(**settings: object) -> tuple[Job, list[Member], Member, Member]:
+    """Two groups wait until a third has their state, which it says it needs 2.5 s for; a fourth has made its iteration alone."""
+    job = Job(least=2)
+    members = at_work(job, "a", "b", **{"join_stall_limit_s": 3.0, **settings})
+    c, d = warms_up(job, "c"), warms_up(job, "d")
+    c.asks(at_end=True, reach_s=2.5, top_s=10.0)
+    are_asked(members)
+    c.still_needs(2.5)
+    return job, members, c, d
+
+
+def needed(*names: str, **settings: object) -> tuple[Job, Member, list[Member]]:
+    """The only one of two that need each other, and newcomers that have asked for its state."""
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b", **settings)
+    newcomers = [warms_up(job, name) for name in names]
+    b.dies()
+    a.asks()
+    for member in newcomers:
+        member.asks(at_end=True, reach_s=0.1)
+    assert held_for(job) == [member.replica_id for member in newcomers]
+    return job, a, newcomers
+
+
+def test_one_that_fails_is_needed_and_is_tried_again_after_a_pause_that_grows() -> None:
+    job, _, (c,) = needed("c")
+    pauses = []
+    for _ in range(4):
+        c.comes_in(load=False)
+        c.asks(at_end=True, reach_s=0.1)
+        assert not held_for(job)
+        failed_at = job.now
+        while not held_for(job) and job.now < 10.0:
+            job.passes(0.1)
+        pauses.append(job.now - failed_at)
+    assert 0.2 <= pauses[0] < 1.6 <= pauses[-1] < 3.0
+
+
+def test_what_a_needed_one_took_and_failed_is_not_held_against_it() -> None:
+    job, a, (c, d) = needed("c", "d", join_stall_limit_s=3.0)
+    job.passes(5.0)
+    c.comes_in(load=False)
+    c.asks(at_end=True, reach_s=0.1)
+    d.comes_in()
+    d.asks()
+    for _ in range(2):
+        trains(job, [a, d])
+    assert held_for(job) == ["c:1"], (
+        "those who waited had nothing else to do: it does not stay out for eight times as long"
+    )
+
+
+def test_one_that_cost_others_time_and_failed_stays_outside_for_eight_times_as_long() -> None:
+    job, members, c, _ = in_hold()
+    job.passes(0.8)
+    c.comes_in(load=False)
+    c.asks(at_end=True, reach_s=0.1)
+    tried_at = []
+    for _ in range(10):
+        trains(job, members)
+        tried_at += [job.now] * bool(held_for(job))
+    assert tried_at[0] == pytest.approx(0.8 * 9 + 1.5, abs=1.0)
+
+
+def test_one_that_turned_out_to_need_longer_than_it_had_said_is_expected_to_do_so_again() -> None:
+    job, members, c, _ = in_hold(join_stall_limit_s=4.0)
+    job.passes(0.9)
+    c.still_needs(10.0)
+    job.passes(0.3)
+    assert not held_for(job)
+    c.comes_in(load=False)
+    c.asks(at_end=True, reach_s=2.5)
+    for _ in range(11):
+        trains(job, members)
+    assert not held_for(job) and "waiting for 3.8 s, and 3.6 s are left" in c.hears()[-1], (
+        "half as long again as it says"
+    )
+
+
+def test_one_whose_loop_takes_long_to_begin_is_forgiven_once_and_says_how_long_that_is_the_next_time() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1)
+    are_asked([a, b])
+    c.comes_in()
+    job.passes(1.0)
+    assert not held_for(job) and a.formed.version.step == 2
+    for top_s in (1.0, 0.0):
+        for member in (a, b):
+            member.votes()
+        c.asks()
+        c.ends()
+        c.asks(at_end=True, reach_s=0.1, top_s=top_s)
+        are_asked([a, b])
+        assert bool(held_for(job)) is bool(top_s)
+        if top_s:
+            c.comes_in()
+            job.passes(2.0)
+
+
+def test_a_limit_holds_from_the_first_quorum_of_a_lighthouse_that_was_started_again() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
+    c = warms_up(job, "c")
+    job.restart()
+    for member in (a, b, c):
+        member.connects()
+    c.asks(at_end=True, reach_s=2.0)
+    for member in (a, b):
+        member.asks(can_serve=True)
+    assert held_for(job) == ["c:1"]
+    c.still_needs(20.0)
+    job.passes(0.5)
+    assert not held_for(job)
+
+
+def test_one_that_asks_while_others_wait_with_an_older_state_gets_the_newest() -> None:
+    job, _, _, d = in_hold()
+    d.asks(at_end=True, reach_s=50.0)
+    assert held_for(job) == ["c:1"]
+    x = job.join("x")
+    x.replica.version = StateVersion(step=2, quorum_id=5, epoch="an earlier life")
+    x.connects()
+    x.asks()
+    assert held_for(job) == ["d:1"], "the others, who have waited with another state, compute by themselves"
+    job.passes(0.3)
+    assert held_for(job) == ["d:1"] and d.formed is not None and d.formed.version == x.replica.version
+
+
+def test_who_has_the_state_is_not_waited_for_beyond_the_allowance() -> None:
+    job, _, c, _ = in_hold()
+    c.comes_in()
+    for _ in range(2):
+        job.passes(1.4)
+        assert c.formed is not None and held_for(job) == ["c:1"]
+        quorum_id, step = c.formed.quorum_id, c.formed.version.step
+        c.says(JoinProgress(quorum_id=quorum_id, step=step, reach_s=0.0, does=Receives.LOADS))
+    job.passes(0.5)
+    assert not held_for(job), "its loop takes ten seconds to its next step, and three are allowed"
+
+
+def test_that_it_has_the_state_counts_from_the_first_time_that_it_says_so() -> None:
+    job = Job(least=2)
+    members = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1, top_s=1.0)
+    are_asked(members)
+    for _ in range(4):
+        c.still_needs(0.0, Receives.LOADS)
+        job.passes(0.5)
+    assert not held_for(job)
+
+
+def test_one_that_asks_later_has_as_long_to_begin_as_the_first_had_and_no_longer_than_is_allowed() -> None:
+    job, _, c, d = in_hold(join_stall_limit_s=30.0)
+    job.passes(0.8)
+    d.asks(at_end=True, reach_s=0.1)
+    c.comes_in()
+    c.asks()
+    job.passes(SILENT_S - 0.2)
+    assert held_for(job) == ["d:1"]
+    job.passes(0.5)
+    assert not held_for(job), "it has not said for so long that it receives anything"
+    job, _, c, d = in_hold()
+    for left_s in (2.5, 1.9, 1.3, 0.6):
+        c.still_needs(left_s)
+        job.passes(0.6)
+    d.asks(at_end=True, reach_s=0.1)
+    c.comes_in()
+    c.asks()
+    job.passes(0.5)
+    assert held_for(job) == ["d:1"]
+    job.passes(0.4)
+    assert not held_for(job), "the allowance is over"
+
+
+def test_one_that_asks_later_is_held_for_if_it_fits_with_what_has_passed() -> None:
+    job, _, c, d = in_hold()
+    for left_s in (2.5, 1.7):
+        c.still_needs(left_s)
+        job.passes(0.8)
+    d.asks(at_end=True, reach_s=2.0)
+    assert held_for(job) == ["c:1"], "it would fit alone"
+
+
+def test_one_that_has_failed_is_not_held_for_again_while_others_are() -> None:
+    job, _, c, d = in_hold()
+    d.asks(at_end=True, reach_s=0.1)
+    d.comes_in(load=False)
+    d.asks(at_end=True, reach_s=0.1)
+    for left_s in (2.0, 1.5):
+        job.passes(0.5)
+        c.still_needs(left_s)
+        assert held_for(job) == ["c:1"]
+    assert d.hears()[-1] == "pending: the others have waited for it before this step already"
+
+
+def test_what_a_group_says_of_another_state_is_not_of_the_one_that_it_is_held_for() -> None:
+    job, _, c, _ = in_hold()
+    assert c.formed is not None
+    c.says(JoinProgress(quorum_id=1, step=1, reach_s=50.0))
+    job.passes(0.5)
+    assert held_for(job) == ["c:1"]
+
+
+def test_one_that_loads_may_be_silent_for_a_while() -> None:
+    job, _, c, _ = in_hold(join_stall_limit_s=30.0)
+    c.still_needs(2.5, Receives.LOADS)
+    job.passes(SILENT_S - 0.2)
+    assert held_for(job) == ["c:1"]
+    job.passes(0.5)
+    assert not held_for(job)
+
+
+def test_what_has_passed_counts_together_with_what_a_group_measures_that_it_needs() -> None:
+    job, _, c, _ = in_hold()
+    job.passes(0.9)
+    c.still_needs(2.5)
+    job.passes(0.3)
+    assert not held_for(job)
+
+
+def test_of_those_that_could_not_come_in_one_is_tried_at_a_time_that_is_not_in_its_pause() -> None:
+    job = Job(least=2)
+    members = at_work(job, "a", "b")
+    c, d, e = (warms_up(job, name) for name in "cde")
+    allowance = job.lighthouse._joining._allowance
+    for name, cost_s in (("c", 10.0), ("d", 0.0), ("e", 0.0)):
+        allowance.debt(name, job.now).refused(cost_s, "it cannot connect", job.now, is_sure=True)
+    job.passes(1.0)
+    for member in (c, d, e):
+        member.asks(at_end=True, reach_s=0.1)
+    trains(job, members)
+    assert held_for(job) == ["d:1"]
+
+
+def test_one_that_dies_each_time_when_it_has_the_state_stays_outside_for_longer_and_longer() -> None:
+    job = Job(least=2)
+    members = at_work(job, "a", "b")
+    stood_s = 0.0
+    for life in range(1, 20):
+        c = job.join("c", life=life)
+        c.asks()
+        c.ends()
+        c.asks(at_end=True, reach_s=2.0)
+        trains(job, members)
+        if held_for(job):
+            job.passes(2.0)
+            c.still_needs(0.0, Receives.LOADS)
+            stood_s += 2.0
+        c.dies()
+        trains(job, members)
+    assert stood_s <= 0.15 * job.now

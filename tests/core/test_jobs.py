@@ -100,9 +100,14 @@ class Group:
     def says(self, message: ToLighthouse) -> list[object]:
         return self.lighthouse.hear(self.connection, message)
 
-    def asks(self) -> None:
+    def asks(self, *, at_end: bool = False) -> None:
         self.number += 1
-        self.says(QuorumRequest(request_id=self.number, version=self.version))
+        self.says(QuorumRequest(request_id=self.number, version=self.version, at_end=at_end))
+
+    def warms_up(self) -> None:
+        """It asks, computes an iteration alone, and asks again at its end."""
+        self.asks()
+        self.asks(at_end=True)
 
     def hears(self, kind: type) -> list[object]:
         return [message for message in self.lighthouse.said[self.connection] if isinstance(message, kind)]
@@ -464,7 +469,7 @@ def test_all_that_wait_when_the_job_ends_are_told() -> None:
     first.trains(3)
     late = [Group(lighthouse, "gpt", f"late-{number}:1") for number in range(3)]
     for group in late:
-        group.asks()
+        group.warms_up()
     lighthouse.pass_time(2.0)
     first.finishes()
     lighthouse.pass_time(1.0)
@@ -522,7 +527,7 @@ def test_a_job_is_not_finished_while_a_holder_goes_on() -> None:
     lighthouse, a, b = two_groups()
     assert not a.finishes()
     late = Group(lighthouse, "gpt", "late:1")
-    late.asks()
+    late.warms_up()
     lighthouse.pass_time(1.5)
     assert not late.hears(Refused)
     assert b.finishes()
@@ -535,8 +540,9 @@ def test_a_job_is_finished_when_the_holder_that_had_not_said_so_is_gone_for_good
     a.finishes()
     assert lighthouse.jobs.states["gpt"].finished_step is None
     late = Group(lighthouse, "gpt", "late:1")
-    late.asks()
+    late.warms_up()
     b.dies()
+    late.asks()
     lighthouse.pass_time(4.0)
     assert not late.hears(Refused), "it may be on its way back"
     lighthouse.pass_time(60.0)

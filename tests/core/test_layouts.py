@@ -19,8 +19,8 @@ from torchft_ckpt.core.coordination.messages import Outcome
 from torchft_ckpt.core.coordination.replica import StepFacts, StepWishes
 
 
-def asks_as(member: Member, layout: str, *, frozen: str = "") -> None:
-    request = member.replica.begin(StepWishes(), StepFacts(can_serve=True, store_address="store:1"))
+def asks_as(member: Member, layout: str, *, frozen: str = "", at_end: bool = False) -> None:
+    request = member.replica.begin(StepWishes(), StepFacts(can_serve=True, store_address="store:1", at_end=at_end))
     member.says(msgspec.structs.replace(request, layout=layout, layout_text=layout, frozen=frozen))
 
 
@@ -167,7 +167,7 @@ def job_that_has_unfrozen() -> tuple[Job, Member, Member]:
     return job, a, b
 
 
-def test_a_group_that_comes_back_with_frozen_layers_learns_the_step_and_joins_when_it_has_unfrozen_them() -> None:
+def test_a_group_that_comes_back_with_frozen_layers_learns_the_step_and_comes_in_when_it_has_unfrozen_them() -> None:
     job, a, b = job_that_has_unfrozen()
     c = job.join("c")
     asks_as(c, "p", frozen="layer 1")
@@ -181,9 +181,13 @@ def test_a_group_that_comes_back_with_frozen_layers_learns_the_step_and_joins_wh
         member.votes()
     assert a.hears() == b.hears() == ["commit"]
     asks_as(c, "p", frozen="none")
+    c.ends()
+    asks_as(c, "p", frozen="none", at_end=True)
     for member in (a, b):
         asks_as(member, "p", frozen="none")
-    assert c.hears() == ["quorum 2 step 2 joiner"]
+    c.comes_in()
+    asks_as(c, "p", frozen="none")
+    assert c.hears()[-1] == "quorum 2 step 2 healthy"
     assert [a.outcomes, b.outcomes] == [[Outcome.COMMIT, Outcome.COMMIT]] * 2
 
 
@@ -232,3 +236,31 @@ def test_a_group_that_does_not_know_that_it_is_behind_learns_as_well() -> None:
     for member in (a, b):
         asks_as(member, "p", frozen="none")
     assert c.hears()[-1].endswith("step 3 learner")
+
+
+def test_one_of_another_layout_that_waits_is_nobody_to_train_with() -> None:
+    """Else the quorum would be held for the other one as for one that could be done without: once, and with a limit."""
+    job = Job(least=2)
+    a, b = job.join("a", join_stall_limit_s=1.0), job.join("b")
+    for _ in range(2):
+        for member in (a, b):
+            asks_as(member, "x")
+        for member in (a, b):
+            member.votes()
+    c = job.join("c")
+    asks_as(c, "x")
+    b.dies()
+    asks_as(a, "x")
+    asks_as(job.join("d"), "y")
+    c.ends()
+    for _ in range(2):
+        asks_as(c, "x", at_end=True)
+        job.passes(3.0)
+        assert job.lighthouse._holds.is_on
+        c.comes_in(load=False)
+    asks_as(c, "x", at_end=True)
+    job.passes(3.0)
+    assert job.lighthouse._holds.is_on
+    c.comes_in()
+    asks_as(c, "x")
+    assert [m.hears()[-1].split()[-1] for m in (a, c)] == ["healthy"] * 2

@@ -55,19 +55,19 @@ def trained(least: int = 1, **settings: object) -> tuple[Job, Member, Member]:
 def follower(job: Job, a: Member, b: Member, name: str = "j", **settings: object) -> Member:
     """A group that needs a minute comes, and follows."""
     j = job.join(name, **settings)
-    j.asks(reach_s=60.0, can_follow=True)
+    j.warms_up(reach_s=60.0, can_follow=True)
     for member in (a, b):
         member.asks(can_serve=True)
     assert j.formed is not None and j.formed.follows, j.hears()
     return j
 
 
-def test_it_receives_the_state_while_the_others_train_on_and_joins_when_it_is_close() -> None:
+def test_it_receives_the_state_while_the_others_train_on_and_comes_in_when_it_is_close() -> None:
     job, a, b = trained()
     quorum_id = a.formed.quorum_id
     j = follower(job, a, b)
     assert [source.replica_id for source in j.formed.sources] == ["a:1", "b:1"]
-    assert (j.plan.load, j.plan.load_before_forward, j.plan.configure) == (True, True, False)
+    assert (j.plan.load, j.plan.configure) == (True, False)
     assert a.formed.destinations == b.formed.destinations == [2] and a.replica.serves_learners
     followed = j.formed.version
     job.passes(1.0)
@@ -79,16 +79,13 @@ def test_it_receives_the_state_while_the_others_train_on_and_joins_when_it_is_cl
     j.follows()
     assert j.replica.version == followed and j.replica.is_behind
     a.hears()
-    j.asks(reach_s=0.6, can_follow=True)
+    j.asks(at_end=True, reach_s=0.6, can_follow=True)
     assert a.heard_joiner(), "so that somebody has captured the state at the next step"
     for member in (a, b):
         member.asks(can_serve=True)
-    assert (j.formed.role, a.formed.replica_world_size, a.formed.quorum_id) == (Role.JOINER, 3, quorum_id + 1)
-    for member in (a, b, j):
-        member.votes()
-    trains(job, a, b, j)  # it compares what came of the step that it healed in
-    trains(job, a, b, j)
-    assert (j.formed.role, j.replica.version) == (Role.HEALTHY, a.replica.version)
+    j.comes_in()
+    j.asks()
+    assert (j.formed.role, a.formed.replica_world_size, a.formed.quorum_id) == (Role.HEALTHY, 3, quorum_id + 1)
 
 
 @pytest.mark.parametrize("case", ["within a step", "cannot", "does not say", "must not heal", "too few without it"])
@@ -98,44 +95,44 @@ def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
         b.dies()
         b = a
     j = job.join("j")
-    j.asks(
-        reach_s=None if case == "does not say" else 0.9 if case == "within a step" else 3.0,
-        can_follow=case != "cannot",
-        allow_heal=case != "must not heal",
-    )
+    reach_s = None if case == "does not say" else 0.9 if case == "within a step" else 3.0
+    if case == "must not heal":
+        j.asks(reach_s=reach_s, can_follow=True, allow_heal=False)
+    else:
+        j.warms_up(reach_s=reach_s, can_follow=case != "cannot")
     for member in {a.replica_id: a, b.replica_id: b}.values():
         member.asks(can_serve=True)
-    assert j.formed is not None and j.formed.role is not Role.LEARNER
+    assert j.formed is not None and (j.formed.role is Role.IDLE if case == "must not heal" else j.formed.held)
 
 
 @pytest.mark.parametrize("guesses", [True, False])
 def test_a_group_that_has_measured_nothing_follows_sooner(guesses: bool) -> None:
     job, a, b = trained(min_replica_size=1)
     j = job.join("j")
-    j.asks(reach_s=0.3, can_follow=True, guesses=guesses)
+    j.warms_up(reach_s=0.3, can_follow=True, guesses=guesses)
     for member in (a, b):
         member.asks(can_serve=True)
-    assert j.formed is not None and (j.formed.role is Role.LEARNER) is guesses
+    assert j.formed is not None and j.formed.follows and j.formed.held is not guesses
 
 
-def test_a_joiner_that_turns_out_to_be_far_behind_follows_and_nobody_waits_for_it() -> None:
-    job, a, b = trained(min_replica_size=1)
+def test_one_that_turns_out_to_be_further_behind_than_the_others_wait_follows() -> None:
+    job, a, b = trained(join_stall_limit_s=10.0)
     j = job.join("j")
-    j.asks(reach_s=0.02, can_follow=True, guesses=True)
+    j.warms_up(reach_s=0.02, can_follow=True, guesses=True)
     for member in (a, b):
         member.asks(can_serve=True)
-    assert j.formed is not None and j.formed.role is Role.JOINER
+    assert j.formed is not None and j.formed.held
     j.still_needs(20.0)
-    began = job.now
+    job.passes(0.3)
+    assert a.formed is not None and a.formed.version == a.replica.version, (
+        "the hold ends as soon as it has measured that"
+    )
+    j.comes_in(load=False)
+    j.asks(at_end=True, reach_s=20.0, can_follow=True)
     for member in (a, b):
         member.votes()
-    assert (a.outcomes[-1], job.now) == (Outcome.COMMIT, began)
-    j.votes(load=False)
-    assert j.outcomes[-1] is Outcome.LEFT_BEHIND
-    j.asks(reach_s=20.0, can_follow=True)
-    for member in (a, b):
         member.asks(can_serve=True)
-    assert j.formed.role is Role.LEARNER and j.formed.follows
+    assert j.formed.follows and not j.formed.held and a.formed.replica_world_size == 2
 
 
 def test_a_learner_that_dies_or_is_cut_off_costs_the_others_nothing() -> None:
@@ -173,7 +170,7 @@ def after_a_restart(num_learners: int, num_survivors: int, num_asking: int) -> t
         trains(job, *survivors)
     learners = [job.join(f"j{number}") for number in range(num_learners)]
     for learner in learners:
-        learner.asks(reach_s=60.0, can_follow=True)
+        learner.warms_up(reach_s=60.0, can_follow=True)
     trains(job, *survivors)
     assert all(learner.formed is not None and learner.formed.follows for learner in learners)
     job.restart()
@@ -203,45 +200,40 @@ def test_one_that_comes_later_waits_until_the_first_has_the_state_or_says_nothin
     job, a, b = trained()
     j = follower(job, a, b)
     k = job.join("k")
-    k.asks(reach_s=60.0, can_follow=True)
+    k.warms_up(reach_s=60.0, can_follow=True)
     for second in range(20):
         job.passes(1.0)
         a.votes()
         b.votes()
         if second < 5:
             j.still_needs(50.0)
-        if k.formed is not None:
+        if k.formed.follows:
             break
         for member in (a, b):
             member.asks(can_serve=True)
-    assert 14 <= second <= 16 and k.formed.follows
+    assert 14 <= second <= 16
 
 
-def test_it_is_called_once_when_the_others_are_too_few_and_loads_before_its_forward_pass_then() -> None:
+@pytest.mark.parametrize("has_it", [True, False])
+def test_those_who_become_too_few_wait_for_the_rest_of_what_it_receives(has_it: bool) -> None:
     job, a, b = trained(least=2)
     j = follower(job, a, b)
-    j.hears()
     b.dies()
     a.votes()
     a.asks(can_serve=True)
     job.passes(10.0)
-    assert j.hears() == ["needed: 1 of at least 2 replica groups are here (a:1)"]
-    j.replica.load_torn()  # half of the state has arrived, in place
-    j.follows(load=False)
-    j.asks(reach_s=55.0, can_follow=True)
-    assert (j.formed.role, a.formed.replica_world_size) == (Role.INLINE, 2)
+    if not has_it:
+        j.replica.load_torn()  # half of the state has arrived, in place
+    j.follows(load=has_it)
+    j.asks(at_end=True, reach_s=55.0, can_follow=True)
+    assert j.formed.held, "it follows nobody who stands still"
+    job.passes(70.0)
+    j.comes_in()
+    j.asks()
+    assert (j.formed.role, a.formed.replica_world_size) == (Role.HEALTHY, 2)
     for member in (a, j):
         member.votes()
     assert j.step == a.step
-
-
-def test_it_is_called_where_the_others_would_discard_every_step_without_it() -> None:
-    job, a, b = trained(min_replica_size=2)
-    j = follower(job, a, b, min_replica_size=2)
-    j.hears()
-    b.dies()
-    a.asks(can_serve=True)
-    assert j.hears() == ["needed: 1 of at least 2 replica groups are here (a:1)"]
 
 
 def test_what_it_says_on_the_way_is_kept_for_the_operator_and_decides_nothing() -> None:
@@ -271,7 +263,7 @@ def test_attempts_that_fail_are_further_and_further_apart() -> None:
         if j.replica.phase.value == "training":
             count += 1
             j.follows(load=False)
-            j.asks(reach_s=60.0, can_follow=True)
+            j.asks(at_end=True, reach_s=60.0, can_follow=True)
         job.passes(0.1)
         a.votes()
         b.votes()
@@ -327,7 +319,7 @@ def test_a_rank_that_waits_for_its_neighbours_is_still_beside_the_quorum_for_a_l
     assert not group.introduce(j.replica.hello("j:1", 2)).is_beside
 
 
-@pytest.mark.parametrize("wrong", [{"role": Role.JOINER}, {"sources": []}, {"warms_up": True}])
+@pytest.mark.parametrize("wrong", [{"role": Role.HEALTHY}, {"sources": []}, {"warms_up": True}])
 def test_a_message_that_says_two_things_at_once_is_refused(wrong: dict[str, object]) -> None:
     job, a, b = trained()
     j = follower(job, a, b)
@@ -353,7 +345,7 @@ def test_following_pays_where_a_part_of_the_state_stays_as_it_is() -> None:
     assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=0.0, does=Receives.NOTHING)).startswith(
         "has received the state"
     )
-    assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=2.0, does=Receives.LOAD_FIRST)).startswith(
+    assert in_words(JoinProgress(quorum_id=1, step=3, reach_s=2.0, does=Receives.LOADS)).startswith(
         "loads the state of"
     )
 
@@ -363,7 +355,7 @@ def test_a_rank_of_a_spare_that_asks_ends_the_rest_of_the_others() -> None:
     job = Job(least=1)
     a, spare = job.join("a"), job.join("s", spare=True)
     trains(job, a)
-    spare.asks(reach_s=0.1, can_follow=True)
+    spare.warms_up(reach_s=0.1, can_follow=True)
     trains(job, a)
     assert spare.formed is not None and spare.formed.stays
     group = GroupState(2)
@@ -371,7 +363,5 @@ def test_a_rank_of_a_spare_that_asks_ends_the_rest_of_the_others() -> None:
         group.handle(RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion())))
     group.handle(LighthouseMessage(msgspec.structs.replace(spare.formed, request_id=1)))
     out = group.handle(RankMessage(1, QuorumRequest(request_id=2, version=spare.formed.version)))
-    called = [
-        (i.rank, i.message.when_close) for i in out if isinstance(i.message, Needed) and isinstance(i, SendToRank)
-    ]
-    assert called == [(0, True)]
+    called = [i.rank for i in out if isinstance(i.message, Needed) and isinstance(i, SendToRank)]
+    assert called == [0]

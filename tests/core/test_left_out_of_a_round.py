@@ -39,36 +39,16 @@ def test_spectators_that_were_a_quorum_by_themselves_wait_for_one_that_is_at_wor
     assert verdict.reason == "b did not train for this step; waiting for a"
 
 
-def test_a_joiner_of_a_discarded_round_says_that_it_holds_the_state_before_it_trains_on() -> None:
+def test_a_spectator_of_a_discarded_round_holds_the_state_and_is_waited_for() -> None:
     job, (a,) = job_in_a_phase("a")
     c = look(job, "c")
-    c.asks_as()
+    c.catches_up()
+    c.asks_as(contributes=False)
     a.asks_as()
-    c.loads()
     a.votes(error="a collective failed")
     c.votes()
-    assert c.hears()[-1] == "discard"
-
-    assert c.replica.version == a.replica.version
-    assert c.replica.is_behind  # the lighthouse has heard of a transfer, not of its end
-    assert c.looks().is_held
-    assert not c.replica.is_behind
-
-
-def test_a_joiner_that_does_not_learn_the_decision_says_so_as_well() -> None:
-    replica = joiner_that_voted().replica
-    replica.decision_unknown()
-
-    assert replica.is_behind
-
-
-def joiner_that_voted() -> Looker:
-    job, (a,) = job_in_a_phase("a")
-    c = look(job, "c")
-    c.asks_as()
-    a.asks_as()
-    c.votes()
-    return c
+    assert c.hears()[-1] == "discard" and not c.replica.is_behind
+    assert not asks_first(a)
 
 
 def asks_first(member: Looker) -> bool:

@@ -115,7 +115,7 @@ def test_a_group_that_the_others_count_on_waits_a_moment_for_them() -> None:
     assert b.hears()[-1] == c.hears()[-1] == "quorum 2 step 1 healthy"
 
 
-def test_a_joiner_that_is_to_leave_does_not_heal_first() -> None:
+def test_one_that_comes_and_is_to_leave_loads_nothing_first() -> None:
     job = three()
     d = job.join("d")
     d.wishes_to_leave()
@@ -130,7 +130,12 @@ def test_the_last_holder_of_the_newest_state_stays_while_another_group_heals() -
     b = job.join("b")
     a.wishes_to_leave()
     b.asks()
+    b.ends()
+    b.asks(at_end=True)
     a.asks(can_serve=True)
+    assert "letgo" not in a.hears() and b.formed is not None and b.formed.held
+    b.comes_in()
+    b.asks()
     a.votes()
     b.votes()
     assert a.hears()[-1].startswith("commit, leaving"), "b holds it by now"
@@ -306,18 +311,18 @@ def test_a_group_that_is_in_a_step_is_let_go_by_its_decision_alone() -> None:
     assert (b.step, c.step) == (2, 2)
 
 
-def test_nobody_waits_for_a_joiner_that_was_let_go_before_the_decision_on_its_step() -> None:
+def test_nobody_waits_for_one_that_was_let_go_before_the_decision_on_its_step() -> None:
     """Seed 892: it had approved the step, did not wait for the decision, and was told to leave when it asked for the next."""
     job = Job()
     a = job.join("a")
     job.step(a)
-    joiner = job.join("b")
-    joiner.asks()
-    a.asks(can_serve=True)
-    joiner.votes()
-    joiner.asks()
+    b = job.join("b")
+    job.lets_in(b, others=[a])
+    b.votes()
+    b.asks()
     job.operator_drains("b")
-    assert joiner.hears()[-1] == "no quorum, leaving"
+    job.passes(1.5)
+    assert b.hears()[-1] == "no quorum, leaving"
     a.votes()
     a.asks()
     assert a.hears()[-1] == "quorum 3 step 2 healthy", "at once, while b saves"

@@ -68,6 +68,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "replica_rank": RANKS,
         "replica_world_size": GROUPS,
         "num_contributors": GROUPS,
+        "num_held": GROUPS,
         "num_voters": COUNTS if message is CommitVote else GROUPS,
         "patience_s": SECONDS,
         "waited_s": SECONDS,
@@ -89,7 +90,6 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "outcome": st.sampled_from(messages.Outcome),
         "does": st.sampled_from(messages.Receives),
         "lacks": st.sampled_from(messages.Lacks),
-        "loading": st.sampled_from(messages.Loading),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
         "sources": st.lists(SOURCES, max_size=2),
     }
@@ -97,11 +97,9 @@ def strategy(message: type) -> st.SearchStrategy[object]:
     for field in msgspec.structs.fields(message):
         if field.name in special:
             fields[field.name] = special[field.name]
-        elif field.name == "join_budget_s":
-            fields[field.name] = SECONDS if message is QuorumRequest else st.none() | SECONDS
         elif field.name == "join_stall_limit_s" or (field.name == "reach_s" and message is QuorumRequest):
             fields[field.name] = st.none() | SECONDS
-        elif field.name in ("reach_s", "load_s", "stood_s", "top_s", "join_wait_s"):
+        elif field.name in ("reach_s", "load_s", "stood_s", "top_s", "held_s"):
             fields[field.name] = SECONDS
         elif field.type is bool:
             fields[field.name] = st.booleans()
@@ -270,9 +268,9 @@ GOOD = encode(Hello(protocol=1, replica_id="a"))
 @example('{"type":"Hello","protocol":1,"replica_id":"' + "a" * 513 + '"}')
 @example('{"type":"Hello","protocol":1,"replica_id":"a","group_world_size":0}')
 @example('{"type":"Hello","protocol":1,"replica_id":"a","last_outcome":"maybe"}')
-@example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":-1}')
-@example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":1e300}')
-@example('{"type":"QuorumRequest","request_id":1,"version":{},"join_budget_s":NaN}')
+@example('{"type":"QuorumRequest","request_id":1,"version":{},"top_s":-1}')
+@example('{"type":"QuorumRequest","request_id":1,"version":{},"top_s":1e300}')
+@example('{"type":"QuorumRequest","request_id":1,"version":{},"top_s":NaN}')
 @example('{"type":"Leave","reason":"' + "a" * 5000 + '"}')
 @example('{"type":"Leave","reason":"\\ud800"}')
 @example('{"type":"Hello","protocol":1,"replica_id":"a","on_replicas_differ":"explode"}')

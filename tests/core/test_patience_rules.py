@@ -1,10 +1,10 @@
-"""How long to wait before trying again, and when a collective counts as stalled."""
+"""How long to wait before trying again."""
 
 from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.coordination.patience import Debt, StallWatch, reconnect_delay_s, restart_patience_s
+from torchft_ckpt.core.coordination.patience import Debt, reconnect_delay_s, restart_patience_s
 
 
 @pytest.mark.parametrize(("attempt", "longest"), [(0, 0.05), (1, 0.1), (3, 0.4), (6, 2.0), (1000, 2.0)])
@@ -38,28 +38,6 @@ def test_failures_that_cost_nothing_are_tried_again_soon_and_less_and_less_often
         debt.failed(0.0, "", 0.0)
         pauses.append(debt.out_until)
     assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 6.4, 6.4])
-
-
-def test_a_stall_is_what_lasts_longer_than_the_budget_on_top_of_what_is_usual() -> None:
-    watch = StallWatch()
-    watch.begin_step(None)
-    watch.entered(10.0)
-    watch.finished(10.5)
-    watch.begin_step(2.0)
-    assert watch.deadline() is None
-    watch.entered(20.0)
-    assert watch.deadline() == 22.5
-    watch.finished(21.0)
-    assert (watch.deadline(), watch.usual_s) == (None, 0.5)
-
-
-def test_what_is_usual_fades_slowly() -> None:
-    watch = StallWatch()
-    for duration in (1.0, 0.1, 0.1):
-        watch.begin_step(None)
-        watch.entered(0.0)
-        watch.finished(duration)
-    assert watch.usual_s == pytest.approx(0.81)
 
 
 def test_a_restarted_lighthouse_waits_until_each_living_group_has_tried_to_connect_again() -> None:

@@ -1,8 +1,6 @@
-"""From which state a quorum trains, who heals and from whom: a scenario for each rule, and what holds for all inputs."""
+"""From which state a quorum trains, who lacks it and who serves it: a scenario for each rule, and what holds for all inputs."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from support.thoroughness import by_default
 from torchft_ckpt.core.coordination.messages import Role, StateVersion
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 
-HEALTHY, INLINE, JOINER, IDLE = Role.HEALTHY, Role.INLINE, Role.JOINER, Role.IDLE
+HEALTHY, INLINE, IDLE = Role.HEALTHY, Role.INLINE, Role.IDLE
 
 
 def at(step: int, quorum_id: int = 0) -> StateVersion:
@@ -22,38 +20,42 @@ def holder(name: str, step: int, quorum_id: int = 0, **wants: bool) -> Holder:
     return Holder(replica_id=name, version=at(step, quorum_id), **wants)
 
 
-def assign(*members: Holder, newest: int = 0, allow: bool = False, least: int = 1) -> Assignment | StepLost:
-    return assign_recovery(
-        members, newest_step=newest, allow_step_loss=allow, min_replicas=least, quorum_id=9, epoch="e"
-    )
+def fresh(name: str, step: int, **wants: bool) -> Holder:
+    """One of a job whose groups begin with states that are taken for equal."""
+    return holder(name, step, init_sync=False, **wants)
 
 
-def formed(*members: Holder, newest: int = 0, allow: bool = False, least: int = 1) -> Assignment:
-    result = assign(*members, newest=newest, allow=allow, least=least)
+def assign(*members: Holder, newest: int = 0, allow: bool = False) -> Assignment | StepLost:
+    return assign_recovery(members, newest_step=newest, allow_step_loss=allow, quorum_id=9, epoch="e")
+
+
+def formed(*members: Holder, newest: int = 0, allow: bool = False) -> Assignment:
+    result = assign(*members, newest=newest, allow=allow)
     assert isinstance(result, Assignment)
     return result
 
 
 def roles(assignment: Assignment) -> dict[str, Role]:
-    return {part.replica_id: part.role for part in assignment.parts}
+    """Of those that are in the quorum: who lacks its state is not."""
+    return {part.replica_id: part.role for part in assignment.parts if part.replica_id not in assignment.lacking}
 
 
 # ---------------------------------------------------------------------------------------------------- rule by rule
 
 
-def test_1_the_newest_proven_state_wins_and_all_others_heal() -> None:
+def test_1_the_newest_proven_state_wins_and_all_others_lack_it() -> None:
     result = formed(holder("a", 7, 3), holder("b", 6, 3), holder("c", 0), newest=7)
-    assert (result.version, roles(result)) == (at(7, 3), {"a": HEALTHY, "b": JOINER, "c": JOINER})
+    assert (result.version, roles(result), result.lacking) == (at(7, 3), {"a": HEALTHY}, ("b", "c"))
 
 
-def test_1_of_one_step_the_later_quorums_state_wins_and_the_other_heals() -> None:
+def test_1_of_one_step_the_later_quorums_state_wins_and_the_other_lacks_it() -> None:
     result = formed(holder("a", 7, 3), holder("b", 7, 4), newest=7)
-    assert (result.version, roles(result)) == (at(7, 4), {"a": JOINER, "b": HEALTHY})
+    assert (result.version, roles(result), result.lacking) == (at(7, 4), {"b": HEALTHY}, ("a",))
 
 
 def test_1_a_proven_state_wins_over_a_restored_one_of_a_higher_step() -> None:
     result = formed(holder("a", 7, 3), holder("b", 50, restored=True), newest=7)
-    assert (result.version, roles(result)["b"]) == (at(7, 3), JOINER)
+    assert (result.version, result.lacking) == (at(7, 3), ("b",))
 
 
 def test_1_fresh_weights_that_a_quorum_has_named_lose_against_a_restored_state() -> None:
@@ -63,7 +65,7 @@ def test_1_fresh_weights_that_a_quorum_has_named_lose_against_a_restored_state()
 
 def test_1_and_not_against_a_restored_state_of_step_0() -> None:
     result = formed(holder("a", 0, 3), holder("b", 0, restored=True))
-    assert (result.version, roles(result)) == (at(0, 3), {"a": HEALTHY, "b": JOINER})
+    assert (result.version, roles(result), result.lacking) == (at(0, 3), {"a": HEALTHY}, ("b",))
 
 
 def test_2_below_the_newest_committed_step_there_is_no_quorum() -> None:
@@ -87,7 +89,7 @@ def test_2_of_restored_states_the_highest_step_is_taken() -> None:
 
 def test_2_the_operators_word_lets_the_best_proven_state_go_on() -> None:
     result = formed(holder("a", 6, 3), holder("b", 0), newest=7, allow=True)
-    assert (result.version, roles(result)) == (at(6, 3), {"a": HEALTHY, "b": JOINER})
+    assert (result.version, roles(result), result.lacking) == (at(6, 3), {"a": HEALTHY}, ("b",))
 
 
 def test_2_the_operators_word_loses_no_more_than_it_must() -> None:
@@ -116,26 +118,24 @@ def test_3_without_init_sync_states_of_one_step_are_taken_for_equal() -> None:
 
 
 def test_4_sources_serve_evenly_many() -> None:
-    result = formed(*(holder(f"h{i}", 5, 2) for i in range(3)), *(holder(f"j{i}", 0) for i in range(6)), newest=5)
+    result = formed(*(fresh(f"h{i}", 5) for i in range(3)), *(fresh(f"j{i}", 0) for i in range(6)))
     assert [len(part.destinations) for part in result.parts[:3]] == [6, 6, 6]
-    result = formed(*(holder(f"h{i}", 5, 2) for i in range(7)), *(holder(f"j{i}", 0) for i in range(4)), newest=5)
+    result = formed(*(fresh(f"h{i}", 5) for i in range(7)), *(fresh(f"j{i}", 0) for i in range(4)))
     assert [len(part.destinations) for part in result.parts[:7]] == [4, 2, 2, 2, 2, 2, 2]
 
 
 def test_4_all_who_heal_have_one_primary_through_which_they_find_each_other() -> None:
-    result = formed(*(holder(f"h{i}", 5, 2) for i in range(3)), *(holder(f"j{i}", 0) for i in range(6)), newest=5)
+    result = formed(*(fresh(f"h{i}", 5) for i in range(3)), *(fresh(f"j{i}", 0) for i in range(6)))
     assert {part.sources[0] for part in result.parts[3:]} == {0}
 
 
 def test_4_no_more_sources_are_named_than_will_be_used() -> None:
-    result = formed(*(holder(f"h{i:02}", 5, 2) for i in range(10)), holder("j", 0), newest=5)
+    result = formed(*(fresh(f"h{i:02}", 5) for i in range(10)), fresh("j", 0))
     assert [len(part.sources) for part in result.parts if part.sources] == [MAX_SOURCES]
 
 
 def test_4_who_has_captured_its_state_serves_first() -> None:
-    result = formed(
-        holder("a", 5, 2, can_serve=False), holder("b", 5, 2, can_serve=True), holder("c", 0), holder("d", 0), newest=5
-    )
+    result = formed(fresh("a", 5, can_serve=False), fresh("b", 5, can_serve=True), fresh("c", 0), fresh("d", 0))
     assert [part.destinations for part in result.parts] == [(), (2, 3), (), ()]
 
 
@@ -151,64 +151,16 @@ def test_5_with_torn_states_alone_there_is_no_quorum_not_even_by_the_operators_w
 
 def test_5_a_group_that_is_torn_has_no_proven_state_whatever_it_says() -> None:
     result = formed(holder("a", 5, 2, torn=True), holder("b", 5, 2), newest=5)
-    assert roles(result) == {"a": JOINER, "b": HEALTHY}
+    assert (roles(result), result.lacking) == ({"b": HEALTHY}, ("a",))
 
 
-def test_6_a_joiner_is_deferred_while_nobody_can_serve_without_stopping() -> None:
-    result = formed(holder("a", 5, 2, can_serve=False), holder("b", 0), newest=5)
-    assert (result.deferred, roles(result)) == (("b",), {"a": HEALTHY})
-
-
-def test_6_it_is_not_deferred_where_those_who_remain_would_be_too_few() -> None:
-    result = formed(holder("a", 5, 2, can_serve=False), holder("b", 0), newest=5, least=2)
-    assert (result.deferred, roles(result)["b"]) == ((), JOINER)
-
-
-def test_a_member_that_must_not_heal_is_idle_and_contributes_nothing() -> None:
+def test_a_member_that_must_not_load_sits_out_and_contributes_nothing() -> None:
     result = formed(holder("a", 5, 2), holder("b", 4, 2, allow_heal=False), newest=5)
+    assert not result.lacking
     assert [(part.role, part.contributor_rank, part.sources) for part in result.parts] == [
         (HEALTHY, 0, ()),
         (IDLE, None, ()),
     ]
-
-
-def test_where_holders_are_too_few_a_waiting_member_heals_before_its_forward_pass() -> None:
-    waiting = holder("b", 0, waits_for_quorum=True)
-    assert roles(formed(holder("a", 5, 2), waiting, newest=5, least=2))["b"] is INLINE
-    assert roles(formed(holder("a", 5, 2), waiting, newest=5, least=1))["b"] is JOINER
-
-
-def test_8_who_made_the_step_while_it_healed_compares_its_state_and_contributes_nothing() -> None:
-    result = formed(holder("a", 5, 2), holder("b", 5, 2, unverified=True), holder("c", 5, 2), newest=5)
-    assert [(part.role, part.contributor_rank, part.sources) for part in result.parts] == [
-        (HEALTHY, 0, ()),
-        (JOINER, None, (0, 2)),
-        (HEALTHY, 1, ()),
-    ]
-    assert not result.unverified
-
-
-def test_8_where_all_holders_did_so_the_first_stands_in() -> None:
-    result = formed(holder("a", 4, 2), *(holder(name, 5, 2, unverified=True) for name in "bc"), newest=5)
-    assert roles(result) == {"a": JOINER, "b": HEALTHY, "c": JOINER}
-    assert (result.unverified, [part.sources for part in result.parts]) == (True, [(1,), (), (1,)])
-
-
-def test_8_where_too_few_contribute_without_it_it_compares_before_its_forward_pass() -> None:
-    waiting = holder("b", 5, 2, unverified=True, waits_for_quorum=True)
-    assert roles(formed(holder("a", 5, 2), waiting, newest=5, least=2))["b"] is INLINE
-    needs_two = replace(holder("a", 5, 2), min_contributors=2)
-    assert roles(formed(needs_two, waiting, newest=5))["b"] is INLINE
-    assert formed(needs_two, waiting, newest=5).num_contributors == 2
-
-
-def test_8_where_nobody_can_serve_it_goes_along_unless_it_is_needed() -> None:
-    busy = holder("a", 5, 2, can_serve=False)
-    unverified = holder("b", 5, 2, unverified=True, waits_for_quorum=True)
-    result = formed(busy, unverified, holder("c", 0), newest=5)
-    assert (roles(result), result.deferred, result.parts[1].sources) == ({"a": HEALTHY, "b": JOINER}, ("c",), ())
-    result = formed(replace(busy, min_contributors=2), unverified, newest=5)
-    assert (roles(result)["b"], result.parts[1].sources) == (INLINE, (0,))
 
 
 # ----------------------------------------------------------------------------------------------- for all inputs
@@ -221,12 +173,10 @@ HOLDERS = st.builds(
     torn=st.sampled_from([False, False, False, True]),
     init_sync=st.sampled_from([True, True, False]),
     allow_heal=st.sampled_from([True, True, False]),
-    heal_inline=st.booleans(),
-    waits_for_quorum=st.booleans(),
     can_serve=st.booleans(),
-    unverified=st.sampled_from([False, False, True]),
+    contributes=st.sampled_from([True, True, False]),
+    is_corrected=st.sampled_from([False, False, True]),
     min_contributors=st.integers(0, 3),
-    stands_in=st.booleans(),
 )
 
 
@@ -235,15 +185,14 @@ HOLDERS = st.builds(
     drawn=st.lists(HOLDERS, min_size=1, max_size=7),
     newest=st.integers(0, 4),
     allow=st.booleans(),
-    least=st.integers(1, 4),
 )
-def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow: bool, least: int) -> None:
+def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow: bool) -> None:
     members = [
         Holder(**{name: getattr(h, name) for name in Holder.__slots__ if name != "replica_id"}, replica_id=f"r{i}")
         for i, h in enumerate(drawn)
     ]
     by_id = {member.replica_id: member for member in members}
-    result = assign(*members, newest=newest, allow=allow, least=least)
+    result = assign(*members, newest=newest, allow=allow)
     whole = [member for member in members if not member.torn]
     restored = [member for member in whole if member.restored and not member.version.proven]
     if isinstance(result, StepLost):
@@ -252,34 +201,28 @@ def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow
         return
     parts = result.parts
     healthy = [part for part in parts if part.role is HEALTHY]
-    # Everybody is in it or deferred, once; the deferred only while enough remain.
-    assert sorted([*(part.replica_id for part in parts), *result.deferred]) == sorted(by_id)
-    assert not result.deferred or len(healthy) >= least
+    assert [part.replica_id for part in parts] == list(by_id)
     # Who is healthy holds the quorum's state, and holds it whole.
     assert healthy
     for part in healthy:
         member = by_id[part.replica_id]
         assert not member.torn
         assert member.version == result.version or (result.is_first and member.version.step == result.version.step)
-    # An unverified one is healthy only where no verified one holds the state, and alone or with those of its very state.
+    # But for a job's first state nobody loads in a quorum: who lacks its state is not in it, and who must not load sits out.
     if not result.is_first:
-        verified = [m for m in whole if m.version == result.version and not m.unverified]
-        assert result.unverified == (not verified)
-        alike = [m for m in whole if m.version == result.version and m.stands_in]
-        assert len(healthy) == (max(1, len(alike)) if result.unverified else len(verified))
-        assert result.unverified == any(by_id[part.replica_id].unverified for part in healthy)
-    # Who has to heal has a source that is healthy and knows of it, and so has who compares, if there is one that can serve;
-    # nobody else has one.
+        lacking = [part for part in parts if part.replica_id in result.lacking]
+        assert len(healthy) == sum(member.version == result.version for member in whole)
+        assert len(lacking) == len(result.lacking)
+        assert all(by_id[part.replica_id].allow_heal and part.role is not HEALTHY for part in lacking)
+        assert {part.role for part in parts if part not in lacking} <= {HEALTHY, IDLE}
+    assert not (result.is_first and result.lacking)
+    # Who has to load has a source that is healthy and knows of it; nobody else has one.
     for rank, part in enumerate(parts):
-        member = by_id[part.replica_id]
-        is_named = member.version == result.version and not member.torn
-        is_along = part.role is JOINER and is_named and not any(by_id[p.replica_id].can_serve for p in healthy)
-        assert bool(part.sources) == (part.role in (INLINE, JOINER) and not is_along)
-        assert not is_named or part.replica_id not in result.deferred
+        assert bool(part.sources) == (part.role is INLINE)
         assert all(parts[source].role is HEALTHY for source in part.sources)
         assert all(rank in parts[source].destinations for source in part.sources)
         assert all(rank in parts[destination].sources for destination in part.destinations)
-        assert part.role is not IDLE or not by_id[part.replica_id].allow_heal
+        assert part.role is not IDLE or part.replica_id in result.lacking or not by_id[part.replica_id].allow_heal
     able = [part for part in healthy if by_id[part.replica_id].can_serve] or healthy
     loads = [len(part.destinations) for part in able]
     assert max(loads[1:], default=0) - min(loads[1:], default=0) <= 1
@@ -287,6 +230,13 @@ def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow
     # Contributors are numbered without gaps, in the order of ranks.
     assert [p.contributor_rank for p in parts if p.contributor_rank is not None] == list(range(result.num_contributors))
     assert {p.role for p in parts if p.contributor_rank is not None} <= {HEALTHY, INLINE}
+    # Who did not train adds something only where those who did are too few, and so does who may have used an older state.
+    adds = {part.replica_id for part in parts if part.contributor_rank is not None}
+    trained = [part.replica_id for part in healthy if by_id[part.replica_id].contributes]
+    if not result.is_first and len(trained) >= max([1, *(by_id[m].min_contributors for m in trained)]):
+        assert adds <= set(trained)
+    unspoilt = [m for m in adds if not by_id[m].is_corrected]
+    assert len(unspoilt) == len(adds) or len(unspoilt) < max([1, *(m.min_contributors for m in members)])
     # Never below the newest committed step but on purpose; never past a proven state without need, if anybody trained it.
     if result.version.step < newest:
         assert allow or (result.is_first and restored)

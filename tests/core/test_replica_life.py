@@ -25,7 +25,6 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.coordination.replica import (
     TRANSITIONS,
-    Comparison,
     ReplicaSettings,
     ReplicaState,
     StepEvent,
@@ -54,10 +53,10 @@ def formed(
     names_state: bool = False,
     contributors: int = 2,
     has_sources: bool = False,
-    join_budget_s: float | None = None,
-    unverified: bool = False,
     destinations: Sequence[int] = (),
+    warms_up: bool = False,
     follows: bool = False,
+    held: bool = False,
     differs: bool = False,
 ) -> QuorumFormed:
     return QuorumFormed(
@@ -75,10 +74,10 @@ def formed(
         names_state=names_state,
         newest_step=version.step,
         sources=[Source(replica_id="x", replica_rank=1, checkpoint_addresses=["http://x"])] * has_sources,
-        join_budget_s=join_budget_s,
-        unverified=unverified,
         destinations=list(destinations),
+        warms_up=warms_up,
         follows=follows,
+        held=held,
         differs=differs,
     )
 
@@ -106,8 +105,8 @@ def test_who_waits_for_a_state_has_it_captured() -> None:
     assert state.wants_capture
 
 
-def begun(state: ReplicaState, *, compares: bool = True, **wants: object) -> StepPlan:
-    request = state.begin(StepWishes(), StepFacts(compares=compares))
+def begun(state: ReplicaState, **wants: object) -> StepPlan:
+    request = state.begin(StepWishes(), StepFacts())
     plan = state.formed(formed(request.request_id, **wants))  # type: ignore[arg-type]
     assert plan is not None
     if plan.configure:
@@ -193,7 +192,7 @@ def test_whose_state_changed_after_its_vote_does_not_commit() -> None:
     assert (state.decided(decision(Outcome.COMMIT)), state.version) == (Outcome.LEFT_BEHIND, StateVersion(step=2))
 
 
-@pytest.mark.parametrize("role", [Role.JOINER, Role.INLINE, Role.IDLE])
+@pytest.mark.parametrize("role", [Role.INLINE, Role.IDLE])
 def test_without_the_quorums_state_it_neither_contributes_nor_approves(role: Role) -> None:
     state = replica()
     plan = begun(state, version=V7, role=role)
@@ -202,31 +201,16 @@ def test_without_the_quorums_state_it_neither_contributes_nor_approves(role: Rol
     assert (vote.approve, vote.reason) == (False, "its state is not loaded yet")
 
 
-def test_a_joiner_that_has_loaded_approves_and_its_vote_does_not_count() -> None:
-    state = replica()
-    begun(state, version=V7, role=Role.JOINER)
-    state.load_finished(V7)
-    vote = state.vote()
-    assert (vote.approve, vote.counts, state.participating_rank) == (True, False, None)
-
-
 def test_an_inline_member_contributes_once_it_has_loaded() -> None:
     state = replica()
-    assert begun(state, version=V7, role=Role.INLINE).load_before_forward
+    assert begun(state, version=V7, role=Role.INLINE).load
     state.load_finished(V7)
     assert (state.participating_rank, state.vote().counts) == (0, True)
 
 
-def test_an_inline_member_that_loaded_too_late_to_contribute_is_against() -> None:
-    state = replica()
-    begun(state, version=V7, role=Role.INLINE)
-    state.load_finished(V7, before_forward=False)
-    assert not state.vote().approve
-
-
 def test_an_abandoned_step_leaves_it_healing_in_the_next() -> None:
     state = replica()
-    begun(state, version=V7, role=Role.JOINER)
+    begun(state, version=V7, role=Role.INLINE)
     request = state.begin(StepWishes(), StepFacts())
     assert (request.version, request.needs_new_quorum) == (V4, True)
 
@@ -321,7 +305,7 @@ def test_a_step_with_a_collective_in_it_is_not_kept() -> None:
     assert not may_keep(state, has_reduced=True)
 
 
-@pytest.mark.parametrize("role", [Role.JOINER, Role.INLINE, Role.IDLE])
+@pytest.mark.parametrize("role", [Role.INLINE, Role.IDLE])
 def test_a_step_is_kept_without_its_state_only_while_that_is_on_the_way(role: Role) -> None:
     state = replica()
     begun(state, version=V7, role=role)
@@ -338,7 +322,7 @@ def test_a_question_who_gathers_is_no_step_to_keep() -> None:
 
 def test_a_torn_state_has_no_name_until_a_whole_one_is_loaded() -> None:
     state = replica()
-    begun(state, version=V7, role=Role.JOINER)
+    begun(state, version=V7, role=Role.INLINE)
     state.load_torn()
     assert not state.vote().approve
     state.decided(decision(Outcome.LEFT_BEHIND, step=7))
@@ -390,9 +374,9 @@ def test_the_process_group_is_kept_while_nothing_breaks() -> None:
     assert not begun(state, version=v5).configure
 
 
-def test_a_decision_that_overtakes_a_loading_joiner_cancels_its_load() -> None:
+def test_a_decision_that_overtakes_one_that_loads_cancels_its_load() -> None:
     state = replica()
-    begun(state, version=V7, role=Role.JOINER)
+    begun(state, version=V7, role=Role.INLINE)
     assert state.overtaken(decision(Outcome.LEFT_BEHIND, step=7))
     assert not state.vote().approve
 
@@ -421,55 +405,60 @@ def test_what_it_says_to_a_lighthouse_that_hears_of_it_for_the_first_time() -> N
     assert state.hello("a:1", 1).last_outcome is Outcome.COMMIT
 
 
-# ------------------------------------------------------------------------------- a state loaded while a step was computed
+# --------------------------------------------------------------------------------- one that comes in, and what it shows
 
 
 V8 = StateVersion(step=8, quorum_id=5, epoch="e")
 
 
-def asks(state: ReplicaState) -> tuple[bool, bool, bool]:
-    """What it says of its state, whether its training thread waits, and whether the state has to be captured."""
-    wants_capture = state.wants_capture
-    request = state.begin(StepWishes(), StepFacts())
-    return request.unverified, request.waits_for_quorum, wants_capture
+def test_who_lacks_the_state_computes_an_iteration_alone_and_is_given_it_at_the_end_of_that() -> None:
+    state = replica()
+    plan = begun(state, version=V7, role=Role.LEARNER, warms_up=True)
+    assert (plan.load, plan.configure, state.can_reduce, state.warms_up) == (False, False, False, True)
+    assert (state.learned(), state.is_behind) == (Outcome.LEFT_BEHIND, True)
+    asked = state.begin(StepWishes(), StepFacts(at_end=True, can_follow=True))
+    assert (asked.at_end, asked.waits_for_quorum, asked.can_follow) == (True, True, True)
+    plan = state.formed(
+        formed(asked.request_id, version=V7, role=Role.LEARNER, follows=True, held=True, has_sources=True)
+    )
+    assert plan is not None and plan.load and state.is_waited_for and not state.came_in
+    state.load_finished(V7)
+    state.learned()
+    assert (state.came_in, state.is_behind, state.version) == (True, False, V7)
+    begun(state, version=V7)
+    assert state.participating_rank == 0 and not state.came_in
 
 
-def healed(**wants: object) -> ReplicaState:
-    """It healed beside its forward pass, and committed that step."""
-    state = replica(**wants)
-    begun(state, version=V7, role=Role.JOINER, has_sources=True)
-    state.load_finished(V7, before_forward=False)
-    commit(state, 7)
-    return state
+def test_a_rank_whose_neighbour_lacks_the_state_asks_at_the_end_of_its_iteration_although_it_holds_it() -> None:
+    state = replica(V7)
+    assert not begun(state, version=V7, role=Role.LEARNER, warms_up=True).load
+    assert state.is_behind
+    state.learned()
+    assert state.is_behind
+
+
+def test_who_has_received_a_state_that_nobody_waited_with_is_behind() -> None:
+    state = replica()
+    begun(state, version=V7, role=Role.LEARNER, follows=True, has_sources=True)
+    state.load_finished(V7)
+    state.learned()
+    assert (state.version, state.is_behind, state.came_in) == (V7, True, False)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_group_follows_only_from_the_end_of_an_iteration(ends: bool) -> None:
+    """What its loop has read of the state before would go into a step otherwise."""
+    assert replica().begin(StepWishes(), StepFacts(at_end=ends, can_follow=True)).can_follow is ends
+
+
+def test_nothing_is_loaded_in_a_step_whose_loop_goes_back_through_weights_as_they_were_before_it() -> None:
+    assert replica().begin(StepWishes(), StepFacts()).allow_heal
+    assert not replica().begin(StepWishes(), StepFacts(needs_weights=True)).allow_heal
 
 
 def commit(state: ReplicaState, step: int) -> None:
     assert state.vote().approve
     assert state.decided(decision(Outcome.COMMIT, step=step)) is Outcome.COMMIT
-
-
-def compares(state: ReplicaState, version: StateVersion = V8, **wants: object) -> StepPlan:
-    return begun(state, version=version, role=Role.JOINER, has_sources=True, **wants)
-
-
-def test_who_loaded_beside_its_forward_pass_says_so_until_its_state_was_found_equal() -> None:
-    state = healed()
-    assert asks(state) == (True, True, True)
-    plan = compares(state, join_budget_s=5.0)
-    assert (plan.load, plan.compare, plan.load_before_forward, plan.transfer_wait_s) == (True, True, False, 0.25)
-    assert state.comparison_finished(Comparison.EQUAL, before_forward=False)
-    commit(state, 8)
-    assert asks(state) == (False, True, True)  # another rank of its group may have found a difference
-    begun(state, version=StateVersion(step=9, quorum_id=5, epoch="e"))
-    commit(state, 9)
-    assert asks(state) == (False, False, False)
-
-
-def test_who_was_found_equal_before_the_quorum_is_verified_by_its_part() -> None:
-    state = healed()
-    assert asks(state) == (True, True, True)
-    begun(state, version=V8)
-    assert not state.unverified and state.participating_rank == 0
 
 
 def test_a_state_is_shown_as_the_decision_says_and_after_a_step_that_does_not_count() -> None:
@@ -492,131 +481,11 @@ def test_a_state_is_shown_as_the_decision_says_and_after_a_step_that_does_not_co
 def test_who_has_to_correct_its_state_loads_one_of_the_same_name_and_is_not_behind_afterwards() -> None:
     state = replica(V7)
     plan = begun(state, version=V7, role=Role.LEARNER, has_sources=True, follows=True, differs=True)
-    assert plan.load and plan.load_before_forward and not plan.configure and not state.version.proven
+    assert plan.load and not plan.configure and not state.version.proven
     state.load_finished(V7)
     assert state.follows and state.is_corrected
     state.learned()
     assert state.version == V7 and not state.is_behind
-
-
-@pytest.mark.parametrize("found", Comparison)
-def test_what_was_loaded_before_the_forward_pass_is_right_whatever_differed(found: Comparison) -> None:
-    state = healed()
-    compares(state)
-    assert state.comparison_finished(found, before_forward=True)
-    commit(state, 8)
-    assert not state.unverified
-
-
-def test_what_differed_beside_the_forward_pass_is_compared_again_and_waited_for_longer() -> None:
-    state = healed()
-    compares(state, join_budget_s=5.0)
-    assert not state.comparison_finished(Comparison.DIFFERENT, before_forward=False)
-    commit(state, 8)
-    plan = compares(state, StateVersion(step=9, quorum_id=5, epoch="e"), join_budget_s=5.0)
-    assert (plan.compare, plan.transfer_wait_s) == (True, 2.5)
-
-
-def test_it_never_waits_for_longer_than_half_of_what_the_others_grant() -> None:
-    assert compares(healed(), join_budget_s=0.1).transfer_wait_s == 0.05
-    assert compares(healed(join_budget_s=0.2)).transfer_wait_s == 0.1
-
-
-def test_buffers_that_differ_are_harmless_where_all_else_came_out_equal_of_a_step_with_them() -> None:
-    state = healed()
-    compares(state)
-    assert not state.comparison_finished(Comparison.BUFFERS_DIFFER, before_forward=False)
-    commit(state, 8)
-    compares(state, StateVersion(step=9, quorum_id=5, epoch="e"))
-    assert state.comparison_finished(Comparison.BUFFERS_DIFFER, before_forward=False)
-
-
-def test_buffers_that_differ_after_something_else_did_are_not_known_to_be_harmless() -> None:
-    state = healed()
-    for step, found in [(8, Comparison.DIFFERENT), (9, Comparison.BUFFERS_DIFFER)]:
-        compares(state, StateVersion(step=step, quorum_id=5, epoch="e"))
-        assert not state.comparison_finished(found, before_forward=False)
-        commit(state, step)
-
-
-def test_without_a_comparison_it_goes_along_unverified() -> None:
-    state = healed()
-    begun(state, version=V8, role=Role.JOINER)
-    commit(state, 8)
-    assert asks(state) == (True, True, True)
-
-
-def test_a_state_that_was_loaded_beside_a_step_that_was_discarded_is_compared_too() -> None:
-    state = replica()
-    begun(state, version=V7, role=Role.JOINER, has_sources=True)
-    state.load_finished(V7, before_forward=False)
-    state.vote()
-    state.decided(decision(Outcome.DISCARD, step=7))
-    assert asks(state) == (True, True, True)
-
-
-def test_who_compares_inline_does_not_contribute_before_it_has_loaded() -> None:
-    state = healed()
-    plan = begun(state, version=V8, role=Role.INLINE, has_sources=True)
-    assert (plan.load_before_forward, plan.compare, state.healed, state.participating_rank) == (
-        True,
-        False,
-        False,
-        None,
-    )
-    state.load_finished(V8)
-    assert state.participating_rank == 0
-    commit(state, 8)
-    assert not state.unverified
-
-
-def test_who_loads_before_its_forward_pass_or_lets_no_loop_use_the_state_is_never_unverified() -> None:
-    inline = replica()
-    begun(inline, version=V7, role=Role.INLINE, has_sources=True)
-    inline.load_finished(V7)
-    commit(inline, 7)
-    outer = replica()
-    begun(outer, version=V7, role=Role.JOINER, has_sources=True, compares=False)
-    outer.load_finished(V7, before_forward=False)
-    commit(outer, 7)
-    assert (asks(inline), asks(outer)) == ((False, False, False), (False, False, False))
-
-
-def test_a_rank_that_held_the_state_while_another_of_its_group_loaded_it_compares_with_it_afterwards() -> None:
-    """What the other computed from its old state may have gone into the collectives of the group."""
-    state = replica(V7)
-    plan = begun(state, version=V7, role=Role.JOINER, has_sources=True)
-    assert (plan.load, plan.compare) == (False, False)
-    commit(state, 7)
-    assert asks(state) == (True, True, True)
-
-
-def test_who_stands_in_is_unverified_until_a_step_is_committed_from_its_state() -> None:
-    state = healed()
-    begun(state, version=V8, unverified=True)
-    assert state.participating_rank == 0
-    state.vote()
-    state.decided(decision(Outcome.DISCARD, step=8))
-    assert asks(state)[0]
-    begun(state, version=V8, unverified=True)
-    commit(state, 8)
-    assert not asks(state)[0]
-
-
-def test_who_loads_the_state_of_one_that_stands_in_is_as_unverified_as_that_one() -> None:
-    state = replica()
-    begun(state, version=V8, role=Role.INLINE, has_sources=True, unverified=True)
-    state.load_finished(V8)
-    state.vote()
-    state.decided(decision(Outcome.DISCARD, step=8))
-    assert asks(state)[0]
-
-
-def test_a_state_that_the_user_restores_or_that_is_torn_is_compared_with_nothing() -> None:
-    restored, torn = healed(), healed()
-    restored.restore(3)
-    torn.load_torn()
-    assert not asks(restored)[0] and not asks(torn)[0]
 
 
 def test_an_answer_where_the_newest_state_is_that_comes_after_a_step_began_changes_nothing() -> None:
@@ -624,7 +493,7 @@ def test_an_answer_where_the_newest_state_is_that_comes_after_a_step_began_chang
     state.caught_up(V4)
     late = StateLocated(request_id=state.locate().request_id, version=V4)
     asked = state.begin(StepWishes(), StepFacts())
-    state.formed(formed(asked.request_id, role=Role.JOINER, version=V7, has_sources=True))
+    state.formed(formed(asked.request_id, role=Role.INLINE, version=V7, has_sources=True))
     state.located(late)
     assert state.is_behind
     state.validate()
@@ -706,13 +575,13 @@ def answer(
     if role is Role.HEALTHY and (asked.version.proven or not asked.torn):
         names = not asked.version.proven
         held = StateVersion(step=asked.version.step, quorum_id=quorum_id, epoch="e") if names else asked.version
-        return formed(number, role=role, version=held, quorum_id=quorum_id, names_state=names, unverified=yes[0])
-    role = Role.JOINER if role is Role.HEALTHY else role
+        return formed(number, role=role, version=held, quorum_id=quorum_id, names_state=names)
+    role = Role.INLINE if role is Role.HEALTHY else role
     follows = role is Role.LEARNER and yes[0]
     told = formed(number, role=role, version=version, quorum_id=quorum_id, follows=follows, has_sources=True)
-    told = msgspec.structs.replace(told, num_contributors=1 + yes[1])
-    warms_up = role is Role.LEARNER and not follows
-    return msgspec.structs.replace(told, unverified=yes[2], warms_up=warms_up, differs=follows and yes[1])
+    warms_up, held = role is Role.LEARNER and not follows, follows and yes[2]
+    told = msgspec.structs.replace(told, warms_up=warms_up, held=held, differs=follows and yes[1])
+    return msgspec.structs.replace(told, num_contributors=1 + yes[1])
 
 
 @settings(max_examples=by_default(250, thorough=2000), deadline=None)
@@ -729,20 +598,17 @@ def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
         match word:
             case "begin" if state.may_begin():
                 wishes = StepWishes(waits=True if yes[0] else None)
-                asked = state.begin(wishes, StepFacts(gathers=all(yes[:2]), compares=yes[2]))
+                asked = state.begin(wishes, StepFacts(gathers=all(yes[:2]), at_end=yes[2]))
             case "formed" if state.phase is StepPhase.ASKING or state.may_begin():
                 if state.phase is not StepPhase.ASKING:
                     state.took_step()
-                    asked = state.begin(StepWishes(), StepFacts(compares=yes[2]))
+                    asked = state.begin(StepWishes(), StepFacts(at_end=yes[2]))
                 quorum_id += asked.needs_new_quorum
                 plan = state.formed(answer(asked, role, version, yes, quorum_id))
                 if plan is not None and plan.configure and state.error is None:
                     state.configure_finished()
-            case "loads" if is_training and plan is not None and plan.load:
-                if plan.compare:
-                    state.comparison_finished(list(Comparison)[sum(yes[:2])], before_forward=yes[2])
-                elif formed_now is not None:
-                    state.load_finished(formed_now.version, before_forward=plan.load_before_forward or yes[0])
+            case "loads" if is_training and plan is not None and plan.load and formed_now is not None:
+                state.load_finished(formed_now.version)
                 plan = None
             case "votes" if is_training and not state.follows:  # who follows computes no step
                 state.vote()

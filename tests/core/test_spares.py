@@ -16,12 +16,13 @@ def with_spares(
     job = Job(least=least)
     at_work = [job.join(name) for name in "abc"[:num_training]]
     spares = [job.join(f"s{number}", spare=True) for number in range(num_spares)]
+    trains(job, *at_work)
     for spare in spares:
-        spare.asks(reach_s=0.1, can_follow=True)
-    for _ in range(3):
+        spare.warms_up(reach_s=0.1, can_follow=True)
+    for _ in range(2):
         trains(job, *at_work)
     for spare in spares:
-        if spare.formed is None:  # it waits for the first one to have the state
+        if spare.formed is not None and not spare.formed.follows:  # it waits for the first one to have the state
             trains(job, *at_work)
         rests(spare)
     for member in (*at_work, *spares):
@@ -37,19 +38,20 @@ def rests(spare: Member, step: int = 3) -> None:
 
 
 def steps_in(spare: Member) -> None:
+    """It asks for what has changed since it received its state."""
     spare.follows()
-    spare.asks(reach_s=0.1)
+    spare.asks(at_end=True, reach_s=0.1)
 
 
-def joins(job: Job, joiner: Member, *at_work: Member) -> None:
-    """One that has asked comes in, and contributes after that."""
+def comes_in(job: Job, newcomer: Member, *at_work: Member) -> None:
+    """One that has asked is given the state, and trains with the others from then on."""
     for member in at_work:
         member.asks(can_serve=True)
-    job.passes(1.0)
-    for member in (*at_work, joiner):
+    job.passes(0.1)  # so long they wait for a spare that was called
+    newcomer.comes_in()
+    trains(job, newcomer)
+    for member in at_work:
         member.votes()
-    for _ in range(2):  # first it compares what came of the step that it healed in
-        trains(job, *at_work, joiner)
 
 
 def needed(member: Member) -> list[str]:
@@ -61,21 +63,24 @@ def test_the_first_quorum_forms_without_a_spare_and_a_spare_follows_from_there(h
     job = Job()
     a, b, spare = job.join("a"), job.join("b"), job.join("s", spare=True)
     if has_asked:
-        spare.asks(reach_s=0.1, can_follow=True)
+        spare.asks()
     a.asks()
     b.asks()
     assert a.formed is not None and a.formed.replica_world_size == 2
     a.votes()
     b.votes()
     if not has_asked:
-        spare.asks(reach_s=0.1, can_follow=True)
+        spare.asks()
+    trains(job, a, b)
+    spare.ends()
+    spare.asks(at_end=True, reach_s=0.1, can_follow=True)
     trains(job, a, b)
     assert spare.formed is not None and (spare.formed.role, spare.formed.stays) == (Role.LEARNER, True)
-    assert (a.formed.quorum_id, len(a.outcomes)) == (1, 2), "nothing happens to the others"
+    assert (a.formed.quorum_id, len(a.outcomes)) == (1, 3), "nothing happens to the others"
 
 
-def test_it_is_called_at_once_when_a_group_is_lost_and_contributes_in_the_second_step_after_that() -> None:
-    job, (a, b), (spare,) = with_spares()
+def test_it_is_called_at_once_when_a_group_is_lost_and_contributes_when_its_step_is_repeated() -> None:
+    _, (a, b), (spare,) = with_spares()
     a.asks()
     b.asks()
     b.dies()
@@ -83,12 +88,10 @@ def test_it_is_called_at_once_when_a_group_is_lost_and_contributes_in_the_second
     steps_in(spare)
     a.votes()
     a.asks(can_serve=True)
-    assert spare.formed is not None and spare.formed.role is Role.JOINER
-    spare.replica.load_finished(spare.formed.version, before_forward=True)
-    a.votes()
-    spare.votes(load=False)
-    trains(job, a, spare)
-    assert spare.formed.role is Role.HEALTHY and spare.formed.num_contributors == 2
+    spare.comes_in()
+    spare.asks()
+    assert spare.formed is not None and spare.formed.role is Role.HEALTHY
+    assert (spare.formed.version.step, spare.formed.num_contributors) == (3, 2)
 
 
 def test_it_stays_when_the_lost_group_comes_back_and_no_other_is_called_for_the_next_one() -> None:
@@ -96,10 +99,10 @@ def test_it_stays_when_the_lost_group_comes_back_and_no_other_is_called_for_the_
     b.dies()
     assert len(needed(spare)) == 1 and needed(other) == []
     steps_in(spare)
-    joins(job, spare, a)
+    comes_in(job, spare, a)
     b = job.join("b", life=2)
-    b.asks(reach_s=0.1)
-    joins(job, b, a, spare)
+    b.warms_up(reach_s=0.1)
+    comes_in(job, b, a, spare)
     assert a.formed is not None and a.formed.num_contributors == 3
     b.dies()
     assert needed(other) == [], "two train, as at first"
@@ -125,8 +128,8 @@ def test_a_call_is_taken_back_where_the_lost_group_is_in_before_the_spare_is_clo
     b.dies()
     assert len(needed(spare)) == 1
     b = job.join("b", life=2)
-    b.asks(reach_s=0.1)
-    joins(job, b, a)
+    b.warms_up(reach_s=0.1)
+    comes_in(job, b, a)
     steps_in(spare)
     for _ in range(2):
         trains(job, a, b)
@@ -147,8 +150,11 @@ def test_where_the_others_are_too_few_to_train_a_spare_trains(when: str) -> None
         a.asks(can_serve=True)
         assert needed(spare)
         steps_in(spare)
+        spare.comes_in()
+        spare.asks()
     assert spare.formed is not None and a.formed is not None
-    assert (a.formed.replica_world_size, spare.formed.role) == (2, Role.INLINE)
+    role = Role.INLINE if when == "at the start" else Role.HEALTHY
+    assert (a.formed.replica_world_size, spare.formed.role) == (2, role)
 
 
 def test_it_learns_that_the_job_is_over() -> None:
@@ -163,7 +169,7 @@ def test_it_learns_that_the_job_is_over() -> None:
 def test_beside_a_spare_that_has_its_state_another_group_receives_one() -> None:
     job, (a, b), _ = with_spares()
     late = job.join("j")
-    late.asks(reach_s=60.0, can_follow=True)
+    late.warms_up(reach_s=60.0, can_follow=True)
     trains(job, a, b)
     assert late.formed is not None and late.formed.follows and not late.formed.stays
 
@@ -185,34 +191,23 @@ def test_a_quorum_waits_a_tenth_of_a_second_for_a_called_spare_that_is_close(ask
     if asks:
         job.passes(0.02)
         steps_in(spare)
+        spare.comes_in()
+        spare.asks()
     else:
         job.passes(0.1)
-    assert [words.startswith("quorum 2 step 3") for words in a.hears()] == [True]
-    assert (spare.formed is not None and spare.formed.role is Role.JOINER) == asks
-
-
-def test_a_spare_that_comes_with_the_job_computes_its_first_step_before_it_follows() -> None:
-    job = Job()
-    a, b, spare = job.join("a"), job.join("b"), job.join("s", spare=True, warm_up=True)
-    spare.asks(reach_s=0.1, can_follow=True)
-    trains(job, a, b)
-    assert spare.formed is not None and spare.formed.warms_up and not spare.formed.follows
-    spare.votes()
-    spare.replica.learned()
-    spare.asks(reach_s=0.1, can_follow=True)
-    trains(job, a, b)
-    assert spare.formed.follows and spare.formed.stays
+    assert a.hears()[-1].startswith("quorum 2 step 3")
+    assert (spare.formed is not None and spare.formed.role is Role.HEALTHY) == asks
 
 
 def test_a_spare_that_is_still_receiving_holds_no_other_group_up() -> None:
     job = Job()
     a, b, spare = job.join("a"), job.join("b"), job.join("s", spare=True)
     trains(job, a, b)
-    spare.asks(reach_s=600.0, can_follow=True)
+    spare.warms_up(reach_s=600.0, can_follow=True)
     trains(job, a, b)
     spare.still_needs(500.0)
     back = job.join("c")
-    back.asks(reach_s=60.0, can_follow=True)
+    back.warms_up(reach_s=60.0, can_follow=True)
     trains(job, a, b)
     assert back.formed is not None and back.formed.follows
 
@@ -252,7 +247,7 @@ def test_a_job_goes_on_from_a_spare_that_alone_holds_the_newest_state() -> None:
         member.asks(can_serve=True)
     job.passes(10.0)
     assert spare.formed is not None and (spare.formed.role, spare.formed.version.step) == (Role.HEALTHY, 8)
-    assert a.formed is not None and a.formed.role is Role.JOINER
+    assert a.formed is not None and a.formed.warms_up
 
 
 def test_a_spare_whose_call_was_taken_back_follows_again() -> None:
@@ -263,7 +258,7 @@ def test_a_spare_whose_call_was_taken_back_follows_again() -> None:
     b.asks()
     a.asks(can_serve=True)
     spare.follows()
-    spare.asks(reach_s=0.1, can_follow=True)
+    spare.asks(at_end=True, reach_s=0.1, can_follow=True)
     for member in (a, b):
         member.votes()
     for _ in range(3):
@@ -290,7 +285,7 @@ def test_a_spare_that_stepped_in_and_comes_back_with_the_newest_state_trains_on(
     job, (a, b), (spare,) = with_spares()
     b.dies()
     steps_in(spare)
-    joins(job, spare, a)
+    comes_in(job, spare, a)
     a.is_cut_off()
     for _ in range(2):
         trains(job, spare)
@@ -304,7 +299,7 @@ def test_a_spare_that_stepped_in_and_comes_back_with_the_newest_state_trains_on(
     for member in (a, spare):
         member.asks(can_serve=True)
     assert spare.formed is not None and spare.formed.role is Role.HEALTHY
-    assert (a.formed.version.step, a.formed.replica_world_size) == (spare.step, 2)
+    assert (spare.formed.version.step, a.formed.warms_up) == (spare.step, True)
 
 
 def test_a_spare_that_asks_after_a_group_was_lost_comes_in_with_the_next_step() -> None:
@@ -314,9 +309,10 @@ def test_a_spare_that_asks_after_a_group_was_lost_comes_in_with_the_next_step() 
     b.dies()
     spare.follows()
     spare.connects()
-    spare.asks(reach_s=0.1, can_follow=True)
+    spare.asks(at_end=True, reach_s=0.1, can_follow=True)
     a.asks(can_serve=True)
-    assert spare.formed is not None and spare.formed.role is Role.JOINER
+    spare.comes_in()
+    spare.asks()
     assert a.formed is not None and a.formed.replica_world_size == 2
 
 
@@ -341,9 +337,11 @@ def test_where_a_called_spare_does_not_come_the_next_one_is_called_and_both_may_
     assert (needed(slow), needed(other)) == ([], []), "nobody is called twice"
     steps_in(other)
     steps_in(slow)
-    joins(job, other, a)
-    slow.votes()
-    assert a.formed is not None and slow.formed is not None and slow.formed.role is not Role.LEARNER
+    a.asks(can_serve=True)
+    for spare in (other, slow):
+        spare.comes_in()
+        spare.asks()
+    assert a.formed is not None and a.formed.num_contributors == 3
 
 
 def test_one_that_did_not_come_when_it_was_called_is_called_after_all_others() -> None:
@@ -353,7 +351,7 @@ def test_one_that_did_not_come_when_it_was_called_is_called_after_all_others() -
     trains(job, a, c)
     assert (len(needed(slow)), len(needed(other))) == (1, 1)
     steps_in(other)
-    joins(job, other, a, c)
+    comes_in(job, other, a, c)
     c.dies()
     assert (needed(slow), len(needed(third))) == ([], 1)
 
@@ -363,6 +361,6 @@ def test_a_called_spare_whose_state_all_changes_joins_at_once_however_long_that_
     job, (a, b), (spare,) = with_spares()
     b.dies()
     spare.follows()
-    spare.asks(reach_s=5.0, can_follow=True, gains=False)
+    spare.asks(at_end=True, reach_s=5.0, can_follow=True, gains=False)
     trains(job, a)
-    assert spare.formed is not None and spare.formed.role is Role.JOINER
+    assert spare.formed is not None and spare.formed.held

@@ -43,8 +43,7 @@ def two_have_come_in() -> tuple[Job, tuple[Member, Member, Member]]:
     b.dies()
     c.dies()
     b, c = job.join("b", life=2), job.join("c", life=2)
-    for member in (b, c, a):
-        member.asks(can_serve=True)
+    job.lets_in(b, c, others=[a])
     for member in (a, b, c):
         member.votes()
     return job, (a, b, c)
@@ -92,27 +91,13 @@ def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -
 
 
 def test_two_newcomers_alone_do_not_prove_each_other() -> None:
-    """Their loops may have made the same of what both had read before: it is said that the first of them stands in."""
+    """Their loops may have made the same of what both had read before: the job goes on from that, and it is said."""
     job, (a, b, c) = two_have_come_in()
     a.dies()
     ask([b, c], "yy")
-    assert (b.formed.role, b.formed.unverified, c.formed.role) == (Role.HEALTHY, True, Role.JOINER)
-    assert any("every group that is known to hold its exact bits is gone, so b:2 stands in" in line for line in job.log)
-
-
-def test_who_is_known_to_hold_the_exact_bits_is_right_where_a_new_lighthouse_knows_no_voices() -> None:
-    job, (a, b) = at_work("bc")
-    b.dies()
-    newcomer = job.join("a", life=2)
-    newcomer.asks(can_serve=True)
-    a.asks(can_serve=True)
-    a.votes()
-    newcomer.votes()
-    job.restart()
-    for member in (a, newcomer):
-        member.connects()
-    ask([a, newcomer], "xy")
-    assert told_to_load([a, newcomer]) == {"a": {"b"}}
+    assert roles([b, c]) == [Role.HEALTHY] * 2
+    said = "nobody is left who was found equal after a step, so the job goes on from the state of step 3 of b:2, c:2"
+    assert sum(said in line for line in job.log) == 1
 
 
 def test_without_a_majority_the_state_of_the_longest_in_the_job_is_taken_and_that_is_said() -> None:
@@ -141,8 +126,7 @@ def test_what_becomes_of_groups_that_were_equal_is_as_they_wish(policy: OnReplic
 def test_a_newcomer_loads_whatever_becomes_of_those_that_were_equal() -> None:
     job, members = at_work("ab", OnReplicasDiffer.WARN)
     c = job.join("c", on_replicas_differ=OnReplicasDiffer.WARN)
-    for member in (c, *members):
-        member.asks(can_serve=True)
+    job.lets_in(c, others=members)
     for member in (*members, c):
         member.votes()
     ask([*members, c], "xxy")
@@ -205,8 +189,7 @@ def test_a_group_that_came_in_is_given_an_unknown_leaf_once() -> None:
     a.asks(shows="x", mean="1", ema="3")
     a.votes()
     b = job.join("b")
-    for member in (b, a):
-        member.asks(can_serve=True)
+    job.lets_in(b, others=[a])
     for member in (a, b):
         member.votes()
     ask([a, b], "xx", mean="12", ema="34")
@@ -239,10 +222,9 @@ def test_one_group_alone_says_nothing_of_what_is_common() -> None:
 
 
 def test_a_group_that_loads_again_on_the_same_connection_is_compared_again_and_has_no_voice_meanwhile() -> None:
-    _, (a, b) = at_work("ab")
+    job, (a, b) = at_work("ab")
     b.replica.load_torn()
-    for member in (b, a):
-        member.asks(can_serve=True)
+    job.lets_in(b, others=[a])
     for member in (a, b):
         member.votes()
     assert a.replica.shows is Shows.SAMPLES
@@ -255,9 +237,34 @@ def test_who_trained_before_the_lighthouse_was_started_again_is_right_whoever_co
     job.restart()
     a.connects()
     b, c = job.join("b"), job.join("c")
-    for member in (b, c, a):
-        member.asks(can_serve=True)
+    job.lets_in(b, c, others=[a])
     for member in (a, b, c):
         member.votes()
+    ask([a, b, c], "xyy")
+    assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
+
+
+@pytest.mark.parametrize("what", ["its connection breaks", "the lighthouse is started again"])
+def test_who_was_given_the_state_and_has_made_no_step_has_no_voice_whatever_connection_it_asks_on(what: str) -> None:
+    job, (a,) = at_work("a")
+    b, c = job.join("b"), job.join("c")
+    for member in (b, c):
+        member.asks()
+        member.ends()
+        member.asks(at_end=True)
+    a.asks(shows="x", can_serve=True)
+    for member in (b, c):
+        member.comes_in()
+    if what == "its connection breaks":
+        b.is_cut_off()
+        b.connects()
+    else:
+        job.restart()
+        for member in (a, b, c):
+            member.connects()
+    ask([a, b, c], "xxx")
+    for member in (a, b, c):
+        member.votes()
+    assert a.replica.shows is not Shows.NOTHING
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}

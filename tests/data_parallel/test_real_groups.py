@@ -59,7 +59,7 @@ def test_a_group_that_comes_later_ends_bit_equal_to_groups_that_each_use_other_b
         while manager.current_step() < stops_at[0]:
             optimizer.zero_grad()
             # The group that comes later uses a branch that no other ever does.
-            branch = 3 if rank == 2 and manager.statistics().num_committed == 0 else (manager.current_step() + rank) % 3
+            branch = 3 if rank == 2 and not manager.statistics().num_healed else (manager.current_step() + rank) % 3
             wrapped(torch.full((2, 4), rank + 1.0), branch).square().sum().backward()
             optimizer.step()
             if manager.current_step() >= 3:

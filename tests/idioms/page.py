@@ -20,7 +20,9 @@ loop uses torch's own DDP and optimizers, and no group dies in it.
 
 Five rules are behind nearly all of these lines:
 
-1. **`zero_grad` begins a step, `step` ends it.** Collectives between groups belong in between, the same ones in all groups.
+1. **The forward pass begins a step, `step` ends it.** Collectives between groups belong in between, the same ones in all groups.
+   Lines after `zero_grad` that come before the forward pass belong to the step before. `zero_grad` itself begins a step only if
+   the library sees no forward pass in your steps, because you do not use `DistributedDataParallel`.
 2. **A step may be discarded.** Then it has not happened: weights and `manager.current_step()` stay, and what the forward pass
    and the loss have changed in the registered state goes back. Some lines after `step` belong to a step: they move a schedule,
    average the weights, or count. Run such lines only if `optimizer.step()` has returned True.
@@ -28,9 +30,10 @@ Five rules are behind nearly all of these lines:
    that returns gets it.
 4. **If all groups have to make the same decision, decide by a value that is the same in all groups**: the step, averaged
    gradients, an averaged loss.
-5. **A group that returns does not know the step before its first `step()`.** Its gradients add nothing in that step. What the
-   loop derives from an older step, or does after `zero_grad`, may come out otherwise there: it is compared before the next
-   step, loaded from the others if it differs, and named.
+5. **A group that returns loads the state at the end of an iteration that does not count.** `step()` is False there. So what the
+   loop reads at the top of its next iteration is the others'. Ask `step()` whether a step counted, and not whether
+   `current_step()` has moved: loading moves it, too. Finish what belongs to a step before you ask anything of the next. What the
+   loop changes after a `step()` that was False goes back as its next step begins, and a warning names it.
 """
 
 NOTES = {

@@ -18,8 +18,8 @@ from idioms.models import error, mlp
 from idioms.table import Category, Idiom, table
 from support.thoroughness import by_default
 
-from torchft_ckpt import Checkpointer, Manager, SavedCheckpoint
-from torchft_ckpt.core.coordination import beside, replica
+from torchft_ckpt import Checkpointer, SavedCheckpoint
+from torchft_ckpt.core.coordination import beside
 from torchft_ckpt.core.coordination.learning import Distance
 
 TABLE = table()
@@ -27,12 +27,6 @@ ALARMS = ("came to another state of step", "no registered state_dict returns", "
 """No loop gets one of these warnings, but those that it is made for."""
 RESTARTS_ALWAYS = ("best_weights", "ema", "history", "grad_scaler", "optimizer_state_of_any_shape")
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def waits_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a state would be loaded at the vote now and then, over what the forward pass has written."""
-    monkeypatch.setattr(replica, "FIRST_WAIT_S", harness.LIMIT_S)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +70,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "spare": {"has_spare": True},
     "two_of_three_die": {"num_groups": 3, "num_dying": 2},
 }
-"""How a group comes back: it follows before it joins; a spare takes its place; another one died in the same step."""
+"""How a group comes back: it follows before it comes in; a spare takes its place; another one died in the same step."""
 ALWAYS = {
     "follows": ("forward_before_zero_grad",),
     "spare": ("ema_decay_read_at_top", "count_after_zero_grad"),
@@ -108,35 +102,6 @@ def test_groups_come_back_in_another_way_and_all_compute_what_the_plain_loop_com
         monkeypatch.setattr(beside, "should_follow", lambda request, *_, **__: request.can_follow and request.gains)
         monkeypatch.setattr(Distance, "gains", lambda self, *_, **__: not self._has_followed)
     harness.check(entry, dies=True, **WAYS[way])
-
-
-AT_END = (
-    "count_after_zero_grad",
-    "diffusion",
-    "ema_decay_read_at_top",
-    "every_iteration",
-    "registered_place",
-    "sharpness_aware",
-    "zero_if_committed",
-)
-"""Loops that read or move something at another place than the others, or write to the weights before they compute."""
-
-
-def loops_at_end() -> list[object]:
-    back = [e for e in TABLE if e.dies and e.compare != "nothing" and not (e.restarts or e.refused or e.pending)]
-    those = [e for e in back if e.category is not Category.OUTER]
-    return [pytest.param(e, id=e.key) for e in by_default([e for e in those if e.key in AT_END], thorough=those)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", loops_at_end())
-def test_a_group_loads_as_an_iteration_ends_and_no_loop_is_right_only_after_a_correction(
-    entry: Idiom, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(Manager, "_loads_at_end", True)
-    with caplog.at_level(logging.WARNING, "torchft_ckpt"):
-        harness.check(entry, dies=True)
-    assert "came to another state of step" not in caplog.text, caplog.text
 
 
 @pytest.mark.slow

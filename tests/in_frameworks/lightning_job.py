@@ -113,21 +113,31 @@ class ShardedNet(Net):
 
 
 class Averages(Callback):
-    """Keeps an average whose decay follows from the step that it reads, and a copy of the weights of every third step."""
+    """Keeps an average whose decay follows from the step that it reads, and a copy of the weights of every third step.
+
+    It counts what it hears of batches, so that those of a step which does not count would leave a trace.
+    """
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         self.average, self.copied = ([p.detach().clone() for p in module.parameters()] for _ in range(2))
+        self.heard = {"begins": 0, "zero_grads": 0, "ends": 0, "number": 0}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": self.average, "copied": self.copied}
+        return {"average": self.average, "copied": self.copied, "heard": dict(self.heard)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average, self.copied = state["average"], state["copied"]
+        self.average, self.copied, self.heard = state["average"], state["copied"], dict(state["heard"])
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self.step = trainer.global_step
+        self.heard["begins"] += 1
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.heard["zero_grads"] += 1
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, _: Any, batch: Any, number: int) -> None:
+        self.heard["ends"] += 1
+        self.heard["number"] = number
         if trainer.global_step == self.step:  # of a batch that is accumulated
             return
         weights = [parameter.detach() for parameter in module.parameters()]

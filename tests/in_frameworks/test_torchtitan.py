@@ -33,7 +33,6 @@ def run_with_a_kill(folder: Path, config: str, *, kill_at: int, num_steps: int) 
     environment = {
         "PRINT_STATE": "yes",
         "GATES": f"1:{is_there} {num_steps // 2}:{is_back}",
-        "TORCHFT_CKPT_JOIN_BUDGET_SEC": "60",  # what comes back may be as slow as it likes
     }
     with FrameworkJob(
         folder, ON_CPU, *arguments, nproc=2, by="torchft_ckpt.compat.torchft", environment=environment

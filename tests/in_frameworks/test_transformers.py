@@ -13,9 +13,11 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from framework_jobs import FrameworkJob, Group, assert_equal_states
 from support.launched import REPO
 
@@ -80,10 +82,8 @@ def test_the_group_that_speaks_is_killed_and_comes_back(tmp_path: Path, nproc: i
     A callback of the user's keeps averages by the step that it reads, before ours in the list, or after it.
     """
     is_there, is_back = tmp_path / "is there", tmp_path / "is back"
-    # What comes back may be as slow as it likes.
-    slow = {"TORCHFT_CKPT_JOIN_BUDGET_SEC": "60"}
     options = [f"--folder={tmp_path}", f"--steps={STEPS}", f"--averages={'before' if nproc is None else 'after'}"]
-    with FrameworkJob(tmp_path, SCRIPT, *options, nproc=nproc, environment=slow) as job:
+    with FrameworkJob(tmp_path, SCRIPT, *options, nproc=nproc) as job:
         survivor = job.start(1, "--wait", "2", str(is_there), "--wait", "24", str(is_back))
         survivor.wait_for_step(2)
         first = job.start(0)
@@ -128,6 +128,7 @@ def test_too_few_groups_wait_and_lose_no_step(tmp_path: Path) -> None:
     That one loads an older checkpoint first, as scripts do that always resume: the state of the one that lives wins.
     """
     options = [f"--folder={tmp_path}", "--steps=20", "--min-replicas=2", "--schedule=reduce_lr_on_plateau"]
+    options += ["--averages=before"]
     with FrameworkJob(tmp_path, SCRIPT, *options) as job:
         survivor, killed = job.start(0), job.start(1)
         killed.wait_for_step(13)
@@ -163,10 +164,9 @@ def test_a_job_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
 def test_a_group_reads_on_where_the_job_is_when_it_joins(tmp_path: Path) -> None:
     """The job makes 20 steps while it computes its first iteration, and some more later, while its process is stopped."""
     is_there, is_warm, is_stopped, is_back = (tmp_path / name for name in ("there", "warm", "stopped", "back"))
-    slow = {"TORCHFT_CKPT_JOIN_BUDGET_SEC": "60"}
     pauses = [(4, is_there), (24, is_warm), (28, is_stopped), (34, is_back)]
     waits = [text for step, file in pauses for text in ("--wait", str(step), str(file))]
-    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", f"--steps={STEPS}", environment=slow) as job:
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", f"--steps={STEPS}") as job:
         first = job.start(0, *waits)
         first.wait_for_step(4)
         joiner = job.start(1, f"--warm-up={is_warm}")
@@ -335,8 +335,20 @@ def test_arguments_that_would_leave_groups_apart_are_refused(
 class Alone:
     """The Manager of a group that finds no other one."""
 
+    is_behind = True
+
     def newest_step_of_peers(self) -> None:
         return None
+
+
+def test_an_iteration_without_a_step_is_in_no_log(tmp_path: Path) -> None:
+    callback = FaultToleranceCallback(Alone())
+    callback._trainer = trainer = SimpleNamespace(_tr_loss=torch.tensor(9.0))
+    callback._loss_before = torch.tensor(2.0)
+    control = TrainerControl(should_log=True, should_save=True)
+    callback.on_step_end(TrainingArguments(str(tmp_path)), TrainerState(), control)
+    assert trainer._tr_loss.item() == 2.0
+    assert not control.should_log and not control.should_save
 
 
 @pytest.mark.parametrize(

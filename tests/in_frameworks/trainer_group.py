@@ -85,20 +85,25 @@ class Logger(TrainerCallback):
 
 
 class Averages(TrainerCallback):
-    """Keeps an average whose decay follows from the step that it reads, and a copy of the weights of every third step."""
+    """Keeps an average whose decay follows from the step that it reads, and a copy of the weights of every third step.
+
+    It counts steps that begin, so that one which does not count would leave a trace.
+    """
 
     def __init__(self, manager: Manager, model: torch.nn.Module) -> None:
         self.average, self.copied = ([p.detach().clone() for p in model.parameters()] for _ in range(2))
+        self.num_begun = 0
         manager.register_state_dict_fn("averages", self.load_state_dict, self.state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"average": self.average, "copied": self.copied}
+        return {"average": self.average, "copied": self.copied, "num_begun": self.num_begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average, self.copied = state["average"], state["copied"]
+        self.average, self.copied, self.num_begun = state["average"], state["copied"], state["num_begun"]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step = state.global_step
+        self.num_begun += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert state.global_step == self.step + 1

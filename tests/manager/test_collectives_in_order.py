@@ -42,8 +42,6 @@ class Member:
         self.group = group
         self.started: list[str] = []
         self.errors: list[Exception] = []
-        self.scheduled: list[tuple[float, Callable[[], object]]] = []
-        self.num_stalls = 0
         self.before: Callable[[str], None] = lambda name: None
         for name in ("allreduce", *STAGES):
             setattr(group, name, self._noted(name, getattr(group, name)))
@@ -51,8 +49,7 @@ class Member:
             group,
             Cleared(group, name="this group", ask=lambda issued, timeout: None),
             on_error=self.errors.append,
-            schedule=lambda delay_s, function: self.scheduled.append((delay_s, function)),
-            on_stall=self._stall,
+            schedule=lambda delay_s, function: None,
             on_wait=lambda issued: None,
         )
 
@@ -63,9 +60,6 @@ class Member:
             return operation(*arguments)
 
         return start
-
-    def _stall(self) -> None:
-        self.num_stalls += 1
 
     def allreduce(self, tensor: torch.Tensor, codec: Codec | None = None, timeout: timedelta = LONG) -> ManagedWork:
         return self.collectives.allreduce(
@@ -253,19 +247,14 @@ def test_an_error_and_a_later_connection_do_not_disturb_the_lane(connect: Callab
     assert [work.wait() for work in works] == [True, True]
 
 
-def test_it_is_unfinished_for_the_stall_watch_until_its_last_stage(connect: Callable[[int], list[Member]]) -> None:
+def test_it_is_unfinished_until_its_last_stage(connect: Callable[[int], list[Member]]) -> None:
     first, second = connect(2)
-    first.collectives.begin_step(0.0, is_new_quorum=False)
+    first.collectives.begin_step(is_new_quorum=False)
     work = first.allreduce(torch.ones(4), INT8)
     assert first.collectives._num_unfinished == 1
-    (_, check), *_ = first.scheduled
-    check()
-    assert first.num_stalls == 1
     second.allreduce(torch.ones(4), INT8)
     assert work.wait()
     assert first.collectives._num_unfinished == 0
-    check()
-    assert first.num_stalls == 1
 
 
 @pytest.mark.parametrize("codec", [INT8, FP8], ids=lambda codec: codec.name)

@@ -4,25 +4,25 @@ back."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from support.stores import hosted_store
 from test_joining_a_running_job import Run
 from test_manager_in_process import Replica, together
 from test_ranks_load_together import Inner, Rank, Slow, group
+from torch import nn
 
-from torchft_ckpt import LighthouseServer, Manager
+from torchft_ckpt import DistributedDataParallel, LighthouseServer, Optimizer
+from torchft_ckpt.ddp import PureDistributedDataParallel
+from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager import coming_in
 from torchft_ckpt.manager.saving import NotSaving, save_identity
-
-
-@pytest.fixture(autouse=True)
-def loads_at_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Manager, "_loads_at_end", True)
-    return
 
 
 class Counting(Replica):
@@ -56,6 +56,75 @@ def test_a_group_is_in_its_first_quorum_as_a_holder_and_the_others_lose_no_step(
     now = joined.manager.view()
     assert now.came_in and not now.is_behind and joined.manager.statistics().num_healed == 1
     assert joined.step() and joined.manager.is_participating()
+    run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
+    run.close(joined)
+
+
+def test_those_who_wait_for_a_group_that_loads_are_told_that_this_time_does_not_count() -> None:
+    run, heard = Run(), []
+
+    class Waiting(Replica):
+        def load(self, state: dict[str, Any]) -> None:
+            give_up_at = time.monotonic() + 30
+            while not all(r.manager._client._held_s for r in run.at_work) and time.monotonic() < give_up_at:
+                time.sleep(0.01)
+            heard.append([r.manager._client._held_s > 0 for r in run.at_work])
+            super().load(state)
+
+    joined = Waiting(run.server, "c", seed=7)
+    assert not joined.step()
+    assert heard == [[True, True]]
+    run.end(joined)
+    run.close(joined)
+
+
+class Container(torch.optim.SGD):
+    """As torchtitan's: its step is that of the `Optimizer` that wraps it, which steps it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.wrapper: Optimizer | None = None
+        self.steps_itself = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.wrapper is None or self.steps_itself:
+            super().step()
+            return
+        self.steps_itself = True
+        try:
+            self.wrapper.step()
+        finally:
+            self.steps_itself = False
+
+
+class Contained(Replica):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.sgd.wrapper = self.optimizer  # type: ignore[attr-defined]
+
+    def build(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(8, 8)
+        return model, Container(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 8)).square().mean().backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        self.sgd.step()
+        return self.manager.statistics().num_committed > before
+
+
+def test_an_optimizer_that_asks_in_its_own_step_whether_it_counts_loads_there() -> None:
+    """It holds the write lock by then, as one that steps does."""
+    run = Run(Contained)
+    joined = Contained(run.server, "c", seed=7)
+    assert not joined.step() and joined.manager.view().came_in
+    assert not joined.manager.state_dict_lock.held_for_write()
     run.end(joined)
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
     assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
@@ -106,6 +175,97 @@ def test_a_large_tensor_that_the_loop_changes_is_received_again_and_copied_from_
     run.close(joined)
 
 
+class Fragile(Counting):
+    """What its load function raises, if it has something to raise."""
+
+    raises: BaseException | None = None
+
+    def load(self, state: dict[str, Any]) -> None:
+        raises, self.raises = self.raises, None
+        if raises is not None:
+            self.model.weight.data.zero_()
+            raise raises
+        super().load(state)
+
+
+def test_a_put_back_that_fails_leaves_no_state_and_the_group_comes_in_again(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(Counting)
+    joined = Fragile(run.server, "c", seed=7)
+    assert not joined.step()
+    joined.count += 1
+    joined.raises = OSError("no space left on device")
+    with caplog.at_level(logging.WARNING, "torchft_ckpt"):
+        assert not joined.step()
+    assert (
+        "that cannot be put back (load_state_dict of 'default' raised OSError: no space left on device" in caplog.text
+    )
+    assert joined.manager.view().came_in
+    run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
+    run.close(joined)
+
+
+def test_a_put_back_that_is_interrupted_leaves_no_state_and_the_group_comes_in_again() -> None:
+    run = Run(Counting)
+    joined = Fragile(run.server, "c", seed=7)
+    assert not joined.step()
+    joined.count += 1
+    joined.raises = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        joined.optimizer.zero_grad()
+    assert joined.manager.view().torn
+    assert not joined.step() and joined.manager.view().came_in
+    run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
+    run.close(joined)
+
+
+class Unfreezing(Replica):
+    """Its bias trains from a step on."""
+
+    unfreezes_at: int | None = None
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(8, 8)
+        return model, torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+
+    def step(self) -> bool:
+        if self.unfreezes_at is not None and self.manager.current_step() >= self.unfreezes_at:
+            self.unfreeze()
+        return super().step()
+
+    def unfreeze(self) -> None:
+        if len(self.sgd.param_groups) == 1:
+            self.optimizer.add_param_group({"params": [self.model.bias]})
+
+    def load(self, state: dict[str, Any]) -> None:
+        if len(state["sgd"]["param_groups"]) > 1:
+            self.unfreeze()
+        super().load(state)
+
+
+def test_a_group_that_unfreezes_in_an_iteration_that_did_not_count_comes_in_again_with_the_others_groups(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = Run(Unfreezing)
+    joined = Unfreezing(run.server, "c", seed=7)
+    assert not joined.step()
+    joined.unfreeze()
+    step = max(replica.manager.current_step() for replica in run.at_work) + 50
+    for replica in run.at_work:
+        replica.unfreezes_at = step  # until then they have another layout than the one that comes
+    with caplog.at_level(logging.WARNING, "torchft_ckpt"):
+        joined.optimizer.zero_grad()
+    assert "default.sgd.param_groups.1" in caplog.text and "it is received again" in caplog.text
+    assert joined.manager.view().is_behind and not joined.manager.is_participating()
+    assert not joined.step() and joined.manager.view().came_in
+    run.end(joined)
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
+    run.close(joined)
+
+
 @pytest.mark.slow
 def test_all_ranks_of_a_group_load_again_where_the_loop_of_one_has_changed_something(
     caplog: pytest.LogCaptureFixture,
@@ -150,20 +310,116 @@ def test_all_ranks_of_a_group_load_again_where_the_loop_of_one_has_changed_somet
     server.shutdown()
 
 
-def test_a_loop_that_skips_iterations_without_a_vote_loads_as_the_third_one_begins(
-    caplog: pytest.LogCaptureFixture,
+class Skipping(Replica):
+    """Its loop has iterations that it ends without a vote; each is a way to write one."""
+
+    def forward_seen(self) -> None:
+        self.optimizer.zero_grad()
+        self.manager.ensure_step()
+        self.loss().backward()
+
+    def averaged_by_hand(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.average()
+
+    def before_backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss()
+
+    def loss(self) -> torch.Tensor:
+        return self.model(torch.ones(2, 8)).square().mean()
+
+    def average(self) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad).wait()
+
+
+@pytest.mark.parametrize("iteration", [Skipping.forward_seen, Skipping.averaged_by_hand, Skipping.before_backward])
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_group_that_skips_what_overflows_with_its_own_weights_is_given_others_and_comes_in_at_a_vote(
+    iteration: Callable[[Skipping], None], use_async_quorum: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run()
-    joined = Replica(run.server, "c", seed=7)
-    for _ in range(2):
-        joined.optimizer.zero_grad()
-        joined.manager.ensure_step()
-        joined.model(torch.ones(2, 8)).square().mean().backward()
-        assert joined.manager.view().is_behind
+    run = Run(use_async_quorum=use_async_quorum)
+    joined = Skipping(run.server, "c", seed=7, use_async_quorum=use_async_quorum)
+    own, num_skipped = joined.bits(), 0
     with caplog.at_level(logging.WARNING, "torchft_ckpt"):
-        assert joined.step()
-    assert "two iterations in a row have ended without should_commit" in caplog.text
+        while joined.bits() == own:
+            iteration(joined)
+            num_skipped += 1
+            assert num_skipped < 50
+    assert "should_commit was not called" in caplog.text
+    assert joined.manager.view().is_behind and not joined.manager.is_participating()
+    assert not joined.step(), "the loop had cleared gradients, and may have read something, before it had this state"
+    assert joined.manager.view().came_in
+    assert joined.step() and joined.manager.is_participating()
     run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
+    run.close(joined)
+
+
+def test_a_group_whose_first_twenty_iterations_overflow_is_in_one_vote_later() -> None:
+    run = Run()
+    joined = Skipping(run.server, "c", seed=7)
+    for _ in range(20):
+        joined.forward_seen()
+    assert not joined.step() and joined.manager.view().came_in
+    assert joined.step()
+    run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
+    run.close(joined)
+
+
+class Surgery(Skipping):
+    """Its loop combines the gradients of several tasks by hand (PCGrad), and clears them for each task."""
+
+    num_tasks = 10
+    clears_before_backward = True
+
+    def step(self) -> bool:
+        parameters, found = list(self.model.parameters()), []
+        at_top = parameters[0].detach().clone()
+        for task in range(self.num_tasks):
+            if not self.clears_before_backward:
+                self.optimizer.zero_grad()
+            loss = (task + 1) * self.loss()
+            if self.clears_before_backward:
+                self.optimizer.zero_grad()
+            loss.backward()
+            found.append([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
+        for parameter, gradients in zip(parameters, zip(*found, strict=True), strict=True):
+            parameter.grad = torch.stack(gradients).mean(0)
+            self.manager.allreduce(parameter.grad).wait()
+        if not self.optimizer.step():
+            return False
+        with torch.no_grad():
+            parameters[0].add_(at_top, alpha=0.01)
+        return True
+
+
+class SurgerySeen(Surgery):
+    """The Manager sees its forward passes, as those of DistributedDataParallel within `no_sync`."""
+
+    def loss(self) -> torch.Tensor:
+        self.manager.ensure_step()
+        return super().loss()
+
+
+@pytest.mark.parametrize("clears_before_backward", [True, False])
+@pytest.mark.parametrize("loop", [Surgery, SurgerySeen])
+def test_a_loop_that_clears_gradients_ten_times_in_an_iteration_adds_only_what_it_computed_with_one_state(
+    loop: type[Surgery], clears_before_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Surgery, "clears_before_backward", clears_before_backward)
+    run = Run(loop)
+    joined = loop(run.server, "c", seed=7)
+    assert not joined.step() and joined.manager.view().came_in
+    run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
+    assert joined.manager.statistics().num_corrected == 0
     assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
     run.close(joined)
 
@@ -176,4 +432,250 @@ def test_the_only_survivor_of_two_that_need_each_other_waits_until_the_other_is_
     run._loops.pop().exception(60)
     run.end(joined)
     assert run.at_work[0].bits() == joined.bits()
+    run.close(joined)
+
+
+class Wrapped(Replica):
+    """In DistributedDataParallel, or in one of its kind."""
+
+    wrapper: type[nn.Module] = DistributedDataParallel
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.ddp = self.wrapper(self.manager, self.model)  # type: ignore[call-arg]
+
+    def loss(self) -> torch.Tensor:
+        return cast(torch.Tensor, self.ddp(torch.ones(2, 8)).square().mean())
+
+    @property
+    def is_begun(self) -> bool:
+        return self.manager.view().is_in_step
+
+    def step(self) -> bool:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        return bool(self.optimizer.step())
+
+
+def test_a_loop_that_skips_what_overflows_before_its_backward_pass_is_given_another_state() -> None:
+    run = Run(Wrapped)
+    joined = Wrapped(run.server, "c", seed=7)
+    own, num_skipped = joined.bits(), 0
+    while joined.bits() == own:
+        joined.optimizer.zero_grad()
+        joined.loss()
+        num_skipped += 1
+        assert num_skipped < 50
+    assert not joined.step() and joined.manager.view().came_in
+    run.end(joined)
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
+    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
+    run.close(joined)
+
+
+class Purely(Wrapped):
+    wrapper = PureDistributedDataParallel
+
+
+@pytest.fixture
+def alone(request: pytest.FixtureRequest) -> Iterator[Wrapped]:
+    """A group whose steps begin with a forward pass, as it has made two."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    replica = getattr(request, "param", Wrapped)(server, "alone")
+    for _ in range(2):
+        assert replica.step()
+    replica.optimizer.zero_grad()
+    assert not replica.is_begun
+    yield replica
+    replica.manager.shutdown()
+    server.shutdown()
+
+
+@pytest.mark.parametrize("alone", [Wrapped, Purely], indirect=True)
+def test_a_forward_pass_in_eval_mode_that_a_backward_pass_may_follow_begins_the_step(alone: Wrapped) -> None:
+    alone.ddp.eval()
+    loss = alone.loss()
+    assert alone.is_begun, "not in the middle of the backward pass"
+    loss.backward()
+    assert alone.optimizer.step()
+    alone.optimizer.zero_grad()
+    assert not alone.is_begun, "it was a forward pass of training"
+    alone.ddp.train()
+    alone.loss().backward()
+    assert alone.optimizer.step()
+
+
+@pytest.mark.parametrize("alone", [Wrapped, Purely], indirect=True)
+def test_an_evaluation_without_gradients_begins_nothing(alone: Wrapped) -> None:
+    alone.ddp.eval()
+    with torch.no_grad():
+        alone.loss()
+    assert not alone.is_begun
+
+
+@pytest.mark.parametrize("alone", [Wrapped, Purely], indirect=True)
+def test_an_evaluation_after_the_step_that_forgets_no_grad_begins_nothing_and_the_next_steps_begin_as_before(
+    alone: Wrapped,
+) -> None:
+    for number in range(3):
+        alone.loss().backward()
+        assert alone.optimizer.step()
+        alone.ddp.eval()
+        alone.loss().item()
+        alone.ddp.train()
+        assert not alone.is_begun
+        alone.optimizer.zero_grad()
+        assert alone.is_begun == (number == 0), "that of the first one might have been trained"
+
+
+@pytest.mark.parametrize("alone", [Wrapped, Purely], indirect=True)
+def test_a_step_whose_forward_pass_was_computed_before_zero_grad_begins_before_the_backward_pass(
+    alone: Wrapped,
+) -> None:
+    alone.loss().backward()
+    assert alone.optimizer.step()
+    alone.ddp.eval()
+    loss = alone.loss()
+    alone.optimizer.zero_grad()
+    assert alone.is_begun
+    loss.backward()
+    assert alone.optimizer.step()
+
+
+def test_an_optimizer_whose_forward_passes_are_not_seen_begins_its_step_in_zero_grad(alone: Wrapped) -> None:
+    other = nn.Linear(2, 2)
+    optimizer = Optimizer(alone.manager, torch.optim.SGD(other.parameters(), lr=0.1))
+    alone.loss().backward()
+    assert alone.optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        assert alone.is_begun
+        for parameter in other.parameters():
+            parameter.register_hook(lambda gradient: alone.manager.allreduce(gradient.clone()).wait() and None)
+        other(torch.ones(1, 2)).sum().backward()
+        assert optimizer.step()
+
+
+def test_what_a_backward_pass_averages_before_any_forward_pass_is_refused_by_name(alone: Wrapped) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda gradient: alone.manager.allreduce(gradient.clone()).wait() and None)
+    with pytest.raises(ConfigError, match=r"a backward pass comes first after zero_grad.*manager\.start_quorum\(\)"):
+        weight.sum().backward()
+    alone.manager.start_quorum()
+    weight.sum().backward()
+    assert alone.optimizer.step()
+
+
+def test_another_thread_begins_no_step(alone: Wrapped) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(alone.manager.num_participants).result() == 1, "in the last step"
+        averages = pool.submit(alone.manager.allreduce, torch.ones(2))
+        with pytest.raises(ConfigError, match="another thread than the loop comes first after zero_grad"):
+            averages.result()
+        pool.submit(alone.manager.report_error, RuntimeError("of a hook")).result()
+        assert not alone.is_begun
+    alone.loss().backward()
+    assert "of a hook" in str(alone.manager.errored())
+    assert not alone.optimizer.step(), "the error is one of the step that was to begin"
+    assert alone.step()
+
+
+class Array(Counting):
+    """Its state has a large numpy array that the loop moves in each iteration, whether the step counts or not."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.seen = np.zeros(300_000)
+        super().__init__(*arguments, **options)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "seen": self.seen}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.seen = state["seen"]
+
+    def step(self) -> bool:
+        counts = super().step()
+        self.seen += 1
+        return counts
+
+
+def test_a_large_array_that_the_loop_changes_goes_back() -> None:
+    run = Run(Array)
+    joined = Array(run.server, "c", seed=7)
+    assert not joined.step()
+    run.end(joined)
+    assert len({one.seen.tobytes() for one in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
+    run.close(joined)
+
+
+class Copying(Counting):
+    """Its state function returns copies."""
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "average": self.average.clone()}
+
+
+def test_a_state_function_that_returns_copies_is_no_loop_that_changes_something(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coming_in, "MAX_COPIED_BYTES", 1024)
+    run = Run(Copying)
+    joined = Copying(run.server, "c", seed=7)
+    with caplog.at_level(logging.WARNING, "torchft_ckpt"):
+        assert not joined.step()
+        assert joined.step()
+    assert joined.manager.statistics().num_healed == 1 and "has changed what belongs" not in caplog.text
+    run.end(joined)
+    run.close(joined)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_loop_that_says_whether_it_waits_for_each_quorum_comes_in(wait: bool) -> None:
+    class Waits(Replica):
+        def step(self) -> bool:
+            before = self.manager.statistics().num_committed
+            self.sgd.zero_grad()
+            self.manager.start_quorum(wait=wait)
+            self.model(torch.ones(2, 8)).square().mean().backward()
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None
+                self.manager.allreduce(parameter.grad).wait()
+            if self.manager.should_commit():
+                self.sgd.step()
+            return self.manager.statistics().num_committed > before
+
+    run = Run(Waits)
+    joined = Waits(run.server, "c", seed=7)
+    assert not joined.step()
+    assert joined.step() and joined.manager.is_participating()
+    run.end(joined)
+    assert len({str(one.bits()) for one in (*run.at_work, joined)}) == 1
+    run.close(joined)
+
+
+class Binarizing(Replica):
+    """Computes with the signs of its weights, which it writes by `data`: no version says so."""
+
+    def step(self) -> bool:
+        before = self.manager.statistics().num_committed
+        self.optimizer.zero_grad()
+        kept = [parameter.detach().clone() for parameter in self.model.parameters()]
+        for parameter in self.model.parameters():
+            parameter.data.copy_(parameter.sign())
+        if not hasattr(self, "ddp"):
+            self.ddp = DistributedDataParallel(self.manager, self.model)
+        self.ddp(torch.ones(2, 8)).square().mean().backward()
+        for parameter, value in zip(self.model.parameters(), kept, strict=True):
+            parameter.data.copy_(value)
+        self.optimizer.step()
+        return self.manager.statistics().num_committed > before
+
+
+def test_who_comes_in_gets_the_weights_and_not_what_the_loop_computes_with() -> None:
+    run = Run(Binarizing)
+    joined = Binarizing(run.server, "c", seed=7)
+    run.end(joined)
+    assert len({str(one.bits()) for one in (*run.at_work, joined)}) == 1
+    assert all(one.manager.statistics().num_discarded <= 1 for one in run.at_work)
     run.close(joined)

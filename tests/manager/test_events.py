@@ -57,8 +57,6 @@ class Group:
             lighthouse_addr=lighthouse.address(),
             replica_id=name,
             hostname="127.0.0.1",
-            join_budget=timedelta(seconds=60),
-            warm_up=False,
             on_event=on_event or self.note,
         )
         self.optimizer = Optimizer(self.manager, self.sgd)

@@ -119,7 +119,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("script", [lambda transport, tell: transport.receive(LONG_S), begins_and_stands])
 def test_a_fetch_that_brings_nothing_is_given_up_once_its_step_is_over(script: Any) -> None:
     healed = heal(TakesBack(script))
-    healed.start(WANTED, None, False)
+    healed.start(WANTED, {}, False)
     with pytest.raises(TransferCancelledError):
         healed.wait(lambda: True)
     healed.shutdown()
@@ -130,14 +130,14 @@ def test_a_fetch_that_brings_nothing_is_given_up_once_its_step_is_over(script: A
 )
 def test_one_that_goes_on_and_one_that_nobody_takes_back_are_not(transport: Minimal) -> None:
     healed = heal(transport)
-    healed.start(WANTED, None, False)
+    healed.start(WANTED, {}, False)
     assert healed.wait(lambda: True) == STATE
     healed.shutdown()
 
 
 def test_while_its_step_can_count_it_is_waited_for() -> None:
     healed = heal(TakesBack(lambda transport, tell: transport.receive(1.0)))
-    healed.start(WANTED, None, False)
+    healed.start(WANTED, {}, False)
     assert healed.wait(lambda: False) == STATE
     healed.shutdown()
 
@@ -145,9 +145,9 @@ def test_while_its_step_can_count_it_is_waited_for() -> None:
 def test_how_far_the_fetch_before_was_says_nothing_of_this_one() -> None:
     transport = TakesBack(tells_as_it_ends, lambda transport, tell: transport.receive(LONG_S))
     healed = heal(transport)
-    healed.start(WANTED, None, False)
+    healed.start(WANTED, {}, False)
     assert transport.began.acquire(timeout=LONG_S)
-    healed.start(WANTED, None, False)
+    healed.start(WANTED, {}, False)
     with pytest.raises(TransferCancelledError):
         healed.wait(lambda: True)
     assert healed.progress is None

@@ -1,9 +1,11 @@
-"""A transport of somebody else that sends over the process group: the group is there before it serves, and one source sends."""
+"""A transport of somebody else, with torchft's methods: a job heals by it. One that sends over the process group is refused."""
 
 from __future__ import annotations
 
-import json
 import logging
+import pickle
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,50 +16,43 @@ import torch
 from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, ProcessGroupGloo
-from torchft_ckpt.checkpointing import PGTransport
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder, decode_tree, from_tensors
+from torchft_ckpt.checkpointing import PGTransport as OurPGTransport
+from torchft_ckpt.errors import ConfigError
 
 SHORT = timedelta(seconds=20)
 
 
-class OverTheGroup:
-    """Sends a state to ranks of the process group, tensor by tensor, and waits until it is there. It is no class of ours."""
+SENT: dict[str, dict[int, Any]] = {}
+"""What each transport gives now, by its address and the step."""
 
-    def __init__(self, pg: ProcessGroupGloo) -> None:
-        self.pg = pg
-        self.sent_to: list[list[int]] = []
-        self.received_from: list[int] = []
+
+class ByPickle:
+    """Pickles what it sends, as torchft's transport does. It is no class of ours, and has torchft's methods alone."""
+
+    def __init__(self) -> None:
+        self.address = f"mem:{len(SENT)}"
+        SENT[self.address] = {}
+        self.received_from: list[str] = []
         self.num_disallowed = 0
 
     def metadata(self) -> str:
-        return "over the process group"
+        return self.address
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
-        self.sent_to.append(dst_ranks)
-        encoder = TreeEncoder()
-        node = encoder.encode(state_dict)
-        about = [[str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for _, tensor in encoder.tensors]
-        head = torch.frombuffer(bytearray(json.dumps([step, node, about]).encode()), dtype=torch.uint8)
-        for rank in dst_ranks:
-            for tensor in (torch.tensor([len(head)]), head, *(tensor.detach() for _, tensor in encoder.tensors)):
-                self.pg.send([tensor.contiguous()], rank, 1).wait(timeout)
+        SENT[self.address] = {step: pickle.dumps(state_dict)}
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        self.received_from.append(src_rank)
-
-        def take(tensor: torch.Tensor) -> torch.Tensor:
-            self.pg.recv([tensor], src_rank, 1).wait(timeout)
-            return tensor
-
-        head = take(torch.empty(int(take(torch.empty(1, dtype=torch.int64)).item()), dtype=torch.uint8))
-        sent_step, node, about = json.loads(head.numpy().tobytes())
-        assert sent_step == step
-        return decode_tree(
-            node, from_tensors([take(torch.empty(shape, dtype=getattr(torch, dtype))) for dtype, shape in about])
-        )
+        until = time.monotonic() + timeout.total_seconds()
+        while step not in SENT[metadata]:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{metadata} does not send step {step}")
+            threading.Event().wait(0.01)
+        self.received_from.append(metadata)
+        return pickle.loads(SENT[metadata][step])  # noqa: S301
 
     def disallow_checkpoint(self) -> None:
         self.num_disallowed += 1
+        SENT[self.address] = {}
 
     def shutdown(self, wait: bool = True) -> None:
         pass
@@ -70,14 +65,13 @@ def lighthouse() -> Iterator[LighthouseServer]:
     server.shutdown()
 
 
-def replica(lighthouse: LighthouseServer, seed: int, **options: Any) -> tuple[Replica, OverTheGroup]:
-    group = ProcessGroupGloo(timeout=SHORT)
-    transport = OverTheGroup(group)
-    return Replica(lighthouse, f"group_{seed}", seed, pg=group, checkpoint_transport=transport, **options), transport
+def replica(lighthouse: LighthouseServer, seed: int, **options: Any) -> tuple[Replica, ByPickle]:
+    transport = ByPickle()
+    return Replica(lighthouse, f"group_{seed}", seed, checkpoint_transport=transport, **options), transport
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_groups_that_heal_over_the_process_group_commit_each_step_and_are_equal(
+def test_groups_that_heal_by_it_commit_each_step_and_are_equal(
     lighthouse: LighthouseServer, use_async_quorum: bool
 ) -> None:
     with ThreadPoolExecutor(3) as pool:
@@ -86,25 +80,26 @@ def test_groups_that_heal_over_the_process_group_commit_each_step_and_are_equal(
     assert together(replicas, lambda each: [each.step() for _ in range(3)]) == [[True] * 3] * 3
     assert len({str(each.bits()) for each in replicas}) == 1
     assert sorted(len(transport.received_from) for transport in transports) == [0, 1, 1]
-    shutdown(*replicas)
-
-
-def test_where_several_hold_the_state_the_one_that_is_asked_sends_it(lighthouse: LighthouseServer) -> None:
-    with ThreadPoolExecutor(3) as pool:
-        made = list(pool.map(lambda seed: replica(lighthouse, seed), range(3)))
-    replicas = [one for one, _ in made]
-    together(replicas, lambda each: [each.step() for _ in range(2)])
-    for _, transport in made:
-        transport.sent_to.clear()
-        transport.received_from.clear()
     replicas[1].manager.report_torn_state()  # it has to heal, and two hold the state
-    assert together(replicas, lambda each: [each.step() for _ in range(4)])[0] == [True] * 4
+    counted = together(replicas, lambda each: [each.step() for _ in range(4 + (each is replicas[1]))])
+    assert counted == [[True] * 4, [False, *[True] * 4], [True] * 4]
     assert len({str(each.bits()) for each in replicas}) == 1
-    sent = [transport.sent_to for _, transport in made]
-    times = len(made[1][1].received_from)
-    assert times >= 1
-    assert sum(map(len, sent)) == times, sent
     shutdown(*replicas)
+
+
+class PGTransport(ByPickle):
+    """Of this name torchft's sends over the process group, and says nothing of it."""
+
+
+class OverTheGroup(ByPickle):
+    needs_process_group = True
+
+
+@pytest.mark.parametrize("kind", [PGTransport, OverTheGroup])
+def test_one_that_needs_the_process_group_is_refused_by_name(lighthouse: LighthouseServer, kind: type[Any]) -> None:
+    """A group receives its state before it is in a process group."""
+    with pytest.raises(ConfigError, match=f"{kind.__name__} sends over the process group.*use HTTPTransport"):
+        Replica(lighthouse, "group_0", checkpoint_transport=kind())
 
 
 def test_who_unpickles_is_named_once_and_ours_are_not(
@@ -114,11 +109,11 @@ def test_who_unpickles_is_named_once_and_ours_are_not(
         foreign, _ = replica(lighthouse, 0)
         group = ProcessGroupGloo(timeout=SHORT)
         ours = Replica(
-            lighthouse, "ours", pg=group, checkpoint_transport=PGTransport(group, SHORT, torch.device("cpu"))
+            lighthouse, "ours", pg=group, checkpoint_transport=OurPGTransport(group, SHORT, torch.device("cpu"))
         )
     told = [record.getMessage() for record in caplog.records if record.name.startswith("torchft_ckpt.manager")]
     assert len(told) == 1
-    assert "OverTheGroup" in told[0]
+    assert "ByPickle" in told[0]
     assert "unpickles" in told[0]
     shutdown(foreign, ours)
 
@@ -173,8 +168,8 @@ def test_a_subclass_that_only_overrides_serves_the_state_of_its_step_all_the_sam
 
 def test_ours_of_that_name_moves_a_state_and_fills_the_one_that_is_here() -> None:
     here = {"w": torch.zeros(4), "step": 0}
-    source = PGTransport(None, SHORT, "cpu")
-    receiver = PGTransport(None, SHORT, torch.device("cpu"), state_dict=lambda: here)
+    source = OurPGTransport(None, SHORT, "cpu")
+    receiver = OurPGTransport(None, SHORT, torch.device("cpu"), state_dict=lambda: here)
     assert isinstance(source, HTTPTransport)
     source.send_checkpoint([1], 3, {"w": torch.arange(4.0), "step": 3}, SHORT)
     received = receiver.recv_checkpoint(0, source.metadata(), 3, SHORT)

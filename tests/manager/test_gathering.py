@@ -65,7 +65,6 @@ class Rank:
             replica_id=name,
             hostname="127.0.0.1",
             timeout=SHORT,
-            join_budget=timedelta(seconds=60),  # a busy machine may hold up one that joins
             **options,
         )
         self.optimizer = Optimizer(self.manager, sgd)

@@ -44,9 +44,7 @@ def test_a_spare_takes_the_place_of_a_killed_process_within_three_steps_and_cost
 ) -> None:
     """Of the three the first is that in which the group was killed."""
     lighthouse = LighthouseProcess(min_replicas=1)
-    with running_job(
-        tmp_path, lighthouse=lighthouse, pause_s=0.3, min_replica_size=1, digest_each_step=True, join_budget_s=20.0
-    ) as job:
+    with running_job(tmp_path, lighthouse=lighthouse, pause_s=0.3, min_replica_size=1, digest_each_step=True) as job:
         stays, leaves = (job.start(f"group_{i}")[0] for i in range(2))
         for group in (stays, leaves):
             group.wait_for_step(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import gc
 import logging
@@ -35,7 +34,7 @@ from torchft_ckpt.errors import (
     StateDictLoadError,
     UnsupportedValueError,
 )
-from torchft_ckpt.manager import rank_config, state_registry, step_client
+from torchft_ckpt.manager import rank_config, step_client
 
 SHORT = timedelta(seconds=20)
 _seeding = threading.Lock()
@@ -67,7 +66,6 @@ class Replica:
             self.model, self.sgd = self.build()
         address = lighthouse if isinstance(lighthouse, str) else lighthouse.address()
         options.setdefault("min_replica_size", 1)
-        options.setdefault("join_budget", timedelta(seconds=60))  # a busy machine may hold up one that joins
         self.manager = Manager(
             options.pop("pg", None) or ProcessGroupGloo(timeout=SHORT),
             options.pop("load_state_dict", self.load),
@@ -320,7 +318,7 @@ def test_a_replica_that_could_not_take_a_committed_step_heals_instead_of_going_o
     broken.sgd.step = fail_once  # type: ignore[method-assign]
 
     def go_on(replica: Replica) -> None:
-        for _ in range(4):
+        while replica.manager.current_step() < 5:
             try:
                 replica.step()
             except MemoryError:
@@ -647,29 +645,3 @@ def test_a_transport_that_was_given_is_used(lighthouse: LighthouseServer) -> Non
     assert replica.step()
     shutdown(replica)
     transport.shutdown()
-
-
-def test_what_is_served_is_captured_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sharded models the layout is asked for too, and a function may refresh what it has handed out, as torchtitan's does."""
-    right = state_registry.layout_of
-    monkeypatch.setattr(
-        state_registry, "layout_of", lambda *a, **o: dataclasses.replace(right(*a, **o), is_sharded=True)
-    )
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
-    with ThreadPoolExecutor(2) as pool:
-        replicas = list(pool.map(lambda n: Replica(server, f"group_{n}", n, min_replica_size=2), range(2)))
-    captured: dict[Replica, list[str]] = {replica: [] for replica in replicas}
-    for replica in replicas:
-        registry = replica.manager.registry
-        for name in ("capture_to_serve", "capture_to_receive"):
-            function = getattr(registry, name)
-
-            def note(name: str = name, function: Any = function, own: Any = captured[replica], **options: Any) -> Any:
-                own.append(name)
-                return function(**options)
-
-            monkeypatch.setattr(registry, name, note)
-    assert together(replicas, Replica.step) == [True, True]
-    assert [names[:2] for names in captured.values()] == [["capture_to_receive", "capture_to_serve"]] * 2
-    shutdown(*replicas)
-    server.shutdown()

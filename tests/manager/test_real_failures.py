@@ -106,9 +106,9 @@ def test_a_restarted_lighthouse_costs_nobody_their_life_and_quorum_ids_rise(tmp_
         assert_equal_ends(job.finish())
 
 
-def test_survivors_wait_for_a_slow_joiner_no_longer_than_the_budget(tmp_path: Path) -> None:
-    transfer_s = 60
-    with running_job(tmp_path, pause_s=PAUSE_S, join_budget_s=2.0) as job:  # less is too little on a busy machine
+def test_survivors_wait_for_a_slow_newcomer_no_longer_than_the_limit(tmp_path: Path) -> None:
+    transfer_s, limit_s = 60, 3.0
+    with running_job(tmp_path, pause_s=PAUSE_S, join_stall_limit_s=limit_s) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         for group in groups:
             group.wait_for_step(5)
@@ -117,15 +117,15 @@ def test_survivors_wait_for_a_slow_joiner_no_longer_than_the_budget(tmp_path: Pa
         (slow / "slow").write_text(str(transfer_s))
         joiner = job.start("group_2")[0]
         fetch = joiner.wait_for_event("fetching")
-        again = joiner.wait_for_event("fetching")
-        assert again["step"] > fetch["step"], "it was left behind and tries again"
         step = groups[0].steps()[-1]["step"]
         for group in groups:
-            group.wait_for_step(step + 2)
+            group.wait_for_step(step + 5)
             steps = group.steps(since=fetch["t"])
             assert all(s["committed"] for s in steps)
             assert longest_gap_s(steps) < transfer_s / 2, "its transfer was waited for"
         (slow / "slow").unlink()
+        joiner.kill()  # or it would sleep on
+        joiner = job.start("group_2")[0]
         joiner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
         assert_equal_ends(job.finish())
 
@@ -150,7 +150,7 @@ def test_a_joiner_whose_fetches_fail_costs_the_others_nothing(tmp_path: Path) ->
 
 
 def test_a_joiner_that_dies_while_it_fetches_costs_one_step(tmp_path: Path) -> None:
-    with running_job(tmp_path, pause_s=PAUSE_S, join_budget_s=20.0) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         for group in groups:
             group.wait_for_step(5)

@@ -187,7 +187,7 @@ def test_an_outer_optimizer_without_state_gets_it_as_shards():
         source.send_checkpoint([0], 7, theirs.capture(), LONG)
         own_weight, own_outer, ours = make()
         ours.layout()
-        local = ours.capture_to_receive(beside_steps=True)
+        local = ours.capture_to_receive()
         ours.load(receiver.fetch_checkpoint([source.metadata()], 7, LONG, local_state=local))
         momentum = own_outer.state[own_weight]["momentum_buffer"]
         assert isinstance(momentum, DTensor)

@@ -41,11 +41,10 @@ class Moods:
     drift: float = 0.0
     """A committed step leaves a rank with another state than it should."""
     uses_state: float = 0.0
-    """The loop uses the state while it computes a step, and what it held before is another: not a trouble, but how it is."""
-
-    top_s: float = field(default=TOP_S, repr=False)  # seeds of before keep their plans
+    """Its first step after it came in leads a rank to another state, as its loop used what it had read before: not a trouble."""
+    top_s: float = TOP_S
     """From the end of an iteration that did not count to the next step."""
-    moves_state: float = field(default=0.0, repr=False)
+    moves_state: float = 0.0
     """Between the end of an iteration that did not count and the next step the loop changes the state: not a trouble."""
 
     def calm_down(self, slowness: float) -> None:
@@ -77,23 +76,19 @@ class Scenario:
     group_world_size: int = 1
     min_replicas: int = 1
     min_replica_size: int = 1
-    heal_inline: bool = False
-    join_budget_s: float = 0.3
     join_stall_limit_s: float | None = 60.0
-    warm_up: bool = False
     tells_reach: bool = False
     """Ranks say how long their transfers and loads still take."""
-    changing: float | None = field(default=None, repr=False)  # seeds of before keep their plans
+    changing: float | None = None
     """Training changes this part of the state, and who is further behind than a step can follow; None: nobody can."""
-    shows: bool = field(default=True, repr=False)
+    shows: bool = True
     """Transports give a state between two steps, so groups show theirs before a quorum and load what differs."""
-    num_spares: int = field(default=0, repr=False)
+    num_spares: int = 0
     """So many of the groups, the last ones, are spares."""
     load_s: tuple[float, float] = (0.0, 0.0)
-    loads_at_end: bool = field(default=False, repr=False)
-    """States are loaded at the ends of iterations that do not count, and quorums are held for that."""
-    num_kinds: int = field(default=1, repr=False)
-    staging_s: float = field(default=0.0, repr=False)
+    num_kinds: int = 1
+    """The loops train so many networks in turn. Not drawn: what has loops of one quorum train different ones does so for good."""
+    staging_s: float = 0.0
     """A source needs so long before its first byte."""
     num_allreduces: int = 1
     max_delay_s: float = 0.005
@@ -123,36 +118,25 @@ class Scenario:
 
 def draw_scenario(rng: Random) -> Scenario:
     """Draw a run."""
-    plan = replace(
-        _draw_scenario(rng),
-        join_stall_limit_s=rng.choice((0.0, 0.5, 2.0, 60.0, None)),
-        warm_up=rng.random() < 0.5,
-        tells_reach=rng.random() < 0.7,
-    )
+    plan = _draw_scenario(rng)
+    tells_reach = rng.random() < 0.7
     return replace(
         plan,
-        faults=_with_drains(plan),
-        changing=_drawn_changing(plan),
-        num_spares=_drawn_spares(plan),
-        shows=Random(f"shows of {plan!r}").random() < 0.4,
+        faults=_with_drains(rng, plan),
+        tells_reach=tells_reach,
+        changing=rng.choice((0.0, 0.05, 0.5)) if tells_reach and rng.random() < 0.7 else None,
+        num_spares=_drawn_spares(rng, plan.num_groups),
+        shows=rng.random() < 0.4,
     )
 
 
-def _drawn_spares(plan: Scenario) -> int:
-    """Return how many of the groups are spares, in a third of the plans: drawn from the plan, as drains are."""
-    rng = Random(f"spares of {plan!r}")
-    return rng.randint(1, plan.num_groups - 2) if plan.num_groups > 2 and rng.random() < 0.3 else 0
+def _drawn_spares(rng: Random, num_groups: int) -> int:
+    """Return how many of the groups are spares, in a third of the plans."""
+    return rng.randint(1, num_groups - 2) if num_groups > 2 and rng.random() < 0.3 else 0
 
 
-def _drawn_changing(plan: Scenario) -> float | None:
-    """Return the part of the state that changes, in half of the plans: drawn from the plan, as drains are."""
-    rng = Random(f"learners of {plan!r}")
-    return rng.choice((0.0, 0.05, 0.5)) if plan.tells_reach and rng.random() < 0.7 else None
-
-
-def _with_drains(plan: Scenario) -> dict[Fault, float]:
-    """Return a plan's faults, with drains in half of the plans: drawn from the plan, so that seeds of before keep their plans."""
-    rng = Random(repr(plan))
+def _with_drains(rng: Random, plan: Scenario) -> dict[Fault, float]:
+    """Return a plan's faults, with drains in half of the plans."""
     return {**plan.faults, Fault.DRAIN: rng.uniform(0.2, 1.0)} if rng.random() < 0.5 else plan.faults
 
 
@@ -169,11 +153,11 @@ def _draw_scenario(rng: Random) -> Scenario:
         group_world_size=rng.choice((1, 1, 1, 2, 3)),
         min_replicas=rng.randint(1, max(1, num_groups - 1)),
         min_replica_size=rng.randint(1, max(1, num_groups - 1)),
-        heal_inline=rng.random() < 0.3,
-        join_budget_s=rng.choice((0.1, 0.3, 1.0)),
+        join_stall_limit_s=rng.choice((0.5, 2.0, 60.0, None)),
         num_allreduces=rng.choice((1, 1, 2)),
         max_delay_s=rng.choice((0.002, 0.01, 0.05)),
         restore_rate=sometimes(0.3, 0.5),
+        staging_s=rng.choice((0.0, 0.0, 0.5)),
         transfer_s=rng.choice(((0.02, 0.15), (0.02, 0.15), (0.1, 2.0), (1.0, 6.0))),
         transfer_failure_rate=sometimes(0.3, 0.3),
         torn_rate=sometimes(0.3, 0.2),
@@ -190,6 +174,8 @@ def _draw_scenario(rng: Random) -> Scenario:
             skips_late=sometimes(0.3, 0.05),
             finishes=sometimes(0.3, 0.1),
             drift=sometimes(0.3, 0.02),
+            moves_state=rng.choice((0.0, 0.3, 1.0)),
+            top_s=rng.choice((TOP_S, TOP_S, 0.7)),
         ),
         decision_timeout_s=rng.choice((0.5, 2.0)),
         num_late=rng.choice((0, 0, 1, 3)),
@@ -199,15 +185,14 @@ def _draw_scenario(rng: Random) -> Scenario:
 
 def draw_learning_scenario(rng: Random) -> Scenario:
     """Draw a run in which those who come back need longer than a step, and follow. The lighthouse dies as often as they."""
-    plan = Scenario(
-        num_groups=rng.choice((3, 4, 5)),
+    num_groups = rng.choice((3, 4, 5))
+    return Scenario(
+        num_groups=num_groups,
         group_world_size=rng.choice((1, 1, 2)),
         min_replicas=rng.choice((1, 1, 2)),
         min_replica_size=rng.choice((1, 1, 2)),
-        join_budget_s=rng.choice((0.3, 1.0)),
         join_stall_limit_s=rng.choice((0.5, 2.0, 60.0, None)),
         join_timeout_s=rng.choice((0.5, 2.0)),
-        warm_up=rng.random() < 0.5,
         tells_reach=True,
         changing=rng.choice((0.0, 0.05, 0.5)),
         max_delay_s=rng.choice((0.002, 0.01)),
@@ -224,19 +209,9 @@ def draw_learning_scenario(rng: Random) -> Scenario:
         },
         chaos_s=rng.uniform(4.0, 10.0),
         check_equal_every=rng.choice((0, 2)),
-    )
-    return replace(plan, num_spares=_drawn_spares(plan))
-
-
-def draw_holding_scenario(rng: Random) -> Scenario:
-    """Draw a run in which quorums are held for those who come in, whatever else goes wrong."""
-    plan = draw_scenario(rng) if rng.random() < 0.7 else draw_learning_scenario(rng)
-    moods = replace(plan.moods, moves_state=rng.choice((0.0, 0.3, 1.0)), top_s=rng.choice((TOP_S, TOP_S, 0.7)))
-    return replace(
-        plan,
-        loads_at_end=True,
+        num_spares=_drawn_spares(rng, num_groups),
         staging_s=rng.choice((0.0, 0.0, 0.5)),
-        moods=moods,
+        moods=Moods(moves_state=rng.choice((0.0, 0.3, 1.0)), top_s=rng.choice((TOP_S, TOP_S, 0.7))),
     )
 
 
@@ -246,7 +221,7 @@ def draw_outer_scenario(rng: Random) -> Scenario:
     plan = _draw_scenario(rng)
     return replace(
         plan,
-        faults=_with_drains(plan),
+        faults=_with_drains(rng, plan),
         num_groups=max(plan.num_groups, 2) if rng.random() < 0.9 else plan.num_groups,
         join_timeout_s=rng.choice((0.3, 2.0, 2.0)),
         transfer_s=rng.choice(((0.02, 0.15), (0.1, 0.5), (0.1, 2.0))),

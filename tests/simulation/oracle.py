@@ -1,26 +1,28 @@
 """What must hold after every event, judged from outside: from messages and from the ranks' states, not from `core`'s mind.
 
 - Equal versions are equal bits: whoever commits to, heals to or is given a version holds the same value for its group rank.
-- Nobody contributes or commits that does not hold the state of its quorum; nobody trains from a torn one.
-- Who loaded a state while it computed a step may come out of it with another one than the others, under the same name. It
-  contributes again only after a comparison with theirs, or where nobody is left who is known to hold it: then its state counts
-  in that quorum, and in what comes of it.
+- Nobody is in a quorum without its state, but where it is a job's first, which all others load before they compute anything, and
+  who asked not to heal, and has no part in the step. Nobody contributes, approves or commits without it, or trains from a torn
+  one.
+- Nobody loads a state between the beginning of a step and the decision on it, but such a first one, or what it was found to
+  differ in when it asked for the step.
 - A quorum id of one lighthouse life has one set of members. It never falls, neither in one life nor for one rank, and an id
   of an earlier life is not given again by a life that has heard of it.
 - No two states that were committed differ at one step, but for histories that the job went back from on purpose, and for
   what a lighthouse without memory could not know: a commit of an earlier life none of whose holders has reached it.
 - Below what a life has been told of no quorum is formed, unless a restored state or the operator's word is behind it. What
-  it is told of earlier lives when it has formed a quorum counts while somebody is connected who shows it.
+  it is told of earlier lives when it has formed a quorum counts while somebody is connected who shows it, also if it trains from
+  that, but where it has committed nothing yet.
 - Groups that show different states of one name are in no quorum together: one of them is told to load, and not one of a strict
   majority of those that were found equal since they joined.
+- A rank loads the state of a quorum only if all ranks of its group have received it.
 - The ranks of a group have committed the same steps whenever the group asks for the next.
 - The ranks of a group that leaves leave after the same step.
 - No group is told to speak for the job while another one that is connected may write, because it was told so.
 - A learner neither contributes nor votes nor commits and is in no quorum. Without it the others' next quorum would form no
   sooner: nobody waits for it to ask. What it receives next is what came of the state that it holds.
-- Where states are loaded at the ends of iterations, nobody is in a quorum without its state, but for a first one, and nobody
-  loads between the beginning of a step and the decision on it. Quorums are held for a group once at a boundary, and no longer
-  than those who train allow.
+- Quorums are held for a group once at a boundary, and no longer than those who train allow: in any time for their limit, and a
+  twentieth of that time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ from simulation.beside import Beside
 from torchft_ckpt.core.coordination.hold import LOOK_AGAIN_S
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Event, Instruction, Received, Send
-from torchft_ckpt.core.coordination.lighthouse_records import Round
 from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
     CommitDecided,
@@ -84,7 +85,6 @@ class _Life:
         self.finished_step: int | None = None
         """Where the job was over before the present event."""
         self.beside = Beside()
-        self.last_round: Round | None = None
         self.voices: dict[str, str] = {}
         """Members that were found equal to all others that showed their state, after a step."""
         self.told_to_load: dict[str, StateVersion] = {}
@@ -93,11 +93,8 @@ class _Life:
         self.held: set[str] = set()
         """Members that a quorum was held for since the last one formed."""
         self.hold_began: float | None = None
-        self.loads_at_end = False
-        """Its members load states at the ends of iterations alone."""
         self.stood: list[tuple[float, float]] = []
-        """When those who train began to wait for joiners with their votes, and how long the lighthouse, which was not stopped,
-        let them."""
+        """When those who train began to wait for others, and how long the lighthouse, which was not stopped, let them."""
 
 
 class Oracle:
@@ -108,10 +105,6 @@ class Oracle:
         self.newest: dict[tuple[str, int], StateVersion] = {}
         """By replica id and rank: the last version that it committed or healed to."""
         self._values: dict[tuple[StateVersion, int], object] = {}
-        self._stand_ins: dict[tuple[int, str, StateVersion, int], object] = {}
-        """By quorum, version and rank: the value of one who stands in for those who are known to hold it."""
-        self._unknown: set[tuple[str, int]] = set()
-        """Ranks whose state came out of a step in which they loaded one, and has not been compared since."""
         self._parents: dict[StateVersion, StateVersion] = {}
         self._committed: defaultdict[int, list[StateVersion]] = defaultdict(list)
         self._steps_of: defaultdict[tuple[str, int], list[StateVersion]] = defaultdict(list)
@@ -132,6 +125,8 @@ class Oracle:
         self.num_compared_without_learners = 0
         self._followed: dict[tuple[str, int], StateVersion] = {}
         """By replica id and rank: the last state that it received outside of the quorum."""
+        self._fetched: defaultdict[tuple[str, StateVersion], set[int]] = defaultdict(set)
+        """By replica id and version: the ranks that have received that state, or held it when it was given to their group."""
         self._left: dict[str, QuorumFormed] = {}
         """By replica id: the quorum of the step after which the first of its ranks left."""
         self._have_spoken: dict[tuple[str, int], Trainer] = {}
@@ -164,39 +159,38 @@ class Oracle:
         if formed.quorum_id < self._seen_quorum_id[key]:
             self.fail(f"{trainer.address} saw quorum {self._seen_quorum_id[key]}, now {formed.quorum_id}")
         self._seen_quorum_id[key] = formed.quorum_id
-        is_without = formed.role in (Role.JOINER, Role.INLINE) and not (formed.names_state or formed.gathers)
-        if trainer.replica.settings.loads_at_end and is_without:
+        may_heal = self._requests[trainer.replica_id].allow_heal
+        is_without = formed.role is Role.INLINE or (formed.role is Role.IDLE and may_heal)
+        if is_without and not (formed.names_state or formed.gathers):
             self.fail(f"{trainer.address} is in quorum {formed.quorum_id} without its state, as {formed.role}")
-        if formed.role is Role.HEALTHY and formed.unverified:
-            if self._expected(trainer, formed.version) != trainer.value:
-                self.fail(f"{trainer.address} stands in for {formed.version}, and others got another state of it")
-        elif formed.role is Role.HEALTHY:
+        if formed.role is Role.HEALTHY:
             if trainer.replica.version != formed.version:
                 self.fail(f"{trainer.address} is healthy in {formed.version} with {trainer.replica.version}")
             self._holds(trainer, formed.version, trainer.value)
-            if formed.names_state:  # what it holds has another name now: there is nothing to compare it with
-                self._unknown = {known for known in self._unknown if known[0] != trainer.replica_id}
 
     def follows(self, trainer: Trainer) -> None:
         """A rank receives a state outside of the quorum."""
         self.num_followed += 1
 
-    def healed(self, trainer: Trainer, *, in_time: bool) -> None:
-        """A rank has loaded the state of a version. `in_time`: its loop had not used what was there before for this step."""
+    def has_fetched(self, trainer: Trainer, version: StateVersion) -> None:
+        """A rank has received all of a state that a quorum names, or needs nothing of it."""
+        self._fetched[trainer.replica_id, version].add(trainer.rank)
+
+    def healed(self, trainer: Trainer) -> None:
+        """A rank has loaded the state of a version."""
         version, formed = trainer.replica.version, trainer.replica.quorum
-        is_in_step = formed is not None and not (trainer.is_at_end or formed.names_state or formed.differs)
-        if trainer.replica.settings.loads_at_end and is_in_step:
+        may_load = trainer.is_at_end or (formed is not None and (formed.names_state or formed.differs))
+        if trainer.replica.is_in_step and not may_load:
             self.fail(f"{trainer.address} has loaded {version} in the middle of an iteration")
+        ranks = self._fetched[trainer.replica_id, version]
+        if trainer.replica.is_in_step and len(ranks) < trainer.num_ranks:
+            self.fail(f"{trainer.address} has loaded {version}, and only ranks {ranks} of its group have received it")
         expected = self._expected(trainer, version)
         if expected is None or expected != trainer.value:
             self.fail(f"{trainer.address} healed to {version}, which nobody holds: {trainer.value} is not {expected}")
         self.newest[trainer.replica_id, trainer.rank] = version
         if trainer.replica.follows and not trainer.replica.is_corrected:
             self._check_chain(trainer, version)
-        if in_time:
-            self.known_equal(trainer)
-        else:
-            self._unknown.add((trainer.replica_id, trainer.rank))
 
     def _check_chain(self, trainer: Trainer, version: StateVersion) -> None:
         """A learner receives what came of the state that it received before, but for what a restart or a rollback lost."""
@@ -212,6 +206,12 @@ class Oracle:
         if before not in self._parents and before not in self._parents.values():
             return  # a first state of which nothing came: the job may have begun once more, at another one
         history = self._history(version)
+        # A checkpoint, or a fresh state, to which the job went back has a new name: what it came of nobody can tell.
+        if any(
+            before.quorum_id < back.quorum_id
+            for back in history.intersection(self._rollbacks).difference(self._parents)
+        ):
+            return
         # Who came back with more steps of an earlier life put an end to those that were made without it.
         is_overtaken = any(other.epoch != before.epoch and other.step >= before.step for other in history)
         if before not in history and not is_overtaken:
@@ -224,12 +224,6 @@ class Oracle:
         if not (first.leaving or last.leaving or is_same):  # else one of them was in no step of the job at last
             self.fail(f"{trainer.address} leaves after {last}, another rank of its group after {first}")
 
-    def known_equal(self, trainer: Trainer) -> None:
-        """A rank has compared its state with that of the sources."""
-        if self._expected(trainer, trainer.replica.version) != trainer.value:
-            self.fail(f"{trainer.address} takes {trainer.value} for {trainer.replica.version}")
-        self._unknown.discard((trainer.replica_id, trainer.rank))
-
     def contributes(self, trainer: Trainer) -> None:
         """A rank puts gradients into the sum."""
         formed = trainer.replica.quorum
@@ -237,22 +231,16 @@ class Oracle:
             self.fail(f"{trainer.address} contributes, and is a learner")
         if formed is None or self._expected(trainer, formed.version) != trainer.value:
             self.fail(f"{trainer.address} contributes without the state of {formed}")
-        elif not formed.unverified:
-            # Of a group that loads before its forward pass every rank begins when it has loaded.
-            ranks = [rank for group, rank in self._unknown if group == trainer.replica_id]
-            if trainer.rank in ranks or (ranks and formed.role is Role.HEALTHY):
-                self.fail(
-                    f"{trainer.address} contributes, and ranks {ranks} have not compared their state since they healed"
-                )
+
+    def votes(self, trainer: Trainer, vote: CommitVote) -> None:
+        """A rank says what its part in the step has come to."""
+        formed = trainer.replica.quorum
+        if vote.approve and (formed is None or self._expected(trainer, formed.version) != trainer.value):
+            self.fail(f"{trainer.address} approves without the state of {formed}")
 
     def _expected(self, trainer: Trainer, version: StateVersion) -> object:
-        """Return what a version stands for in a rank's quorum."""
-        formed = trainer.replica.quorum
-        known = self._values.get((version, trainer.rank))
-        if formed is None or not formed.unverified or version != formed.version:
-            return known
-        # Who is the first to act on what the one holds that stands in, be it that one itself or one who got it.
-        return self._stand_ins.setdefault((formed.quorum_id, formed.epoch, version, trainer.rank), trainer.value)
+        """Return what a version stands for at a rank's place."""
+        return self._values.get((version, trainer.rank))
 
     def may_hold(self, trainer: Trainer) -> None:
         """A rank is between two steps: what it holds is what its version names."""
@@ -271,12 +259,9 @@ class Oracle:
             if formed is not None and sum(part != 0 for part in parts) != formed.num_contributors:
                 self.fail(f"{trainer.address} commits {version}: {parts} are divided by {formed.num_contributors}")
         is_exact = self._expected(trainer, before) == trainer.value
-        if formed is None or before != formed.version or not (is_exact or trainer.replica.unverified):
+        if formed is None or before != formed.version or not is_exact:
             self.fail(f"{trainer.address} commits {version} from {before}, the quorum's state is {formed}")
-        elif not trainer.replica.unverified:
-            self._holds(trainer, version, value)
-            if formed.role is Role.HEALTHY:
-                self._unknown.discard((trainer.replica_id, trainer.rank))  # it stood in
+        self._holds(trainer, version, value)
         self.num_commits += 1
         self._steps_of[trainer.replica_id, trainer.rank].append(version)
         if version in self._parents:
@@ -336,7 +321,6 @@ class Oracle:
                     life.heard_quorum_id = max(life.heard_quorum_id, message.last_quorum_id)
             elif isinstance(message, QuorumRequest):
                 self._asked_on[event.connection] = message
-                life.loads_at_end = life.loads_at_end or message.loads_at_end
                 asker = next((m for m in state.members.values() if m.connection == event.connection), None)
                 if asker is not None:
                     self._asked[asker.replica_id] = message
@@ -353,7 +337,8 @@ class Oracle:
             self.fail(f"quorum id fell from {life.highest_quorum_id} to {state.quorum_id}")
         life.highest_quorum_id = state.quorum_id
         if self.on_formed is not None and any(
-            isinstance(i, Send) and isinstance(i.message, QuorumFormed) and not i.message.leaving for i in instructions
+            isinstance(i, Send) and isinstance(i.message, QuorumFormed) and i.message.role is not Role.LEARNER
+            for i in instructions
         ):
             self.on_formed(state, self._asked)
         for instruction in instructions:
@@ -370,28 +355,12 @@ class Oracle:
                         self._check_speaks(state, instruction.connection)
         life.finished_step = state.finished_step
         self._check_holds(state, life, instructions)
-        self._check_stood_still(state, life)
         life.beside.note(event, instructions)
         if isinstance(event, Received) and isinstance(event.message, QuorumRequest | Hello):
             before = life.beside.num_compared
             if wait := life.beside.who_waits_for_them(state, state._job.now):
                 self.fail(wait)
             self.num_compared_without_learners += life.beside.num_compared - before
-
-    def _check_stood_still(self, state: LighthouseState, life: _Life) -> None:
-        """In any time those who train stand still for joiners at most for the limit, one budget and a twentieth of that time.
-
-        While the lighthouse is stopped they wait for it, not for joiners.
-        """
-        current = state.round
-        if current is None or not current.tally.decided or current is life.last_round:
-            return
-        life.last_round = current
-        members = [m for m in state.members.values() if current.tally.roles.get(m.replica_id) is Role.HEALTHY]
-        limit_s = max((member.join_stall_limit_s for member in members), default=float("inf"))
-        if current.join_budget_s is None or current.is_needed or current.all_approved_at is None:
-            return
-        self._stood(life, current.all_approved_at, state._job.now, limit_s + current.join_budget_s + STOOD_GRACE_S)
 
     def _check_holds(self, state: LighthouseState, life: _Life, instructions: Iterable[Instruction]) -> None:
         """A quorum is held for a group once at a boundary, but where no step can count without it, and not for too long."""
@@ -412,7 +381,7 @@ class Oracle:
             life.hold_began = now
         elif life.hold_began is not None:
             began, limits = life.hold_began, [m.join_stall_limit_s for m in state.members.values()]
-            most_s = max(limits, default=float("inf")) + state._holds._budget_s + STOOD_GRACE_S + LOOK_AGAIN_S
+            most_s = max(limits, default=float("inf")) + STOOD_GRACE_S + LOOK_AGAIN_S
             self._stood(life, began, now, most_s, is_over=not is_on)
             life.hold_began = began if is_on else None
 
@@ -475,7 +444,7 @@ class Oracle:
             # moved the latest id since the last one.
             ids = (formed.quorum_id, state.round.quorum_id)
             is_known = any((quorum_id, formed.epoch, formed.version) in self._formed for quorum_id in ids)
-            if is_known or (formed.warms_up and life.loads_at_end):
+            if is_known or formed.warms_up:
                 return  # whom it is beside was judged when they were told
         members = frozenset(state.round.tally.roles)
         if self._members.setdefault(key, members) != members:
@@ -499,7 +468,8 @@ class Oracle:
             self._rollbacks.append(formed.rolled_back_to)
         life.may_lose_steps = state.settings.allow_step_loss
         life.has_formed = life.has_formed or not formed.gathers
-        if formed.version.proven and not formed.gathers:
+        is_lasting = formed.version.epoch == formed.epoch or not life.told_to_commit
+        if formed.version.proven and not formed.gathers and is_lasting:
             life.reported.add(formed.version)
 
     def _check_decided(self, state: LighthouseState, life: _Life, decided: CommitDecided) -> None:
@@ -533,15 +503,15 @@ class Oracle:
             votes = [f"{shown[m]}" for m in judges if last is None or last.tally.outcome(m) is not Outcome.LEFT_BEHIND]
             if told in life.voices and 2 * votes.count(f"{shown[told]}") > len(votes):
                 self.fail(f"{told} is told to load {formed.version}, and most hold what it holds")
-        elif formed.role in (Role.INLINE, Role.JOINER):  # it comes in anew
+        elif formed.role is Role.INLINE:  # it comes in anew
             life.voices = {m: at for m, at in life.voices.items() if at != connection}
         elif formed.role is Role.HEALTHY and state.round is not None:
             healthy = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY and m in shown]
             able = [m for m in healthy if life.told_to_load.get(m) != formed.version]
             if any(shown[m] != shown[able[0]] for m in able):
                 self.fail(f"{able} are in one quorum of {formed.version}, and show {[shown[m] for m in able]}")
-            if not formed.unverified:  # else it was compared with itself alone
-                is_new = {m for m in able if life.came_in.get(m) == formed.version}
+            is_new = {m for m in able if life.came_in.get(m) == formed.version}
+            if formed.rolled_back_to.quorum_id != formed.quorum_id:  # one that goes back is not judged
                 life.voices.update({m: here[m] for m in able if m in here and m not in is_new})
 
     def _history(self, version: StateVersion) -> set[StateVersion]:

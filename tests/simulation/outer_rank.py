@@ -1,8 +1,9 @@
 """One rank of an outer loop (LocalSGD, DiLoCo): drives `core.coordination.replica` as the manager and `outer.loop` do together.
 
 It trains alone for a long phase, asks for a quorum towards its end (`contributes`, with its patience), and takes the decision
-at its very end. New, or left behind, it catches up beside the others' phases, and then watches one round (`contributes` False)
-before it trains itself. Its state is the trainer's: a number, changed by committed rounds alone, offered to all at any time.
+at its very end. New, or left behind, it catches up beside the others' phases, gets what they have made meanwhile before they
+begin their round (`at_end`), and then watches that (`contributes` False) before it trains itself. Its state is the trainer's: a
+number, changed by committed rounds alone, offered to all at any time.
 """
 
 from __future__ import annotations
@@ -54,12 +55,10 @@ class OuterPace:
 
 
 class OuterRank(Trainer):
-    """One rank of one incarnation, as `Trainer`. `pace` and `is_alone` have to be set before it begins."""
+    """One rank of one incarnation, as `Trainer`. `pace` has to be set before it begins."""
 
-    uses_state = False
+    shows_state = False
     pace = OuterPace()
-    is_alone = True
-    """Its group has no other rank."""
     is_at_work = False
     """It is in a phase that counts, or waits at its end: a full member."""
     began_at = 0.0
@@ -96,8 +95,9 @@ class OuterRank(Trainer):
     def _leave(self) -> int:
         """Abandon what is open. Returns the turn that begins."""
         self._turn += 1
-        self._is_loading, self._after_load, self._arrival = False, None, None
-        self._plan, self._answer, self._located_for = None, None, None
+        self.is_at_end = False
+        self._leave_behind()
+        self._answer, self._located_for = None, None
         self._is_exchanged = False
         if self._handle is not None and self._handle.waiting:
             self._collectives.abort(self._handle)
@@ -147,7 +147,7 @@ class OuterRank(Trainer):
         if arrival is Arrival.WHOLE:
             self.value = value
             self.replica.caught_up(located.version)
-            self._oracle.healed(self, in_time=True)
+            self._oracle.healed(self)
             self._locate()
             return
         if arrival is Arrival.TORN:
@@ -160,6 +160,27 @@ class OuterRank(Trainer):
         self._later(pause_s, lambda: self._locate() if turn == self._turn else None)
 
     def _watch_round(self) -> None:
+        if self.replica.is_behind:
+            self._come_in()
+        else:
+            self._ask_as(contributes=False)
+
+    def _may_come_in(self) -> bool:
+        return self.is_at_end and self.replica.is_behind
+
+    def _come_in(self) -> None:
+        if not self.replica.may_begin():
+            self._next()
+            return
+        turn = self._leave()
+        self.is_at_end = self._waits = True
+        reach_s = self._reach_s() if self._settings.tells_reach else None
+        facts = StepFacts(can_serve=True, store_address="store:1", at_end=True, reach_s=reach_s)
+        request = self.replica.begin(StepWishes(contributes=False, waits=True), facts)
+        self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address]))
+        self._may_abandon(turn)
+
+    def _goes_on(self) -> None:
         self._ask_as(contributes=False)
 
     # --------------------------------------------------------------------------------------------------------- a phase
@@ -202,15 +223,15 @@ class OuterRank(Trainer):
             return
         turn = self._leave()
         patience_s = self._patience_s if contributes else 0.0
-        self._has_shown = False
+        shown = self._shown() if contributes and self.replica.is_between_steps else []
+        self._waits = not contributes or bool(shown)
         self._digest = f"{self.held:x}" if contributes and self.replica.is_checked else ""
         request = self.replica.begin(
             StepWishes(contributes=contributes, patience_s=patience_s, waits=not contributes),
             StepFacts(
                 can_serve=True,
                 store_address="store:1",
-                compares=self.uses_state,
-                shown=self._shown() if contributes and self.replica.is_between_steps else [],
+                shown=shown,
             ),
         )
         self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address]))
@@ -232,9 +253,6 @@ class OuterRank(Trainer):
 
     # ------------------------------------------------------------------------------------------------------- its round
 
-    def _stall_budget_s(self, formed: QuorumFormed) -> float | None:
-        return None if formed.join_budget_s is None else max(formed.join_budget_s, formed.patience_s)
-
     def _collective_timeout_s(self, formed: QuorumFormed) -> float | None:
         return max(self._settings.decision_timeout_s, formed.patience_s)
 
@@ -252,19 +270,15 @@ class OuterRank(Trainer):
     def _finish(self, turn: int) -> None:
         """The averages are there, or never will be."""
         self._is_exchanged = True
-        is_late = self._is_loading or self._rng.random() < self.pace.late_vote_rate
+        is_late = self._rng.random() < self.pace.late_vote_rate
         if self.is_at_work and not self._is_at_sync and not is_late:
             self._vote(turn)
         self._sync()
 
     def _sync(self) -> None:
-        """Where the phase is over and the averages are there: load, vote, and take the decision."""
+        """Where the phase is over and the averages are there: vote, and take the decision."""
         turn = self._turn
         if not self._is_exchanged or (self.is_at_work and not self._is_at_sync):
-            return
-        if self._is_loading:
-            self._after_load = lambda: self._load(before_forward=False, then=self._sync)
-            self._check_load()
             return
         self._vote(turn)
         self._take_answer()

@@ -22,7 +22,6 @@ from simulation.chaos import (
     Fault,
     OuterPlan,
     Scenario,
-    draw_holding_scenario,
     draw_learning_scenario,
     draw_outer_scenario,
     draw_scenario,
@@ -47,8 +46,6 @@ QUIET_LIMIT_S = 150.0
 QUIET_COMMITS = 3
 QUIET_PHASES = 15
 """As long again as so many of the slowest outer loop's phases."""
-STEPS_VARY_BY_S = 0.09
-"""See `TrainerSettings.compute_s`."""
 OPERATOR_PATIENCE_S = 5.0
 LATE_LIMIT_S = 1.5
 """Where groups are killed and no more, nobody waits longer for those who do not come to a collective between two steps."""
@@ -178,14 +175,10 @@ class Simulation:
         settings = TrainerSettings(
             replica=ReplicaSettings(
                 min_replica_size=plan.min_replica_size,
-                heal_inline=plan.heal_inline,
-                join_budget_s=plan.join_budget_s,
                 join_stall_limit_s=plan.join_stall_limit_s,
-                warm_up=plan.warm_up,
                 spare=self._is_spare(index),
                 check_equal_every=plan.check_equal_every,
                 on_replicas_differ=OnReplicasDiffer.HEAL,
-                loads_at_end=plan.loads_at_end,
             ),
             tells_reach=plan.tells_reach,
             changing=plan.changing,
@@ -216,8 +209,9 @@ class Simulation:
             )
             if restored is not None:
                 trainer.replica.restore(restored[0])
+            trainer.num_ranks = len(processes)
             if isinstance(trainer, OuterRank):
-                trainer.pace, trainer.is_alone = self._paces[index], len(processes) == 1
+                trainer.pace = self._paces[index]
             group.trainers.append(trainer)
             process.checks.append(trainer.replica.validate)
             process.on_death.append(lambda: self._notice_death(index, group))
@@ -245,7 +239,7 @@ class Simulation:
     def _save_checkpoint(self) -> None:
         for group in self.groups:
             versions = {trainer.replica.version for trainer in group.trainers}
-            is_exact = not any(trainer.replica.unverified or trainer.replica.came_in for trainer in group.trainers)
+            is_exact = not any(trainer.replica.came_in for trainer in group.trainers)
             if len(versions) == 1 and group.trainers[0].replica.version.proven and is_exact:
                 step = group.trainers[0].replica.version.step
                 self._checkpoint = (step, [trainer.value for trainer in group.trainers])
@@ -344,11 +338,9 @@ class Simulation:
     def _run_quiet(self) -> float:
         self.log("--- quiet")
         plan = self.scenario
-        # No group's steps vary by more than the others grant one that joins: it has several to go through.
-        plan.moods.calm_down(slowness=min(3.0, plan.join_budget_s / STEPS_VARY_BY_S))
-        # Nor do transfers take longer than the others grant. A rank may measure half as much again, and its group repeats that
-        # while other ranks tell theirs, when some of the time has gone by.
-        self.transfers.duration_s = (0.02, min(0.1, 0.3 * plan.join_budget_s))
+        plan.moods.calm_down(slowness=3.0)
+        # No transfer takes longer than the others grant, be it that a rank measures half as much again.
+        self.transfers.duration_s = (0.02, 0.1)
         self.transfers.failure_rate = self.transfers.torn_rate = self.collectives.stall_s = 0.0
         self.transfers.staging_s = 0.0
         self._keep_pace()
@@ -438,7 +430,6 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
     "plain": draw_scenario,
     "outer": draw_outer_scenario,
     "learners": draw_learning_scenario,
-    "holds": draw_holding_scenario,
 }
 """What draws a run."""
 
@@ -463,10 +454,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--learners", action="store_true", help="those who come back follow the others before they join"
     )
-    parser.add_argument("--holds", action="store_true", help="quorums are held for those who come in")
     parser.add_argument("--keep-going", action="store_true", help="report all failures, not only the first")
     options = parser.parse_args(arguments)
-    kind = "outer" if options.outer else "learners" if options.learners else "holds" if options.holds else "plain"
+    kind = "outer" if options.outer else "learners" if options.learners else "plain"
     failures = events = commits = followed = compared = 0
     for seed in range(options.first, options.first + options.seeds):
         try:

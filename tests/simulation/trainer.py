@@ -34,7 +34,7 @@ from torchft_ckpt.core.coordination.messages import (
     Leave,
     LeavesWanted,
     LeaveWish,
-    Needed,
+    LoadState,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -44,14 +44,12 @@ from torchft_ckpt.core.coordination.messages import (
     Refused,
     Role,
     Shows,
-    StallReport,
+    StateArrived,
     StateLocated,
     StateShown,
     StateVersion,
 )
-from torchft_ckpt.core.coordination.patience import StallWatch
 from torchft_ckpt.core.coordination.replica import (
-    Comparison,
     ReplicaSettings,
     ReplicaState,
     StepFacts,
@@ -95,7 +93,7 @@ class TrainerSettings:
 
 
 class Trainer:
-    """One rank of one incarnation. `uses_state`: its loop uses the state while it computes a step.
+    """One rank of one incarnation. `num_ranks`, set before it begins: so many its group has.
 
     Args:
         process: its process.
@@ -105,7 +103,9 @@ class Trainer:
         stop: ends the process, as an exception that nobody catches does.
     """
 
-    uses_state = True
+    shows_state = True
+    """It asks for each step with what it shows of its state, where that is to be compared."""
+    num_ranks = 1
 
     def __init__(
         self,
@@ -143,14 +143,18 @@ class Trainer:
         self._results: list[tuple[object, ...]] = []
         self._num_late = 0
         """How many it has issued between the last decision and the next step."""
+        self._waits = False
+        """It has asked for the open step, and computes nothing before it is answered."""
         self._arrival: tuple[Arrival, object] | None = None
-        self._is_loading = False
+        self._is_receiving = False
         self._is_cancelled = False
+        self._told: LoadState | None = None
+        """What the ranks of this group heard last of the state that they receive, or load again."""
         self._distance = Distance()
-        self._is_spoiled = False
-        """What the open step is computed with has changed while it was computed."""
+        self._load_s, self._told_load_s = rng.uniform(*settings.load_s) if settings.load_s[1] else 0.0, 0.0
+        """How long it takes to load a state, and how long the last time, if it has loaded one."""
         self._after_load: Callable[[], None] | None = None
-        self._watch = StallWatch()
+        self._after_agreement: Callable[[LoadState | None], None] | None = None
         self._said_finished_at = StateVersion()
         self._goes_away = False
         self._has_shown = False
@@ -161,9 +165,15 @@ class Trainer:
         """It asks for a state at the end of an iteration, and for no step."""
         self._came_in: tuple[StateVersion, object] | None = None
         """What it has loaded there, until its next step begins."""
+        self._is_new = False
+        """Its next step is the first with that."""
         self._ended_at, self._top_s = 0.0, 0.0
         self._kind, self._last_kind = 0, ""
         """Which network the open step trains, and which one the last did."""
+
+    @property
+    def is_alone(self) -> bool:
+        return self.num_ranks == 1
 
     @property
     def value(self) -> object:
@@ -184,7 +194,11 @@ class Trainer:
         self._turn += 1
         turn = self._turn
         self.is_at_end = False
-        self._put_back()
+        self._put_back(lambda: self._begin_step(turn))
+
+    def _begin_step(self, turn: int) -> None:
+        if turn != self._turn:
+            return
         if self._finishes():
             self._send(self.replica.locate(has_finished=True))
             self._later(self._rng.uniform(0.05, 1.5), lambda: self.begin() if turn == self._turn else None)
@@ -193,16 +207,16 @@ class Trainer:
         self._ask(turn)
 
     def _leave_behind(self) -> None:
-        self._is_loading, self._after_load, self._arrival = False, None, None
-        self._plan = None
-        self._is_spoiled = self._has_shown = False
+        self._is_receiving, self._after_load, self._arrival, self._told = False, None, None, None
+        self._plan, self._after_agreement = None, None
+        self._has_shown = False
 
     def _may_come_in(self) -> bool:
         """Whether it lacks a state that others hold, as an iteration ends that did not count."""
         replica = self.replica
         is_known = replica.is_learner or replica.newest_step > 0
-        is_able = self._settings.replica.loads_at_end and self._rng.random() >= self._moods.no_heal
-        return is_able and replica.is_behind and is_known
+        is_able = self._rng.random() >= self._moods.no_heal
+        return is_able and replica.is_behind and is_known and not replica.is_leaving
 
     def _come_in(self) -> None:
         """Ask for the newest state, and for no step."""
@@ -216,34 +230,59 @@ class Trainer:
         self._turn += 1
         turn = self._turn
         if self.replica.came_in:
-            self._came_in = self.replica.version, self.value
+            self._came_in, self._is_new = (self.replica.version, self.held), True
             if self._rng.random() < self._moods.moves_state:
                 self.value = self._rng.getrandbits(60)
         self._ended_at = self._clock.now
         top_s = self._rng.uniform(0.5, 1.0) * self._moods.top_s
         self._later(top_s, lambda: self.begin() if turn == self._turn else None)
 
-    def _put_back(self) -> None:
-        """What the loop has changed since it came in goes back."""
+    def _put_back(self, then: Callable[[], None]) -> None:
+        """What the loop has changed since it came in goes back: at all ranks of the group, if at one, or it has no name."""
         came_in, self._came_in = self._came_in, None
-        if came_in is not None and came_in[0] == self.replica.version:
-            self.value = came_in[1]
+        if came_in is None or self._plan is None:
+            then()
+            return
+        is_whole, has_moved = came_in[0] == self.replica.version, came_in[1] != self.held
+        if self.is_alone:
+            self.held = came_in[1] if is_whole else self.held
+            then()
+            return
+        failure = "" if is_whole else "it holds another state"
+        request_id, turn = self._plan.formed.request_id, self._turn
+
+        def agreed(told: LoadState | None) -> None:
+            if is_whole and told is not None and not told.failure and told.loads:
+                self.held = came_in[1]
+            elif is_whole and has_moved:
+                self.replica.load_torn()
+            then()
+
+        def give_up() -> None:
+            if turn == self._turn and self._after_agreement is agreed:
+                self._after_agreement = None
+                agreed(None)
+
+        self._after_agreement = agreed
+        self._send(StateArrived(request_id=request_id, failure=failure, loads=has_moved, again=True))
+        self._later(self._settings.quorum_timeout_s, give_up)
 
     def _ask(self, turn: int) -> None:
         if self._ended_at and not self.is_at_end:
             self._top_s, self._ended_at = self._clock.now - self._ended_at, 0.0
         self._digest = f"{self.held:x}" if self.replica.is_checked and isinstance(self.held, int) else ""
-        shown = self._shown() if self.uses_state and not self.is_at_end else []
+        shown = self._shown() if self.shows_state and not self.is_at_end else []
         if shown:
             self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
         can_serve = self.replica.wants_capture
+        self._waits = self.is_at_end or self.replica.waits_for_quorum
         facts = StepFacts(
             can_serve=can_serve,
             store_address="store:1",
-            compares=self.uses_state,
             shown=shown,
             reach_s=self._reach_s() if self._settings.tells_reach and self.replica.is_behind else None,
             can_follow=self._settings.changing is not None,
+            load_s=self._told_load_s,
             gains=self._settings.changing is not None and self._distance.gains(*self._sizes()),
             at_end=self.is_at_end,
             top_s=self._top_s,
@@ -293,33 +332,18 @@ class Trainer:
         plan = self.replica.formed(formed)
         if plan is None:
             return
-        if formed.role is Role.HEALTHY and self._has_shown and not formed.unverified:
-            self._oracle.known_equal(self)
         self._oracle.formed(self, formed)
         self._plan = plan
         self.pending = None
         self._results, self._num_late = [], 0
         turn = self._turn
-        self._watch.begin_step(self._stall_budget_s(formed))
         if plan.serve:
             self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
-        if plan.load:
-            self._is_loading = True
-            self._is_cancelled = False
-            source = formed.sources[0].checkpoint_addresses[self.rank]
-            tell = (lambda reach_s: self._tell(turn, formed, reach_s)) if self._settings.tells_reach else None
-            part = self._distance.lacking_bytes(*self._sizes()) / 1000
-            self._transfers.fetch(
-                source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v), tell, part
-            )
+        self._receive(turn, plan)
         if formed.follows:
             if not formed.differs:
                 self._oracle.follows(self)
-            self._after_load = lambda: self._load(before_forward=True, then=lambda: self._end_following(turn))
-            if self._is_loading:
-                self._check_load()
-            else:
-                self._end_following(turn)
+            self._load_then(turn, lambda: self._end_following(turn))
             return
         if self.is_at_end:  # nobody is at work whose state it could get, or it leaves
             self.replica.learned()
@@ -350,10 +374,6 @@ class Trainer:
         if self._plan is not None and self.replica.version == self._plan.formed.version and not is_corrected:
             self._distance.followed()
         is_held = self.replica.quorum is not None and self.replica.quorum.held
-        if is_held and not self.replica.is_behind and self._plan is not None:
-            quorum_id, step = self._plan.formed.quorum_id, self._plan.formed.version.step
-            said = JoinProgress(quorum_id=quorum_id, step=step, reach_s=0.0, does=Receives.LOAD_FIRST)
-            self._send(said)
         self.replica.learned()
         if is_held and not self.replica.is_behind and not self.replica.is_leaving:
             self._goes_on()
@@ -371,35 +391,14 @@ class Trainer:
             return
         if self.replica.error is None:
             self.replica.configure_finished()
-        if self._plan.load_before_forward and self._is_loading:
-            self._after_load = lambda: self._load(before_forward=True, then=lambda: self._forward(turn))
-            self._check_load()
-        elif self._is_loading and self._plan.transfer_wait_s:
-            self._after_load = lambda: self._load_in_time(turn)
-            self._later(self._plan.transfer_wait_s, lambda: self._stop_waiting(turn))
-            self._check_load()
-        else:
-            self._forward(turn)
-
-    def _load_in_time(self, turn: int) -> None:
-        """A transfer that failed is for the vote: an error before the collectives would break them for all."""
-        if self._is_cancelled or self._arrival is None or self._arrival[0] is Arrival.FAILED:
-            self._forward(turn)
-        else:
-            self._load(before_forward=True, then=lambda: self._forward(turn))
-
-    def _stop_waiting(self, turn: int) -> None:
-        """The state is not there yet: go on with the transfer beside the forward pass."""
-        if turn == self._turn and self._after_load is not None:
-            self._after_load = None
-            self._forward(turn)
+        self._load_then(turn, lambda: self._forward(turn))
 
     def _configure_failed(self, turn: int) -> None:
         if turn == self._turn:
             self.replica.cannot_connect()
             self.replica.fail("could not connect")
             self.replica.collectives_failed()
-            self._forward(turn)
+            self._load_then(turn, lambda: self._forward(turn))
 
     def _forward(self, turn: int) -> None:
         def done() -> None:
@@ -427,13 +426,8 @@ class Trainer:
         if replica.participating_rank is not None:
             self._oracle.contributes(self)
             contribution = (self.replica_id, self._rng.getrandbits(32), self._kind)
-        self._watch.entered(self._clock.now)
-        deadline = self._watch.deadline()
-        if deadline is not None:
-            self._later(deadline - self._clock.now, lambda: self._report_stall(turn, formed))
 
         def done(result: tuple[object, ...] | None) -> None:
-            self._watch.finished(self._clock.now)
             if turn != self._turn:
                 return
             if result is None:
@@ -449,23 +443,11 @@ class Trainer:
         timeout_s = self._collective_timeout_s(formed)
         self._collectives.allreduce(self._handle, formed.version.step, contribution, done, timeout_s)
 
-    def _stall_budget_s(self, formed: QuorumFormed) -> float | None:
-        return formed.join_budget_s
-
     def _collective_timeout_s(self, formed: QuorumFormed) -> float | None:
         return None
 
-    def _report_stall(self, turn: int, formed: QuorumFormed) -> None:
-        deadline = self._watch.deadline()
-        if turn == self._turn and deadline is not None and self._clock.now >= deadline:
-            self._send(StallReport(quorum_id=formed.quorum_id, step=formed.version.step))
-
     def _finish(self, turn: int) -> None:
-        if self._is_loading:
-            self._after_load = lambda: self._load(before_forward=False, then=lambda: self._vote(turn))
-            self._check_load()
-        else:
-            self._vote(turn)
+        self._vote(turn)
 
     def _vote(self, turn: int) -> None:
         if turn != self._turn or self.replica.phase is not StepPhase.TRAINING:
@@ -473,6 +455,7 @@ class Trainer:
         vote = self.replica.vote(num_collectives=len(self._results), state_digest=self._digest)
         if vote.approve and len(self._results) != self._settings.num_allreduces:
             self._oracle.fail(f"{self.address} approves without the sum: {vote}")
+        self._oracle.votes(self, vote)
         if self.replica.is_learner:
             self.replica.learned()
             self._next()
@@ -493,8 +476,10 @@ class Trainer:
     def _take(self, value: object) -> None:
         """The state is another one, and has drifted as far as before, or further."""
         drift = self.held >> VALUE_BITS if isinstance(self.held, int) else 0
-        if self._moods.drift and self._rng.random() < self._moods.drift:
-            drift ^= 1 << self._rng.randrange(4)
+        rate, place = (self._moods.uses_state, 0) if self._is_new else (self._moods.drift, self._rng.randrange(4))
+        self._is_new = False
+        if rate and self._rng.random() < rate:
+            drift ^= 1 << place  # all that come in use the same
         self.held = value | drift << VALUE_BITS if isinstance(value, int) else value
 
     def _next(self) -> None:
@@ -561,62 +546,109 @@ class Trainer:
 
     # -------------------------------------------------------------------------------------------------------- healing
 
-    def _tell(self, turn: int, formed: QuorumFormed, reach_s: float) -> None:
-        if turn == self._turn and self._arrival is None and not self._is_cancelled:
-            self._send(JoinProgress(quorum_id=formed.quorum_id, step=formed.version.step, reach_s=reach_s))
+    def _receive(self, turn: int, plan: StepPlan) -> None:
+        """Begin to fetch what the quorum wants this rank to load, if it does."""
+        formed = plan.formed
+        self._is_receiving, self._is_cancelled = plan.load and self._waits, False
+        if not plan.load:
+            if formed.held:
+                self._tell(turn, formed, 0.0, Receives.LOADS)
+            self._say_fetched(formed)
+        elif not self._waits:
+            self.replica.fail("it lacks the newest state, and did not wait for the quorum to get it")
+            self._say_fetched(formed, "it did not wait for the quorum")
+        else:
+            source = formed.sources[0].checkpoint_addresses[self.rank]
+            tell = (lambda reach_s: self._tell(turn, formed, reach_s)) if self._settings.tells_reach else None
+            part = self._distance.lacking_bytes(*self._sizes()) / 1000
+            self._transfers.fetch(
+                source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v), tell, part
+            )
+
+    def _say_fetched(self, formed: QuorumFormed, failure: str = "", *, loads: bool = False) -> None:
+        """All ranks of the group load the state, or none does."""
+        if not failure:
+            self._oracle.has_fetched(self, formed.version)
+        if formed.role is not Role.HEALTHY and not self.is_alone:
+            self._send(StateArrived(request_id=formed.request_id, failure=failure, loads=loads))
+
+    def _tell(self, turn: int, formed: QuorumFormed, reach_s: float, does: Receives = Receives.TRANSFER) -> None:
+        if turn == self._turn and not self._is_cancelled:
+            said = JoinProgress(quorum_id=formed.quorum_id, step=formed.version.step, reach_s=reach_s, does=does)
+            self._send(said)
 
     def _arrived(self, turn: int, arrival: Arrival, value: object) -> None:
-        if turn == self._turn:
-            if arrival is Arrival.WHOLE and self._settings.tells_reach and self._plan is not None:
-                self._tell(turn, self._plan.formed, 0.0)
+        if turn == self._turn and self._plan is not None:
+            formed = self._plan.formed
             self._arrival = (arrival, value)
+            if self._settings.tells_reach and arrival is not Arrival.FAILED:
+                self._tell(turn, formed, 0.0)
+            self._say_fetched(formed, "" if arrival is not Arrival.FAILED else "the transfer failed", loads=True)
             self._check_load()
 
+    def _load_then(self, turn: int, then: Callable[[], None]) -> None:
+        """Load the state when it is here, at all ranks of the group, and go on; or go on without it."""
+        formed = None if self._plan is None else self._plan.formed
+        if not self._is_receiving and (formed is None or not formed.held or self.is_alone):
+            then()
+            return
+
+        def give_up() -> None:
+            if turn == self._turn and self._after_load is not None:
+                self._is_cancelled = True
+                self._check_load()
+
+        self._after_load = lambda: self._load(then)
+        if not self.is_alone:
+            self._later(self._settings.quorum_timeout_s, give_up)
+        self._check_load()
+
     def _check_load(self) -> None:
-        if self._after_load is not None and (self._arrival is not None or self._is_cancelled):
+        is_here = self._arrival is not None or not self._is_receiving
+        has_failed = self._arrival is not None and self._arrival[0] is Arrival.FAILED
+        is_agreed = self.is_alone or self._told is not None
+        if self._after_load is not None and (self._is_cancelled or has_failed or (is_here and is_agreed)):
             action, self._after_load = self._after_load, None
             action()
 
-    def _load(self, *, before_forward: bool, then: Callable[[], None]) -> None:
-        self._is_loading = False
-        shortest_s, longest_s = self._settings.load_s
-        is_whole = self._arrival is not None and self._arrival[0] is Arrival.WHOLE
-        takes_s = self._rng.uniform(shortest_s, longest_s) if is_whole and longest_s else 0.0
-        does = Receives.LOAD_FIRST if before_forward else Receives.LOAD
-        self._go_on_loading(self._turn, takes_s, does, lambda: self._end_load(before_forward, then))
+    def _load(self, then: Callable[[], None]) -> None:
+        takes_s = self._load_s if self._may_load() else 0.0
+        self._told_load_s = takes_s or self._told_load_s
+        self._go_on_loading(self._turn, takes_s, lambda: self._end_load(then))
 
-    def _go_on_loading(self, turn: int, left_s: float, does: Receives, then: Callable[[], None]) -> None:
+    def _may_load(self) -> bool:
+        is_here = self._arrival is not None and self._arrival[0] is not Arrival.FAILED
+        return is_here and not self._is_cancelled and not (self._told is not None and self._told.failure)
+
+    def _go_on_loading(self, turn: int, left_s: float, then: Callable[[], None]) -> None:
         if turn != self._turn or self._plan is None:
             return
-        if self._settings.tells_reach and self._settings.load_s[1]:
-            quorum_id, step = self._plan.formed.quorum_id, self._plan.formed.version.step
-            self._send(JoinProgress(quorum_id=quorum_id, step=step, reach_s=left_s, does=does))
         if left_s == 0.0:
             then()
             return
+        if self._settings.tells_reach:
+            self._tell(turn, self._plan.formed, left_s, Receives.LOADS)
         pause_s = min(left_s, _SAY_S)
-        self._later(pause_s, lambda: self._go_on_loading(turn, left_s - pause_s, does, then))
+        self._later(pause_s, lambda: self._go_on_loading(turn, left_s - pause_s, then))
 
-    def _end_load(self, before_forward: bool, then: Callable[[], None]) -> None:
-        arrival, value = self._arrival or (Arrival.FAILED, None)
+    def _end_load(self, then: Callable[[], None]) -> None:
         if self._plan is None:
             return
-        is_here = arrival is Arrival.WHOLE and not self._is_cancelled
-        if self._plan.compare and (not is_here or value == self.held):
-            # Nothing is loaded: it could not be had, and this rank goes along; or it is the same.
-            if is_here and self.replica.comparison_finished(Comparison.EQUAL, before_forward=before_forward):
-                self._oracle.known_equal(self)
-        elif is_here:
-            self.value = value
-            in_time = before_forward or not self.uses_state
-            self._is_spoiled = not in_time
-            if self._plan.compare:
+        formed, is_receiving = self._plan.formed, self._is_receiving
+        self._is_receiving = False
+        if not is_receiving:
+            if self._is_cancelled or self._told is None or self._told.failure:
+                self.replica.fail("another rank of this group does not get the state")
+        elif not self._may_load():
+            self.replica.fail("the transfer failed")
+        elif self._arrival is not None and self._arrival[0] is Arrival.WHOLE:
+            if formed.differs:
                 self._transfers.withdraw(self.address)
-                self.replica.comparison_finished(Comparison.DIFFERENT, before_forward=before_forward)
-            else:
-                self.replica.load_finished(self._plan.formed.version, before_forward=before_forward)
-            self._oracle.healed(self, in_time=in_time)
-        elif arrival is Arrival.TORN:
+            self.value = self._arrival[1]
+            self.replica.load_finished(formed.version)
+            self._oracle.healed(self)
+            self._tell(self._turn, formed, 0.0, Receives.LOADS)
+        else:
             self._distance.lost()
             self.value = ("torn", self._rng.getrandbits(32))
             self.replica.load_torn()
@@ -624,8 +656,6 @@ class Trainer:
                 self._stop("load_state_dict raised, and nobody caught it")
                 return
             self.replica.fail("load_state_dict raised")
-        else:
-            self.replica.fail("the transfer failed")
         then()
 
     # ------------------------------------------------------------------------------------------------------- messages
@@ -649,10 +679,8 @@ class Trainer:
         elif isinstance(message, QuorumBroken):
             if self.replica.broken(message) and self._handle is not None:
                 self._collectives.abort(self._handle)
-        elif isinstance(message, Needed):
-            if self.replica.follows and self._is_loading and self.replica.phase is StepPhase.TRAINING:
-                self._is_cancelled = True
-                self._check_load()
+        elif isinstance(message, LoadState):
+            self._told_to_load(message)
         elif isinstance(message, JoinerWaiting):
             self.replica.joiner_waits()
             if message.num_held and self.replica.phase is StepPhase.ASKING and not self.is_at_end:
@@ -667,6 +695,16 @@ class Trainer:
             leaves = [Leaf(name="all", digest=self._digest)]
             self._send(LeafDigests(version=message.version, leaves=leaves))
 
+    def _told_to_load(self, told: LoadState) -> None:
+        if self._plan is None or told.request_id != self._plan.formed.request_id:
+            return
+        self._told = told
+        if self._after_agreement is not None:
+            agreed, self._after_agreement = self._after_agreement, None
+            agreed(told)
+        else:
+            self._check_load()
+
     def _decided(self, decided: CommitDecided) -> None:
         before = self.replica.version
         if decided.broken and self._handle is not None and self.replica.is_open(decided):
@@ -679,8 +717,6 @@ class Trainer:
             return
         if outcome is Outcome.COMMIT:
             value = self._oracle.next_value(self.value, tuple(self._results))
-            if self._is_spoiled and self._rng.random() < self._moods.uses_state:
-                value = self._rng.getrandbits(60)
             self._oracle.commits(self, before, value, tuple(self._results))
             self._distance.lost()
             self._take(value)

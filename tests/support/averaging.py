@@ -33,7 +33,7 @@ class Averaging:
         self._group = group
         self._graphs = OpenGraphs()
 
-    def ensure_step(self) -> None: ...
+    def ensure_step(self, *, is_training: bool = True) -> None: ...
 
     @property
     def open_graphs(self) -> OpenGraphs:

@@ -110,7 +110,7 @@ def main() -> None:
 
     load_state_dict, state_dict = state_functions(model, adamw)
     transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-    manager = make_manager(options, transport, load_state_dict, state_dict, join_budget=timedelta(seconds=10))
+    manager = make_manager(options, transport, load_state_dict, state_dict)
     if "hang" in options:
         system = HangingSystem(**options["hang"])
         checkpointer_module.open_storage = lambda location, **_: LocalStorage(location, system=system)

@@ -51,7 +51,7 @@ def main() -> None:
     transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
     outer = options.get("outer", 0)
     functions = (None, None) if outer else (load_state_dict, state_dict)
-    manager = make_manager(options, transport, *functions, join_budget=timedelta(seconds=10))
+    manager = make_manager(options, transport, *functions)
     checkpointer = Checkpointer(options["storage"], manager=manager) if "storage" in options else None
 
     def save() -> Any:

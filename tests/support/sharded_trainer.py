@@ -66,7 +66,7 @@ def main() -> None:
     follow = options.get("follow", False) or spare
     if "rate" in options:
         joining.FIRST_RATE = options["rate"]
-    settings = {"join_budget": timedelta(seconds=10), "follow": follow, "spare": spare, "warm_up": not follow}
+    settings = {"follow": follow, "spare": spare}
     manager = make_manager(options, transport, load_state_dict, state_dict, **settings)
     report("ready", pid=os.getpid())
     set_all_reduce_hook(manager, model)

@@ -96,8 +96,7 @@ def main() -> None:
             world_size_mode=WorldSizeMode[options.get("world_size_mode", "DYNAMIC")],
             follow=options.get("follow", False),
             spare=options.get("spare", False),
-            warm_up=not options.get("follow", False),
-            join_budget=timedelta(seconds=options.get("join_budget_s", 5.0)),
+            join_stall_limit=timedelta(seconds=options.get("join_stall_limit_s", 60.0)),
         )
     except TorchftCkptError as error:
         report("refused", error=type(error).__name__, message=str(error))

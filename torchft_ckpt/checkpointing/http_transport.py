@@ -27,7 +27,6 @@ from torchft_ckpt.checkpointing.fetching.options import (
     FetchOptions,
     default_num_streams,
 )
-from torchft_ckpt.checkpointing.fetching.probe import measure_rate
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback, together
@@ -331,14 +330,6 @@ class HTTPTransport(CheckpointTransport[T]):
         """Say where else this transport is, unless the user chose where."""
         hosts = [] if self._host.is_chosen else other_hosts(self._host.address, self._bind)
         return Elsewhere(hosts=hosts, key=self._server.proof_key) if hosts else None
-
-    def measure_rate(self, sources: Sequence[str]) -> float | None:
-        """Return how fast states would come from sources together, in bytes a second; None: none answers.
-
-        Args:
-            sources: their addresses.
-        """
-        return measure_rate(sources, self._options)
 
     def disallow_checkpoint(self) -> None:
         """Return once the state may be mutated: after one memory copy of what receivers still need, at most.

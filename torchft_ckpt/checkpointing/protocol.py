@@ -22,8 +22,6 @@
 |                                                           | `MAX_DIGESTED_BYTES` at most, 416 beyond                      |
 | `GET /v1/checkpoint/{step}/peers`                         | `Peers`: who else receives this snapshot, and holds what      |
 | `POST /v1/checkpoint/{step}/done`                         | 204; the receiver has everything, or has given up             |
-| `GET /v1/probe`                                           | 2 MiB of zeros, at the pace of states: a group that comes     |
-|                                                           | measures the way                                              |
 
 | header                   | sent with          | meaning                                                             |
 |--------------------------|--------------------|---------------------------------------------------------------------|
@@ -78,9 +76,6 @@ _T = TypeVar("_T")
 PREFIX = "/v1/checkpoint"
 LATEST = "latest"
 PROOF_PATH = f"{PREFIX}/proof"
-PROBE_PATH = "/v1/probe"
-"""Answered with `PROBE_BYTES` zeros, as fast as states are sent: a receiver measures the way."""
-PROBE_BYTES = 2 * 1024 * 1024
 NONCE_DIGITS = 32
 PROOF_DIGITS = 64
 RECEIVER_HEADER = "X-Ckpt-Receiver"

@@ -41,27 +41,12 @@ class CheckpointTransport(Generic[T], ABC):
         keep_old_methods(cls, **_OLD_METHODS)
 
     @property
-    def needs_process_group(self) -> bool:
-        """Whether it sends and receives over the process group across replicas. False: over connections of its own.
-
-        If so, `Manager` connects the process group first; then `send_checkpoint` goes to those that receive from this replica,
-        and both calls may block until all of it is through, within the timeout. Who trains waits for them. A replica receives
-        from one source alone, by `recv_checkpoint` with that source's replica rank.
-        """
-        return False
-
-    @property
     def uses_memory_of_state(self) -> bool:
         """Whether it sends from the memory of the state, and may receive into it. False: each send copies all of the state.
 
         If not, `Manager` offers no state between two steps, and receives none in place.
         """
         return True
-
-    @property
-    def gives_live_state(self) -> bool:
-        """Whether a state can be served at any time, at no cost while nobody comes for it."""
-        return self.uses_memory_of_state and not self.needs_process_group
 
     @property
     def state_lock(self) -> StateDictLock | None:

@@ -11,9 +11,9 @@ averaged again in the next one. Lightning takes each call for a step, and goes b
 its `global_step` is the job's.
 
 **A state is what Lightning would write into a checkpoint**, checkpoint hooks and callbacks included, and the place in the data. A
-group that loads one goes to that place. If that comes before the batch, all hooks see the job's step, state and batch. If it had
-gradients of another state, it computes them again from there. `on_train_batch_start` is then called again, as hooks set there
-what follows from `global_step`.
+group that comes back computes its first gradients for itself alone. It loads the state in the vote on them, which ends no step.
+It leaves that batch then (`_StateLoaded`), and Lightning's loop begins with the first batch of the place: all hooks see the job's
+step, state and batch. What they have changed before is overwritten, as far as it is state.
 
 **No path travels.** `ModelCheckpoint` removes what its state names. Names below its `dirpath` travel; a group takes those of
 checkpoints in its own.
@@ -36,8 +36,7 @@ import logging
 import os
 import signal
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +90,10 @@ _REFUSED: dict[type, str] = {
 """Callbacks of Lightning's that cannot be used, and why."""
 
 
+class _StateLoaded(Exception):
+    """The gradients that were voted on are of another state than the one that is here: the batch is left for that one's."""
+
+
 class _ReplicaGroup(Strategy):
     """What both strategies have: put it before the strategy of Lightning's that trains a group."""
 
@@ -103,8 +106,6 @@ class _ReplicaGroup(Strategy):
     """Where loops and data were when the open step began; None between two steps."""
     _has_moved = False
     """`_place` was loaded, and the loops are elsewhere yet."""
-    _is_outdated = False
-    """A state was loaded since the gradients were computed."""
 
     @property
     def _trainer(self) -> Any:
@@ -210,16 +211,24 @@ class _ReplicaGroup(Strategy):
             trains = not may_validate or not (loop.val_loop.restarted_mid_evaluation or loop.restarted_on_last)
             if trains and loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0:
                 self._begin_step()
-            advance(data_fetcher)
+            module = self._trainer.lightning_module
+            in_hook = module._current_fx_name
+            while True:
+                try:
+                    advance(data_fetcher)
+                    return
+                except _StateLoaded:
+                    module._current_fx_name, loop.restarting = in_hook, False
+                    self._begin_step()
 
         loop.advance = advance_in_step
 
     def _begin_step(self) -> None:
-        self._place = self._place_now()
+        if not self._has_moved:
+            self._place = self._place_now()
         self._manager.start_quorum()
-        self._is_outdated = False
         if self._has_moved:
-            self._take_place(0)
+            self._take_place()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Lightning does it."""
@@ -244,19 +253,15 @@ class _ReplicaGroup(Strategy):
         result, pauses = closure(), pauses_s()
         self._average.take()
         while not self._vote():
-            time.sleep(next(pauses))  # where groups are missing
-            self._manager.start_quorum()
-            if self._is_outdated:
-                self._is_outdated = False
-                optimizer.zero_grad()
-                self._begin_again(optimizer)
-                self._average.take()
-            else:
-                self._average.again()
+            if not self._has_moved:
+                time.sleep(next(pauses))  # where groups are missing
+                self._manager.start_quorum()
+            if self._has_moved:
+                self._average.forget()
+                raise _StateLoaded
+            self._average.again()
         self._average.forget()
         with self._manager.taking_step():
-            if self._has_moved:
-                self._begin_again()
             # Hooks, unscaling and clipping see the averages.
             result = self.precision_plugin.optimizer_step(optimizer, model=module, closure=lambda: result, **kwargs)
         self._place = None
@@ -268,24 +273,6 @@ class _ReplicaGroup(Strategy):
         if self._speaks and self._manager.participating_rank() != 0:
             self._fall_silent()
         return self._manager.should_commit()
-
-    def _begin_again(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Go through the open step's own batches, as a state was loaded in it.
-
-        Hooks read `global_step` once more. Gradients of the state are computed if the optimizer is given.
-        """
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        batches = self._go_to_place()
-        for number, fetched in enumerate(batches, start=loop.batch_idx + 1 - len(batches)):
-            batch = self._on_device(fetched)
-            call._call_callback_hooks(trainer, "on_train_batch_start", batch, number)
-            call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number)
-            if optimizer is None:
-                continue
-            arguments = loop._build_kwargs(OrderedDict(), batch, number)
-            output = call._call_strategy_hook(trainer, "training_step", *arguments.values())
-            loss = output["loss"] if isinstance(output, Mapping) else output
-            call._call_strategy_hook(trainer, "backward", loss / trainer.accumulate_grad_batches, optimizer)
 
     # ------------------------------------------------------------------------------------------------ the state that moves
 
@@ -327,7 +314,7 @@ class _ReplicaGroup(Strategy):
                 "the place in the data that came with a state is not one of numbers alone", party=KEY
             )
         self._place = place
-        self._has_moved = self._is_outdated = True
+        self._has_moved = True
         state["callbacks"] = callbacks = dict(state["callbacks"])
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.state_key in callbacks:
@@ -393,23 +380,14 @@ class _ReplicaGroup(Strategy):
             "progress": {name: tracker.state_dict() for name, tracker in self._trackers().items()},
             "num_stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
             "accumulate": trainer.accumulate_grad_batches,
+            "saved_at": {one.state_key: one._last_global_step_saved for one in self._checkpoint_callbacks()},
         }
 
-    def _go_to_place(self) -> list[Any]:
-        """Go to where the source is within its `optimizer_step` of this step; return the step's batches."""
-        trainer = self._trainer
-        assert self._place is not None
-        num_before = self._place["progress"]["batch"]["current"]["ready"]
-        batches = self._take_place(int(min(self._place["accumulate"], trainer.num_training_batches - num_before)))
-        progress = self._trackers()["optimizer"].optimizer
-        progress.step.increment_ready()
-        progress.zero_grad.increment_ready()
-        progress.zero_grad.increment_started()
-        progress.zero_grad.increment_completed()
-        return batches
+    def _checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        return [callback for callback in self._trainer.callbacks if isinstance(callback, ModelCheckpoint)]
 
-    def _take_place(self, num_batches: int) -> list[Any]:
-        """Make the loops' progress what was loaded, and within the last of so many batches more; return these."""
+    def _take_place(self) -> None:
+        """Make the loops' progress what was loaded, and read up to there."""
         place, self._has_moved = copy.deepcopy(self._place), False
         assert place is not None
         loop = self._trainer.fit_loop
@@ -419,31 +397,22 @@ class _ReplicaGroup(Strategy):
         loop.epoch_loop._batches_that_stepped = place["num_stepped"]
         for name, tracker in self._trackers().items():
             tracker.load_state_dict(place["progress"][name])
-        for count in (progress.total, progress.current):
-            for name, num_more in zip(("ready", "started", "processed", "completed"), (0, 0, 1, 1), strict=True):
-                setattr(count, name, getattr(count, name) + max(0, num_batches - num_more))
+        for (
+            callback
+        ) in self._checkpoint_callbacks():  # else it saves the step once more, as its own state does not say so
+            callback._last_global_step_saved = place["saved_at"][callback.state_key]
         epoch, wanted = is_at = epochs.current.processed, progress.current.ready
         if is_at != was_at:
             logger.info("%s goes on with batch %d of epoch %d", self._manager.replica_id(), wanted, epoch)
         num_fetched = was_at[1]
-        if epoch != was_at[0] or wanted < num_fetched + num_batches:
+        if epoch != was_at[0] or wanted < num_fetched:
             for loader in loop._combined_loader.flattened:
                 _set_sampler_epoch(loader, epoch)
             iter(fetcher)
             num_fetched = 0
-        fetched: deque[Any] = deque(maxlen=num_batches)
-        while num_fetched < wanted and (item := next(fetcher, None)) is not None:
+        while num_fetched < wanted and next(fetcher, None) is not None:
             num_fetched += 1
-            fetched.append(item[0])
         progress.is_last_batch = fetcher.done
-        return list(fetched)
-
-    def _on_device(self, batch: Any) -> Any:
-        """Do with a batch what Lightning's loop does."""
-        trainer = self._trainer
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     # ------------------------------------------------------------------------------------- one group speaks for the job
 

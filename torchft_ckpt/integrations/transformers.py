@@ -9,8 +9,8 @@ Each group runs a Trainer of its own, on data of its own. One optimizer step of 
     on_step_end         says which group speaks for the job: it alone saves, and its loggers alone log
 
 **Other callbacks find the job's step**, wherever they are in the Trainer's list: this one comes before them when a step begins,
-and after them when it ends. They hear of the end of steps that count, and of no other. If a state comes after a step has begun,
-they hear of its beginning again, as they set there what follows from `global_step`.
+and after them when it ends. They hear of the end of steps that count, and of no other. A state is loaded before they hear that
+the first step with it begins. What they have changed in a discarded step goes back, and they hear that the next one begins.
 
 **A discarded step is tried again within the same iteration**, with the same batches: the group's own gradients are averaged
 and clipped once more, in another step of the job. A Trainer makes as many iterations as it was set to. One that were let go by
@@ -18,8 +18,8 @@ would be missing at the end: `max_steps` not reached, the last checkpoint not wr
 then follow from the Trainer's own loop.
 
 **An iteration goes by without a step** only where the group's gradients are not of the state that the job trains from: it has
-come back and computes its first iteration, or the others went on without it. It then has more iterations than it needs, as the
-job's steps before it came were not among them. Where it has not, it does without the first one.
+come back and computes its first iteration, or the others went on without it. It loads that state as the iteration ends. It then
+has more iterations than it needs, as the job's steps before it came were not among them. Where it has not, it loads at once.
 
 **A group that comes back** begins its data where the job is (`ContinuedSampler`), as the Trainer's loop begins at zero. The job
 makes steps while it warms up and receives the state. So it compares the two places after each iteration, and what the loader
@@ -109,6 +109,8 @@ class FaultToleranceCallback(TrainerCallback):
         self._tell_of_begin: Callable[[], None] = lambda: None
         self._is_open = False
         self._is_committed = False
+        self._loss_before: torch.Tensor | None = None
+        """The Trainer's sum of losses, before the iteration; None: it keeps it where nobody can have it."""
         self._speaks = False
         self._updates_per_epoch: int | None = None
         self._resumed_at = 0
@@ -122,10 +124,11 @@ class FaultToleranceCallback(TrainerCallback):
         self._best_saved: int | None = None
         """The step of the best checkpoint: the last one that was saved when it was the best."""
         self._num_loaded = 0
-        """States that were loaded before the step was begun."""
+        """States that were loaded before the iteration, or as it began."""
         self._logged_at = 0
-        """The step of the last log of the loss, and how many iterations were made since."""
-        self._num_unlogged = 0
+        """The step of the last log of the loss."""
+        self._num_unlogged = self._num_summed = 0
+        """Of how many iterations the Trainer has summed the loss since then, and in all."""
 
     @property
     def speaks(self) -> bool:
@@ -260,8 +263,6 @@ class FaultToleranceCallback(TrainerCallback):
                 # The Trainer does not step its schedule then.
                 optimizer._is_overflow = not self._is_committed
                 if self._is_committed:
-                    if self._has_loaded():
-                        self._tell_of_begin()
                     steps()
 
         inner.step = step
@@ -349,37 +350,25 @@ class FaultToleranceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin a step of the job in which an iteration of the Trainer's is worth its while."""
-        manager, average = self._manager, self._average
-        assert average is not None
+        manager = self._manager
         if self._is_save_due and state.best_global_step == state.global_step:
             self._best_saved = state.global_step
         self._is_save_due = False
-        may_load = manager.is_behind
         manager.start_quorum()
-        while may_load and self._is_in_vain() and not self._has_iterations_to_spare():
-            average.take_no_part()
-            if manager.should_commit():  # the others have a smaller min_replica_size
-                manager.report_torn_state()
+        while manager.is_warming_up() and not self._has_iterations_to_spare():
+            manager.should_commit()  # nothing is computed, so the state is loaded here, at the end of no iteration
             manager.start_quorum()
         self._is_open = True
         self._num_loaded = self._count_loads()
-        state.global_step = manager.quorum_step() if may_load else manager.current_step()
+        losses = getattr(self._trainer, "_tr_loss", None)
+        self._loss_before = None if losses is None else losses.clone()
+        state.global_step = manager.quorum_step() if manager.is_warming_up() else manager.current_step()
 
         def tell_of_begin() -> None:
-            state.global_step = manager.current_step() - 1
             for one in self._others():
                 one.on_step_begin(args, state, control, **kwargs)
 
         self._tell_of_begin = tell_of_begin
-
-    def _is_in_vain(self) -> bool:
-        """Whether no step can come of this iteration: the group computes it for itself, or loads a state that too few hold.
-
-        The next one is not in vain, as the group has the state then.
-        """
-        manager = self._manager
-        is_short = manager.num_participants() < manager.min_replica_size
-        return manager.view().warms_up or (is_short and manager.participating_rank() is None)
 
     def _has_iterations_to_spare(self) -> bool:
         """Whether the Trainer's loop reaches the job's last step also if this iteration goes by without a step."""
@@ -403,6 +392,7 @@ class FaultToleranceCallback(TrainerCallback):
                 manager.start_quorum()
                 if self._has_loaded():
                     return False
+                self._tell_of_begin()
                 average.again()
                 self._clips()
         finally:
@@ -434,13 +424,18 @@ class FaultToleranceCallback(TrainerCallback):
         per_epoch = self._updates_per_epoch
         if per_epoch is not None and self._is_committed and state.global_step % per_epoch == 0:
             DefaultFlowCallback().on_epoch_end(args, state, control)
+        if self._is_committed or self._loss_before is None:
+            self._num_unlogged += 1
+            self._num_summed += 1
+        else:
+            self._trainer._tr_loss = self._loss_before
+        if not self._is_committed:
+            control.should_log = control.should_evaluate = control.should_save = False
         self._is_save_due = control.should_save
         control.should_save = control.should_save and self._speaks
         self._num_iterations += 1
-        # Before the state was loaded, `global_step` is not the job's.
-        if self._is_committed or state.global_step > self._place_in_data():
+        if self._is_committed or not self._manager.is_behind:  # else `global_step` is not the job's
             self._follow_job(state.global_step)
-        self._num_unlogged += 1
         self._tell("on_step_end", args, state, control, **kwargs)
         return control
 
@@ -465,7 +460,7 @@ class FaultToleranceCallback(TrainerCallback):
         """
         logs = kwargs["logs"]
         self._correct("loss", logs, state, state.global_step - self._logged_at, self._num_unlogged)
-        self._correct("train_loss", logs, state, state.global_step, self._num_iterations)
+        self._correct("train_loss", logs, state, state.global_step, self._num_summed)
         if "loss" in logs:
             self._logged_at, self._num_unlogged = state.global_step, 0
         self._tell("on_log", args, state, control, **kwargs)

@@ -41,7 +41,6 @@ class BetweenSteps:
     Args:
         address: of this rank's transport.
         in_place: receive into the tensors that are here, where there is no state of worth.
-        can_fetch: the transport reaches others outside of quorums.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class BetweenSteps:
         rank_config: RankConfig,
         address: str,
         in_place: bool,
-        can_fetch: bool,
     ) -> None:
         self._client = client
         self._steps = steps
@@ -67,7 +65,6 @@ class BetweenSteps:
         self._rank_config = rank_config
         self._address = address
         self._in_place = in_place
-        self._can_fetch = can_fetch
 
     def catch_up(self, limit: timedelta, *, moving: bool = False) -> bool:
         """Fetch and load the newest state that anybody is known to hold; return whether all ranks of this group hold it now.
@@ -77,7 +74,7 @@ class BetweenSteps:
             moving: take the state over from somebody who stands still to hand it over, whatever changes it.
         """
         self._steps.leave()
-        if not self._can_fetch or not (self._registry.is_explicitly_locked or moving):
+        if not (self._registry.is_explicitly_locked or moving):
             return False  # in the second case nobody offers it
         client = self._client
         until = time.monotonic() + limit.total_seconds()
@@ -136,7 +133,7 @@ class BetweenSteps:
         """Serve the state of now until another group has taken it over; return whether one has."""
         self._steps.leave()
         client, now = self._client, self._client.view()
-        if not now.version.proven or now.is_behind or now.unverified or now.came_in:
+        if not now.version.proven or now.is_behind or now.came_in:
             return False
         self._serving.offer(now.version, moving=True)
         until = time.monotonic() + limit.total_seconds()
@@ -155,7 +152,7 @@ class BetweenSteps:
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes, where it has a name."""
         now = self._client.view()
-        if now.version.proven and not now.is_behind and not (now.unverified or now.came_in):
+        if now.version.proven and not now.is_behind and not now.came_in:
             self._serving.offer(now.version)
 
     def newest_step_of_peers(self, limit: timedelta) -> int | None:

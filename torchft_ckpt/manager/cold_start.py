@@ -82,7 +82,7 @@ def find_cold_start_group(
         group_world_size=rank_config.group_world_size,
         store=store,
         run=f"{rank_config.job}/{formed.epoch}/gathering/{formed.quorum_id}",
-        step_of_others=formed.version.step if formed.role is Role.JOINER else None,
+        step_of_others=formed.version.step if formed.role is Role.LEARNER else None,
     )
 
 

@@ -31,7 +31,6 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 from torch.futures import Future
 
-from torchft_ckpt.core.coordination.patience import StallWatch
 from torchft_ckpt.core.coordination.sequence import Clearance
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.clearing import Clearing, Issued
@@ -190,7 +189,6 @@ class Collectives:
     Args:
         on_error: called on any thread with what went wrong.
         schedule: calls a function later, on a thread that must not be blocked.
-        on_stall: called, on that thread, when a collective waits longer for a joiner than it may.
         on_wait: called, on that thread, with a collective of the step that has been waited in for a while.
     """
 
@@ -201,14 +199,12 @@ class Collectives:
         *,
         on_error: Callable[[Exception], None],
         schedule: Callable[[float, Callable[[], object]], None],
-        on_stall: Callable[[], None],
         on_wait: Callable[[Issued], object],
     ) -> None:
         self._process_group = process_group
         self._clearing = clearing
         self._on_error = on_error
         self._schedule = schedule
-        self._on_stall = on_stall
         self._on_wait = on_wait
         self._queue = CollectiveQueue()
         self._lock = threading.Lock()
@@ -216,17 +212,13 @@ class Collectives:
         self._num_unfinished = 0
         self._last_progress_at = 0.0
         self._last_reported: int | None = None
-        self._watch = StallWatch()
-        self._is_armed = False
         self._is_looking = False
 
-    def begin_step(self, join_budget_s: float | None, *, is_new_quorum: bool) -> None:
-        """A step begins; `join_budget_s` None: nobody joins."""
+    def begin_step(self, *, is_new_quorum: bool) -> None:
         self._clearing.begin_step(is_new_quorum=is_new_quorum)
         with self._lock:
             self._open.clear()
             self._last_reported = None
-            self._watch.begin_step(join_budget_s)
 
     def allreduce(
         self,
@@ -253,8 +245,6 @@ class Collectives:
             if self._num_unfinished == 0:
                 self._last_progress_at = now
             self._num_unfinished += 1
-            self._watch.entered(now)
-            self._arm()
             self._look_later()
         future = self._start(reduction)
         if future is None:
@@ -337,8 +327,6 @@ class Collectives:
         with self._lock:
             self._num_unfinished -= 1
             self._last_progress_at = time.monotonic()
-            if self._num_unfinished == 0:
-                self._watch.finished(time.monotonic())
         return reduction.tensor
 
     def has_open(self) -> bool:
@@ -374,22 +362,6 @@ class Collectives:
         issued = self._clearing.issued(index)
         if issued is not None and issued.clearance is not Clearance.ASK:  # that was reported when it was asked for
             self._on_wait(issued)
-
-    def _arm(self) -> None:
-        deadline = self._watch.deadline()
-        if deadline is not None and not self._is_armed:
-            self._is_armed = True
-            self._schedule(max(0.0, deadline - time.monotonic()), self._check)
-
-    def _check(self) -> None:
-        with self._lock:
-            self._is_armed = False
-            deadline = self._watch.deadline()
-            stalled = deadline is not None and time.monotonic() >= deadline
-            if not stalled:
-                self._arm()
-        if stalled:
-            self._on_stall()
 
 
 def fill_with_nothing(tensor: torch.Tensor, op: ReduceOp | ReduceOp.RedOpType) -> None:

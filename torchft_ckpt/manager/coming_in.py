@@ -40,6 +40,8 @@ class CameIn:
         """By path: a copy, or the mark of a tensor that is not copied."""
         self._written: set[str] = set()
         """Large tensors that the loop was seen to write to."""
+        self.moved: list[str] = []
+        """The names of what the loop has changed, as `put_back` has found last."""
 
     @property
     def is_held(self) -> bool:
@@ -49,6 +51,11 @@ class CameIn:
         """Hold what was loaded just now."""
         captured = self._registry.capture_to_serve()
         self._version, self._own = version, captured.own
+        again = dict(self._leaves(self._registry.capture(), ""))
+        here = self._leaves(captured.returned, "")
+        self._written |= {
+            path for path, leaf in here if isinstance(leaf, _Mark) and again.get(path) != leaf
+        }  # fresh copies
         self._state = self._copied(fixed(captured.returned), "")
         self._found = dict(self._leaves(self._state, ""))
 
@@ -58,24 +65,32 @@ class CameIn:
 
     def put_back(
         self, version: StateVersion, *, goes_on: bool = False, agree: Callable[[bool | None], bool] | None = None
-    ) -> tuple[bool, list[str]]:
-        """Load what the loop has changed since; return whether that is all it has changed, and the names of what it has.
+    ) -> bool:
+        """Load what the loop has changed since; return whether that is all it has changed (`moved`).
 
         Args:
             version: of the state that is here. If it is another one, what was held is forgotten.
             goes_on: hold it on.
             agree: says to the other ranks of this group whether this one has to load, or that it cannot (None), and returns
                 whether all of them load. What loads may be a collective of theirs.
+
+        Raises:
+            What a state function raises. What is here is no state then.
         """
-        held, found, state = self._version, self._found, self._state
+        held, found, state, self.moved = self._version, self._found, self._state, []
         if held != version or not goes_on:
             self.forget()
         if held != version:
             if agree is not None:
                 agree(None)
-            return True, []
-        here = dict(self._leaves(self._registry.capture(), ""))
-        moved = [path for path in {**found, **here} if not _is_same(found.get(path), here.get(path))]
+            return True
+        try:
+            here = dict(self._leaves(self._registry.capture(), ""))
+        except BaseException:
+            if agree is not None:
+                agree(None)
+            raise
+        moved = self.moved = [path for path in {**found, **here} if not _is_same(found.get(path), here.get(path))]
         lost = [path for path in moved if isinstance(found.get(path), _Mark)]
         self._written.update(lost)
         keys = [key for key in state if any(path == key or path.startswith(f"{key}.") for path in moved)]
@@ -85,7 +100,9 @@ class CameIn:
             has_loaded, keys = agree(bool(moved)), [*state]
         if has_loaded:
             self._registry.load(self._copied(fixed(state), ""), keys)  # the loop may keep what it is given
-        return not lost and (has_loaded or not moved), [*moved, *self._registry.take_settings(self._own)]
+        is_whole = not lost and (has_loaded or not moved)
+        self.moved = [*moved, *self._registry.take_settings(self._own)]
+        return is_whole
 
     def _is_copied(self, tensor: torch.Tensor, path: str) -> bool:
         return tensor.nbytes <= MAX_COPIED_BYTES or path in self._written
@@ -95,7 +112,7 @@ class CameIn:
         if isinstance(value, torch.Tensor):
             return value.detach().clone() if self._is_copied(value, path) else value
         if isinstance(value, np.ndarray):
-            return value.copy() if value.nbytes <= MAX_COPIED_BYTES else value
+            return value.copy()  # nobody can see whether the loop writes to it
         if isinstance(value, Mapping):
             return {key: self._copied(item, join_path(path, key)) for key, item in value.items()}
         if isinstance(value, SEQUENCES) and not is_flat(value):

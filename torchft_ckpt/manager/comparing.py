@@ -7,7 +7,7 @@ transport knows to be equal already it need not have moved.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
-from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
+from torchft_ckpt.checkpointing.state.shards import adapter_of
 from torchft_ckpt.checkpointing.state.tree import MANY_LEAVES, TreeEncoder, is_flat, join_path
-from torchft_ckpt.core.coordination.replica import Comparison
 from torchft_ckpt.errors import UnsupportedValueError
-from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES, owned_by
+from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES
 
 MAX_NAMED = 5
 _EQUAL_BY_WORTH = (bool, int, str, type(None))
@@ -32,7 +31,6 @@ _NUM_TORCH_BYTES = (16, 5056)
 class Differences(NamedTuple):
     """The differences between two states."""
 
-    comparison: Comparison
     paths: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -40,17 +38,11 @@ class Differences(NamedTuple):
         return ", ".join(path[:120] for path in self.paths[:MAX_NAMED]) + more
 
 
-def compare_states(here: object, there: object, optimizers: Iterable[torch.optim.Optimizer]) -> Differences:
-    """Compare the state here, whose tensors are not written to meanwhile, with that of the sources.
-
-    `optimizers` are all that change the state here; without one all that differs is taken for theirs.
-    """
-    found = _Search(owned_by(optimizers))
+def compare_states(here: object, there: object) -> Differences:
+    """Compare the state here, whose tensors are not written to meanwhile, with that of the sources."""
+    found = _Search()
     found.compare(here, there, "")
-    paths = (*found.weighty, *found.buffers)
-    if not paths:
-        return Differences(Comparison.EQUAL, ())
-    return Differences(Comparison.DIFFERENT if found.weighty else Comparison.BUFFERS_DIFFER, paths)
+    return Differences(tuple(found.paths))
 
 
 def fixed(state: Any) -> Any:
@@ -68,20 +60,17 @@ def not_returned(here: object, loaded: object) -> Differences:
 
     A state of a random number generator that a function leaves alone is the group's own.
     """
-    found = _Search((), max_bytes=MAX_COPIED_BYTES)
+    found = _Search(max_bytes=MAX_COPIED_BYTES)
     found.compare(here, loaded, "")
-    return Differences(Comparison.DIFFERENT if found.weighty else Comparison.EQUAL, tuple(found.weighty))
+    return Differences(tuple(found.paths))
 
 
 class _Search:
-    """One comparison. `owned`: addresses of optimizers' memory. Tensors larger than `max_bytes` are sampled."""
+    """One comparison. Tensors larger than `max_bytes` are sampled."""
 
-    def __init__(self, owned: Collection[int], max_bytes: int | None = None) -> None:
-        self._owned = owned
+    def __init__(self, max_bytes: int | None = None) -> None:
         self._max_bytes = max_bytes
-        self.weighty: list[str] = []
-        self.buffers: list[str] = []
-        """Small tensors that no optimizer owns."""
+        self.paths: list[str] = []
 
     def compare(self, here: Any, there: Any, path: str) -> None:
         if self._max_bytes is not None and is_random_state(here):
@@ -93,25 +82,20 @@ class _Search:
                         continue
                     self.compare(here[key], there[key], join_path(path, key))
                 else:
-                    self.weighty.append(join_path(path, key))
+                    self.paths.append(join_path(path, key))
         elif isinstance(here, SEQUENCES) and type(here) is type(there) and len(here) == len(there):
             if is_flat(here) and is_flat(there):
                 is_same = same_value(here, there)
                 if is_same or len(here) > MANY_LEAVES:
-                    self.weighty += [] if is_same else [path]
+                    self.paths += [] if is_same else [path]
                     return
             for index, (one, other) in enumerate(zip(here, there, strict=True)):
                 self.compare(one, other, join_path(path, index))
         elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
             if not same_tensor(here, there, self._max_bytes):
-                (self.buffers if self._is_buffer(here, there) else self.weighty).append(path)
+                self.paths.append(path)
         elif not same_value(here, there):
-            self.weighty.append(path)
-
-    def _is_buffer(self, here: torch.Tensor, there: torch.Tensor) -> bool:
-        if not self._owned or here.nbytes > MAX_COPIED_BYTES or (here.shape, here.dtype) != (there.shape, there.dtype):
-            return False
-        return all(part.data_ptr() not in self._owned for part in memory_of(here))
+            self.paths.append(path)
 
 
 def is_random_state(value: object) -> bool:

@@ -1,31 +1,19 @@
-"""Transports of other libraries: wrapped so that the Manager has one kind of them, and used over the process group.
+"""Transports of other libraries, wrapped so that the Manager has one kind of them.
 
-Such a transport has torchft's five methods and no more: it copies what it sends, receives from one rank of the source, and
-cannot be cancelled. What it says of itself (`needs_process_group`) counts.
-
-One that needs the process group sends to a rank, and waits for it to receive. Here a state has several sources, of which a
-group wants one. So each group that comes for a state first tells its sources by the process group which of them it takes; the
-others send nothing. All of it is done before the quorum counts as found, so those that train wait meanwhile, as long as the
-process group lets them.
+Such a transport has torchft's methods and no more: it copies what it sends, receives from one rank of the source, and cannot be
+cancelled. One that sends over the process group is refused: a group receives its state before it is in one.
 """
 
 from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from torchft_ckpt.checkpointing import CheckpointTransport
-from torchft_ckpt.core.coordination.messages import QuorumFormed
-
-if TYPE_CHECKING:
-    from torchft_ckpt.process_group import ProcessGroup
+from torchft_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-_TAG = 0x7F7
 
 
 class ForeignTransport(CheckpointTransport[Any]):
@@ -37,11 +25,6 @@ class ForeignTransport(CheckpointTransport[Any]):
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-
-    @property
-    def needs_process_group(self) -> bool:
-        """Whether the transport says so; where it says nothing it may use the process group."""
-        return bool(getattr(self._inner, "needs_process_group", True))
 
     @property
     def uses_memory_of_state(self) -> bool:
@@ -69,47 +52,26 @@ def as_ours(transport: Any, party: str) -> CheckpointTransport[Any]:
     Args:
         transport: with torchft's methods.
         party: this replica, for the warning.
-    """
-    if isinstance(transport, CheckpointTransport):
-        return transport
-    logger.warning(
-        "%s moves its state by %s.%s, which is not of this library: where it is torchft's it unpickles what it receives,"
-        " which executes what a peer sends; and all groups wait until a state is through. HTTPTransport does neither",
-        party,
-        type(transport).__module__,
-        type(transport).__qualname__,
-    )
-    return ForeignTransport(transport)
-
-
-def agree_who_sends(pg: ProcessGroup, formed: QuorumFormed, timeout: timedelta, *, wants: bool) -> list[int]:
-    """Tell the sources of this group, or hear from those that it is a source of, who sends to whom.
-
-    Every member calls it once a quorum, when the process group is connected. Groups beyond the quorum take no part.
-
-    Args:
-        pg: connected for this quorum.
-        formed: the quorum.
-        timeout: for each of the messages.
-        wants: whether this group, if it has sources, is about to receive from the first of them.
-
-    Returns:
-        the replica ranks that want the state from this group.
 
     Raises:
-        ProcessGroupError: a member was lost, or did not come in time.
+        ConfigError: it sends over the process group.
     """
-    size, device = formed.replica_world_size, _device_of(pg)
-    first = formed.sources[0].replica_rank if wants and formed.sources else None
-    told = [source.replica_rank for source in formed.sources if formed.replica_rank < size]
-    heard = {rank: torch.zeros(1, dtype=torch.int64, device=device) for rank in formed.destinations if rank < size}
-    works = [pg.send([torch.tensor([rank == first], dtype=torch.int64, device=device)], rank, _TAG) for rank in told]
-    works += [pg.recv([answer], rank, _TAG) for rank, answer in heard.items()]
-    for work in works:
-        work.wait(timeout)
-    return [rank for rank, answer in heard.items() if answer.item()]
-
-
-def _device_of(pg: ProcessGroup) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if "nccl" in pg.getBackendName().lower() else None
-    return accelerator or torch.device("cpu")
+    kind = type(transport)
+    is_ours = isinstance(transport, CheckpointTransport)
+    is_torchfts = not is_ours and any(base.__name__ == "PGTransport" for base in kind.__mro__)
+    if getattr(transport, "needs_process_group", is_torchfts):
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__qualname__} sends over the process group, and a group has its state before it is in one:"
+            " use HTTPTransport, the default, or torchft_ckpt.checkpointing.PGTransport, which is made with the same arguments",
+            party="checkpoint_transport",
+        )
+    if is_ours:
+        return transport
+    logger.warning(
+        "%s moves its state by %s.%s, which is not of this library: where it is torchft's it unpickles what it receives, which"
+        " executes what a peer sends. HTTPTransport does not",
+        party,
+        kind.__module__,
+        kind.__qualname__,
+    )
+    return ForeignTransport(transport)

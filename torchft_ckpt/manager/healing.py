@@ -25,7 +25,6 @@ from torchft_ckpt.core.coordination.joining import Reception, Standstill
 from torchft_ckpt.core.coordination.learning import Distance
 from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateLocated
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
-from torchft_ckpt.core.coordination.replica import Comparison
 from torchft_ckpt.errors import (
     CheckpointError,
     LayoutMismatchError,
@@ -92,13 +91,11 @@ class Healing:
         """How long a transfer takes, as it was expected when a state was last asked for; and as the one that runs told last."""
         self.took_s = 0.0
         self._calls = "", 0.0
-        self.needs_local = False
-        """What arrived without a state that is here could not be made: that has to be captured before the next one."""
 
     def start(
         self,
         wanted: QuorumFormed | StateLocated,
-        local: dict[str, Any] | None,
+        local: dict[str, Any],
         in_place: bool,
         timeout: timedelta | None = None,
         compare: Callable[[object], Differences] | None = None,
@@ -121,7 +118,7 @@ class Healing:
         self.cancel()
         self._is_cancelled = False
         can_overwrite = self.may_overwrite and self._transport.uses_memory_of_state
-        self._is_in_place = in_place and local is not None and can_overwrite
+        self._is_in_place = in_place and can_overwrite
         limit = self._timeout if timeout is None else timeout
         self._differences = None
         self._tell = tell
@@ -146,11 +143,6 @@ class Healing:
 
         self._fetch = self._worker.submit(fetch)
 
-    def has_arrived(self, within_s: float) -> bool:
-        """Wait at most so long for the fetch; return whether it is over and did not fail."""
-        fetch = self._fetch
-        return fetch is not None and not wait([fetch], within_s).not_done and fetch.exception() is None
-
     @property
     def is_running(self) -> bool:
         """Whether a fetch, or the comparison that follows it, is not over."""
@@ -170,24 +162,12 @@ class Healing:
     @property
     def differs(self) -> bool:
         """Whether what was fetched is to be loaded: it was compared with nothing, or is not what is here."""
-        return self._differences is None or self._differences.comparison is not Comparison.EQUAL
+        return self._differences is None or bool(self._differences.paths)
 
-    def expected_s(self, num_bytes: int) -> float | None:
-        """Return how long receiving a state takes; None: nobody knows how fast the process group is."""
+    def expected_s(self, num_bytes: int) -> float:
+        """Return how long receiving a state takes."""
         self._expected_s = self._reception.expected_s(num_bytes)
-        return None if self._transport.needs_process_group else self._expected_s
-
-    def probe(self, formed: QuorumFormed) -> None:
-        """Measure how fast a state would come from those who train, where nothing was measured before. On the quorum thread."""
-        measure = getattr(self._transport, "measure_rate", None)
-        groups = [source.checkpoint_addresses for source in formed.sources]
-        addresses = same_rank_peers(groups, self._rank, self._world_size)
-        if measure is None or not addresses or not self.guesses:
-            return
-        rate = measure(addresses)
-        if rate is not None:
-            logger.info("a state would come at %.1f MB/s from %d replica groups", rate / 1e6, len(addresses))
-            self._reception.measured(rate)
+        return self._expected_s
 
     @property
     def guesses(self) -> bool:
@@ -214,18 +194,14 @@ class Healing:
             self._tell(reach_s, Receives.TRANSFER)
 
     @contextlib.contextmanager
-    def loading(self, does: Receives) -> Iterator[None]:
-        """Tell how long loading still takes while the body, which loads what arrived and looks at the result, runs.
-
-        Args:
-            does: loads, and when.
-        """
+    def loading(self) -> Iterator[None]:
+        """Tell how long loading still takes while the body, which loads what arrived and looks at the result, runs."""
         started = time.monotonic()
-        with self.saying(lambda: self._tell(self._reception.loading(time.monotonic() - started), does)):
+        with self.saying(lambda: self._tell(self._reception.loading(time.monotonic() - started), Receives.LOADS)):
             yield
             self._reception.loaded(time.monotonic() - started)
         self.calls("")
-        self._tell(0.0, does)
+        self._tell(0.0, Receives.LOADS)
 
     def calls(self, function: str) -> None:
         """The training thread begins to call the registered functions of this name."""
@@ -301,7 +277,7 @@ class Healing:
     def _takes_back(self) -> bool:
         """Whether sources give a state no more once their step is over: transports that do not, may not say how far they are."""
         retires = type(self._transport).retire_checkpoint is not CheckpointTransport.retire_checkpoint
-        return self._transport.gives_live_state and retires
+        return self._transport.uses_memory_of_state and retires
 
     def cancel(self) -> None:
         """Give up a fetch in progress; what it brings is thrown away. Any thread."""
@@ -328,7 +304,7 @@ class Healing:
         self.cancel()
         self._worker.shutdown(timeout_s=5.0)
 
-    def _run(self, wanted: QuorumFormed | StateLocated, local: dict[str, Any] | None, limit: timedelta) -> Any:
+    def _run(self, wanted: QuorumFormed | StateLocated, local: dict[str, Any], limit: timedelta) -> Any:
         if self._is_cancelled or self._wanted is not wanted:
             raise TransferCancelledError("the step that this transfer was for is over")
         sources = [source for source in wanted.sources if any(source.checkpoint_addresses)]
@@ -338,35 +314,16 @@ class Healing:
         step = wanted.version.step
         started = time.monotonic()
         logger.info("fetching step %d from %s", step, names)
-        if self._transport.needs_process_group:  # only one source sends (`foreign_transport.py`)
-            first = sources[0]
-            metadata = next(iter(first.checkpoint_addresses[self._rank : self._rank + 1]), "")
-            if not metadata:
-                raise SourceLostError(f"{first.replica_id} has no rank {self._rank}", party=first.replica_id)
-            state = self._transport.recv_checkpoint(
-                src_rank=first.replica_rank, metadata=metadata, step=step, timeout=limit
-            )
-        else:
-            groups = [source.checkpoint_addresses for source in sources]
-            try:
-                local_state = None if local is None else {"user": local}
-                if isinstance(local, StateHere):
-                    local_state = local.laid_out({"user": {**local}})
-                state = self._fetch_state(groups, step, limit, local_state)
-            except StateMismatchError as error:
-                if local is not None:
-                    raise
-                self.needs_local = True
-                raise CheckpointError(
-                    f"what is here was not captured before this step; it heals in the next: {error}"
-                ) from error
+        groups = [source.checkpoint_addresses for source in sources]
+        local_state = {"user": local}
+        if isinstance(local, StateHere):
+            local_state = local.laid_out({"user": {**local}})
+        state = self._fetch_state(groups, step, limit, local_state)
         self.took_s = time.monotonic() - started
         logger.info("fetched step %d from %s in %.3f s", step, names, self.took_s)
         return state
 
-    def _fetch_state(
-        self, groups: list[list[str]], step: int, limit: timedelta, local_state: dict[str, Any] | None
-    ) -> Any:
+    def _fetch_state(self, groups: list[list[str]], step: int, limit: timedelta, local_state: dict[str, Any]) -> Any:
         """Fetch from the ranks of the same number, or, where their shards are not those of this rank, from all ranks."""
         until = time.monotonic() + limit.total_seconds()
         addresses = same_rank_peers(groups, self._rank, self._world_size)

@@ -252,9 +252,6 @@ class Leaving:
         if self._client.view().is_behind:
             logger.warning("%s leaves without a save: others hold a newer state", name)
             return
-        if self._client.view().unverified:
-            logger.warning("%s leaves without a save: it has just joined, and its state was not compared yet", name)
-            return
         self.is_saving = True
         try:
             saved = self._save()

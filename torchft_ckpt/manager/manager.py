@@ -9,9 +9,9 @@ This file is the public surface, and builds the parts behind it, each with a sta
     serving          serves the state that is here
     state_registry   the state: what the user has registered, and the Manager's own part of it
 
-Three threads meet in these. The *training thread* calls the public methods. The *quorum thread* waits for the quorum, connects
-the process group and starts serving or fetching, beside the forward pass. The *coordination thread* brings messages to the
-`StepClient`. What the replica may do is decided by `core.coordination.replica` alone.
+Three threads meet in these. The *training thread* calls the public methods. The *quorum thread* waits for the quorum, begins to
+serve or to fetch, and connects the process group, which may go on beside the forward pass. The *coordination thread* brings
+messages to the `StepClient`. What the replica may do is decided by `core.coordination.replica` alone.
 
 What becomes of an error:
 - of another group, of the network, of a collective: the step is discarded, `should_commit` returns False, training goes on;
@@ -92,7 +92,7 @@ class ManagerStatistics:
     num_healed: int
     last_heal_s: float
     num_corrected: int
-    """Times that the state was loaded again after healing, because what came out of a step differed from the sources'."""
+    """Times that the others' state was loaded because what came out of a step differed from it."""
 
 
 class Manager:
@@ -106,11 +106,11 @@ class Manager:
             that has neither trains as long as it need not heal; then it is refused, by name, and the others train on.
         state_dict: returns the state to recover from: model, optimizer, whatever must be equal on all replicas.
         min_replica_size: the fewest contributing replica groups with which a step counts.
-        use_async_quorum: find the quorum, and heal, beside the forward pass. A replica that heals so contributes nothing
-            to that step, nor to the next, at whose beginning it compares its state with that of the others. False:
-            `start_quorum` returns when quorum and state are there.
+        use_async_quorum: find the quorum beside the forward pass. False: `start_quorum` returns when the quorum is there. A
+            group that comes in loads its state in the same place with both: at the end of an iteration that does not count.
         timeout: of collectives and of the commit decision; 60 s.
-        quorum_timeout: after so long without a quorum it is counted as one failed attempt; 60 s.
+        quorum_timeout: after so long without a quorum it is counted as one failed attempt; 60 s. While a quorum waits for a
+            group that receives the state, that does not count.
         connect_timeout: to the lighthouse, the store and the group's manager service; 60 s.
         rank, world_size: inside this replica group.
         world_size_mode: see `WorldSizeMode`.
@@ -125,30 +125,26 @@ class Manager:
             chosen is used for all: default transport, Gloo, store and manager service.
         heartbeat_interval: 100 ms.
         checkpoint_transport: moves the state; default `HTTPTransport`. One that needs the process group, as torchft's
-            `PGTransport` does, is used when that is connected, within `timeout`, and all groups wait until the state is
-            through.
+            `PGTransport` does, is refused.
         init_sync: make all replicas equal to one of them before the first step.
         max_retries: raise after more than so many discarded steps in a row; None: never.
         quorum_retries: attempts at a quorum after the first before `QuorumTimeoutError`; None: wait for ever, saying what
             for. (torchft gives up after the first; a job that waits for a node to come back should not end.)
-        join_budget: how long healthy replica groups always wait for one that joins, beyond their own step; 5 s.
-        join_stall_limit: how long they may stand still for all that join, if these say that they need it; 60 s. What was used
-            comes back as a twentieth of the time that passes. Who needs more than is left waits outside, and is told until
-            when; None: there is no limit. Where groups differ the least holds.
-        warm_up: where this group comes into a running job, let its first iteration be its own: outside of the quorum, averaging
-            leaves what is averaged as it is and `should_commit` is False, so that nobody waits while kernels are compiled.
-        follow: where this group is behind and needs longer than a step to receive the state, let it receive the state outside of
-            the quorum while the others train on, and join then: only what has changed since is lacking. `start_quorum` returns
-            when it joins, and nobody waits for it before. That pays where a part of the state stays as it is (frozen weights).
-            The transport has to reach others without the process group. None: where that helps. False: never; the others wait
-            for this group then, as far as `join_stall_limit` allows.
+        join_stall_limit: how long those who train may stand still, before they begin a step, for all that come in; 60 s. What was
+            used comes back as a twentieth of the time that passes. Who needs more than is left waits outside, and is told until
+            when; None: there is no limit; 0: only a group that the others cannot train without comes in, which no limit binds. If
+            groups differ the least holds.
+        follow: if this group lacks the state and needs longer than a step to receive it, let it receive the state outside of
+            the quorum first, while the others train on. Then they stand still only while it receives what has changed since.
+            That pays if a part of the state stays as it is (frozen weights). None: if that helps. False: never; the others stand
+            still for all of the state, as far as `join_stall_limit` allows.
         spare: this group does not train. It receives the state outside of the quorum, and again now and then (each spare takes
-            a twentieth of its sources' time): it is in no collective, and nobody waits for it. `start_quorum` returns when one of
-            the groups that train is lost, and this one takes its place. It stays when that one comes back.
+            a twentieth of its sources' time): it is in no collective, and nobody waits for it. When one of the groups that train
+            is lost, this one takes its place, and its loop goes on. It stays when that one comes back.
         heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
             thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
             load a tensor from itself.
-        transfer_timeout: overall deadline of fetching the state; 10 min. It binds the joiner, not the others.
+        transfer_timeout: overall deadline of fetching the state; 10 min. It binds who receives it, not the others.
         token: shared secret of the job.
         job: its name at the lighthouse, which serves many jobs; the same in all replica groups; `default`. What starts all
             groups at once sets `TORCHFT_CKPT_JOB` to another name for each start.
@@ -173,10 +169,7 @@ class Manager:
         GroupBrokenError: as their names say; nothing is left running.
     """
 
-    _loads_at_end = False
-    """See `ReplicaSettings.loads_at_end`."""
-
-    @removed_parameters("follow_budget_bytes")
+    @removed_parameters("follow_budget_bytes", "join_budget", "warm_up")
     def __init__(
         self,
         pg: ProcessGroup,
@@ -202,9 +195,7 @@ class Manager:
         max_retries: int | None = None,
         quorum_retries: int | None = None,
         *,
-        join_budget: timedelta | None = None,
         join_stall_limit: timedelta | None = timedelta(seconds=60),
-        warm_up: bool = True,
         follow: bool | None = None,
         spare: bool = False,
         heal_in_place: bool = True,
@@ -230,7 +221,6 @@ class Manager:
             connect=config.resolve(connect_timeout, config.CONNECT_TIMEOUT, timedelta(seconds=60), seconds),
             transfer=config.not_negative(transfer_timeout, "transfer_timeout") or timedelta(minutes=10),
         )
-        budget = config.resolve(join_budget, config.JOIN_BUDGET, timedelta(seconds=5), seconds)
         stall_limit = config.not_negative(join_stall_limit, "join_stall_limit")
         stall_limit_s = None if stall_limit is None else stall_limit.total_seconds()
         retries = config.resolve(quorum_retries, config.QUORUM_RETRIES, -1, config.parse_count)
@@ -267,11 +257,6 @@ class Manager:
             token=rank_config.token or None,
             lock=lock,
         )
-        if spare and transport.needs_process_group:
-            raise ConfigError(
-                f"a spare receives states outside of the quorum, and {type(transport).__name__} cannot", "spare"
-            )
-        loads_at_end = self._loads_at_end and transport.gives_live_state and not transport.needs_process_group
         logger.info("%s of job %s serves its state at %s", party, rank_config.job, transport.metadata())
         self._transport: CheckpointTransport[Any] = checkpoint_transport or transport
         self._state_dict_lock = lock
@@ -294,15 +279,12 @@ class Manager:
             ReplicaSettings(
                 min_replica_size=min_replica_size,
                 init_sync=init_sync,
-                heal_inline=not use_async_quorum,
+                waits_for_quorum=not use_async_quorum,
                 fixed_with_spares=world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
-                join_budget_s=budget.total_seconds(),
                 join_stall_limit_s=stall_limit_s,
-                warm_up=warm_up,
                 spare=spare,
                 check_equal_every=check_equal_every,
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
-                loads_at_end=loads_at_end,
             ),
             party,
             job=rank_config.job,
@@ -329,7 +311,7 @@ class Manager:
             self._registry,
             self._own,
             lock,
-            lease=self._timeouts.collective if transport.needs_process_group else self._timeouts.transfer,
+            lease=self._timeouts.transfer,
             party=party,
         )
         self._recovery = Recovery(
@@ -361,8 +343,7 @@ class Manager:
             events=self.events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
-            follows=(follow is not False or spare) and not transport.needs_process_group,
-            loads_at_end=loads_at_end,
+            follows=follow is not False or spare,
         )
         self._between_steps = BetweenSteps(
             self._client,
@@ -374,7 +355,6 @@ class Manager:
             rank_config=rank_config,
             address=transport.metadata(),
             in_place=heal_in_place,
-            can_fetch=not transport.needs_process_group,
         )
         end_at_exit(self.shutdown)
 
@@ -453,7 +433,7 @@ class Manager:
 
         It moves once for each step of its optimizer that counts, a `ReduceLROnPlateau` too: `scheduler.step(metric)`. Call `step`
         after `optimizer.step()`, before the next `zero_grad` or save. These refuse a scheduler that has not followed: a group
-        that joins there would get the weights of one step with the learning rate of another. A group that heals gets its state.
+        that comes in there would get the weights of one step with the learning rate of another. Such a group gets its state.
 
         The scheduler of an outer optimizer (DiLoCo) moves once for each step of that one that counts, within the round, and its
         own `step()` does nothing: a loop may call it after each inner step, or leave it out.
@@ -643,7 +623,8 @@ class Manager:
 
         Call it before the forward pass, on the training thread, when all that is registered as state is of the step (a
         learning-rate schedule, say): it may be handed to others from now on. The first quorum of a process is waited for; with
-        `use_async_quorum` later ones are found beside the forward pass, and the process group connects beside it in any case.
+        `use_async_quorum` later ones are found beside the forward pass, and the process group connects beside it. A group that
+        lacks the newest state computes the iteration for itself alone, and gets the state in `should_commit`.
 
         A step that is open already goes on where nothing has happened in it, and the others notice nothing: a loop may begin a
         step at the end of an iteration and again at the beginning of the next one, or skip a batch. Otherwise the open step is
@@ -652,14 +633,15 @@ class Manager:
         was begun with `contributes=False` or `wait` is always abandoned.
 
         Args:
-            allow_heal: whether a replica that is behind may heal in this step; all must pass the same.
-            shrink_only: let nobody join.
+            allow_heal: False: load no state; a replica that lacks the newest one adds nothing, and commits nothing. All must pass
+                the same.
+            shrink_only: let nobody come in.
             timeout: instead of `quorum_timeout`.
             contributes: False: this replica did not train for this step. It adds nothing, is not counted, and takes the
-                outcome, as one that joins; unless nobody contributes.
+                outcome; unless nobody contributes.
             patience: how long the way to this step took, where that is long. Members that live and have not asked are waited
                 for as long again, and so are collectives and the decision.
-            wait: for the quorum: True, False (and never heal before it), or None: as `use_async_quorum` says.
+            wait: for the quorum: True, False (and load nothing before the forward pass), or None: as `use_async_quorum` says.
 
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
@@ -685,17 +667,23 @@ class Manager:
         return self._steps.graphs
 
     @torch.compiler.disable
-    def ensure_step(self) -> None:
+    def ensure_step(self, *, is_training: bool = True) -> None:
         """Begin a step as the last one was begun, if none is open; on the training thread.
 
-        `DistributedDataParallel` calls it before a forward pass of training. A loop may so call `zero_grad` after its forward
+        `DistributedDataParallel` calls it before a forward pass with gradients. A loop may so call `zero_grad` after its forward
         pass, and its loss: what a group loads before it computes anything is there by then, what the loss averages belongs to
         the step, and `zero_grad` finds it open. It does nothing before there are an optimizer and a registered state; nor in a
         loop that clears its gradients first, if nothing is to be loaded and the last step counts. After one that was discarded
         a loop may leave `zero_grad` out: its gradients are cleared here.
 
+        Args:
+            is_training: False: the module is in eval mode. It may be trained all the same (frozen BatchNorm, LoRA), or evaluated
+                without `no_grad`: a step begins only if gradients were cleared for it.
+
         Raises: as `start_quorum`.
         """
+        if not is_training and not self._steps.is_deferred:
+            return
         self._begin_deferred()
         wishes = self._steps.wishes_before_forward()
         if wishes is not None:
@@ -708,9 +696,9 @@ class Manager:
         if not self._steps.defers():
             self.start_quorum()
 
-    def _begin_deferred(self) -> None:
+    def _begin_deferred(self, *, asks: bool = False, has_computed: bool = False) -> None:
         """Something is computed, or asked for: begin the step that was to begin with that."""
-        if self._steps.is_deferred:
+        if self._steps.begins_here(asks=asks, has_computed=has_computed):
             self.start_quorum()
 
     def begins_step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -755,7 +743,7 @@ class Manager:
 
         Raises: as `start_quorum`.
         """
-        self._begin_deferred()
+        self._begin_deferred(asks=True)
         self._steps.wait_quorum()
 
     # ---------------------------------------------------------------------------------------------------- collectives
@@ -770,8 +758,9 @@ class Manager:
         """Reduce a tensor in place over the replica groups; by default average it over those that contribute.
 
         Waits for the quorum, not for the others. Never raises for what goes wrong on the way: the step is discarded then,
-        and the tensor must not be used. A replica that does not contribute (healing, spare) changes nothing: it adds zeros to a
-        sum or an average, and the lowest or highest value to a maximum or minimum.
+        and the tensor must not be used. A replica of the quorum that does not contribute (a spare of `FIXED_WITH_SPARES`) changes
+        nothing: it adds zeros to a sum or an average, and the lowest or highest value to a maximum or minimum. In an iteration
+        that a group computes alone the tensor stays as it is.
 
         Between `should_commit` and the next `start_quorum`, a metric say, it belongs to the step just decided: to its quorum
         and its divisor, also where it was discarded. What goes wrong then discards no step; `wait` returns False. All groups
@@ -791,7 +780,7 @@ class Manager:
             ValueError: an average of integers; no such quantisation, or not of this reduction or dtype.
             Also as `wait_quorum`.
         """
-        self._begin_deferred()
+        self._begin_deferred(has_computed=True)
         codec = find_codec(should_quantize)
         if (reduce_op == ReduceOp.AVG or codec is not None) and not torch.is_floating_point(tensor):
             what = "an average" if codec is None else "quantisation"
@@ -803,8 +792,9 @@ class Manager:
 
     def report_error(self, e: Exception) -> None:
         """Say that this step went wrong and must not count. Any thread."""
-        self._begin_deferred()
-        self._client.note_error(e)
+        if not self._steps.keeps_error(e):
+            self._begin_deferred()
+            self._client.note_error(e)
 
     def errored(self) -> ExceptionWithTraceback | None:
         """Return the first error of this step; after a lost connection, the one that says whose, once that is known."""
@@ -828,17 +818,19 @@ class Manager:
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End a step: return whether it counts, and the optimizer has to be stepped. `Optimizer.step` calls it.
 
-        Call it once a step on the training thread of every rank, after the backward pass. All replica groups get the same
-        answer, but for those that heal and are not ready in time. It waits for the open collectives, for the state where
-        this replica heals, and for the decision. Called again before the next `start_quorum`, for a second optimizer say, it
-        returns the same answer and counts nothing.
+        Call it once a step on the training thread of every rank, after the backward pass. All replica groups of the quorum get
+        the same answer. It waits for the open collectives and for the decision. For a group that lacks the newest state the
+        answer is False, and it returns when that state is loaded, for which the others wait before their next step, or when
+        nobody is there who holds it. Called again before the next `start_quorum`, for a second optimizer say, it returns the
+        same answer and counts nothing.
 
         Args:
             timeout: how long to wait for the decision, instead of `timeout` of the constructor.
 
         Raises:
-            GroupBrokenError, RefusedError: this group cannot go on.
+            GroupBrokenError, RefusedError, GroupLeftError, ReplicasDifferError: this group cannot go on.
             MaxRetriesExceededError: with `max_retries` set.
+            QuorumTimeoutError: with `quorum_retries` set, nobody has given the newest state in that many attempts.
             StateDictLoadError: a `load_state_dict` function raised, or for the second time in a row `state_dict` did not return
                 what it was given; this replica's state is undefined until it heals.
             StateMismatchError: the source's state is not one that this replica can load.
@@ -853,8 +845,7 @@ class Manager:
         """Vote on the step already, if all of its collectives are done; `should_commit` then only asks for the decision.
 
         For loops that go on training beside the exchange: nobody waits then for the slowest to come and take what is decided.
-        Call it on any thread, when the results of the collectives are there and before `should_commit`. A replica that has a
-        state to load votes in `should_commit`, where it is loaded.
+        Call it on any thread, when the results of the collectives are there and before `should_commit`.
 
         Raises: as `wait_quorum`.
         """
@@ -999,7 +990,7 @@ class Manager:
         return self._own.batches_committed
 
     def is_warming_up(self) -> bool:
-        """Return whether this group computes an iteration for itself alone (`warm_up`): nothing of it counts.
+        """Return whether this group computes an iteration for itself alone, as it lacks the newest state: nothing of it counts.
 
         A loop may leave out checks of the loss, logs and evaluation then. Waits for nothing, so ask after `start_quorum` has
         returned.
@@ -1008,7 +999,7 @@ class Manager:
 
     def participating_rank(self) -> int | None:
         """Return this group's rank among those that contribute, None where it does not. Waits for the quorum."""
-        self._begin_deferred()
+        self._begin_deferred(asks=True)
         if not self._steps.has_quorum:
             return None
         self.wait_quorum()
@@ -1028,7 +1019,7 @@ class Manager:
 
     def num_participants(self) -> int:
         """Return how many replica groups contribute to this step. Waits for the quorum."""
-        self._begin_deferred()
+        self._begin_deferred(asks=True)
         if not self._steps.has_quorum:
             return 0
         self.wait_quorum()
@@ -1036,7 +1027,7 @@ class Manager:
 
     def is_participating(self) -> bool:
         """Return whether this replica contributes to this step."""
-        self._begin_deferred()
+        self._begin_deferred(asks=True)
         return self._client.view().participating_rank is not None
 
     def is_counted(self) -> bool:
@@ -1044,7 +1035,7 @@ class Manager:
 
         A rank that could not load what it has to hold does not participate then (`is_participating`).
         """
-        self._begin_deferred()
+        self._begin_deferred(asks=True)
         formed = self._client.view().quorum
         return formed is not None and formed.contributor_rank is not None
 

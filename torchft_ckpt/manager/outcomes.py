@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, Role
+from torchft_ckpt.core.coordination.messages import CommitVote, Outcome
 from torchft_ckpt.core.coordination.replica import ReplicaView
 from torchft_ckpt.core.training.discards import DiscardRun
 from torchft_ckpt.errors import MaxRetriesExceededError
@@ -67,7 +67,7 @@ class StepOutcomes:
             now.num_participants,
             formed.replica_world_size,
             outcome.value,
-            "yes" if formed.role in (Role.JOINER, Role.INLINE) else "no",
+            "yes" if formed.sources else "no",
             took_s,
             "" if outcome is Outcome.COMMIT else f" reason={reason!r}",
         )

@@ -1,8 +1,7 @@
 """One recovery of this rank: the quorum thread begins to fetch the state that a quorum names, the training thread loads it.
 
-It is loaded before the forward pass where it is there in time, else at the vote, and by all ranks of the group at the same of
-the two places, or by none. Where this rank may have used another state in the step, what it holds is compared with the sources'
-before the next one. Where the two differ, or that takes long, it is compared again in that step, and theirs is loaded.
+It waits for that before it computes anything, and all ranks of the group load it, or none does. A state of the name of that which
+is here is compared with it, and loaded where it differs.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torchft_ckpt.core.coordination.messages import (
     clip,
     name_some,
 )
-from torchft_ckpt.core.coordination.replica import Comparison, StepPlan
+from torchft_ckpt.core.coordination.replica import StepPlan
 from torchft_ckpt.core.coordination.trial import NOWHERE, Corrections
 from torchft_ckpt.errors import CheckpointError, ReplicasDifferError, StateDictLoadError, StateMismatchError
 from torchft_ckpt.events import Healed
@@ -51,8 +50,6 @@ class Prepared:
 
     captured: StateToServe | None
     """The state, to serve it."""
-    receiving: dict[str, Any] | None
-    """The state, to receive another one in its layout."""
     counted: list[Counted]
     """The versions of parameters, where the state may have to be captured later."""
     trainer_waits: bool
@@ -96,8 +93,6 @@ class Recovery:
         self.is_alone = is_alone
         self._limit = limit
         self._in_place = in_place
-        self._failure: StateMismatchError | StateDictLoadError | None = None
-        """Of a load before the forward pass, to be raised at the vote."""
         self.is_pending = False
         """A state is fetched, or has been, and is not loaded yet."""
         self._say_at = 0.0
@@ -110,51 +105,38 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------- on the quorum thread
 
-    def begin(self, plan: StepPlan, prepared: Prepared, timeout: timedelta | None = None) -> None:
-        """Begin to fetch what a quorum wants this rank to load or to compare, if it does; `timeout`: not `transfer_timeout`."""
+    def begin(self, plan: StepPlan, prepared: Prepared) -> None:
+        """Begin to fetch what a quorum wants this rank to load, if it does."""
         formed = plan.formed
         if not plan.load:
-            if formed.role in (Role.JOINER, Role.INLINE) and not self.is_alone:
-                self._tell(formed, 0.0, Receives.TRANSFER)
-            elif formed.held:
-                self._tell(formed, 0.0, Receives.LOAD_FIRST)
+            if formed.held:
+                self._tell(formed, 0.0, Receives.LOADS)
             self.say_fetched(formed)
             return
-        receiving = prepared.receiving
-        if prepared.trainer_waits:
-            # What was loaded may hold up whoever asks for it: a load as well, for those who wait.
-            say = functools.partial(self._tell, formed, _SAID_BEFORE_S, Receives.LOAD_FIRST)
-            self._healing.calls("state_dict")
-            with self._healing.saying(say, after_s=_SAID_BEFORE_S):
-                receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
-            self._healing.calls("")
-        elif self._registry.is_explicitly_locked:
-            receiving = self._registry.capture_to_receive(beside_steps=True)
-        if receiving is None and self._registry.is_sharded:
-            # It learnt only now that it is behind; the training thread may be in its forward pass.
+        if not prepared.trainer_waits:
             self.client.note_error(
-                CheckpointError("its shards were not captured before this step; it heals in the next")
+                CheckpointError("it lacks the newest state, and did not wait for the quorum to get it")
             )
-            self.say_fetched(formed, "its shards were not captured before this step")
+            self.say_fetched(formed, "it did not wait for the quorum")
             return
+        # What was loaded may hold up whoever asks for it: a load as well, for those who wait.
+        say = functools.partial(self._tell, formed, _SAID_BEFORE_S, Receives.LOADS)
+        self._healing.calls("state_dict")
+        with self._healing.saying(say, after_s=_SAID_BEFORE_S):
+            receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
+        self._healing.calls("")
         self.is_pending = True
-        may_overwrite = prepared.trainer_waits and prepared.is_untouched and plan.load_before_forward
-        in_place = self._in_place and may_overwrite and not formed.differs  # else nobody could say what differed
+        # Else nobody could say what differed; and an outer loop that loads puts its global parameters into the model.
+        in_place = self._in_place and prepared.is_untouched and not (formed.differs or self._registry.trains_apart)
         tell = functools.partial(self._tell, formed)
 
         def on_end(failure: str) -> None:
             self.say_fetched(formed, failure, loads=self._healing.differs)
 
         compare = None
-        if plan.compare or formed.differs:
+        if formed.differs:
             compare = self._registry.comparison_with((prepared.captured or self._registry.capture_to_serve()).state)
-        self._healing.start(formed, receiving, in_place, timeout, compare=compare, on_end=on_end, tell=tell)
-        if not plan.compare and self.client.is_needed:  # it was told so before the transfer began
-            self._healing.cancel()
-
-    def refuse(self, formed: QuorumFormed, why: str) -> None:
-        self.client.note_error(CheckpointError(f"{why}; it heals in a later one"))
-        self.say_fetched(formed, why)
+        self._healing.start(formed, receiving, in_place, compare=compare, on_end=on_end, tell=tell)
 
     def say_fetched(self, formed: QuorumFormed, failure: str = "", *, loads: bool = False) -> None:
         """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
@@ -181,25 +163,6 @@ class Recovery:
             logger.info("%s follows the others outside of the quorum: it %s", self.client.replica_id, in_words(said))
 
     # ----------------------------------------------------------------------------------------- on the training thread
-
-    def load_in_time(self) -> None:
-        """Load before the forward pass what has to be loaded there, and what is there in time. Raises as `load`."""
-        plan = self.client.plan()
-        if not self.is_pending or plan is None:
-            return
-        if plan.load_before_forward:
-            self.load(before_forward=True)
-        elif self._has_arrived(plan):
-            # What fails is left for the vote: an error before the collectives would break them for all.
-            try:
-                self._load(plan, before_forward=True, is_required=False)
-            except Exception as error:  # noqa: BLE001 - raised, or reported, at the vote
-                self.is_pending = True
-                if isinstance(error, StateMismatchError | StateDictLoadError):
-                    self._failure = error
-                logger.info(
-                    "%s does not load its state before this step is computed: %s", self.client.replica_id, error
-                )
 
     def rest(self, formed: QuorumFormed) -> None:
         """Keep a state that was received outside of the quorum for a while, if this group is a spare. On the training thread.
@@ -228,50 +191,33 @@ class Recovery:
         except CheckpointError as error:
             self.client.note_error(error)
 
-    def _has_arrived(self, plan: StepPlan) -> bool:
-        """Wait for the transfer as long as the plan says; return whether all ranks of this group load it now."""
-        if self.is_alone:
-            return self._healing.has_arrived(plan.transfer_wait_s)
-        return self.client.loads_before_forward(plan.formed, plan.transfer_wait_s)
-
-    def load(self, *, before_forward: bool) -> None:
-        """Wait for the state and load it; a transfer that fails costs this replica the step and no more.
+    def load(self) -> None:
+        """Wait for the state, if one is fetched, and load it; a transfer that fails costs this replica the step and no more.
 
         Raises:
             StateDictLoadError, StateMismatchError: it cannot be loaded here.
+            ReplicasDifferError: see `_correct`.
         """
         plan = self.client.plan()
-        if plan is not None:
-            self._load(plan, before_forward, is_required=True)
-
-    def _load(self, plan: StepPlan, before_forward: bool, *, is_required: bool) -> None:
-        """Load as `load` does; where that is not required yet, raise what a transport raises."""
-        self.is_pending = False
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        if plan.compare:
-            self._take_comparison(plan.formed, before_forward)
+        if not self.is_pending or plan is None:
             return
+        self.is_pending = False
         if plan.formed.differs:
             self._correct(plan.formed)
             return
         step = plan.formed.version.step
         try:
-            self.take_state(as_group=not self.is_alone, before_forward=before_forward)
+            self.take_state(as_group=not self.is_alone)
         except (StateMismatchError, StateDictLoadError):
             raise
-        except Exception as error:
-            if not is_required:
-                raise
-            # Whatever a transport raises: not healed yet, and no more.
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not healed yet, and no more
             logger.warning("%s: healing to step %d failed: %s", self.client.replica_id, step, error)
             self.client.note_error(error)
-            if plan.formed.follows and not (self.client.is_needed or plan.formed.held):
+            if plan.formed.follows and not plan.formed.held:
                 self._healing.distance.failed()
             return
         with self.client.lock, self.client.replica as replica:
-            replica.load_finished(plan.formed.version, before_forward=before_forward)
+            replica.load_finished(plan.formed.version)
         if plan.formed.follows and not plan.formed.held:
             self._healing.followed()
         else:
@@ -293,7 +239,7 @@ class Recovery:
             found = self._healing.differences()
         except (StateMismatchError, StateDictLoadError):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a transport raises: it joins as one that lacks the state
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises: it comes in as one that lacks the state
             logger.warning(
                 "%s holds another state of step %d than %s, and could not load theirs: %s", name, step, sources, error
             )
@@ -317,9 +263,9 @@ class Recovery:
             raise differs
         # What loads may be a collective of all ranks, which do not differ in the same.
         keys = {key for key in user if any(path == key or path.startswith(f"{key}.") for path in paths)}
-        self._load_received({**state, "user": user}, True, keys if self.is_alone else None)
+        self._load_received({**state, "user": user}, keys if self.is_alone else None)
         with self.client.lock, self.client.replica as replica:
-            replica.load_finished(formed.version, before_forward=True)
+            replica.load_finished(formed.version)
         self.num_corrected += bool(paths) or is_concerned
         if not is_concerned:
             what = name_some(paths) if paths else "nothing here"
@@ -335,62 +281,17 @@ class Recovery:
             why,
         )
 
-    def _take_comparison(self, formed: QuorumFormed, before_forward: bool) -> None:
-        """Wait for what came out of the step before, compared with the sources' state, and load theirs where it differs.
-
-        Where it cannot be compared this replica goes along, and tries again at the next quorum.
-        """
-        name, step = self.client.replica_id, formed.version.step
-        sources = ", ".join(source.replica_id for source in formed.sources)
-        try:
-            state = self._wait_for_state(as_group=not self.is_alone)
-            found = self._healing.differences()
-        except (StateMismatchError, StateDictLoadError):
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not compared yet, and no more
-            message = "%s could not compare its state with that of %s at step %d, contributes nothing yet: %s"
-            logger.warning(message, name, sources, step, error)
-            return
-        if found.comparison is not Comparison.EQUAL:
-            self._serving.withdraw()  # what this replica may have served under that name
-            self._load_received(state, before_forward)
-            self.note_healed(formed)
-            self.num_corrected += 1
-        elif self.client.group_loads:
-            self._load_received(state, before_forward)
-        with self.client.lock, self.client.replica as replica:
-            is_exact = replica.comparison_finished(found.comparison, before_forward=before_forward)
-        if found.comparison is not Comparison.EQUAL:
-            logger.warning(
-                "%s came to another state of step %d than %s: its training loop used what was here before it healed, or has"
-                " something of its own. %s differed. It has loaded theirs %s",
-                name,
-                step,
-                sources,
-                found,
-                "before this step is computed" if before_forward else "while this step was computed",
-            )
-        if is_exact:
-            logger.info("%s is bit-equal to %s at step %d and contributes from the next step on", name, sources, step)
-        elif not before_forward:
-            logger.warning(
-                "%s contributes nothing yet, and compares its state again at the next step, for longer; if this repeats itself,"
-                " give a longer join_budget",
-                name,
-            )
-
-    def take_state(self, *, as_group: bool = False, before_forward: bool = False) -> None:
+    def take_state(self, *, as_group: bool = False) -> None:
         """Wait for what is fetched, and load it; where that leaves a torn state it is said to be torn.
 
         Args:
             as_group: load it where all ranks of this group have it, and only there.
-            before_forward: the step is not computed yet.
 
         Raises:
             StateDictLoadError, StateMismatchError: it cannot be loaded here.
             Whatever a transport raises.
         """
-        self._load_received(self._wait_for_state(as_group), before_forward)
+        self._load_received(self._wait_for_state(as_group))
         self.num_healed += 1
 
     def note_healed(self, located: QuorumFormed | StateLocated) -> None:
@@ -423,12 +324,12 @@ class Recovery:
         if self._healing.has_overwritten():
             self.client.load_torn()
 
-    def _load_received(self, state: dict[str, Any], before_forward: bool, keys: Collection[str] | None = None) -> None:
+    def _load_received(self, state: dict[str, Any], keys: Collection[str] | None = None) -> None:
         """Load it; `keys`: the registered functions to be called, None: all."""
         self._serving.end_offer()
         in_place = list(tensors_in(state["user"])) if self._healing.is_in_place else []
         try:
-            with self._healing.loading(Receives.LOAD_FIRST if before_forward else Receives.LOAD):
+            with self._healing.loading():
                 before = marks(in_place)
                 self._healing.calls("load_state_dict")
                 self._registry.load(state["user"], keys)
@@ -490,7 +391,6 @@ class Recovery:
 
     def abandon(self) -> None:
         """The step is over: what was not loaded in it is thrown away."""
-        self._failure = None
         if self.is_pending:
             self._give_up()
         self.is_pending = False

@@ -76,7 +76,7 @@ class StateServing:
         destinations: Sequence[int],
         counted: Sequence[Counted],
     ) -> None:
-        """Serve the state of a quorum. Whatever fails, this replica's step goes on: the loss is the joiner's.
+        """Serve the state of a quorum. Whatever fails, this replica's step goes on: the loss is the receiver's.
 
         Args:
             formed: names the state.
@@ -109,15 +109,15 @@ class StateServing:
                 raise  # a job whose state cannot be moved should say so when it starts
             logger.exception("%s cannot serve step %d", self._party, version.step)
 
-    def serve_ahead(self, version: StateVersion, captured: StateToServe) -> None:
-        """Serve the state of now before its quorum, for replicas that turn out to hold another one.
+    def serve_shown(self, version: StateVersion, captured: StateToServe) -> None:
+        """Serve the state of now, which is shown, before its quorum, for replicas that turn out to hold another one.
 
         On the training thread, between two steps. Nothing is copied or staged before one comes, and nothing is kept for one that
         has not come when the state changes. What a quorum wants served is served anew.
         """
         try:
             self._send(version, captured, [])
-        except Exception:  # whatever a transport raises, it is the loss of those that have joined
+        except Exception:  # whatever a transport raises, it is the loss of those that come in
             logger.exception("%s cannot serve step %d before its quorum", self._party, version.step)
 
     def serve_held(
@@ -132,6 +132,8 @@ class StateServing:
             captured, counted: as in `serve`.
             num_held: so many groups come for it.
         """
+        if version == self._offered:
+            return
         try:
             if captured is None:
                 captured = self._registry.capture_to_serve()
@@ -174,7 +176,7 @@ class StateServing:
         if (
             (not self._registry.is_explicitly_locked and not moving)
             or version == self._offered
-            or not self._transport.gives_live_state
+            or not self._transport.uses_memory_of_state
         ):
             return
         captured = self._registry.capture_to_serve()
@@ -183,7 +185,7 @@ class StateServing:
             self._transport.send_checkpoint([], version.step, state, _OFFER_FOR)
         except UnsupportedValueError:
             raise
-        except Exception:  # whatever a transport raises, it is the joiner's loss
+        except Exception:  # whatever a transport raises, it is the receiver's loss
             logger.exception("%s cannot offer step %d", self._party, version.step)
         else:
             self._offered = version

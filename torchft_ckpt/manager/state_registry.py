@@ -49,6 +49,8 @@ from torchft_ckpt.manager.volatile import (
 
 logger = logging.getLogger(__name__)
 
+_NUM_SOME = 4
+
 
 class StateRegistry:
     """The users' pairs of functions.
@@ -242,19 +244,21 @@ class StateRegistry:
         """Return those that are guarded, or belong to what is registered, with those that they hold."""
         return self._known()
 
+    def has_gradients(self) -> bool:
+        """Whether a parameter of a guarded optimizer has a gradient."""
+        return any(parameter.grad is not None for parameter in _parameters_of(self._optimizers))
+
     def _known(self) -> list[torch.optim.Optimizer]:
         return with_inner([*self._optimizers, *self._unguarded])
 
-    def capture_to_receive(self, *, beside_steps: bool = False, also_frozen: bool = False) -> StateHere:
+    def capture_to_receive(self, *, also_frozen: bool = False) -> StateHere:
         """Capture the state that another one is received for: what arrives takes the layout of the tensors that are here.
 
         Optimizer state that does not exist yet is there for it, where parameters are sharded. On the training thread, or while
-        it waits; `beside_steps`: it does not, so guarded optimizers, which it may be stepping, are left alone.
+        it waits.
         """
-        if not beside_steps:
-            self.layout()
-        optimizers = with_inner(self._unguarded) if beside_steps else self._known()
-        with with_optimizer_state(optimizers if self.is_sharded else (), also_frozen=also_frozen):
+        self.layout()
+        with with_optimizer_state(self._known() if self.is_sharded else (), also_frozen=also_frozen):
             return StateHere(self.capture(), self._known())
 
     def guarded(self) -> list[torch.optim.Optimizer]:
@@ -296,6 +300,10 @@ class StateRegistry:
         """Return the versions of the guarded optimizers' parameters. On the training thread."""
         return [counted for parameter in _parameters_of(self._optimizers) for counted in count_writes(parameter)]
 
+    def some_parameters(self) -> list[torch.Tensor]:
+        """Return a few of the guarded optimizers' parameters."""
+        return _parameters_of(self._optimizers)[:_NUM_SOME]
+
     def sizes(self, captured: Any = None) -> tuple[int, int]:
         """Return the bytes of the state here, and of what training changes in it.
 
@@ -330,7 +338,7 @@ class StateRegistry:
         It is to be called before the next step of an optimizer ends, on any thread.
         """
         here = fixed(captured)
-        return lambda received: compare_states(here, received, self._known())
+        return lambda received: compare_states(here, received)
 
     def leaves_to_compare(self, captured: dict[str, Any] | None = None) -> list[CheckedLeaf]:
         """Return the leaves of the state of now by which groups are compared. On the training thread.

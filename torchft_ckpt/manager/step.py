@@ -1,7 +1,7 @@
 """One step of this rank, from `start_quorum` to the decision on it.
 
-Two threads meet here. The training thread begins the step, reduces and votes. The quorum thread waits for the quorum, connects
-the process group and starts to serve or to fetch, beside the forward pass. What this replica may do is decided by
+Two threads meet here. The training thread begins the step, reduces and votes. The quorum thread waits for the quorum, begins to
+serve or to fetch, and connects the process group, which may go on beside the forward pass. What this replica may do is decided by
 `core.coordination.replica`; this file carries it out.
 """
 
@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp, Work
 from torch.profiler import record_function
 
 from torchft_ckpt.checkpointing import CheckpointTransport
+from torchft_ckpt.checkpointing.state.samples import marks
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.core.coordination.messages import (
     CommitVote,
@@ -33,12 +34,13 @@ from torchft_ckpt.core.coordination.messages import (
     StateShown,
     name_some,
 )
-from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepPlan, StepWishes
+from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepWishes
 from torchft_ckpt.core.training.graphs import OpenGraphs
 from torchft_ckpt.core.training.taking import StepTaking
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
+    CoordinationError,
     GroupLeftError,
     NoQuorumError,
     ProcessGroupAbortedError,
@@ -52,7 +54,6 @@ from torchft_ckpt.manager.coming_in import CameIn
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.flight_recorder import name_dumps
 from torchft_ckpt.manager.followers import Followers
-from torchft_ckpt.manager.foreign_transport import agree_who_sends
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import RankConfig, Timeouts
@@ -69,6 +70,10 @@ if TYPE_CHECKING:
     from torchft_ckpt.process_group.quantization import Codec
 
 logger = logging.getLogger(__name__)
+_SAMPLED = 3
+"""In so many deferred steps it is seen whether the loop writes to the memory of parameters."""
+_UNVOTED = 8
+"""So often a loop may clear its gradients in an iteration, for several tasks: then it is taken to skip iterations."""
 
 
 @dataclass(slots=True)
@@ -106,7 +111,6 @@ class Steps:
         use_async_quorum: bool,
         quorum_retries: int | None,
         follows: bool,
-        loads_at_end: bool,
     ) -> None:
         self._process_group = process_group
         self._transport = transport
@@ -121,7 +125,6 @@ class Steps:
         self._check = check
         self._outcomes = outcomes
         self._follows = follows
-        self._loads_at_end = loads_at_end
         self._followers = followers
         self._events = events
         self._use_async_quorum = use_async_quorum
@@ -139,7 +142,6 @@ class Steps:
             self._clearing,
             on_error=client.note_collective_error,
             schedule=client.link.schedule,
-            on_stall=client.report_stall,
             on_wait=client.report_wait,
         )
         self._quorum: Future[None] | None = None
@@ -163,7 +165,11 @@ class Steps:
         """An iteration ends that did not count: this rank asks for the newest state, and begins no step."""
         self._came_in = CameIn(registry)
         self._num_unvoted = 0
-        """So many iterations in a row, beside the quorum, have ended without a vote."""
+        """So often in a row, beside the quorum, the loop has cleared its gradients, and nothing was voted on."""
+        self._has_reduced = False
+        """A collective was asked for since it did so last."""
+        self._rests_on_another_state = False
+        """The loop may be in the middle of an iteration that began with another state than this one."""
         self._ended_at: float | None = None
         """When the last iteration ended, if no step has begun since."""
         self._top_s = 0.0
@@ -173,12 +179,20 @@ class Steps:
         """As in `start`, the last time."""
         self.is_deferred = False
         """Gradients were cleared, and nothing was computed or asked for since: the step has not begun yet."""
-        self._sees_forward = self._saw_forward = False
-        """A forward pass of the open step was seen; and one of the last step was."""
+        self._sees_forward = False
+        """A forward pass of the open step was seen."""
+        self._seen_with: set[object] = set()
+        """Optimizers in whose last steps one was seen."""
+        self._loop_thread = threading.get_ident()
+        """The thread that has deferred a step."""
+        self._reported: list[Exception] = []
+        """Errors of the step that is deferred, as other threads have reported them."""
         self._has_looked = False
         """A forward pass was computed since the last decision, in no step."""
         self._counted: Sequence[Counted] = ()
         """The versions of parameters as the step was deferred."""
+        self._samples: list[bytes] = []
+        self._num_to_sample = _SAMPLED + 1
         self._writes_first = self._has_written = False
         """The loop writes to parameters between clearing gradients and its forward pass; and it has done so in the open step."""
         self._follows_decision = False
@@ -196,11 +210,11 @@ class Steps:
         """
         self._last_wishes, self._limit, self._may_begin = wishes, limit, check
         was_deferred, self.is_deferred = self.is_deferred, False
-        self._has_written = was_deferred and is_changed(self._counted)
+        self._has_written = was_deferred and (is_changed(self._counted) or self._samples != self._sampled())
         self._writes_first = self._writes_first or self._has_written
-        if self._loads_at_end and self._ended_at is not None:
+        if self._ended_at is not None:
             self._top_s, self._ended_at = time.monotonic() - self._ended_at, None
-        loads_here = self._ends_unvoted()
+        loads_here = self._loads_unvoted()
         if not loads_here and self._may_keep(wishes):
             self._settle(has_to_wait=self._client.wants()[0])
             return
@@ -211,6 +225,7 @@ class Steps:
         self._followers.begins(is_torn=self._client.view().torn)
         self._follows_decision = self._is_committed is not None
         self.leave()
+        self._put_back()
         # Each thread has a current device of its own, and the process group is connected on the quorum's.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._events.deliver()  # between two steps, so what a listener saves is whole
@@ -221,24 +236,33 @@ class Steps:
         self._started_at = time.monotonic()
         if loads_here:
             logger.warning(
-                "%s: two iterations in a row have ended without should_commit: the state of the other groups is loaded as the"
-                " next one begins. What the loop has read before that is of the state before",
+                "%s: gradients were cleared %d times, and should_commit was not called: the state of the other groups is loaded"
+                " here. Nothing counts of what the loop computes until it calls should_commit",
                 self._client.replica_id,
+                self._num_unvoted,
             )
             self._come_in()
-        self._put_back()
+            self._rests_on_another_state = True
         now = self._client.view()
         # Where groups train apart, what a forward pass changes in a step is one group's own.
         self._serving.begin_step(now.version, is_open=self._registry.trains_apart and not now.is_between_steps)
         self._begin(wishes, limit)
-        while (now := self._client.view()).follows and now.quorum is not None:
-            # What was received is loaded, or could not be had. The others train on meanwhile, or wait for it.
-            if not now.is_waited_for:
-                self._recovery.rest(now.quorum)
-            self._client.learned()
+        while (now := self._client.view()).quorum is not None and not now.quorum.leaving:
+            if now.warms_up and not wishes.contributes:  # it has computed nothing, so it may as well load now
+                self._client.learned()
+                self._come_in()
+            elif now.follows:
+                # What was received is loaded, or could not be had. The others train on meanwhile, or wait for it.
+                if not now.is_waited_for:
+                    self._recovery.rest(now.quorum)
+                self._client.learned()
+            else:
+                break
             check()
             self.leave()
             self._begin(wishes, limit)
+        while self._reported:
+            self._client.note_error(self._reported.pop(0))
         is_outer = wishes.patience_s or wishes.waits is not None
         is_begun = not (now.is_learner or self._has_written)  # else the state is not that of before the step any more
         if self._registry.is_used_by_loops and not is_outer and is_begun:
@@ -250,47 +274,100 @@ class Steps:
         What a loop does after it has cleared its gradients belongs to the step before: it counts the step, or moves an average.
         A rank that holds the newest state need not begin before that, if its loop's forward pass is seen as a rule.
         """
-        if not self._loads_at_end:
-            return False
         self._put_back(goes_on=True)  # what the loop reads from here on is the state's, too
         now, last = self._client.view(), self._last_wishes
         is_outer = last.patience_s or last.waits is not None
         holds = now.version.proven and not now.is_behind and now.quorum is not None and now.is_between_steps
-        is_able = self._saw_forward and not self._writes_first and not self._has_looked
-        self.is_deferred = bool(is_able and holds and not is_outer)
-        self._counted = self._registry.count_writes() if self.is_deferred else ()
+        is_seen = self._sharing.joined and self._seen_with.issuperset(self._sharing.joined)
+        # A backward pass may come first, and nothing can be loaded in its middle.
+        is_able = is_seen and not (self._writes_first or self._has_looked or self.graphs.is_open)
+        self.is_deferred, self._loop_thread = bool(is_able and holds and not is_outer), threading.get_ident()
+        self._counted, self._samples = (), []
+        if self.is_deferred:
+            self._counted = self._registry.count_writes()
+            self._num_to_sample = max(self._num_to_sample - 1, 0)
+            self._samples = self._sampled()
         return self.is_deferred
+
+    def _sampled(self) -> list[bytes]:
+        """Return digests of samples of some parameters, in the first steps that are deferred: no version says that a loop writes
+        to `data`, and each step of a loop does what its first ones do."""
+        return marks(self._registry.some_parameters()) if self._num_to_sample else []
+
+    def begins_here(self, *, asks: bool = False, has_computed: bool = False) -> bool:
+        """Return whether the step that is deferred begins with what is computed here, or asked for (`asks`). Any thread.
+
+        `has_computed`: the loop may have gradients already, so no other state is loaded in this step.
+
+        It begins on the loop's thread, between two of its lines. What another one asks is answered as of the last step.
+
+        Raises:
+            ConfigError: a backward pass or another thread computes before the loop does.
+        """
+        if not self.is_deferred:
+            return False
+        if not self._is_between_lines and (_is_in_backward() or not asks):
+            what = "a backward pass" if _is_in_backward() else "another thread than the loop"
+            raise ConfigError(
+                f"{what} comes first after zero_grad, and the step was to begin with a forward pass of DistributedDataParallel,"
+                " as the one before: no state could be loaded here. Call manager.start_quorum() after zero_grad if the loop"
+                " leaves that forward pass out, or computes it before zero_grad",
+                party="zero_grad",
+            )
+        self._has_computed = self._has_computed or (has_computed and self._is_between_lines)
+        return self._is_between_lines
+
+    def keeps_error(self, error: Exception) -> bool:
+        """Whether an error is kept for the step that is deferred, as none may begin here. Any thread."""
+        is_kept = self.is_deferred and not self._is_between_lines
+        if is_kept:
+            self._reported.append(error)
+        return is_kept
+
+    @property
+    def _is_between_lines(self) -> bool:
+        """This is the loop's thread, and in no backward pass."""
+        return threading.get_ident() == self._loop_thread and not _is_in_backward()
 
     # ------------------------------------------------------------------------------------- an iteration ends, and loads
 
     def _may_come_in(self) -> bool:
         """Whether this rank lacks a state that others hold, and may load it now, as an iteration ends that did not count."""
-        if not self._loads_at_end or self.graphs.is_open:
+        if self.graphs.is_open:
             return False
         now, last = self._client.view(), self._last_wishes
-        is_plain = last.contributes and last.waits is None and last.allow_heal and self._registry.is_used_by_loops
+        is_plain = last.contributes and last.allow_heal and not self._registry.trains_apart
         is_known = now.is_learner or now.newest_step > 0
         return is_plain and now.is_behind and is_known and not now.is_leaving
 
-    def _ends_unvoted(self) -> bool:
-        """An iteration begins. Return whether a state has to be loaded here, as two in a row have ended without a vote."""
-        if not self._loads_at_end:
-            return False
+    def _loads_unvoted(self) -> bool:
+        """The loop clears its gradients. Return whether a state is loaded here, as it does not come to a vote by itself.
+
+        With the weights of a new process, or data that are NaNs with them, a loop may skip each iteration. Others clear gradients
+        several times in one, for several tasks, so this may be the middle of an iteration. Therefore nothing of it counts: the
+        group comes in at the vote that follows.
+        """
         now = self._client.view()
-        if not (now.warms_up and now.is_in_step and self._has_computed):
+        if not (now.warms_up and now.is_in_step):
             return False
-        self._num_unvoted += 1
-        self._has_computed = False
-        if self._num_unvoted < 2 or not self._may_come_in():
-            return False
-        self._num_unvoted = 0
-        return True
+        self.graphs.clears()
+        # Else a loop whose forward passes are not seen may be about to go back through the weights.
+        is_whole = self._has_computed or self._has_reduced or not self._registry.has_gradients()
+        self._has_computed = self._has_reduced = False
+        self._num_unvoted += is_whole
+        is_due = (
+            self._num_unvoted >= _UNVOTED and self._num_unvoted.bit_count() == 1
+        )  # the less often, the longer it goes on
+        return is_due and is_whole and self._may_come_in()
 
     def _come_in(self) -> None:
         """Wait, at the end of an iteration that did not count, until this rank holds the newest state.
 
         It returns without one if nobody is at work who holds it, or this group leaves. Raises as `start`.
         """
+        # An optimizer that asks in its own step whether it counts, as torchtitan's container, has taken it to step.
+        if self._registry.lock.held_for_step():
+            self._registry.lock.release_write()
         self._is_at_end, started = True, time.monotonic()
         try:
             while (now := self._client.view()).is_behind and not now.is_leaving:
@@ -308,8 +385,7 @@ class Steps:
         finally:
             self._is_at_end = False
         now = self._client.view()
-        if not now.is_behind and now.came_in:
-            self._came_in.take(now.version)
+        if now.came_in:
             took_s = time.monotonic() - started
             logger.info("%s has come in to step %d after %.2f s", self._client.replica_id, now.version.step, took_s)
 
@@ -327,19 +403,26 @@ class Steps:
             if agree is not None:
                 agree(None)
             return
-        is_whole, moved = self._came_in.put_back(self._client.view().version, goes_on=goes_on, agree=agree)
-        if not moved:
+        is_whole, why = False, ""
+        try:
+            is_whole = self._came_in.put_back(self._client.view().version, goes_on=goes_on, agree=agree)
+        except CoordinationError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a state function raises: what is here is no state
+            why = f" ({error})"
+        finally:  # also if it was interrupted
+            if not is_whole:
+                self._came_in.forget()
+                self._client.load_torn()
+        if is_whole and not self._came_in.moved:
             return
-        what = "it is put back" if is_whole else "that cannot be put back: it is received again"
         logger.warning(
             "%s: after should_commit had returned False the loop has changed what belongs to a step (%s): %s. Change it only if"
             " the step counts",
             self._client.replica_id,
-            name_some(moved),
-            what,
+            name_some(self._came_in.moved) or "what its state functions return",
+            "it is put back" if is_whole else f"that cannot be put back{why}: it is received again",
         )
-        if not is_whole:
-            self._client.load_torn()
 
     def _agree_to_put_back(self, loads: bool | None) -> bool:
         """Return whether the ranks of this group load the state that they came in with again. None: this one cannot."""
@@ -354,7 +437,7 @@ class Steps:
         """Ask for a quorum, and do what comes before the forward pass."""
         self._learn_leaves()
         layout = self._registry.layout()
-        has_to_wait, prepared, parts = self._prepare(wishes, is_sharded=layout.is_sharded)
+        has_to_wait, prepared, parts = self._prepare(wishes)
         self._ask(wishes, layout, prepared, parts, can_serve=self._can_serve(wishes, prepared))
         self._is_planned = is_planned = threading.Event()
         self._quorum = self._worker.submit(self._run_quorum, prepared, limit)
@@ -368,7 +451,7 @@ class Steps:
         """Whether the state stays as it is until the quorum is there."""
         return (not self._use_async_quorum and wishes.waits is not False) or self._registry.is_explicitly_locked
 
-    def _prepare(self, wishes: StepWishes, *, is_sharded: bool) -> tuple[bool, Prepared, list[StateShown]]:
+    def _prepare(self, wishes: StepWishes) -> tuple[bool, Prepared, list[StateShown]]:
         """Return whether to wait for the quorum, what it will need of the state that is here, and what is shown of it."""
         now, registry, began_at = self._client.view(), self._registry, time.monotonic()
         has_to_wait, has_to_capture = self._client.wants()
@@ -380,16 +463,10 @@ class Steps:
         self._transport.advance_to(now.version.step)
         has_pending_request = self._transport.has_pending_request(now.version.step)
         can_capture_later = self._can_capture_later(wishes)
-        # What arrives for sharded tensors takes its layout from those that are here, and named tuples and enums their classes.
-        needs_local = now.is_behind and (is_sharded or self._healing.needs_local)
         # In an outer loop the script goes on at once: what is captured later would be of another place of it than it says.
-        captures = has_to_capture or has_pending_request or needs_local or registry.trains_apart
+        captures = has_to_capture or has_pending_request or registry.trains_apart
         captures = ((captures and not can_capture_later) or is_shown) and not self._has_written
-        # First, as a state_dict function may refresh tensors that it has handed out before: what is served is captured last.
-        receiving = registry.capture_to_receive() if captures and is_sharded and now.is_behind else None
         captured = registry.capture_to_serve() if captures else None
-        if captured is not None and receiving is None:
-            receiving = captured.state
         is_compared = now.version.proven and wishes.contributes and not self._has_written
         leaves: list[CheckedLeaf] = []
         if is_shown or (is_compared and (now.is_checked or now.shows is not Shows.NOTHING)):
@@ -398,10 +475,9 @@ class Steps:
         parts: list[StateShown] = []
         if is_shown and captured is not None:
             parts = [self._show(leaves, now)]
-            self._serving.serve_ahead(now.version, captured)
+            self._serving.serve_shown(now.version, captured)
         prepared = Prepared(
             captured=captured,
-            receiving=receiving,
             counted=[] if captured or can_capture_later else registry.count_writes(),
             trainer_waits=has_to_wait,
             is_untouched=not self._has_computed,
@@ -431,7 +507,7 @@ class Steps:
         registry = self._registry
         in_loop = registry.is_used_by_loops and wishes.waits is None and not self._has_computed
         can_load = in_loop or (registry.trains_apart and self._follows_decision)
-        return can_load and self._transport.gives_live_state and wishes.contributes and not registry.is_empty
+        return can_load and self._transport.uses_memory_of_state and wishes.contributes and not registry.is_empty
 
     def _show(self, leaves: Sequence[CheckedLeaf], now: ReplicaView) -> StateShown:
         size = self._rank_config.group_world_size
@@ -451,20 +527,18 @@ class Steps:
         reach_s: float | None = None
         can_follow = gains = False
         if self._client.view().is_behind:
-            held = prepared.receiving if prepared.captured is None else prepared.captured.state
-            num_bytes, changing_bytes = registry.sizes(held)
+            num_bytes, changing_bytes = registry.sizes(None if prepared.captured is None else prepared.captured.state)
             if self._client.view().torn:
                 healing.distance.lost()
             lacking_bytes = healing.distance.lacking_bytes(num_bytes, changing_bytes)
             reach_s = healing.expected_s(lacking_bytes)
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
-            can_follow = is_able and reach_s is not None
+            can_follow = is_able
             gains = healing.distance.gains(num_bytes, changing_bytes)
         facts = StepFacts(
             can_serve=can_serve,
             store_address=self._rank_config.store_address,
-            compares=registry.is_used_by_loops,
             reach_s=reach_s,
             guesses=healing.guesses,
             can_follow=can_follow,
@@ -472,15 +546,13 @@ class Steps:
             load_s=healing.load_s,
             stood_s=prepared.stood_s,
             shown=parts,
-            is_first_of_kind=self._sharing.is_first_of_kind,
             kind=self._kind(),
             at_end=self._is_at_end,
             top_s=self._top_s,
-            loads_first=bool(self.graphs.spans_steps),
+            computes_alone=self._rests_on_another_state,
             needs_weights=self._needs_weights and not self._is_at_end,
         )
         request = self._client.begin(wishes, facts)
-        self._sharing.is_first_of_kind = False
         self._asked_with = layout.digest, frozen
         self._client.send(
             msgspec.structs.replace(
@@ -527,8 +599,8 @@ class Steps:
                 self._is_planned.wait()
             if waits_for_group or (self._quorum is not None and self._quorum.done()):
                 self.wait_quorum()
-            if not self._has_computed:  # else that was not of the state that arrives, which is loaded at the vote
-                self._recovery.load_in_time()
+            if not self._has_computed:  # else that was not of the state that arrives
+                self._recovery.load()
 
     def wishes_before_forward(self) -> StepWishes | None:
         """Return what a step has to begin with before a forward pass; None: none has to begin. See `Manager.ensure_step`."""
@@ -699,18 +771,10 @@ class Steps:
         formed = plan.formed
         self._own.found = formed.common, formed.own
         self._note_quorum(formed)
-        budget_s = formed.join_budget_s
-        self._collectives.begin_step(
-            None if budget_s is None else max(budget_s, formed.patience_s), is_new_quorum=plan.configure
-        )
-        if self._transport.needs_process_group:
-            self._move_over_group(plan, prepared)
-            return
+        self._collectives.begin_step(is_new_quorum=plan.configure)
         if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY and not plan.load):
             self._serving.serve(formed, prepared.captured, formed.destinations, prepared.counted)
         self._recovery.begin(plan, prepared)
-        if formed.warms_up and self._follows:
-            self._healing.probe(formed)
         if plan.configure:
             self._is_planned.set()
             self._configure(formed)
@@ -742,28 +806,6 @@ class Steps:
                 participating_rank=now.participating_rank,
             )
         )
-
-    def _move_over_group(self, plan: StepPlan, prepared: Prepared) -> None:
-        """Connect, then serve and receive by a transport that uses the process group. On the quorum thread, to the end."""
-        formed, limit = plan.formed, self._timeouts.collective
-        if plan.configure:
-            self._configure(formed)
-        registry = self._registry
-        can_receive = prepared.receiving is not None or prepared.trainer_waits
-        can_receive = can_receive or registry.is_explicitly_locked or not registry.is_sharded
-        can_receive = can_receive and formed.replica_rank < formed.replica_world_size
-        try:
-            destinations = agree_who_sends(self._process_group, formed, limit, wants=plan.load and can_receive)
-        except (ProcessGroupError, RuntimeError) as error:
-            self._client.note_collective_error(error)
-            destinations, can_receive = [], False
-        if destinations:
-            self._serving.serve(formed, prepared.captured, destinations, prepared.counted)
-        if plan.load and not can_receive:
-            self._recovery.refuse(formed, "its state cannot be received over the process group in this step")
-            return
-        self._recovery.begin(plan, prepared, timeout=limit)
-        self._healing.has_arrived(limit.total_seconds())  # or not: then it is found at the vote
 
     def _configure(self, formed: QuorumFormed) -> None:
         with record_function("torchft::manager::_pg::configure"):
@@ -804,6 +846,7 @@ class Steps:
     def allreduce(self, tensor: torch.Tensor, codec: Codec | None, reduce_op: ReduceOp.RedOpType) -> Work:
         """See `Manager.allreduce`. Any thread."""
         client = self._client
+        self._has_reduced = True
         if client.error() is None:
             self._wait_quorum()
         now = client.view()
@@ -861,10 +904,12 @@ class Steps:
         self._end(vote, outcome, reason)
         self._taking.leaves(self)
         is_committed = self._is_committed
-        self._num_unvoted = 0
+        self._num_unvoted, self._rests_on_another_state, self._has_reduced = 0, False, False
         if not is_committed and self._may_come_in():
             self._come_in()
             self._is_committed = False
+            if (now := self._client.view()).came_in:
+                self._came_in.take(now.version)
         self._ended_at = time.monotonic()
         return is_committed
 
@@ -888,21 +933,13 @@ class Steps:
     def cast_vote(self) -> None:
         """See `Manager.cast_vote`. Any thread."""
         self.wait_quorum()
-        if not self._recovery.is_pending and self._vote is None:
+        if self._vote is None:
             # The caller's stream has waited; the device may be busy with the next step.
             self._cast_vote(synchronize=False)
 
     def _cast_vote(self, *, synchronize: bool) -> CommitVote:
         self._collectives.wait_all()
         self._ask_device(synchronize=synchronize)
-        if self._recovery.is_pending and not self.graphs.is_open:  # else the others go on without this group
-            try:
-                self._recovery.load(before_forward=False)
-            except Exception as error:
-                # Without a vote the others would learn of it by the next request, and may still be in the last collective then.
-                self._client.note_error(error)
-                self._send_vote()
-                raise
         return self._send_vote()
 
     def _send_vote(self) -> CommitVote:
@@ -916,13 +953,15 @@ class Steps:
         self._clearing.decided(committed=outcome is Outcome.COMMIT)
         self._followers.decided(counts=outcome is Outcome.COMMIT)
         self._has_computed = self._has_looked = False
-        self._saw_forward, self._sees_forward = self._sees_forward, False
+        self._seen_with -= {*self._sharing.ending}
+        self._seen_with |= {*self._sharing.ending} if self._sees_forward else set()
+        self._sees_forward = False
         if outcome is Outcome.COMMIT:
             if not self._registry.announces_steps:
                 self._client.took_step()  # when the optimizers step, nobody says
             self._own.batches_committed += now.num_participants
             if not now.serves_learners:
-                self._serving.withdraw()  # a joiner that has not received this state by now was left behind
+                self._serving.withdraw()  # who has not received this state by now gets a later one
         took_s, name = time.monotonic() - self._started_at, self._client.replica_id
         self._events.add(
             StepCommitted(
@@ -949,9 +988,14 @@ def _makes_state(optimizer: torch.optim.Optimizer) -> bool:
     return not optimizer.state and not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups)
 
 
+def _is_in_backward() -> bool:
+    """Whether this thread computes a part of a backward pass, as in a hook of it."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def _as_long_as_others(limit: timedelta, now: ReplicaView) -> timedelta:
-    """Return how long to wait for the members: they may be as far apart as their ways here were long, and some may join."""
+    """Return how long to wait for the members: they may be as far apart as their ways here were long."""
     formed = now.quorum
     if formed is None:
         return limit
-    return max(limit, timedelta(seconds=formed.patience_s)) + timedelta(seconds=formed.join_wait_s)
+    return max(limit, timedelta(seconds=formed.patience_s))

@@ -33,7 +33,6 @@ from torchft_ckpt.core.coordination.messages import (
     LeaveAt,
     LeavesWanted,
     LetGo,
-    Loading,
     LoadState,
     LocateState,
     LostAsked,
@@ -47,9 +46,7 @@ from torchft_ckpt.core.coordination.messages import (
     RankToGroup,
     Refused,
     ReplicasDiffer,
-    StallReport,
     StateArrived,
-    StateLate,
     StateLocated,
     StateVersion,
     clip,
@@ -120,7 +117,6 @@ class StepClient:
         events: gets the loss of groups that train with this one.
         answer_leaves: says which leaves of the state have which digests, when the lighthouse asks.
         on_leaving: called with what says that this group is to leave, or has left; it must not block.
-        on_kept: called while this group warms up, with the state that others keep for it; it must neither block nor call this.
     """
 
     def __init__(
@@ -151,6 +147,9 @@ class StepClient:
         self._plan: StepPlan | None = None
         self._answer: CommitDecided | CommitUnknown | None = None
         self._pending: QuorumPending | None = None
+        self._held_until = self._held_s = 0.0
+        """Until then the quorum that this rank has asked for is held for others, as it was told last; and for so long it has been
+        and will be, all in all."""
         self._num_held = 0
         """The quorum that this rank has asked for is held for so many groups, and it has yet to serve them the state of now."""
         self._located: StateLocated | None = None
@@ -161,13 +160,10 @@ class StepClient:
         self.has_told_main_thread = False
         """A method has raised a `GroupLeftError` on the main thread."""
         self._error: ExceptionWithTraceback | None = None
-        self._is_stall_reported = False
         self._cleared: int | None = None
         self.is_overtaken = False
         """The open step cannot count. Its sources may have begun it again: they serve its state anew then, in a quorum that waits
         for this group."""
-        self.is_needed = False
-        """The others cannot train without this group, which follows them in the open step."""
         self.is_called = False
         """This group is a spare, and is to ask when it has a state: one of the others was lost, or another rank of it asks."""
         self._loading: list[LoadState] = []
@@ -233,11 +229,11 @@ class StepClient:
         self._plan = None
         self._answer = None
         self._pending = None
+        self._held_until = self._held_s = 0.0
         self._num_held = 0
         self._error = None
-        self._is_stall_reported = False
         self._cleared = None
-        self.is_needed = self.is_called = self.is_overtaken = False
+        self.is_called = self.is_overtaken = False
         self._loading = []
 
     def locate(self, until: float, *, has_finished: bool = False, **moves: bool) -> StateLocated | None:
@@ -274,7 +270,7 @@ class StepClient:
 
     def rest(self, until: float) -> bool:
         """Wait as a spare that has its state; return whether it is to ask now: it is called, or leaves. Raises as `pause`."""
-        return self._wait_for(lambda: self.is_needed or self.is_called or self.view().is_leaving, until)
+        return self._wait_for(lambda: self.is_called or self.view().is_leaving, until)
 
     def await_plan(
         self, limit: timedelta, retries: int | None, serve_held: Callable[[int], None] = lambda num_held: None
@@ -282,7 +278,7 @@ class StepClient:
         """Wait for the quorum, saying now and then what for.
 
         Args:
-            limit: of one attempt.
+            limit: of one attempt. The time for which the quorum is held for others is no part of it.
             retries: attempts after the first, None: no end.
             serve_held: called if the quorum is held for so many others, which come for the state of now.
 
@@ -290,7 +286,7 @@ class StepClient:
             QuorumTimeoutError: no attempt is left.
         """
         started = time.monotonic()
-        give_up_at = float("inf") if retries is None else started + limit.total_seconds() * (retries + 1)
+        most_s = float("inf") if retries is None else limit.total_seconds() * (retries + 1)
         say_at = started + PENDING_LOG_S / 5
         with self._changed:
             while self._plan is None:
@@ -303,11 +299,13 @@ class StepClient:
                     finally:
                         self.lock.acquire()
                     continue
-                now = time.monotonic()
+                now, held_s = time.monotonic(), self._held_s
                 reason = self._pending.reason if self._pending is not None else self.link.waiting_for()
+                give_up_at = started + most_s + held_s
                 if now >= give_up_at:
+                    held = f", besides {held_s:.1f} s for which it was held for others," if held_s else ""
                     raise QuorumTimeoutError(
-                        f"no quorum within {now - started:.1f} s ({reason}); quorum_timeout is"
+                        f"no quorum within {now - started - held_s:.1f} s{held} ({reason}); quorum_timeout is"
                         f" {limit.total_seconds():g} s, quorum_retries {retries}",
                         party=self.replica_id,
                     )
@@ -335,18 +333,6 @@ class StepClient:
             if self._plan is not None and self._plan.formed is formed and replica.error is None:
                 replica.configure_finished()
 
-    def loads_before_forward(self, formed: QuorumFormed, within_s: float) -> bool:
-        """Wait at most so long for the state to be at all ranks of this group; return whether they load it now.
-
-        All ranks return the same.
-        """
-        heard = self._loading
-        give_up_at = time.monotonic() + within_s
-        if not self._wait_for(lambda: bool(heard), give_up_at):
-            self.send(StateLate(request_id=formed.request_id))
-            self._wait_for(lambda: bool(heard), give_up_at + GIVE_UP_GRACE_S)
-        return bool(heard) and heard[0].loading is Loading.NOW
-
     def await_loading(self, limit: timedelta) -> None:
         """Wait until all ranks of this group have fetched the state.
 
@@ -356,13 +342,13 @@ class StepClient:
         """
         heard = self._loading
         give_up_at = time.monotonic() + limit.total_seconds()
-        if not self._wait_for(lambda: bool(heard) and heard[-1].loading is not Loading.LATER, give_up_at):
+        if not self._wait_for(lambda: bool(heard), give_up_at):
             raise TransferTimeoutError(
                 f"not all ranks of this group had fetched the state within {limit.total_seconds():g} s",
                 self.replica_id,
             )
-        if heard[-1].loading is Loading.NEVER:
-            raise SourceLostError(f"no rank of this group loads the state: {heard[-1].reason}", self.replica_id)
+        if heard[-1].failure:
+            raise SourceLostError(f"no rank of this group loads the state: {heard[-1].failure}", self.replica_id)
 
     def agree_to_load_again(self, limit: timedelta, *, loads: bool, failure: str = "") -> bool:
         """Tell the other ranks whether this one loads the state again that all of them have loaded; return whether one does.
@@ -378,14 +364,9 @@ class StepClient:
             self._wait_for(lambda: len(heard) > num_heard, give_up_at)
         if len(heard) == num_heard:
             raise TransferTimeoutError("not all ranks of this group have said whether they load again", self.replica_id)
-        if heard[-1].loading is not Loading.NOW:
-            raise SourceLostError(f"no rank of this group loads the state again: {heard[-1].reason}", self.replica_id)
+        if heard[-1].failure:
+            raise SourceLostError(f"no rank of this group loads the state again: {heard[-1].failure}", self.replica_id)
         return heard[-1].loads
-
-    @property
-    def group_loads(self) -> bool:
-        """Whether a rank of this group loads what all of them have fetched, so that all do; once `await_loading` has returned."""
-        return bool(self._loading) and self._loading[-1].loads
 
     def load_torn(self) -> None:
         """Loading failed half-way."""
@@ -444,17 +425,6 @@ class StepClient:
         if is_first:
             ends = "it was issued after the vote, the step stands" if is_late else "the step will be discarded"
             logger.info("%s: a collective failed, %s: %s", self.replica_id, ends, error)
-
-    def report_stall(self) -> None:
-        """Tell the lighthouse, once in a step, that a collective waits too long for a joiner."""
-        with self._changed:
-            now = self.view()
-            formed = now.quorum
-            if formed is None or self._is_stall_reported or now.phase is not StepPhase.TRAINING:
-                return
-            self._is_stall_reported = True
-        logger.warning("%s: a collective waits longer than join_budget for a joiner", self.replica_id)
-        self.send(StallReport(quorum_id=formed.quorum_id, step=formed.version.step))
 
     def report_wait(self, issued: Issued, *, deviates: bool = False) -> bool:
         """Tell the lighthouse that this rank waits in a collective of the step, or (`deviates`) for its start.
@@ -684,15 +654,13 @@ class StepClient:
             if self._plan is not None and self._plan.formed.request_id == message.request_id:
                 self._loading.append(message)
         elif isinstance(message, QuorumPending):
-            self._pending = message
+            self._pending, now = message, time.monotonic()
+            self._held_s += now + message.held_s - max(self._held_until, now)
+            self._held_until = now + message.held_s
         elif isinstance(message, Needed):
-            if replica.follows and message.when_close:
+            if replica.follows:
                 self.is_called = True
                 logger.info("%s is called: %s", self.replica_id, message.reason)
-            elif replica.follows:
-                self.is_needed = True
-                logger.info("%s stops following, the others need it: %s", self.replica_id, message.reason)
-                return "", True
         elif isinstance(message, LetGo):
             if replica.follows:  # it computes no step at whose end it could leave
                 replica.left_between_steps()

@@ -6,7 +6,8 @@ what it trains (in the first inner step, where no forward pass is seen), not whe
 functions may use the name that `as` binds.
 
 - A replica that comes to a running job, or fell behind, catches up beside the others' inner steps: global parameters and
-  outer optimizers come from the others' backups. Then it waits for their next round, adds nothing to it, and takes its outcome:
+  outer optimizers come from the others' backups. Then it waits for their next round, the quorum of which is held for it while
+  it lacks what that begins with. It adds nothing to that round, and takes its outcome:
   it is bit-equal then, and at the same place of the schedule. Where the script has registered state of its own (a learning-rate
   schedule, say), the first inner steps here change nothing: they bring the script to where the others are.
 - A round that fails is tried again at once with those who are left, `round_retries` times; nothing is lost then. If that
@@ -494,6 +495,7 @@ class OuterLoop(Generic[F]):
                 manager.start_quorum(contributes=False, wait=True)
                 if self._was_loaded:
                     self._go_to_backup()
+                    self._begin_rounds()  # one that is discarded goes back to here
                 if manager.is_counted():
                     if self._begins_here():
                         break
@@ -509,12 +511,15 @@ class OuterLoop(Generic[F]):
             if self._num_loads != loads_before or left_over is not None:
                 self._left_over = manager.place  # the state is the others', and the next attempt may load nothing
             raise
-        for fragment in self._fragments:
-            fragment.begin_round()
+        self._begin_rounds()
         self._is_in_job = True
         self._outer_settings.num_rounds = 0
         self._begin_round()
         manager.offer_state()
+
+    def _begin_rounds(self) -> None:
+        for fragment in self._fragments:
+            fragment.begin_round()
 
     def _follow(self, place: RoundPlace) -> None:
         """Bring the script to where the others are, from the place at which they handed out its state."""

@@ -28,8 +28,8 @@ def dataset() -> TensorDataset:
 @idiom(
     "Take the batch by the step (an index into the data)",
     DATA,
-    "A step then trains on the same samples, whatever was discarded before it. A group that heals reads the"
-    " samples of step 0 once, which adds nothing.",
+    "A step then trains on the same samples, whatever was discarded before it. A group that comes back reads"
+    " other samples in its first iteration, which does not count.",
 )
 def batch_by_step(job: Job) -> None:
     model, data = mlp(), dataset()
@@ -131,8 +131,8 @@ def log_loss(job: Job) -> None:
 @idiom(
     "Average metrics over the groups (manager.allreduce)",
     DATA,
-    "Average them in the step: between `zero_grad` and `step`, the same number of values in all groups. A"
-    " group that heals adds zeros.",
+    "Average them in the step: between `zero_grad` and `step`, the same number of values in all groups."
+    " A group gets its own values back in an iteration that it computes alone.",
 )
 def averaged_metrics(job: Job) -> None:
     model = mlp()
@@ -157,7 +157,7 @@ def averaged_metrics(job: Job) -> None:
 @idiom(
     "The largest or smallest value over the groups (allreduce with MAX or MIN)",
     DATA,
-    "The result is over the groups that contribute. A group that heals does not change it.",
+    "The result is over the groups that contribute.",
     was="a group that healed took part with zeros, so the smallest of positive values was 0",
 )
 def extreme_metrics(job: Job) -> None:
@@ -267,7 +267,7 @@ def shared_randomness(job: Job) -> None:
 @idiom(
     "Register the state of a random generator",
     DATA,
-    "A group that heals goes on with its source's numbers. Draw only if the step counted, or draw after"
+    "A group that comes back goes on with its source's numbers. Draw only if the step counted, or draw after"
     " `zero_grad` in all groups.",
 )
 def registered_generator(job: Job) -> None:

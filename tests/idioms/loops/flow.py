@@ -250,8 +250,7 @@ def uneven_batches(job: Job) -> None:
 @idiom(
     "Weigh each group's loss by its number of tokens",
     FLOW,
-    "Before the backward pass, sum the tokens of the groups that contribute (`manager.allreduce` with SUM). A"
-    " group that heals adds none.",
+    "Before the backward pass, sum the tokens of the groups that contribute (`manager.allreduce` with SUM).",
 )
 def weigh_by_tokens(job: Job) -> None:
     model = mlp()

@@ -275,6 +275,26 @@ def gradient_surgery(job: Job) -> None:
         optimizer.step()
 
 
+@idiom("Gradients of ten tasks, cleared before each backward pass, combined by hand (GradVac)", GRADIENT)
+def surgery_by_task(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        found: list[list[torch.Tensor]] = []
+        for task in range(10):
+            with ddp.no_sync():
+                loss = (task + 1) * error(ddp, job.batch())
+                optimizer.zero_grad()
+                loss.backward()
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for parameter, gradients in zip(model.parameters(), zip(*found, strict=True), strict=True):
+            parameter.grad = torch.stack(gradients).mean(0)
+            manager.allreduce(parameter.grad)
+        optimizer.step()
+
+
 @idiom(
     "Send the gradients as bytes (should_quantize)",
     GRADIENT,

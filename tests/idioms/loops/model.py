@@ -228,6 +228,19 @@ def lora_adapters_only(job: Job) -> None:
         optimizer.step()
 
 
+@idiom("train() and eval() in turn, both with gradients (RL, frozen BatchNorm)", MODEL)
+def modes_in_turn(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(model=model, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        ddp.train(job.step % 2 == 0)
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
 @idiom(
     "Progressive unfreezing: parameters frozen by lr or by a zero gradient until a step",
     MODEL,
@@ -250,7 +263,7 @@ def unfreeze_by_lr(job: Job) -> None:
 @idiom(
     "Progressive unfreezing: requires_grad and a new DDP at a step",
     MODEL,
-    "A group that returns learns the step when it heals, and unfreezes then.",
+    "A group that returns learns the step with the state, and unfreezes then.",
     was="the group that came back, still frozen, ended with an error at every restart",
 )
 def unfreeze_by_flag(job: Job) -> None:

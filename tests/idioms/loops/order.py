@@ -17,14 +17,10 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 ORDER = Category.ORDER
-SAYS = "came to another state of step"
-READS = (
-    "Read the step after `zero_grad`, or expect a warning when a group comes back: what the loop made of the old value is loaded"
-    " from the others, before that group contributes."
-)
+READS = "A group that comes back has the others' state before its next iteration begins, so what it reads at the top is theirs."
 TAIL = (
-    "These lines belong to the step before `zero_grad`. They may come after it: a group that comes back lacks them once, is told"
-    " so, and loads what it lacks before it contributes."
+    "These lines belong to the step before `zero_grad`. They may come after it: a step begins with the forward pass, not with"
+    " `zero_grad`."
 )
 
 
@@ -44,7 +40,7 @@ def reads_at_top(name: str, *, manager: dict[str, Any], **options: Any) -> Calla
             loop(job, **manager)
 
         run.__name__ = f"{loop.__name__}{options.pop('suffix', '')}"
-        idiom(name, ORDER, READS, was="differed for ever, silently", says=SAYS, **options)(run)
+        idiom(name, ORDER, READS, was="differed for ever, silently", **options)(run)
         return loop
 
     return enter
@@ -116,7 +112,7 @@ def rate_of_next_read_at_top(job: Job) -> None:
                 group["lr"] = 1e-2 / (2 + step)
 
 
-@idiom("nanoGPT's order: `zero_grad`, then the count from which the learning rate comes", ORDER, TAIL, says=SAYS)
+@idiom("nanoGPT's order: `zero_grad`, then the count from which the learning rate comes", ORDER, TAIL)
 def count_after_zero_grad(job: Job) -> None:
     model, counter = mlp(), Box(iter_num=0)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -132,7 +128,7 @@ def count_after_zero_grad(job: Job) -> None:
         counter.iter_num += counts
 
 
-@idiom("torchtune's order: `step`, `zero_grad`, then the count and the schedule", ORDER, TAIL, says=SAYS)
+@idiom("torchtune's order: `step`, `zero_grad`, then the count and the schedule", ORDER, TAIL)
 def schedule_after_zero_grad(job: Job) -> None:
     model, counter = mlp(), Box(global_step=0)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -149,7 +145,7 @@ def schedule_after_zero_grad(job: Job) -> None:
             schedule.step()
 
 
-@idiom("diffusers' order: `step`, schedule, `zero_grad`, then the average of the weights", ORDER, TAIL, says=SAYS)
+@idiom("diffusers' order: `step`, schedule, `zero_grad`, then the average of the weights", ORDER, TAIL)
 def ema_after_zero_grad(job: Job) -> None:
     model, counter = mlp(), Box(global_step=0)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -171,10 +167,8 @@ def ema_after_zero_grad(job: Job) -> None:
 @idiom(
     "DINO's order: rates by its own count, teacher, student, a loss that averages its centre, `zero_grad`, the teacher's step",
     ORDER,
-    "The forward pass of `DistributedDataParallel` begins the step, so what the loss averages belongs to it. A group that comes"
-    " back adds nothing to the step for which it loads what it lacks: its teacher has computed something already.",
+    "The forward pass of `DistributedDataParallel` begins the step, so what the loss averages belongs to it.",
     was="a group that came in crashed in its backward pass, or each step was discarded",
-    says=SAYS,
     num_discards=3,
 )
 def dino(job: Job) -> None:
@@ -210,7 +204,6 @@ def dino(job: Job) -> None:
     "A diffusion trainer's order: accumulate, clip, `step`, `zero_grad`, count, then an average that counts by itself",
     ORDER,
     TAIL,
-    says=SAYS,
 )
 def diffusion(job: Job) -> None:
     model, counter = mlp(), Counter(step=0)

@@ -268,7 +268,7 @@ def odd_sync_every(job: Job) -> None:
 @idiom(
     "DiLoCo with a state of your own registered besides (a count of tokens)",
     OUTER,
-    "Compute it from `manager.current_step()`, after the first forward pass. A group that joins takes over a"
+    "Compute it from `manager.current_step()`, after the first forward pass. A group that comes back takes over a"
     " round's result in that pass. Its next inner step changes nothing.",
 )
 def diloco_with_own_state(job: Job) -> None:

@@ -211,14 +211,8 @@ def followed_by_hand(job: Job) -> None:
         scheduler.step()
 
 
-@idiom(
-    "manager.scheduler, stepped after the next zero_grad",
-    RATE,
-    "A group that joins would get the weights of one step with the learning rate of another.",
-    refused="ConfigError",
-    says="the next step begins, and the scheduler 'scheduler' has not followed",
-)
-def followed_too_late(job: Job) -> None:
+@idiom("manager.scheduler, stepped after the next zero_grad", RATE, compare="groups")
+def followed_after_zero_grad(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = job.manager(*states(model=model, sgd=sgd))

@@ -253,7 +253,7 @@ def model_zero_grad(job: Job) -> None:
 @idiom(
     "Wait for the quorum before the forward pass (use_async_quorum=False)",
     STEP,
-    "A group that returns then contributes at once.",
+    "A group that returns loads the state in the same place as without. Each step waits for its quorum.",
 )
 def synchronous_quorum(job: Job) -> None:
     model = mlp()
@@ -536,7 +536,7 @@ def gan(job: Job) -> None:
 @idiom(
     "A GAN whose generator goes back through samples of the critic's step (DCGAN)",
     STEP,
-    "A group that returns loads nothing between the two: its first steps add nothing.",
+    "A group that returns loads nothing between the two, but at the end of an iteration after which no backward pass is owed.",
     was="RuntimeError in the backward pass of a group that came back: weights had been loaded meanwhile",
     compare="groups",  # a group that comes back has drawn its first noise for a step of its own
 )

@@ -27,8 +27,6 @@ from torchft_ckpt.checkpointing.protocol import (
     MAX_PEERS,
     MAX_WAIT_S,
     PREFIX,
-    PROBE_BYTES,
-    PROBE_PATH,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
@@ -157,21 +155,6 @@ class SourceClient:
             # A source that does not hold the request until there is something to say is not asked all the time.
             pause_s = _PAUSE_S if time.monotonic() - asked_at < max(wait_s / 2, _PAUSE_S) else 0.0
         raise TransferCancelledError(f"fetch from {self.name}: it is over", party="receiver")
-
-    def receive_probe(self, scratch: memoryview) -> int:
-        """Receive zeros that are of no use but to measure the way; return how many.
-
-        Raises:
-            SourceRefusedError: the source sends none.
-            SourceLostError, TransferStalledError: the connection failed.
-        """
-        answer = self._connection.get(PROBE_PATH)
-        if answer.status != 200 or answer.length != PROBE_BYTES:
-            raise SourceRefusedError(f"source {self.name} answers a probe with {answer.status}", self.name)
-        answer.check_parts_follow()
-        for at in range(0, PROBE_BYTES, len(scratch)):
-            answer.read_into(scratch[: min(len(scratch), PROBE_BYTES - at)])
-        return PROBE_BYTES
 
     def fetch_digests(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
         """Return the digests of blocks; at most `MAX_DIGESTS` of them."""

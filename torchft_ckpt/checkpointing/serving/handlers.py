@@ -38,8 +38,6 @@ from torchft_ckpt.checkpointing.protocol import (
     MAX_WAIT_S,
     NONCE_DIGITS,
     PREFIX,
-    PROBE_BYTES,
-    PROBE_PATH,
     PROOF_PATH,
     PROVED_ANSWER_HEADERS,
     PROVED_REQUEST_HEADERS,
@@ -83,7 +81,6 @@ _FIRST_BYTES = 16 * 1024
 _LONG_BYTES = 1024 * 1024
 """A longer answer is proved beside the event loop."""
 _PIECE_BYTES = 128 * 1024
-_ZEROS = bytes(64 * 1024)
 MAX_GROUP = 4096
 _MAX_TOLD_RUNS = 4096
 _LONG_LOOK_S = 0.001
@@ -167,7 +164,6 @@ class CheckpointHandlers:
         app.router.add_post(step + "/parts/digests", self._part_digests)
         app.router.add_get(step + "/peers", self._peers)
         app.router.add_post(step + "/done", self._done)
-        app.router.add_get(PROBE_PATH, self._probe, allow_head=False)
         return app
 
     def wake_waiting(self) -> None:
@@ -289,32 +285,6 @@ class CheckpointHandlers:
         if request.headers.get(GROUP_HEADER, "").isdecimal():
             snapshot.expect(min(int(request.headers[GROUP_HEADER][:6]), MAX_GROUP))
         return await self._answer_manifest(request, snapshot)
-
-    async def _probe(self, request: web.Request) -> web.StreamResponse:
-        """Answer with zeros, as fast as states are sent in the long run: without the burst that is free after a pause."""
-        response = web.StreamResponse()
-        response.content_type = "application/octet-stream"
-        response.content_length = PROBE_BYTES
-        self._prove_answer(request, response, None)
-        burst = self._pace.hold_burst()
-        turns = Turns(self._pace, PROBE_BYTES)
-        left = PROBE_BYTES
-        try:
-            await response.prepare(request)
-            while left:
-                while wait_s := turns.wait_s():
-                    await asyncio.sleep(wait_s)
-                num_bytes = min(turns.left, left, len(_ZEROS))
-                await response.write(_ZEROS[:num_bytes])
-                turns.sent(num_bytes)
-                left -= num_bytes
-            await response.write_eof()
-        except OSError as error:
-            logger.debug("a probe was given up by the other side: %s", error)
-        finally:
-            turns.end()
-            self._pace.give_back(burst)
-        return response
 
     async def _answer_manifest(self, request: web.Request, snapshot: Snapshot) -> web.StreamResponse:
         client = _client(request)

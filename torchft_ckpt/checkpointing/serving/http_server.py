@@ -43,7 +43,7 @@ class ServerLimits(FrontLimits):
     """Limits of what clients may take of a checkpoint server.
 
     The rate is generous because an honest receiver is fast: it asks for at most 16 MiB at a time, so a machine that pulls at
-    200 Gbit/s over all its ranks makes 1,500 requests a second, and many joiners may sit behind one address. What is left
+    200 Gbit/s over all its ranks makes 1,500 requests a second, and many receivers may sit behind one address. What is left
     for a hostile one is a bounded part of one thread. One receiver uses at most 64 connections.
 
     Args:

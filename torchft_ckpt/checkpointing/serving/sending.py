@@ -206,16 +206,6 @@ class Pace:
             with self._lock:
                 self._bucket.reserve(-num_bytes, time.monotonic())
 
-    def hold_burst(self) -> int:
-        """Reserve what may be sent at once, as nobody has sent for a while; return its bytes, to be given back."""
-        if self._bucket is None:
-            return 0
-        with self._lock:
-            now = time.monotonic()
-            num_bytes = max(int(self._bucket.level(now)), 0)
-            self._bucket.reserve(num_bytes, now)
-            return num_bytes
-
     def reserve(self, most_bytes: int) -> tuple[int, float]:
         """Reserve the next piece, of so many bytes at most; return its bytes, and when it may be sent (`time.monotonic`)."""
         num_bytes, now = min(self._piece_bytes, most_bytes), time.monotonic()

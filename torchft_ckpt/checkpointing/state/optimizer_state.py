@@ -1,7 +1,7 @@
 """The state of optimizers: one that has not stepped yet is given the state that it will have, for as long as a template of it is
 captured; and what is loaded keeps the dtypes that it comes in.
 
-Most optimizers make their state in their first step. A replica that joins has none yet, so nothing here says which tensors,
+Most optimizers make their state in their first step. A replica that comes in has none yet, so nothing here says which tensors,
 of which dtype, on which mesh, the received ones are to become. PyTorch's `get_optimizer_state_dict` finds out by running
 `optim.step()`: hooks fire, counters move, and with a manager's hooks a lock is taken.
 

@@ -376,7 +376,7 @@ def _box_of(tensor: DTensor, path: str) -> Box | None:
     known = _known_boxes.get(mesh)
     if known is None:
         known = _known_boxes.setdefault(mesh, {})
-    # Meshes are equal whatever rank this is; a process that joins again may be another.
+    # Meshes are equal whatever rank this is; a process that comes back may be another.
     key = (None if coordinate is None else tuple(coordinate), tensor.shape, placements)
     if key in known:
         return known[key]

@@ -18,12 +18,12 @@ history             which states the job has had, who may still hold them, and w
 restart             what a restarted lighthouse learns from the members of the last quorum
 layouts             which groups can be in one quorum, by the layout of their tensors
 cold_start          which groups look for a state together when none of them has one
-deciding            how the step of a quorum goes: votes, collectives, late joiners, and the decision that all are told
+deciding            how the step of a quorum goes: votes, collectives, and the decision that all are told
 hold                for whom a quorum is held until they have its state, and for how long
-joining             how long those who train wait for one that joins
+joining             how long those who train stand still for one that comes in
 beside              the groups beside the quorum: who stays outside, what it is told and taught, and when it is called
-spares              when a spare joins the others, which it has followed so far
-learning            who follows the others outside of the quorum before it joins them
+spares              when a spare takes the place of one of the others, which it has followed so far
+learning            who follows the others outside of the quorum before it comes in
 leaving             when a group that is to leave may go
 patience            how long to wait before trying again
 speaking            which group writes for the job what all would write

@@ -1,13 +1,13 @@
 """The groups beside the quorum: those that compute their first step alone, that follow the others, and spares.
 
 This file decides who of those who ask stays outside, and what such a group is told; which state it is taught; and when it is
-called. Nobody waits for it. What a learner goes through: `learning`. How many spares are needed: `spares`. How long the others
-wait for one that joins: `joining`.
+called. Nobody waits for it, unless the quorum is held for it: `hold`. What a learner goes through: `learning`. How many spares
+are needed: `spares`. How long the others stand still for one that comes in: `joining`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
@@ -35,12 +35,11 @@ from torchft_ckpt.core.coordination.spares import Spares
 
 FOLLOWS_WITHIN_S = 10.0
 """So long, or as long as its own transfer takes, a group that would follow waits for another one to have received its state.
-Then it joins as one that cannot follow."""
+Then the quorum is held for it, as for one that cannot follow."""
 OUT_OF_TURN_S = 1.0
 OUT_OF_TURN_STEPS = 8
 """So long, and so many usual steps, a group stays outside until its loop is at the same optimizer as the others' loops."""
 MAX_KINDS = 64
-WARMS_UP = "it warms up: it computes its first step outside of the quorum, so that nobody waits for it"
 IS_SPARE = "it is a spare: it waits until a replica group is lost"
 LOADS_AT_END = "it lacks the newest state, and gets it at the end of an iteration that does not count"
 OUT_OF_TURN = (
@@ -64,99 +63,64 @@ class Beside:
     # ---------------------------------------------------------------------------------------------- who stays outside
 
     def should_warm_up(self, member: Member) -> bool:
-        """Whether a group that has computed nothing yet does so alone first: others are at work who can do without it.
-
-        One that loads at the end of an iteration alone does so whenever it is behind.
-        """
+        """Whether a group computes alone: it lacks the newest state, which others hold, or is in the middle of an iteration."""
         request = member.asked
-        if not request.loads_at_end:
-            return request.warms_up and self.may_learn_alone(member)
         is_able = request.allow_heal and request.can_load and not request.at_end and self._job.finished_step is None
-        is_behind = is_able and not self._job.goes_on_from(member.version) and self.others_hold(member)
-        return is_behind and member.replica_id not in self._job.apart()
+        is_behind = not self._job.goes_on_from(member.version) and self.others_hold(member)
+        return is_able and (is_behind or request.warms_up) and member.replica_id not in self._job.apart()
 
     def others_hold(self, member: Member) -> bool:
-        """Whether others hold the state from which the job goes on."""
+        """Whether others hold the state from which the job goes on.
+
+        If steps may be lost, one that does not come for as long as a quorum waits for it counts no more, be it alive.
+        """
+        patience_s = float("inf")
+        if self._job.allows_step_loss or self._job.settings.allow_step_loss:
+            patience_s = max(self._job.settings.join_timeout_s, member.asked.patience_s)
         return any(
             other is not member
             and not other.is_excused
             and self._job.goes_on_from(other.version)
-            and not (other.request is not None and other.asked.at_end)
+            and (not other.asked.at_end if other.request is not None else self._job.now - other.asked_at < patience_s)
             for other in self._job.staying()
         )
 
-    def may_learn_alone(self, member: Member) -> bool:
-        """Whether a group that asks can be a learner: it is behind, and others are at work who can do without it."""
-        if not member.asked.can_load:
-            return False
-        if self._job.finished_step is not None or self._job.holds_newest(member.version):
-            return False
-        at_work = self._job.others_at_work(member)
-        return len(at_work) >= self._job.min_trainers(at_work) and member.replica_id not in self._job.apart()
+    def set_aside(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str]]:
+        """Of those that ask for a step return who is admitted; and who stays outside, each with the reason.
 
-    def set_aside(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str], list[Member]]:
-        """Return the members that are admitted; those that stay outside, each with the reason; and which of these follow.
-
-        The others cannot wait for them now. If the admitted members would be too few, all are admitted.
+        If the admitted members would be too few, all are admitted.
         """
-        best = max((m.version for m in candidates if self._job.history.is_valid(m.version)), default=None)
-        is_known_here = any(m.version == best and not m.asked.unverified for m in candidates)
-        joining = {
-            member.replica_id
-            for member in candidates
-            if member.replica_id not in self._job.quorum_members
-            and (member.version != best or (member.asked.unverified and is_known_here))
-        }
         idle = {m.replica_id for m in candidates if self._is_idle_spare(m)}
-        # Who was given the state at the end of its iteration was tried before that.
-        came_in = {m.replica_id for m in candidates if m.asked.loads_at_end and m.version == best}
-        in_debt = self._joining.in_debt(m for m in candidates if m.replica_id not in idle | came_in)
-        joining |= idle | {m.replica_id for m in in_debt}
-        budget_s = min((m.asked.join_budget_s for m in candidates if m.replica_id not in joining), default=0.0)
-        following = [
-            m
-            for m in candidates
-            if m.replica_id in joining
-            and should_follow(m.asked, self._joining.usual_s, stays=m.replica_id in idle)
-            and (m.replica_id in idle or not self._waits_in_vain(m, now))
-        ]
-        reasons = {m.replica_id: self._joining.why_out(m, budget_s, now) for m in candidates if m.replica_id in joining}
-        reasons |= dict.fromkeys(idle, IS_SPARE)
-        reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
-        tried = [m.replica_id for m in in_debt if not reasons[m.replica_id]]
+        others = [m for m in candidates if m.replica_id not in idle]
+        in_debt = self._joining.in_debt(others)
+        reasons = dict.fromkeys(idle, IS_SPARE)
+        reasons |= {m.replica_id: why for m in in_debt if (why := self._joining.why_owes(m, now))}
+        tried = [m.replica_id for m in in_debt if m.replica_id not in reasons]
         reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
-        late = self._out_of_turn([m for m in candidates if m.replica_id not in idle], now)
-        reasons |= {replica_id: reasons.get(replica_id) or OUT_OF_TURN for replica_id in late}
-        out = {replica_id: reason for replica_id, reason in reasons.items() if reason}
-        admitted = [member for member in candidates if member.replica_id not in out]
+        admitted = [m for m in candidates if m.replica_id not in reasons]
         is_at_work = self._job.quorum_members.keys() - self._job.waiting.keys()
-        holding = [member for member in candidates if member.replica_id not in joining]
-        if is_at_work and not admitted:
-            return admitted, out, following
-        if len(admitted) < self._job.settings.min_replicas or len(holding) < self._job.min_trainers(holding):
-            others = [member for member in candidates if member.replica_id not in idle]
-            if idle and best is None and len(others) >= self._job.min_trainers(others):
-                return (
-                    others,
-                    {replica_id: out[replica_id] for replica_id in idle},
-                    [m for m in following if m not in others],
-                )
-            # Of those that could not come in before, no more than have to.
-            left_out = [m for m in in_debt if reasons[m.replica_id] and m.replica_id not in late]
-            needed = [m for m in candidates if m not in left_out and m.replica_id not in late]
-            while left_out and len(needed) < self._job.min_trainers(needed):
-                needed.append(left_out.pop(0))
-            return needed, {m: reasons[m] for m in (*late, *(m.replica_id for m in left_out))}, []
-        return admitted, out, following
+        if not admitted and is_at_work:
+            return admitted, reasons
+        # Of spares, and of those that could not come in before, no more than have to.
+        more = [*(m for m in candidates if m.replica_id in idle), *(m for m in in_debt if m not in admitted)]
+        while more and len(admitted) < self._job.min_trainers(admitted):
+            admitted.append(more.pop(0))
+        return admitted, {m.replica_id: reasons[m.replica_id] for m in more}
 
     def at_end(
-        self, members: Collection[Member], holding: Collection[Member], now: float
+        self,
+        members: Collection[Member],
+        holding: Collection[Member],
+        why_not: Mapping[str, str],
+        now: float,
+        *,
+        are_needed: bool,
     ) -> tuple[list[Member], dict[str, str]]:
-        """Of those that ask at the end of an iteration return who follows; and who stays outside in any case, with the reason.
+        """Of those that ask at the end of an iteration return who follows; and who stays outside, each with the reason.
 
-        `holding`: ask for the step with the newest state.
+        `holding`: ask for the step with the newest state. `why_not`: why these do not wait for a member now; empty: they do.
+        `are_needed`: no step can count without them.
         """
-        are_needed = len(holding) < self._job.min_trainers(holding)
         idle = {m.replica_id for m in members if not are_needed and self._is_idle_spare(m)}
         following = [
             m
@@ -168,6 +132,7 @@ class Beside:
         reasons = dict.fromkeys(late, OUT_OF_TURN)
         reasons |= dict.fromkeys(idle, IS_SPARE)
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
+        reasons = {m.replica_id: why for m in members if (why := reasons.get(m.replica_id) or why_not[m.replica_id])}
         tried = [m.replica_id for m in self._joining.in_debt(m for m in members if m.replica_id not in reasons)]
         reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
         return following, reasons
@@ -186,7 +151,7 @@ class Beside:
         late = []
         patience_s = OUT_OF_TURN_S + OUT_OF_TURN_STEPS * self._joining.usual_s
         for member in candidates if known else ():
-            came_in = member.asked.loads_at_end and self._job.holds_newest(member.version)  # in its turn, at its end
+            came_in = self._job.holds_newest(member.version)  # in its turn, at its end
             is_in_turn = member.replica_id in self._job.quorum_members or member.asked.kind in known or came_in
             if len(self._kinds) < 2 or is_in_turn or not member.asked.can_load:
                 member.out_of_turn_since = None
@@ -205,7 +170,7 @@ class Beside:
         return len(self._kinds) > 1 and member.replica_id not in self._job.quorum_members
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
-        """Whether a group that would follow has waited so long for another one to have its state that it joins otherwise."""
+        """Whether a group that would follow has waited so long for another one to have its state that it comes in otherwise."""
         patience_s = max(FOLLOWS_WITHIN_S, member.asked.reach_s or 0.0)
         return now - member.asked_at >= patience_s and self._is_teaching(now, beside=member)
 
@@ -251,27 +216,13 @@ class Beside:
             reason = "the job is over" if is_over else f"{here}, and it is a spare"
             if member.is_beside and not member.warms_up and not member.is_called:
                 member.is_called = is_over
-                yield Send(member.connection, Needed(reason=clip(reason), when_close=True))
+                yield Send(member.connection, Needed(reason=clip(reason)))
             if not is_over:
                 yield Log(f"{member.replica_id} is called: {reason}")
 
-    def call_learners(self) -> Iterator[Instruction]:
-        """Tell those that follow to ask, if the others have become too few to train."""
-        staying = [m for m in self._job.staying() if not m.is_excused and not self.is_absent_spare(m)]
-        least = self._job.min_trainers(staying)
-        if not 0 < len(staying) < least:
-            return
-        for member in self._job.members.values():
-            if member.is_beside and not member.is_called:
-                member.is_called = True
-                here = name_some(m.replica_id for m in staying)
-                reason = f"{len(staying)} of at least {least} replica groups are here ({here})"
-                yield Log(f"{member.replica_id} is needed: {reason}")
-                yield Send(member.connection, Needed(reason=clip(reason)))
-
     # ----------------------------------------------------------------------------- who is taught, and what it is told
 
-    def let_warm_up(self, member: Member, now: float, why: str = WARMS_UP) -> Send:
+    def let_warm_up(self, member: Member, now: float, why: str = LOADS_AT_END) -> Send:
         holding = [other for other in self._job.others_at_work(member) if self._job.holds_newest(other.version)]
         sources = [other.as_source(rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
         return self._answer_outside_quorum(member, 0, why, now, sources=sources, warms_up=True)
@@ -377,7 +328,7 @@ class Beside:
     ) -> Send:
         """Let a member compute a step beside a quorum, which does not wait for it. It is a learner from now on.
 
-        `warms_up`: it receives nothing, and may measure the way to the sources. `follows`: it computes no step, but receives the
+        `warms_up`: it receives nothing. `follows`: it computes no step, but receives the
         state and asks again. `held`: as in `QuorumFormed`. `assignment`: of the quorum, if it is not that of the open step, or of
         the last one.
         """
@@ -391,7 +342,7 @@ class Beside:
         member.follows_until = now + SAY_EVERY_S if follows else now
         num_members = 0 if assignment is None else len(assignment.parts)
         version = StateVersion() if assignment is None else assignment.version
-        if warms_up and request.loads_at_end:  # no step of the job may be open, or the last one may be older
+        if warms_up:  # no step of the job may be open, or the last one may be older
             version = max(version, self._newest_version())
         formed = QuorumFormed(
             request_id=request.request_id,
@@ -410,7 +361,6 @@ class Beside:
             follows=follows,
             stays=follows and not held and self._is_idle_spare(member),
             held=held,
-            unverified=assignment is not None and assignment.unverified,
             newest_step=min(self._job.history.lasting_step, version.step) if held else self._job.history.lasting_step,
             common=[] if current is None else current.common,
             own=[] if current is None else current.own,

@@ -23,7 +23,7 @@ class ColdStartRole:
     """One group's place among those that look together."""
 
     role: Role
-    """IDLE; JOINER where others have a state."""
+    """IDLE; LEARNER where others have a state."""
     replica_rank: int
     replica_world_size: int
     store_address: str
@@ -67,7 +67,7 @@ def decide_cold_start(
     restored = [member.asked.version for member in asking if member.asked.restored]
     if held is not None or restored:
         version = max(restored) if held is None else held
-        parts = {member.replica_id: _alone(Role.JOINER, member) for member in members}
+        parts = {member.replica_id: _alone(Role.LEARNER, member) for member in members}
         return ColdStartDecision(reason=f"others hold step {version.step}", parts=parts, version=version)
     if asking:
         parts = {member.replica_id: _alone(Role.IDLE, member) for member in members}

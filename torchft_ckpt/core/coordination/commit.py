@@ -5,8 +5,7 @@ One decision is taken for all members together, so that no survivor is ever a st
 - every living member whose vote counts approved: the step is committed. The dead have no vote: what they contributed is
   already in the sum that the living hold;
 - voters that issued different collectives in the step have different sums, whatever they approve: it is discarded, for all;
-- joiners never decide. Those that approved in time commit with the others; those that did not are left behind. How long
-  the others wait for them is the caller's business (`Tally.all_voters_approved`, then `close`).
+- a member that sits out never decides, and nobody waits for it.
 
 The same file holds the tally of a quorum that the lighthouse has no memory of, because it was restarted in between.
 """
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from torchft_ckpt.core.coordination.messages import (
+    VOTERS,
     CollectiveWait,
     CommitVote,
     LeaveWish,
@@ -25,7 +25,6 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     Role,
     clip,
-    name_some,
 )
 
 
@@ -53,23 +52,15 @@ class Tally:
     """Members that were lost in this step, also those that are back. Only grows."""
     undecided_voters: int = 0
     """Members whose vote counts and that neither voted nor were lost before the decision."""
-    undecided_joiners: int = 0
-    """Likewise, of those who join."""
     first_approval: str | None = None
     """The voter whose collectives are those of the step; it has approved."""
 
     def __post_init__(self) -> None:
-        self.undecided_voters = sum(role in (Role.HEALTHY, Role.INLINE) for role in self.roles.values())
-        self.undecided_joiners = sum(role is Role.JOINER for role in self.roles.values())
+        self.undecided_voters = sum(role in VOTERS for role in self.roles.values())
 
     @property
     def decided(self) -> bool:
         return self.verdict is not CommitDecision.PENDING
-
-    @property
-    def all_voters_approved(self) -> bool:
-        """Nothing but joiners is waited for."""
-        return not self.decided and self.undecided_voters == 0
 
     def cast(self, replica_id: str, vote: CommitVote) -> None:
         """Count a vote. A second vote of one member, and a vote of the lost, change nothing."""
@@ -77,7 +68,7 @@ class Tally:
             return
         self.votes[replica_id] = vote
         self._settle(replica_id)
-        is_voter = self.roles[replica_id] in (Role.HEALTHY, Role.INLINE)
+        is_voter = self.roles[replica_id] in VOTERS
         if is_voter and not vote.approve:
             self._decide(
                 CommitDecision.DISCARD, f"{replica_id}: {clip(vote.reason or 'voted against')}", broken=vote.broken
@@ -104,9 +95,7 @@ class Tally:
             return
         if replica_id not in self.votes:
             self._settle(replica_id)
-        if not any(
-            role in (Role.HEALTHY, Role.INLINE) and member not in self.lost for member, role in self.roles.items()
-        ):
+        if not any(role in VOTERS and member not in self.lost for member, role in self.roles.items()):
             self._decide(
                 CommitDecision.DISCARD,
                 f"no living voter is left, the last was {replica_id}: {clip(reason)}",
@@ -123,23 +112,6 @@ class Tally:
     def discard_all(self, reason: str) -> None:
         """A step that all approved does not count after all; its collectives are over."""
         self.verdict, self.reason = CommitDecision.DISCARD, reason
-
-    def close(self, reason: str = "the joiners' time is up") -> None:
-        """Stop waiting for joiners. Does nothing while a voter is waited for."""
-        if self.all_voters_approved:
-            waited_for = self.joiners_waited_for()
-            self.broken = self.broken or bool(waited_for)
-            self._decide(
-                CommitDecision.COMMIT, f"{reason}: without {name_some(waited_for)}" if waited_for else "all approved"
-            )
-
-    def joiners_waited_for(self) -> list[str]:
-        """Joiners that live and have not voted."""
-        return [
-            member
-            for member, role in self.roles.items()
-            if role is Role.JOINER and member not in self.votes and member not in self.lost
-        ]
 
     def outcome(self, replica_id: str) -> Outcome:
         """Return how the decided step ends for one member; a commit leaves all behind that are no members."""
@@ -165,16 +137,13 @@ class Tally:
         if self.decided:
             return
         open_roles = [role for m, role in self.roles.items() if m not in self.votes and m not in self.lost]
-        voters = sum(role in (Role.HEALTHY, Role.INLINE) for role in open_roles)
-        joiners = sum(role is Role.JOINER for role in open_roles)
-        if (self.undecided_voters, self.undecided_joiners) != (voters, joiners):
-            raise RuntimeError(
-                f"{voters} voters and {joiners} joiners are undecided, and counted are other numbers: {self}"
-            )
-        if voters + joiners == 0:
+        voters = sum(role in VOTERS for role in open_roles)
+        if self.undecided_voters != voters:
+            raise RuntimeError(f"{voters} voters are undecided, and counted is another number: {self}")
+        if voters == 0:
             raise RuntimeError(f"nobody is undecided, and the step is: {self}")
         for replica_id, role in self.roles.items():
-            vote = self.votes.get(replica_id) if role in (Role.HEALTHY, Role.INLINE) else None
+            vote = self.votes.get(replica_id) if role in VOTERS else None
             if vote is not None and not vote.approve and replica_id not in self.lost:
                 raise RuntimeError(f"{replica_id} is against the step, and it is not discarded: {self}")
 
@@ -182,14 +151,10 @@ class Tally:
         return self.first_approval is not None and vote.collectives != self.votes[self.first_approval].collectives
 
     def _settle(self, replica_id: str) -> None:
-        role = self.roles[replica_id]
-        if role in (Role.HEALTHY, Role.INLINE):
-            self.undecided_voters -= 1
-        elif role is Role.JOINER:
-            self.undecided_joiners -= 1
+        self.undecided_voters -= self.roles[replica_id] in VOTERS
 
     def _close_if_complete(self) -> None:
-        if self.undecided_voters == 0 and self.undecided_joiners == 0:
+        if self.undecided_voters == 0:
             self._decide(CommitDecision.COMMIT, "all approved")
 
     def _decide(self, verdict: CommitDecision, reason: str, broken: bool = False) -> None:

@@ -1,14 +1,14 @@
-"""This file runs the step of a quorum: votes, collectives that cannot finish, joiners that are late, and the decision for all.
+"""This file runs the step of a quorum: votes, collectives that cannot finish, and the decision for all.
 
 The lighthouse begins the step when a quorum has formed, and passes on what members say. What follows from the votes alone:
-`commit`. How long the others wait for one that joins: `joining`. What is known of the open step: `lighthouse_records.Round`.
+`commit`. What is known of the open step: `lighthouse_records.Round`.
 
 A decision stands. Who votes later, also in a step that an earlier life began, is told what was decided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -19,20 +19,18 @@ from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.leaving import Leaving
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
-from torchft_ckpt.core.coordination.lighthouse_records import Member, Reach, Round
+from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
 from torchft_ckpt.core.coordination.messages import (
+    VOTERS,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
     CommitVote,
-    JoinProgress,
     Lacks,
     Outcome,
     QuorumBroken,
     Role,
-    StallReport,
     clip,
-    name_some,
 )
 from torchft_ckpt.core.coordination.recovery import Assignment
 from torchft_ckpt.core.coordination.restart import Settled, StepKey
@@ -64,23 +62,19 @@ class Deciding:
         """Committed the last step that counted: they can connect to each other."""
 
     def begin(self, assignment: Assignment, members: list[Member], quorum_id: int, now: float) -> Round:
-        """Return the step that these members begin, with what the others may spend on those who join."""
+        """Return the step that these members begin."""
         roles = {part.replica_id: part.role for part in assignment.parts}
         holding = [member for member in members if roles[member.replica_id] is Role.HEALTHY]
-        healing = [member for member in members if roles[member.replica_id] in (Role.INLINE, Role.JOINER)]
+        before = [m for m in holding if m.replica_id in self._trained and m.asked.contributes]
         self._joining.set_limit(holding, now)
         current = Round(
             quorum_id=quorum_id,
             step=assignment.version.step,
             assignment=assignment,
             tally=Tally(roles),
-            join_budget_s=None,
             formed_at=now,
+            is_needed=len(before) < self._job.min_trainers(before),
         )
-        if healing and not assignment.is_first:
-            contributing = [member for member in holding if member.asked.contributes]
-            current.is_needed = len(contributing) < self._job.min_trainers(contributing)
-            self._joining.begin(current, holding, healing, now)
         if not current.is_needed:
             self._joining.stood(holding, now)
         self._job.round = current
@@ -92,18 +86,6 @@ class Deciding:
         if current is not None and not current.tally.decided:
             current.tally.give_up("a new quorum was formed without the members that have not voted")
             yield from self._announce(current, now)
-
-    def deadline(self) -> float | None:
-        """Return when to look again whether the others still wait for joiners."""
-        current = self._job.round
-        return None if current is None or current.tally.decided else current.look_again_at
-
-    def tick(self, now: float) -> Iterator[Instruction]:
-        current = self._job.round
-        if current is not None and current.look_again_at is not None and now >= current.look_again_at:
-            current.look_again_at = None
-            if not current.tally.decided:
-                yield from self._advance(current, now)
 
     # ------------------------------------------------------------------------------------------------ what members do
 
@@ -121,11 +103,7 @@ class Deciding:
             current.tally.cast(member.replica_id, vote)
             current.name_late(member.replica_id)
             if vote.broken and not current.tally.decided:
-                # A joiner that left the collectives: its vote decides nothing, but those who wait for it wait in vain.
-                if member.replica_id not in current.failed:
-                    current.failed.add(member.replica_id)
-                    if vote.lacks is not Lacks.CONNECTION:  # else it is charged for that
-                        self._note_failed_join([member.replica_id], now - current.formed_at, now)
+                # One that sits out has left the collectives: its vote decides nothing, but those who wait for it wait in vain.
                 reason = f"{member.replica_id}: {clip(vote.reason) or 'its collectives failed'}"
                 yield from self._break_collectives(
                     current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
@@ -133,24 +111,6 @@ class Deciding:
             yield from self._advance(current, now)
         else:
             yield Send(member.connection, self._answer_late(member, vote, now))
-
-    def progressed(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
-        """One that joins says how far it is."""
-        current = self._job.round
-        if (
-            current is None
-            or not current.is_open_at(progress.quorum_id, progress.step)
-            or current.tally.roles.get(member.replica_id) not in (Role.JOINER, Role.INLINE)
-        ):
-            return
-        before = current.reach.get(member.replica_id)
-        if before is None or before.seconds or progress.reach_s:  # since when it has all counts
-            takes = progress.takes and f" ({clip(progress.takes)})"
-            current.reach[member.replica_id] = Reach(progress.reach_s, now, True, progress.does, takes)
-        if current.tally.all_voters_approved or current.stalled:
-            yield from self._advance(current, now)
-        elif current.tally.roles[member.replica_id] is Role.INLINE and progress.reach_s:
-            yield from self._give_up_on(current, [member.replica_id], now)
 
     def waits(self, member: Member, wait: CollectiveWait, now: float) -> Iterator[Instruction]:
         """A rank of a member waits in a collective, or asks whether it may start one."""
@@ -180,17 +140,6 @@ class Deciding:
             for replica_id in current.living():
                 yield Send(self._job.members[replica_id].connection, cleared)
 
-    def stalled(self, member: Member, report: StallReport, now: float) -> Iterator[Instruction]:
-        """A member has waited in a collective for longer than the join budget allows."""
-        current = self._job.round
-        if (
-            current is not None
-            and current.is_open_at(report.quorum_id, report.step)
-            and member.replica_id in current.tally.roles
-        ):
-            current.stalled.add(member.replica_id)
-            yield from self._check_stall(current, now)
-
     def left(self, member: Member) -> Iterator[Instruction]:
         """End the collectives of the last step in which others wait for this member, which has gone on."""
         current = self._job.round
@@ -208,11 +157,10 @@ class Deciding:
             # It gave up waiting for the decision: its vote stands. Or it was cut off: the others know.
             return
         reason = f"{replica_id} gave step {current.step} up"
-        if role in (Role.HEALTHY, Role.INLINE):
+        if role in VOTERS:
             current.tally.give_up(reason)
             yield from self._announce(current, now, culprit=replica_id)
         else:
-            self._note_failed_join([replica_id], now - current.formed_at, now)
             yield from self._break_collectives(current, replica_id, lost=False, reason=reason)
             current.tally.lose(replica_id, reason)
             yield from self._advance(current, now)
@@ -225,8 +173,6 @@ class Deciding:
         tally = current.tally
         was_decided, was_broken = tally.decided, tally.broken
         tally.lose(replica_id, reason)
-        if not was_decided and tally.roles[replica_id] is Role.JOINER:
-            self._note_failed_join([replica_id], now - current.formed_at, now)
         if not (was_decided and was_broken):  # else all know
             why = f"{replica_id}: {reason}"
             yield from self._break_collectives(current, replica_id, lost=True, reason=why, voted_too=not was_broken)
@@ -247,45 +193,18 @@ class Deciding:
     # ---------------------------------------------------------------------------------------------------- how it ends
 
     def _advance(self, current: Round, now: float) -> Iterator[Instruction]:
-        tally = current.tally
-        if tally.all_voters_approved:
-            current.all_approved_at = now if current.all_approved_at is None else current.all_approved_at
-            self._close_without_joiners(current, now)
-        if tally.decided:
+        if current.tally.decided:
             yield from self._announce(current, now)
-            return
-        yield from self._check_waits(current, now)
-        if current.stalled and not tally.decided and not tally.all_voters_approved:
-            yield from self._check_stall(current, now)
-
-    def _close_without_joiners(self, current: Round, now: float) -> None:
-        """Commit without the joiners if the others wait for them no longer."""
-        if current.join_budget_s is None or not self._joining.keeps_waiting(current, now):
-            current.tally.close(current.gave_up)
+        else:
+            yield from self._check_waits(current, now)
 
     def _check_waits(self, current: Round, now: float) -> Iterator[Instruction]:
         """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
         apart = current.why_collectives_never_complete()
         if apart is not None:
             culprit, reason = apart
-            if current.tally.roles.get(culprit) is Role.JOINER:
-                self._note_failed_join([culprit], now - current.formed_at, now)
             current.tally.give_up(reason)
             yield from self._announce(current, now, culprit=culprit)
-
-    def _check_stall(self, current: Round, now: float) -> Iterator[Instruction]:
-        if joiners := current.stalled_behind():
-            yield from self._give_up_on(current, joiners, now)
-
-    def _give_up_on(self, current: Round, joiners: list[str], now: float) -> Iterator[Instruction]:
-        """Discard the step if the holders of the state may not wait any longer, in a collective, for these members."""
-        tally = current.tally
-        if self._joining.keeps_waiting_in_collective(current, joiners, now):
-            return
-        why = current.gave_up or f"the others waited longer than join_budget for {name_some(joiners)} in a collective"
-        self._note_failed_join(joiners, now - current.formed_at, now, why, current.underestimated)
-        tally.give_up(why)
-        yield from self._announce(current, now, culprit=joiners[0])
 
     def _announce(self, current: Round, now: float, culprit: str = "") -> Iterator[Instruction]:
         """Tell all connected members how the step ended, once. `culprit`: the member on whose account it is discarded."""
@@ -310,23 +229,10 @@ class Deciding:
             self._note_held(followers, key)
             left_behind = [m for m in tally.roles if m not in approvers]
             self._trials.ended(current.step, approvers, left_behind, differs=self._equality.differed_at == current.step)
-            behind = [
-                m
-                for m in self._joiners(tally)
-                if tally.outcome(m) is not Outcome.COMMIT and m not in {*refused, *current.failed, *current.to_follow}
-            ]
             self._trained = frozenset(m for m in tally.roles if tally.outcome(m) is Outcome.COMMIT)
             self._joining.trained(self._trained)
-            for replica_id in current.to_follow:
-                self._job.quorum_members.pop(replica_id, None)
-            cost_s = now - current.all_approved_at if current.all_approved_at is not None else 0.0
-            self._note_failed_join(behind, cost_s, now, current.gave_up, current.underestimated)
         else:
             yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
-        for replica_id in self._joiners(tally):
-            vote = tally.votes.get(replica_id)
-            if vote is not None and vote.approve and not self._job.members[replica_id].is_let_go:
-                self._job.quorum_members[replica_id] = None  # it holds the state now: the next quorum waits for it too
         for replica_id in refused if not current.assignment.is_first else ():
             self._job.quorum_members.pop(replica_id, None)
         contributors = [part.replica_id for part in current.assignment.parts if part.contributor_rank is not None]
@@ -368,19 +274,16 @@ class Deciding:
         yield from self._end_late_waits(current)
 
     def _who_could_not_come_in(self, current: Round) -> list[str]:
-        """Return the members on whose account the step that has just ended is discarded, or goes on without them.
+        """Return the members on whose account the step that has just ended is discarded.
 
         Where the members of a quorum cannot connect it is those that are new to the others, unless somebody has died. Who has
         trained with all of them is believed once; if the same ones fail again, all of them are new.
         """
         tally = current.tally
-        lacking = [m for m in tally.votes if tally.votes[m].lacks and tally.roles[m] is not Role.HEALTHY]
-        if tally.lost:
+        if tally.lost or tally.verdict is CommitDecision.COMMIT:
             return []
-        if tally.verdict is CommitDecision.COMMIT:
-            return [m for m in lacking if tally.outcome(m) is not Outcome.COMMIT]
         if not any(vote.lacks is Lacks.CONNECTION for vote in tally.votes.values()):
-            return [m for m in lacking if tally.roles[m] is Role.INLINE and not current.failed]
+            return [m for m in tally.votes if tally.votes[m].lacks and tally.roles[m] is Role.INLINE]
         new = [m for m in tally.roles if m not in self._trained]
         self._trained = self._trained if new else frozenset()
         return new
@@ -388,8 +291,6 @@ class Deciding:
     def _charge(self, current: Round, refused: list[str], now: float) -> Iterator[Log]:
         """Charge members what it cost the others that they could not come in."""
         tally, since = current.tally, current.formed_at
-        if tally.verdict is CommitDecision.COMMIT and current.all_approved_at is not None:
-            since = current.all_approved_at
         for replica_id in refused:
             vote = tally.votes.get(replica_id)
             why = clip(vote.reason if vote is not None and vote.lacks else tally.reason)
@@ -404,17 +305,6 @@ class Deciding:
     def _is_listening(self, replica_id: str) -> bool:
         """Whether a member is connected and waits for the decision: it has not gone on from this step."""
         return replica_id in self._job.members and self._job.members[replica_id].is_in_step
-
-    def _joiners(self, tally: Tally) -> list[str]:
-        return [m for m, role in tally.roles.items() if role is Role.JOINER and m not in tally.lost]
-
-    def _note_failed_join(
-        self, joiners: list[str], cost_s: float, now: float, reason: str = "", underestimated: Collection[str] = ()
-    ) -> None:
-        """Note that an attempt to join cost the others `cost_s`."""
-        for replica_id in joiners:
-            self._job.quorum_members.pop(replica_id, None)
-        self._joining.failed(joiners, cost_s, now, reason, underestimated)
 
     def _end_late_waits(self, current: Round) -> Iterator[Instruction]:
         """After the decision, end the collectives in which a member waits for one that has gone on. The step stands."""

@@ -39,6 +39,7 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_COUNT,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
+    VOTERS,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -58,7 +59,6 @@ from torchft_ckpt.core.coordination.messages import (
     LeavesWanted,
     LeaveWish,
     LetGo,
-    Loading,
     LoadState,
     LocateState,
     LostAsked,
@@ -75,9 +75,7 @@ from torchft_ckpt.core.coordination.messages import (
     Refused,
     ReplicasDiffer,
     Role,
-    StallReport,
     StateArrived,
-    StateLate,
     StateLocated,
     StateVersion,
     ToLighthouse,
@@ -180,12 +178,10 @@ class GroupState:
         self._quorum: QuorumFormed | None = None
         self._votes: dict[int, CommitVote] = {}
         self._voted: CommitVote | None = None
-        self._stall_reported = False
         self._reach: dict[int, JoinProgress] = {}
         """How far each rank is that receives the state of the open step."""
         self._repeated_by: dict[int, set[int]] = {}
         """Of what each rank said last: the other ranks with whose reports it was sent once more."""
-        self._loads = Receives.TRANSFER
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
 
@@ -241,14 +237,10 @@ class GroupState:
             yield SendToLighthouse(message)
         elif isinstance(message, LeafDigests):
             yield SendToLighthouse(msgspec.structs.replace(message, group_rank=rank))
-        elif isinstance(message, StallReport):
-            if not self._stall_reported and self._is_of_open_step(message):
-                self._stall_reported = True
-                yield SendToLighthouse(message)
         elif isinstance(message, JoinProgress):
             if self._is_of_open_step(message):
                 yield from self._receives(rank, message)
-        elif isinstance(message, StateArrived | StateLate):
+        elif isinstance(message, StateArrived):
             yield from self._fetches(rank, message)
         elif isinstance(message, LeaveReady):
             self._calls[rank] = message.call
@@ -322,7 +314,6 @@ class GroupState:
         self._quorum = None
         self._votes.clear()
         self._voted = None
-        self._stall_reported = False
         yield SendToLighthouse(self._asked)
 
     def _begin_no_step(self) -> Iterator[GroupInstruction]:
@@ -387,45 +378,41 @@ class GroupState:
         self._reach[rank], self._repeated_by[rank] = progress, set()
         slowest = max(self._reach, key=lambda other: self._reach[other].reach_s)
         reach_s = self._reach[slowest].reach_s
-        if progress.does in (Receives.LOAD_FIRST, Receives.LOAD):
-            self._loads = progress.does
         if progress.reach_s < reach_s:
             if rank in self._repeated_by[slowest]:
                 return
             self._repeated_by[slowest].add(rank)
         if reach_s or len(self._reach) == self.world_size:
+            loads = [said.does is Receives.LOADS for said in self._reach.values()]
+            does = Receives.LOADS if (any(loads) if reach_s else all(loads)) else Receives.TRANSFER
             yield SendToLighthouse(
                 msgspec.structs.replace(
                     progress,
                     reach_s=reach_s,
-                    does=progress.does if progress.does is Receives.NOTHING else self._loads,
+                    does=progress.does if progress.does is Receives.NOTHING else does,
                     done_bytes=min(sum(said.done_bytes for said in self._reach.values()), MAX_COUNT),
                     total_bytes=min(sum(said.total_bytes for said in self._reach.values()), MAX_COUNT),
                 )
             )
 
-    def _fetches(self, rank: int, message: StateArrived | StateLate) -> Iterator[GroupInstruction]:
+    def _fetches(self, rank: int, message: StateArrived) -> Iterator[GroupInstruction]:
         asked = self._asked_by.get(rank)
         is_open = self._quorum is not None and asked is not None and asked.request_id == message.request_id
-        if isinstance(message, StateArrived) and message.again:
+        if message.again:
             self._arrivals.begin_again()
             if not is_open or self._requests or self._arrivals.is_given_up:
                 reason = "another rank of this group asks for the next step already, or holds another state"
-                yield SendToRank(rank, LoadState(request_id=message.request_id, loading=Loading.NEVER, reason=reason))
+                yield SendToRank(rank, LoadState(request_id=message.request_id, failure=reason))
                 return
         elif not is_open:
             return  # of a step that is over
-        if isinstance(message, StateArrived):
-            yield from self._tell_loading(self._arrivals.arrived(rank, message.failure, loads=message.loads))
-        else:
-            yield from self._tell_loading(self._arrivals.late())
+        yield from self._tell_loading(self._arrivals.arrived(rank, message.failure, loads=message.loads))
 
-    def _tell_loading(self, told: tuple[Loading, str] | None) -> Iterator[GroupInstruction]:
-        """Tell all ranks when to load, each with the number of its own request."""
-        if told is None:
+    def _tell_loading(self, failure: str | None) -> Iterator[GroupInstruction]:
+        """Tell all ranks to load, or why not, each with the number of its own request."""
+        if failure is None:
             return
-        loading, reason = told
-        load = LoadState(request_id=0, loading=loading, reason=clip(reason), loads=self._arrivals.loads)
+        load = LoadState(request_id=0, failure=clip(failure), loads=self._arrivals.loads)
         for rank, asked in self._asked_by.items():
             yield SendToRank(rank, msgspec.structs.replace(load, request_id=asked.request_id))
 
@@ -437,7 +424,7 @@ class GroupState:
         if self._quorum is not None and self._quorum.role is Role.LEARNER:
             if self._quorum.stays:  # it asks again when one of its ranks does
                 for other in set(range(self.world_size)) - {rank}:
-                    yield SendToRank(other, Needed(reason=f"group rank {rank} asks again", when_close=True))
+                    yield SendToRank(other, Needed(reason=f"group rank {rank} asks again"))
             return  # it is in no collective and has no vote
         if self._voted is None:
             yield from self._give_up(rank)
@@ -484,7 +471,7 @@ class GroupState:
             step=formed.version.step,
             approve=False,
             broken=True,
-            counts=formed.role in (Role.HEALTHY, Role.INLINE),
+            counts=formed.role in VOTERS,
             num_voters=formed.num_voters,
             reason=reason,
         )
@@ -522,22 +509,19 @@ class GroupState:
             shrink_only=any(request.shrink_only for request in requests),
             allow_heal=all(request.allow_heal for request in requests),
             can_load=all(request.can_load for request in requests),
-            heal_inline=all(request.heal_inline for request in requests),
             waits_for_quorum=all(request.waits_for_quorum for request in requests),
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
-            unverified=any(request.unverified for request in requests),
             speaks=any(request.speaks for request in requests),
             num_collectives=max(request.num_collectives for request in requests),
             collectives_by_rank=_unequal([request.num_collectives for request in requests]),
             contributes=all(request.contributes for request in requests),
             gathers=all(request.gathers for request in requests),
             patience_s=max(request.patience_s for request in requests),
-            warms_up=all(request.warms_up for request in requests),
-            loads_at_end=all(request.loads_at_end for request in requests),
+            warms_up=any(request.warms_up for request in requests),
+            came_in=any(request.came_in for request in requests),
             at_end=all(request.at_end for request in requests),
             top_s=max(request.top_s for request in requests),
-            join_budget_s=min(request.join_budget_s for request in requests),
             join_stall_limit_s=min(
                 (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None
             ),
@@ -590,7 +574,7 @@ class GroupState:
         digests = [self._votes[rank].state_digests[:1] for rank in range(self.world_size) if rank in self._votes]
         return [digest for of_rank in digests for digest in of_rank] if all(map(len, digests)) else []
 
-    def _is_of_open_step(self, report: StallReport | CollectiveWait | JoinProgress) -> bool:
+    def _is_of_open_step(self, report: CollectiveWait | JoinProgress) -> bool:
         formed = self._quorum
         return formed is not None and (formed.quorum_id, formed.version.step) == (report.quorum_id, report.step)
 
@@ -657,7 +641,6 @@ class GroupState:
             self._quorum = formed
             self._reach.clear()
             self._repeated_by.clear()
-            self._loads = Receives.TRANSFER
             self._arrivals.begin()
             self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
@@ -738,8 +721,6 @@ class GroupState:
             all(request.restored for request in requests),
         ):
             yield "the group's state is whole, or restored, and one of its ranks' is not"
-        if asked.unverified != any(request.unverified for request in requests):
-            yield "the group's state is verified, and one of its ranks' is not, or the other way around"
         if asked.contributes != all(request.contributes for request in requests):
             yield "the group contributes, and one of its ranks does not, or the other way around"
         if asked.speaks < any(request.speaks for request in requests):

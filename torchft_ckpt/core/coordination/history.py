@@ -26,6 +26,7 @@ from typing import NamedTuple
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.messages import (
     MAX_NAMED,
+    VOTERS,
     CommitDecided,
     CommitVote,
     Hello,
@@ -33,7 +34,6 @@ from torchft_ckpt.core.coordination.messages import (
     LostAsked,
     LostTold,
     Outcome,
-    Role,
     Source,
     StateLocated,
     StateVersion,
@@ -331,7 +331,7 @@ class StateHistory:
         tally, outcome, reason = self._decided.get(key, unknown)
         if tally is not None:
             outcome = tally.outcome(replica_id)
-            voter = tally.roles.get(replica_id) in (Role.HEALTHY, Role.INLINE)
+            voter = tally.roles.get(replica_id) in VOTERS
             if outcome is Outcome.LEFT_BEHIND and vote.approve and voter:
                 outcome = Outcome.COMMIT  # lost before it voted, but it holds what was committed
         elif outcome is Outcome.COMMIT and not vote.approve:

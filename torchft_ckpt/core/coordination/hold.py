@@ -6,10 +6,13 @@ it, and ask for the same step with its name. Then the quorum forms, with them as
 
     hold   event                                                 next   what follows
     -----  ----------------------------------------------------  -----  ----------------------------------------------------------
-    none   all who train have asked, a group asks `at_end`,      held   QuorumFormed(LEARNER, follows, held) to it, and
-           and its need fits the allowance                              JoinerWaiting(held) to those that serve it
+    none   all who train have asked, a group asks `at_end`,      held   QuorumFormed(LEARNER, follows, held) to it,
+           and its need fits the allowance                              JoinerWaiting(num_held) to those that serve it, and
+                                                                        QuorumPending(held_s) to all that wait
+    none   the same, and nobody has captured the state           none   the quorum forms; they do so before their next step
     none   it does not fit, or was held for at this boundary,    none   it waits outside, and is told why; the quorum forms
-           or has failed a short while ago
+           or has failed a short while ago, or the quorum
+           would leave it out (`shrink_only`)
     held   another group asks `at_end`, and fits                 held   as the first
     held   it asks for the step with the name of that state      none   the quorum forms with it
     held   it is gone, or asks otherwise: it has no such state   none   the quorum forms without it
@@ -19,7 +22,7 @@ it, and ask for the same step with its name. Then the quorum forms, with them as
     held   nobody waits any more who holds that state            none   nothing
 
 A hold that fails costs its own time, out of `JoinAllowance`, and nothing else: no step, no quorum id. Who fails owes, as all who
-fail to join (`patience.Debt`), and is held for once at a boundary.
+fail to come in (`patience.Debt`), and is held for once at a boundary.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import SILENT_S, Joining
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log
 from torchft_ckpt.core.coordination.lighthouse_records import Member
-from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, StateVersion, name_some
+from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, StateVersion, group_name, name_some
 from torchft_ckpt.core.coordination.recovery import Assignment
 
 LOOK_AGAIN_S = 0.25
@@ -52,7 +55,7 @@ class _Awaited:
 
     @property
     def has_loaded(self) -> bool:
-        return self.said is not None and self.said.does is Receives.LOAD_FIRST and self.said.reach_s == 0.0
+        return self.said is not None and self.said.does is Receives.LOADS and self.said.reach_s == 0.0
 
 
 class Holds:
@@ -63,18 +66,24 @@ class Holds:
         self._joining = joining
         self._version = StateVersion()
         self._began = 0.0
-        self._budget_s = 0.0
         self._is_needed = False
         """Without those that are held for no step could count."""
         self._awaited: dict[str, _Awaited] = {}
-        self._tried: set[str] = set()
-        """Were held for since the last quorum formed."""
-        self._stand_in: set[str] = set()
-        """Where nobody is known to hold the exact state: who stood in, and who came in with the state of those."""
+        self._tried: dict[str, str] = {}
+        """Groups that the quorum was held for since the last one formed, with the member that was given the state of now."""
+        self._excused: set[str] = set()
+        """Groups that took longer to begin their first step than anybody could know."""
+        self._late: set[str] = set()
+        """Were given a state, and have begun no step with it: it may be that of another attempt at the step."""
 
     @property
     def is_on(self) -> bool:
         return bool(self._awaited)
+
+    @property
+    def awaited(self) -> list[Member]:
+        """Those that the quorum is held for, and that are connected."""
+        return [self._job.members[replica_id] for replica_id in self._awaited if replica_id in self._job.members]
 
     @property
     def reason(self) -> str:
@@ -82,32 +91,28 @@ class Holds:
 
     # ------------------------------------------------------------------------------------------------ before, and begin
 
+    def needs(self, is_needed: bool, now: float) -> None:
+        """Note whether no step could count without those that the quorum is held for. If that changes, the time begins anew."""
+        if is_needed == self._is_needed:
+            return
+        if self.is_on:
+            self._spend(now)
+            self._began = now
+        self._is_needed = is_needed
+
     def why_not(self, member: Member, holding: Collection[Member], now: float) -> str:
         """Say why those that hold the state do not wait for a member that asks `at_end`; empty: they do."""
-        is_needed = self._needs(holding)
         if self.is_on and any(other.asked.version != self._version for other in holding):
             return "the others wait with another state"
-        if member.replica_id in self._tried and not is_needed:
+        if group_name(member.replica_id) in self._tried and not self._is_needed:
             return "the others have waited for it before this step already"
-        if is_needed:
-            held = self._joining.hold([member], now)
-            return "" if held is None else held[0]
-        budget_s = self._budget_of(holding)
-        if self.is_on and not self._is_needed:
-            need_s = now - self._began + (budget_s if member.asked.reach_s is None else member.asked.reach_s)
-            if why := self._joining.why_not(need_s + member.asked.load_s, budget_s, now):
+        if self._is_needed:
+            return self._joining.why_paused(member, now)
+        if self.is_on:
+            need_s = now - self._began + (member.asked.reach_s or 0.0)
+            if why := self._joining.why_not(need_s + member.asked.load_s, now):
                 return why
-        return self._joining.why_out(member, budget_s, now)
-
-    def _needs(self, holding: Collection[Member]) -> bool:
-        """Whether no step can count without others. Who is in a quorum and must not load is one of it, too."""
-        num_here = sum(not (member.asked.at_end or member.asked.gathers) for member in self._waiting())
-        least = max([1, *(member.min_contributors for member in holding)])
-        return len(holding) < least or num_here < self._job.settings.min_replicas
-
-    @staticmethod
-    def _budget_of(holding: Collection[Member]) -> float:
-        return min((member.asked.join_budget_s for member in holding), default=0.0)
+        return self._joining.why_out(member, now)
 
     def begin(
         self, newcomers: Collection[Member], holding: Collection[Member], assignment: Assignment, now: float
@@ -116,22 +121,19 @@ class Holds:
         if not self.is_on:
             self._joining.set_limit(holding, now)
             self._version, self._began = assignment.version, now
-        giving = {member.replica_id for member in holding} if assignment.unverified else set()
-        if not giving or not giving <= self._stand_in:
-            self._stand_in = giving
-        self._budget_s, self._is_needed = self._budget_of(holding), self._needs(holding)
         for member in newcomers:
             self._awaited[member.replica_id] = _Awaited(now, member.asked.top_s)
-            self._tried.add(member.replica_id)
+            self._tried[group_name(member.replica_id)] = member.replica_id
+            self._late.discard(member.replica_id)
 
-    def quorum_forms(self) -> None:
+    def quorum_forms(self, members: Collection[str]) -> None:
         """A quorum forms: what comes now is another boundary."""
+        self._late = ({*self._late, *self._tried.values()} - set(members)) & self._job.members.keys()
         self._tried.clear()
-        self._stand_in.clear()
 
-    def stands_in(self, member: Member) -> bool:
-        """Whether a member has the state that was given out in a hold since the last quorum, as no exact one was there."""
-        return member.replica_id in self._stand_in and self._is_held_up(member)
+    def is_late(self, replica_id: str) -> bool:
+        """Whether a member that asks with the name of a state was given that for a step that the others have begun without it."""
+        return replica_id in self._late
 
     # ------------------------------------------------------------------------------------------------------ in a hold
 
@@ -146,15 +148,10 @@ class Holds:
         if not self._awaited:
             return
         held_up = [member for member in self._waiting() if self._is_held_up(member)]
-        if self._needs(held_up) != self._is_needed:  # others have come, or are gone: the time begins anew
-            self._spend(now)
-            self._is_needed, self._began = not self._is_needed, now
         stood_s = now - self._began
         for replica_id, awaited in list(self._awaited.items()):
             if self._has_come(replica_id):
                 del self._awaited[replica_id]
-                if self._stand_in:
-                    self._stand_in.add(replica_id)
                 yield Log(f"{replica_id} has the state of step {self._version.step} after {now - awaited.since:.2f} s")
             elif why := self._why_over(replica_id, awaited, stood_s, now):
                 del self._awaited[replica_id]
@@ -177,7 +174,9 @@ class Holds:
 
     def _has_come(self, replica_id: str) -> bool:
         member = self._job.members.get(replica_id)
-        return member is not None and member.request is not None and self._is_held_up(member)
+        if member is None or member.request is None:  # one that computes by itself once more has come, too
+            return member is not None and member.is_beside and member.warms_up and member.version == self._version
+        return self._is_held_up(member)
 
     def _why_over(self, replica_id: str, awaited: _Awaited, stood_s: float, now: float) -> str:
         """Say why the others wait no longer for a group; empty: they do."""
@@ -190,22 +189,24 @@ class Holds:
             return ""
         said, since_s = awaited.said, now - awaited.said_at
         if said is None:
-            if now >= max(awaited.since, self._began) + self._budget_s:
-                return f"it has not begun to receive the state within join_budget ({self._budget_s:g} s)"
-            return self._joining.why_not(stood_s, self._budget_s, now)
+            if now >= max(awaited.since, self._began) + SILENT_S:
+                return f"it has not begun to receive the state within {SILENT_S:g} s"
+            return self._joining.why_not(stood_s, now)
         if awaited.has_loaded:
             within_s = max(BEGINS_WITHIN_S, 1.5 * awaited.top_s)
             if since_s >= within_s:
                 return f"it has the state, and has not begun its next step within {within_s:.1f} s"
-            return self._joining.why_not(stood_s, self._budget_s, now)
-        if since_s >= max(SILENT_S, self._budget_s):
+            return self._joining.why_not(stood_s, now)
+        if since_s >= SILENT_S:
             return f"it has not said for {since_s:.1f} s how far it is"
         need_s = stood_s + max(0.0, said.reach_s - since_s)
-        return self._joining.why_not(need_s, self._budget_s, now)
+        return self._joining.why_not(need_s, now)
 
     def _note_failed(self, replica_id: str, awaited: _Awaited, why: str, stood_s: float, now: float) -> None:
-        if awaited.has_loaded and not awaited.top_s:
-            return  # nobody could know how long its loop takes; it tells that the next time
+        name = group_name(replica_id)
+        if awaited.has_loaded and not awaited.top_s and replica_id in self._job.members and name not in self._excused:
+            self._excused.add(name)  # nobody could know how long its loop takes; it tells that the next time
+            return
         is_far = awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0
         self._joining.failed(
             [replica_id], 0.0 if self._is_needed else stood_s, now, why, {replica_id} if is_far else frozenset()
@@ -215,8 +216,10 @@ class Holds:
 
     def validate(self) -> None:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
-        if not self._awaited.keys() <= self._tried:
-            raise RuntimeError(f"{self._awaited.keys() - self._tried} are waited for, and may be waited for again")
+        if not self._awaited.keys() <= set(self._tried.values()):
+            raise RuntimeError(f"{list(self._awaited)} are waited for, and may be waited for again: {self._tried}")
+        if late := self._awaited.keys() & self._late:
+            raise RuntimeError(f"{late} are waited for, and were given the state of another attempt")
         if self._awaited and not self._version.proven:
             raise RuntimeError(f"{list(self._awaited)} are waited for, and there is no state for them")
         for replica_id in self._awaited:

@@ -93,7 +93,7 @@ class JobRecord:
         return [self.members[replica_id] for replica_id in self.quorum_members if replica_id != member.replica_id]
 
     def at_work(self) -> set[str]:
-        """Return the members that hold the state and go on, and those that join them in the open step."""
+        """Return the members that hold the state and go on, and those that make the open step with them."""
         current = self.round
         joining = set() if current is None or current.tally.decided else {*current.living()} & self.members.keys()
         return {*self.quorum_members, *joining}
@@ -101,6 +101,11 @@ class JobRecord:
     def min_trainers(self, holders: Iterable[Member]) -> int:
         """Return how many groups that hold the state can train a step that counts."""
         return max(self.settings.min_replicas, 1, *(member.min_contributors for member in holders))
+
+    def are_too_few(self, admitted: Collection[Member], holding: Collection[Member]) -> bool:
+        """Whether no step can count of those who are admitted to a quorum, of whom some hold its state. One must not load it."""
+        least = max([1, *(member.min_contributors for member in holding)])
+        return len(holding) < least or len(admitted) < self.settings.min_replicas
 
     def apart(self) -> dict[str, str]:
         """Return the groups that cannot train with the others, each with the reason for the operator."""
@@ -121,7 +126,7 @@ class JobRecord:
 
     def stop_waiting(self, member: Member) -> None:
         """A member asks for no quorum any more."""
-        member.request, member.notified_reason = None, ""
+        member.request, member.notified_reason, member.is_told_of_hold = None, "", False
         self.waiting.pop(member.replica_id, None)
 
     # ------------------------------------------------------------------------------------------------------ invariants

@@ -1,15 +1,12 @@
-"""This file decides for how long those who train wait for one that joins, and who has to wait outside instead.
+"""This file decides whether those who train wait for one that comes in, and who has to wait outside instead.
 
-A replica group that has to receive the state says how long it needs (`reach_s`): an estimate when it asks for a quorum, and
-what it measures while it receives. The others wait for it in two places: when all have approved the step (a joiner that
-receives beside its forward pass), and in their collectives (one that receives before it). Both are taken from one allowance of
-the job (`JoinAllowance`). A need that does not fit is not waited for: who asks stays outside, and who is in the step is left
-behind at once.
+A replica group that lacks the newest state says how long it needs to receive it (`reach_s`): an estimate when it asks, and what
+it measures while it receives. The others wait for it before they begin a step (`hold`). That is taken from one allowance of the
+job (`JoinAllowance`). A need that does not fit is not waited for: the group stays outside.
 
 Who fails to come in stays outside for longer each time it costs them something, and is tried alone: see `JoinAllowance`.
 
-What the others would wait for anyway costs nothing: the usual length of a step, which is that of the steps that nobody joined;
-and the quorum that could not train without the joiner.
+What the others would wait for anyway costs nothing: a quorum that could not train without the newcomer.
 """
 
 from __future__ import annotations
@@ -18,18 +15,16 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from torchft_ckpt.core.coordination.commit import CommitDecision
-from torchft_ckpt.core.coordination.lighthouse_records import Member, Reach, Round
-from torchft_ckpt.core.coordination.messages import Receives, Role, group_name
+from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
+from torchft_ckpt.core.coordination.messages import group_name
 from torchft_ckpt.core.coordination.patience import Debt, JoinAllowance
 
 RETRY_S = 300.0
 """A group that has waited outside for so long is admitted once more: its link may have become faster."""
-LONGEST_S = 600.0
-"""Without a limit a step waits for joiners for so long at most: those who train may wait for a lighthouse that is gone."""
-SILENT_S = 1.0
-"""A joiner that has said how far it is, and then nothing for so long, is left behind."""
+SILENT_S = 5.0
+"""One that is waited for, and says nothing for so long, is not waited for any more."""
 FOLLOW_FROM_S = 0.25
-"""A state that comes sooner is waited for, where a step is not known to take longer: see `replica.FIRST_WAIT_S`."""
+"""A state that comes sooner is waited for, where a step is not known to take longer."""
 FIRST_RATE = 1e9
 """Bytes a second that are expected of a transfer before one was measured."""
 STANDSTILL_S = 5.0
@@ -37,9 +32,6 @@ STANDSTILL_S = 5.0
 _WINDOW_S = 2.0
 _SOONEST_S = 0.3
 _SOONEST_LOADED_S = 0.5
-_LOOK_AGAIN_S = 0.25
-_ROUNDING_S = 0.001
-"""So much after a limit it is over, however its sum is rounded."""
 _WEIGHT = 0.25
 _LONGEST_PAUSE_S = 300.0
 
@@ -99,10 +91,6 @@ class Reception:
         """What the last transfer had to bring says nothing of the next one."""
         self._left = None
 
-    def measured(self, bytes_per_s: float) -> None:
-        """A probe of the way was received so fast. A transfer says more."""
-        self._rate = self._rate or bytes_per_s
-
     @property
     def has_measured(self) -> bool:
         """Whether a transfer has shown how fast transfers are."""
@@ -145,7 +133,7 @@ class Joining:
     def __init__(self) -> None:
         self._allowance = JoinAllowance()
         self._usual_s = 0.0
-        """How long a step takes that nobody joins."""
+        """How long a step takes."""
         self._stands_s = 0.0
         """How long those who train stood still the last time to capture and show their state."""
 
@@ -159,7 +147,7 @@ class Joining:
 
     @property
     def usual_s(self) -> float:
-        """How long a step takes that nobody joins; 0: not known yet."""
+        """How long a step takes; 0: not known yet."""
         return self._usual_s
 
     def stood(self, members: Iterable[Member], now: float) -> None:
@@ -172,27 +160,29 @@ class Joining:
         """A quorum was held for so long: see `hold`."""
         self._allowance.spend(seconds, now)
 
-    def why_out(self, member: Member, budget_s: float, now: float) -> str:
-        """Say why a member that has to load the state is not admitted now, and until when; empty: it is.
-
-        One that asks at the end of its iteration loads while the others do nothing else.
-        """
-        debt = self._debt(member)
-        if debt is not None and now < debt.out_until:
-            return f"{debt.reason}; it is tried again in {_in_words(debt.out_until - now)}"
-        reach_s = member.asked.reach_s
-        if now - member.asked_at >= RETRY_S and self._allowance.fits(0.0, budget_s, now):
+    def why_out(self, member: Member, now: float) -> str:
+        """Say why those who train do not wait now for a member that has to load the state, and until when; empty: they do."""
+        if why := self.why_owes(member, now):
+            return why
+        debt, reach_s = self._debt(member), member.asked.reach_s
+        if now - member.asked_at >= RETRY_S and self._allowance.purse_s(now) >= 0.0:
             return ""
-        beside_s = 0.0 if member.asked.heal_inline or member.asked.at_end else self._usual_s
 
         def needs_s(factor: float) -> float:
-            return max(0.0, factor * (reach_s or 0.0) - beside_s) + factor * member.asked.load_s + self._stands_s
+            return factor * ((reach_s or 0.0) + member.asked.load_s) + self._stands_s
 
         need_s = needs_s(1.0)
         if debt is not None:
             # One that expects a little less than it then measures would cost a step again and again.
             need_s = max(need_s, min(needs_s(debt.factor_of_need), self._allowance.limit_s))
-        return self.why_not(need_s, budget_s, now)
+        return self.why_not(need_s, now)
+
+    def why_owes(self, member: Member, now: float) -> str:
+        """Say why a member that could not come in is not tried now, and until when; empty: it may be."""
+        debt = self._debt(member)
+        if debt is None or now >= debt.out_until:
+            return ""
+        return f"{debt.reason}; it is tried again in {_in_words(debt.out_until - now)}"
 
     def _debt(self, member: Member) -> Debt | None:
         return self._allowance.debts.get(group_name(member.replica_id))
@@ -210,9 +200,16 @@ class Joining:
     def hold(self, members: Iterable[Member], now: float) -> tuple[str, float] | None:
         """Say why not even those who need these members try them now, and until when; None: they may be tried."""
         for member in self.in_debt(members):
-            if (debt := self._debt(member)) is not None and now < debt.hold_until:
-                return f"{member.replica_id} is needed, and could not come in: {debt.reason}", debt.hold_until
+            if (debt := self._debt(member)) is not None and (why := self.why_paused(member, now)):
+                return why, debt.hold_until
         return None
+
+    def why_paused(self, member: Member, now: float) -> str:
+        """Say why not even those who need a member try it now; empty: they do."""
+        debt = self._debt(member)
+        if debt is None or now >= debt.hold_until:
+            return ""
+        return f"{member.replica_id} is needed, and could not come in: {debt.reason}"
 
     def refused(self, current: Round, replica_id: str, cost_s: float, reason: str, now: float, *, is_sure: bool) -> str:
         """A member could not come in, and the others stood still for so long. Returns what to say. `is_sure`: see `Debt`."""
@@ -224,9 +221,9 @@ class Joining:
         cost, pause = _in_words(cost_s), _in_words(debt.out_until - now)
         return f"{replica_id} could not come in, which cost the others {cost}: {reason}; it is tried again in {pause}"
 
-    def why_not(self, need_s: float, budget_s: float, now: float) -> str:
+    def why_not(self, need_s: float, now: float) -> str:
         """Say why the others do not stand still for so long; empty: they do."""
-        after_s = self._allowance.fits_in_s(need_s, budget_s, now)
+        after_s = self._allowance.fits_in_s(need_s, now)
         if after_s == 0.0:
             return ""
         needs = f"receiving and loading the state may keep the others waiting for {_in_words(need_s)}"
@@ -237,120 +234,12 @@ class Joining:
         has_s = max(0.0, self._allowance.purse_s(now))
         return f"{needs}, and {_in_words(has_s)} are left of join_stall_limit ({limit_s:g} s): enough in {_in_words(after_s)}"
 
-    # ---------------------------------------------------------------------------------------------------- in the step
-
-    def begin(self, current: Round, holding: Iterable[Member], healing: Collection[Member], now: float) -> None:
-        """A step begins: note for how long those who hold the state may wait for those who load it, and what these expect."""
-        current.join_budget_s = min((member.asked.join_budget_s for member in holding), default=0.0)
-        most_s = LONGEST_S if current.is_needed else self._allowance.most_s(current.join_budget_s, now)
-        current.join_wait_s = min(most_s, LONGEST_S)
-        current.may_follow = frozenset(
-            m.replica_id for m in healing if m.asked.can_follow and m.asked.gains and m.asked.guesses
-        )
-        current.reach = {
-            member.replica_id: Reach(member.asked.reach_s + member.asked.load_s, now, is_measured=False)
-            for member in healing
-            if member.asked.reach_s is not None
-        }
-
-    def keeps_waiting(self, current: Round, now: float) -> bool:
-        """Whether one of those who join is waited for, when all others have approved. Else `current.gave_up` says why not."""
-        approved_at = now if current.all_approved_at is None else current.all_approved_at
-        waited_for = current.tally.joiners_waited_for()
-        stood_s = self._first_s(current, now) + now - approved_at
-        reasons = [self._why_given_up(current, replica_id, approved_at, stood_s, now) for replica_id in waited_for]
-        return self._may_wait(current, reasons, approved_at, stood_s, now)
-
-    def keeps_waiting_in_collective(self, current: Round, members: Iterable[str], now: float) -> bool:
-        """Whether those who hold the state may wait in a collective for these members, because these receive it."""
-        stands_since = current.formed_at + self._usual_s
-        # One that receives and loads beside its forward pass is late for another reason.
-        receiving = [replica_id for replica_id in members if self._comes_first(current, replica_id)]
-        stood_s = {m: _has_since(current, m, now) - current.formed_at for m in receiving}
-        reasons = [self._why_given_up(current, m, stands_since, stood_s[m], now) for m in receiving]
-        return self._may_wait(current, reasons, stands_since, max(stood_s.values(), default=0.0), now)
-
-    @staticmethod
-    def _comes_first(current: Round, replica_id: str) -> bool:
-        reach = current.reach.get(replica_id)
-        loads_first = reach is not None and reach.does is Receives.LOAD_FIRST
-        return loads_first or current.tally.roles[replica_id] is Role.INLINE
-
-    def _may_wait(self, current: Round, reasons: list[str], stands_since: float, stood_s: float, now: float) -> bool:
-        """Take why each of those who join is given up, or that it is not. Whether one of them is waited for.
-
-        It is looked at again now and then, and when a budget or the allowance is over: nobody stands still for longer.
-        """
-        current.gave_up = "; ".join(reason for reason in reasons if reason)
-        if all(reasons):
-            current.look_again_at = None
-            return False
-        budget_s = current.join_budget_s or 0.0
-        limits = (stands_since + budget_s, now + self._allowance.most_s(budget_s, now) - stood_s)
-        over_at = [limit + _ROUNDING_S for limit in limits]  # a limit that is reached now may not be over yet
-        current.look_again_at = min([at for at in over_at if at > now] + [now + _LOOK_AGAIN_S])
-        return True
-
-    def _why_given_up(self, current: Round, replica_id: str, stands_since: float, stood_s: float, now: float) -> str:
-        """Say why a joiner is not waited for any longer; empty: it is, as is one that nobody can train without.
-
-        Args:
-            stands_since: since when the others have nothing else to do.
-            stood_s: how much longer the step takes for joiners, by now.
-        """
-        if current.is_needed:
-            return ""
-        budget_s = current.join_budget_s or 0.0
-        waited_s = max(0.0, now - stands_since)
-        reach = current.reach.get(replica_id)
-        if reach is None:  # its transport does not tell
-            fits = self._allowance.fits(waited_s, budget_s, now)
-            return "" if fits and waited_s < budget_s else f"{replica_id} took longer than join_budget ({budget_s:g} s)"
-        since_s, loads = now - max(reach.at, stands_since), reach.does is not Receives.TRANSFER
-        # What loads may hold Python's lock; the heartbeat tells who is dead.
-        if reach.seconds > 0 and reach.is_measured and since_s >= (max(SILENT_S, budget_s) if loads else SILENT_S):
-            what = "loads" if loads else "receives"
-            return f"{replica_id} {what} the state, and has not said for {since_s:.1f} s how far it is{reach.takes}"
-        goes_on_s = 0.0 if current.all_approved_at is not None else self._usual_s
-        if reach.seconds == 0 and now >= max(reach.at + goes_on_s, stands_since) + budget_s:
-            return (
-                f"{replica_id} has the state, and took longer than join_budget ({budget_s:g} s) to go on{reach.takes}"
-            )
-        need_s = max(0.0, reach.seconds - (now - reach.at))
-        if not reach.is_measured and need_s == 0.0 and waited_s >= budget_s:
-            return f"{replica_id} has not begun to receive the state within join_budget ({budget_s:g} s)"
-        is_far = reach.is_measured and reach.does is Receives.TRANSFER and need_s > FOLLOW_FROM_S
-        if replica_id in current.may_follow and is_far and current.all_approved_at is not None:
-            current.to_follow.add(replica_id)
-            return f"{replica_id} needs {_in_words(need_s)} more to receive the state, and does so outside of the quorum first"
-        why = self.why_not(need_s + stood_s, budget_s, now)
-        if not why:
-            return ""
-        current.underestimated.add(replica_id)
-        return f"{replica_id}: {why}{reach.takes}"
-
     # ------------------------------------------------------------------------------------------------- after the step
 
     def ended(self, current: Round, now: float) -> None:
-        """A step is decided: take what its joiners cost from the allowance, and no more than they were granted."""
-        if current.join_budget_s is None:
-            if current.tally.verdict is CommitDecision.COMMIT:
-                self._usual_s += (now - current.formed_at - self._usual_s) * (_WEIGHT if self._usual_s else 1.0)
-        elif not current.is_needed:
-            self._allowance.spend(min(self._stood_s(current, now), current.join_wait_s), now)
-
-    def _stood_s(self, current: Round, now: float) -> float:
-        at_the_vote_s = 0.0 if current.all_approved_at is None else now - current.all_approved_at
-        return self._first_s(current, now) + at_the_vote_s
-
-    def _first_s(self, current: Round, now: float) -> float:
-        """Return how much later all approve because the state comes before the forward pass of some, as far as is known."""
-        first = [replica_id for replica_id in current.tally.roles if self._comes_first(current, replica_id)]
-        if not first and not current.stalled:
-            return 0.0  # whatever else took long is not their doing
-        until = max((_has_since(current, replica_id, now) for replica_id in first), default=now)
-        approved_at = now if current.all_approved_at is None else current.all_approved_at
-        return max(0.0, min(until, approved_at - self._usual_s) - current.formed_at)
+        """A step is decided: learn how long steps take."""
+        if current.tally.verdict is CommitDecision.COMMIT:
+            self._usual_s += (now - current.formed_at - self._usual_s) * (_WEIGHT if self._usual_s else 1.0)
 
     def failed(
         self,
@@ -370,12 +259,6 @@ class Joining:
         """These members have committed a step together: they have come in."""
         for replica_id in replica_ids:
             self._allowance.debts.pop(group_name(replica_id), None)
-
-
-def _has_since(current: Round, replica_id: str, now: float) -> float:
-    """Return since when a joiner has the state; now, where it has not."""
-    reach = current.reach.get(replica_id)
-    return now if reach is None or reach.seconds else reach.at
 
 
 def _in_words(seconds: float) -> str:

@@ -1,19 +1,19 @@
-"""This file decides who follows the others for a while before it joins them, and what may be said of how far it is.
+"""This file decides who follows the others for a while before it comes in, and what may be said of how far it is.
 
 A group that has to receive a state, and needs longer for that than a step takes, would hold the others up. If they are
 enough without it, and it comes closer by that, it *follows*: it receives their state of now outside of the quorum
 (`Role.LEARNER`), while they train on, and asks again. Then it lacks only what has changed since. It is a learner until it asks:
-it is in no quorum, has no vote and counts in no majority, and nobody waits for it. When those who train become too few it is
-called (`Needed`).
+it is in no quorum, has no vote and counts in no majority, and nobody waits for it. When those who train become too few they
+wait until it has come (`hold`). A spare that follows is called (`Needed`) when one of those who train is lost.
 
     member     event                                     next       what follows
     ---------  ----------------------------------------  ---------  ---------------------------------------------------------
     asks       quorum formed, `should_follow`            follows    QuorumFormed(LEARNER, follows, sources); its sources serve it
     asks       quorum formed, and another one follows    asks       it waits: the sources keep one state at a time for learners
-    asks       quorum formed, within reach               joins      as ever: JOINER or INLINE
+    asks       quorum formed, within reach               held       see `hold`
     follows    it has the state, or cannot have it       asks       QuorumRequest, with a shorter `reach_s`; it has the name of
                                                                     that state, or none. A spare keeps it for a while before
-    follows    the others are too few                    follows    Needed, once: it stops, and asks
+    follows    it is a spare, and one of them is lost    follows    Needed, once: it asks when it has the state
     follows    it dies, hangs, is cut off                -          nothing: the others do not notice
     follows    a source dies                             follows    it goes on from another one; when none is left it asks
     follows    the lighthouse restarts                   follows    Hello(is_beside): nobody waits for it
@@ -35,7 +35,7 @@ CLOSER = 0.75
 RESTS = 19.0
 """A spare that has received a state keeps it for so many times as long as that took: that is a twentieth of its sources' time."""
 MAX_ATTEMPTS = 2
-"""A group follows so often in vain; then it joins as one that cannot follow."""
+"""A group follows so often in vain; then the quorum is held for it, as for one that cannot follow."""
 
 
 def should_follow(request: QuorumRequest, usual_s: float, *, stays: bool = False) -> bool:

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from torchft_ckpt.core.coordination.beside import LOADS_AT_END, OUT_OF_TURN, WARMS_UP, Beside
+from torchft_ckpt.core.coordination.beside import OUT_OF_TURN, Beside
 from torchft_ckpt.core.coordination.cold_start import decide_cold_start
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
@@ -52,7 +52,9 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
 from torchft_ckpt.core.coordination.messages import (
     MAX_GROUPS,
+    MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
+    VOTERS,
     AllowStepLoss,
     CollectiveWait,
     CommitVote,
@@ -73,7 +75,6 @@ from torchft_ckpt.core.coordination.messages import (
     Refused,
     ReplicasDiffer,
     Role,
-    StallReport,
     StateLocated,
     StateVersion,
     ToLighthouse,
@@ -83,7 +84,7 @@ from torchft_ckpt.core.coordination.messages import (
     name_some,
     refuse_version,
 )
-from torchft_ckpt.core.coordination.patience import PENDING_NOTICE_S, restart_patience_s
+from torchft_ckpt.core.coordination.patience import NOTICE_AGAIN_S, PENDING_NOTICE_S, restart_patience_s
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds, decide_quorum
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
 from torchft_ckpt.core.coordination.restart import RestartRecovery
@@ -97,6 +98,7 @@ OWN_ID = (
     " (Manager(replica_id=...), which the examples make from REPLICA_GROUP_ID)"
 )
 """Two groups of one id, each started again when it ends, end each other in turn."""
+SHRINKS = "only groups that were in the last quorum may be in this one (shrink_only)"
 
 
 class LighthouseState:
@@ -170,12 +172,8 @@ class LighthouseState:
         if (self._job.waiting or self._holds.is_on) and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
         deadlines += self._leaving.deadlines()
-        for deadline in (
-            self._deciding.deadline(),
-            self._restart.deadline(self._job.now),
-        ):
-            if deadline is not None:
-                deadlines.append(deadline)
+        if (deadline := self._restart.deadline(self._job.now)) is not None:
+            deadlines.append(deadline)
         return min(deadlines, default=None)
 
     @property
@@ -266,8 +264,6 @@ class LighthouseState:
             yield from self._on_locate_state(member, message, now)
         elif isinstance(message, CommitVote):
             yield from self._on_commit_vote(member, message, now)
-        elif isinstance(message, StallReport):
-            yield from self._deciding.stalled(member, message, now)
         elif isinstance(message, JoinProgress):
             yield from self._on_join_progress(member, message, now)
         elif isinstance(message, CollectiveWait):
@@ -406,8 +402,7 @@ class LighthouseState:
 
     def _holder(self, member: Member, trial: Verdict) -> Holder:
         """`trial`: who was found to hold the state that it names, or another one."""
-        request = member.asked
-        version = self._job.history.as_it_counts(request.version)
+        request, version = member.asked, member.version
         return Holder(
             replica_id=member.replica_id,
             version=StateVersion(step=version.step) if member.replica_id in trial.idle else version,
@@ -415,14 +410,10 @@ class LighthouseState:
             torn=request.torn,
             init_sync=request.init_sync,
             allow_heal=request.allow_heal,
-            heal_inline=request.heal_inline,
-            waits_for_quorum=request.waits_for_quorum,
             can_serve=request.can_serve,
-            unverified=request.unverified and member.replica_id not in trial.equal,
             contributes=request.contributes,
             is_corrected=self._trials.is_corrected(member.replica_id) or self._beside.may_hold_more(member),
             min_contributors=request.min_contributors,
-            stands_in=self._holds.stands_in(member),
         )
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -431,7 +422,6 @@ class LighthouseState:
         replica_id = member.replica_id
         yield from self._deciding.abandoned(replica_id, now)
         member.layout, member.frozen, member.hands_over = request.layout, request.frozen, False
-        member.loads_at_end = request.loads_at_end
         member.min_contributors = request.min_contributors if request.contributes else 0
         member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
         if request.layout_text is not None:
@@ -445,7 +435,7 @@ class LighthouseState:
         was_beside = member.is_beside
         member.is_beside, member.is_called, member.progress = False, False, None
         member.request, member.is_excused, member.has_finished = request, False, False
-        member.notified_reason = ""
+        member.notified_reason, member.is_told_of_hold = "", False
         if request.needs_new_quorum:
             yield from self._break_forgotten_collectives(self._restart.left(replica_id))
         self._speaking.said(replica_id, request.speaks)
@@ -458,8 +448,8 @@ class LighthouseState:
         if member.request is None:
             yield from self._reconsider(now)
             return
-        if (self.round is not None or request.loads_at_end) and self._beside.should_warm_up(member):
-            yield self._beside.let_warm_up(member, now, LOADS_AT_END if request.loads_at_end else WARMS_UP)
+        if self._beside.should_warm_up(member):
+            yield self._beside.let_warm_up(member, now)
             yield from self._reconsider(now)  # others may have waited for it
             return
         if was_beside:
@@ -531,6 +521,8 @@ class LighthouseState:
 
     def _on_state_shown(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """Note the state that a member holds between two steps."""
+        if self._holds.is_late(member.replica_id) and self._beside.others_hold(member):
+            version = StateVersion(step=version.step)
         member.version = self._job.history.as_it_counts(version)
         self._job.quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
@@ -581,29 +573,29 @@ class LighthouseState:
         candidates = [self.members[m] for m in self._job.waiting if m not in others and m not in gathering]
         yield from self._beside.call_spares()
         ending = [m for m in candidates if m.asked.at_end]
-        for member in [m for m in candidates if m.asked.loads_at_end]:
+        for member in [*candidates]:
             # It lacks the newest state: that of another who holds it by now, or, at the end of its iteration, of nobody.
             if self._beside.should_warm_up(member) or (member in ending and not self._beside.others_hold(member)):
                 candidates.remove(member)
                 ending = [m for m in ending if m is not member]
-                yield self._beside.let_warm_up(member, now, LOADS_AT_END)
+                yield self._beside.let_warm_up(member, now)
         candidates = [m for m in candidates if m not in ending]
-        admitted, outside, following = self._beside.set_aside(candidates, now)
+        admitted, outside = self._beside.set_aside(candidates, now)
         holding = [m for m in admitted if self._job.goes_on_from(m.version)]
-        following_at_end, why_outside = self._beside.at_end(ending, holding, now)
-        following += following_at_end
-        may_come = [m for m in ending if holding and m.replica_id not in why_outside]
-        why_outside |= {m.replica_id: why for m in may_come if (why := self._holds.why_not(m, holding, now))}
-        may_come = [m for m in may_come if m.replica_id not in why_outside]
         # Too few without them: the others wait until they have come.
-        are_needed = bool(may_come) and len(admitted) < self._job.min_trainers(admitted)
+        are_few = self._job.are_too_few(admitted, holding)
+        self._holds.needs(are_few, now)
+        why_not = {m.replica_id: self._why_not_held_for(m, admitted, holding, now) for m in ending}
+        following, why_outside = self._beside.at_end(ending, holding, why_not, now, are_needed=are_few)
+        may_come = [m for m in ending if holding and m.replica_id not in why_outside]
+        turns_come = any(why == OUT_OF_TURN and not why_not[m] for m, why in why_outside.items())
+        coming = {m.replica_id: Asked(at=m.asked_at) for m in (*may_come, *self._holds.awaited) if are_few}
         outside |= why_outside
         yield from self._notify_left_out(outside | others, others, now)
-        yield from self._beside.call_learners()
         if self._spares.awaits(self.members, now):
             self._evaluate_at = min(self._evaluate_at, self._spares.await_until)
             return
-        if self.round is not None and len(admitted) < self._job.min_trainers(admitted):
+        if self.round is not None and are_few:
             for member in (self.members[m] for m, reason in outside.items() if reason == OUT_OF_TURN):
                 yield self._beside.let_warm_up(member, now, OUT_OF_TURN)
         if not admitted:
@@ -621,11 +613,12 @@ class LighthouseState:
                 contributes=m.asked.contributes,
                 patience_s=m.asked.patience_s,
             )
-            for m in (admitted + may_come if are_needed else admitted)
+            for m in admitted
         }
+        asked |= coming
         out |= {m.replica_id for m in ending if m.replica_id not in asked}
         out |= {m.replica_id for m in self.members.values() if self._beside.is_absent_spare(m)}
-        alive = [m.replica_id for m in self.members.values() if m.replica_id not in out and not m.is_excused]
+        alive = [m for m, here in self.members.items() if m in asked or not (m in out or here.is_excused)]
         verdict = decide_quorum(
             alive=alive,
             asked=asked,
@@ -641,7 +634,7 @@ class LighthouseState:
                 reason = f"{reason}.{left}"
             yield from self._notify_pending(reason, now, verdict.deadline, is_warning=bool(others), exclude=out)
             return
-        members = [self.members[m] for m in verdict.members if not self.members[m].asked.at_end]
+        members = [self.members[m] for m in verdict.members if m not in coming]
         trial = self._trial_of(members)
         yield from self._answer_differing(trial, members)
         if trial.stops or trial.loads:
@@ -650,7 +643,6 @@ class LighthouseState:
             [self._holder(member, trial) for member in members],
             newest_step=self.newest_step,
             allow_step_loss=self.allow_step_loss or self.settings.allow_step_loss,
-            min_replicas=self.settings.min_replicas,
             quorum_id=self._next_quorum_id(members),
             epoch=self.epoch,
         )
@@ -670,46 +662,49 @@ class LighthouseState:
         if hold is not None:
             yield from self._notify_pending(hold[0], now, hold[1], is_warning=True)
             return
-        if late := self._who_loads_at_end(assignment):
-            for member in late:
-                yield self._beside.let_warm_up(member, now, LOADS_AT_END)
+        healing = [p.replica_id for p in assignment.parts if p.role is Role.INLINE and p.sources]
+        lacking = [self.members[replica_id] for replica_id in (*assignment.lacking, *healing)]
+        if helpless := [member.replica_id for member in lacking if not member.asked.can_load]:
+            yield from self._refuse_to_heal(helpless, assignment, now)
+            return
+        if assignment.lacking:
+            for replica_id in assignment.lacking:
+                yield self._beside.let_warm_up(self.members[replica_id], now)
             yield from self._try_to_form(now)
             return
         if may_come and not assignment.is_first:
-            yield from self._begin_hold(assignment, may_come, now)
+            yield from self._begin_hold(assignment, may_come, now, is_needed=are_few)
+        was_held = self._holds.is_on
+        yield from self._holds.look(now)  # those who waited in it may have been sent to warm up since
         if self._holds.is_on:
-            yield from self._notify_pending(self._holds.reason, now, now + LOOK_AGAIN_S, exclude=out)
+            yield from self._notify_pending(self._holds.reason, now, now + LOOK_AGAIN_S, exclude=out, is_held=True)
             return
-        helpless = [p.replica_id for p in assignment.parts if p.role in (Role.INLINE, Role.JOINER) and p.sources]
-        helpless = [replica_id for replica_id in helpless if not self.members[replica_id].asked.can_load]
-        if helpless:
-            yield from self._refuse_to_heal(helpless, assignment, now)
+        if was_held:  # and others may come for the state of now
+            yield from self._try_to_form(now)
             return
-        cold = [
-            m for m in candidates if m.replica_id in outside and m.asked.warms_up
-        ]  # there was no job yet when it asked
-        learners = self._beside.to_teach([m for m in following if m not in cold], others, now)
-        yield from self._form_quorum(assignment, learners, verdict.reason, now, others, trial)
-        for member in cold:
-            if self.round is not None and self._beside.may_learn_alone(member):
-                yield self._beside.let_warm_up(member, now)
+        learners = self._beside.to_teach(following, others, now)
+        # If it expected all who ask, those who train would capture their state at each step for one that does not come in.
+        is_expecting = bool(may_come) or turns_come
+        yield from self._form_quorum(
+            assignment, learners, verdict.reason, now, others, trial, is_expecting=is_expecting
+        )
 
-    def _who_loads_at_end(self, assignment: Assignment) -> list[Member]:
-        """Return who would load the state of a quorum in its step, and loads at the end of an iteration alone."""
-        parts = [] if assignment.is_first else assignment.parts
-        behind = [p.replica_id for p in parts if p.role in (Role.JOINER, Role.INLINE) and p.sources]
-        asking = [self.members[replica_id] for replica_id in behind]
-        return [member for member in asking if member.asked.loads_at_end and member.asked.can_load]
+    def _why_not_held_for(self, member: Member, admitted: list[Member], holding: list[Member], now: float) -> str:
+        """Say why the quorum of those who are admitted is not held for a member that asks `at_end`; empty: it is."""
+        if self._job.quorum_members and any(m.asked.shrink_only for m in (*admitted, member)):
+            return SHRINKS
+        return self._holds.why_not(member, holding, now)
 
-    def _begin_hold(self, assignment: Assignment, newcomers: list[Member], now: float) -> Iterator[Instruction]:
+    def _begin_hold(
+        self, assignment: Assignment, newcomers: list[Member], now: float, *, is_needed: bool
+    ) -> Iterator[Instruction]:
         """Hold the quorum for newcomers, if anybody has captured the state for them, or it cannot train without them."""
         holding = [self.members[part.replica_id] for part in assignment.parts if part.role is Role.HEALTHY]
-        is_needed = len(holding) < self._job.min_trainers(holding)
         if not is_needed and not any(member.asked.can_serve for member in holding):
             return  # they capture it before the next step: who forms this quorum is told so
         self._holds.begin(newcomers, holding, assignment, now)
         for member in newcomers:
-            self._trials.comes_in(member.replica_id)
+            self._trials.lost(member.replica_id)  # it is compared anew after its first step
         names = name_some(member.replica_id for member in newcomers)
         yield Log(f"{names} receives the state of step {assignment.version.step}, and the others wait for that")
         yield from self._beside.give_held(newcomers, holding, assignment, now)
@@ -878,8 +873,7 @@ class LighthouseState:
                 if not member.notified_reason or (replica_id in others and member.notified_reason != reason):
                     said = reason if replica_id in others else f"{replica_id} is not admitted: {reason}"
                     yield Log(said, is_warning=True)
-                member.notified_reason, member.notified_at = reason, now
-                yield Send(member.connection, QuorumPending(reason=clip(reason), waited_s=now - member.asked_at))
+                yield _notify(member, reason, now)
 
     def _next_quorum_id(self, members: list[Member]) -> int:
         last = self.round
@@ -903,8 +897,12 @@ class LighthouseState:
         deadline: float | None,
         is_warning: bool = False,
         exclude: Collection[str] = (),
+        is_held: bool = False,
     ) -> Iterator[Instruction]:
-        """Tell the members that wait why, now and then; the operator hears each new reason."""
+        """Tell the members that wait why, now and then; the operator hears each new reason.
+
+        `is_held`: the quorum is held for others. That this begins, or is over, the members are told at once.
+        """
         if deadline is not None:
             self._evaluate_at = min(now + PENDING_NOTICE_S, deadline)
         if reason != self.reason:
@@ -914,12 +912,10 @@ class LighthouseState:
             if replica_id in exclude:
                 continue
             member = self.members[replica_id]
-            waited = now - member.asked_at
-            if waited >= PENDING_NOTICE_S / 2 and (
-                reason != member.notified_reason or now - member.notified_at >= 5 * PENDING_NOTICE_S
-            ):
-                member.notified_reason, member.notified_at = reason, now
-                yield Send(member.connection, QuorumPending(reason=reason, waited_s=waited))
+            is_due = reason != member.notified_reason or now - member.notified_at >= NOTICE_AGAIN_S
+            has_waited = now - member.asked_at >= PENDING_NOTICE_S / 2
+            if (has_waited and is_due) or is_held is not member.is_told_of_hold:
+                yield _notify(member, reason, now, is_held=is_held)
 
     def _form_quorum(
         self,
@@ -929,15 +925,18 @@ class LighthouseState:
         now: float,
         others: Collection[str],
         trial: Verdict,
+        *,
+        is_expecting: bool,
     ) -> Iterator[Instruction]:
         """Begin a step with these members, and give learners its state outside of the quorum if anybody can serve it.
 
         `others`: are of another layout; a learner that is none of them follows. `trial`: what was found before.
+        `is_expecting`: the next quorum is to be held for somebody, if anybody has captured the state by then.
         """
         yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
         self._trials.begins(assignment, members)
-        self._holds.quorum_forms()
+        self._holds.quorum_forms([member.replica_id for member in members])
         self._speaking.begins([member.replica_id for member in members], now)
         quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
@@ -950,7 +949,7 @@ class LighthouseState:
             quorum_id, current.step, {rank: who for rank, who in numbers.items() if rank is not None}
         )
         self.reason = reason
-        self._job.quorum_members = dict.fromkeys(m for m, role in roles.items() if role in (Role.HEALTHY, Role.INLINE))
+        self._job.quorum_members = dict.fromkeys(m for m, role in roles.items() if role in VOTERS)
         self._spares.note_at_work(self.members[replica_id] for replica_id in self._job.quorum_members)
         self._evaluate_at = None
         self._choose_store_hosts(roles)
@@ -964,11 +963,11 @@ class LighthouseState:
             if roles[member.replica_id] is Role.HEALTHY and member.asked.can_serve
         ][:MAX_SOURCES]
         taught = learners if teachers else []
-        awaits_turn = any(self.members[replica_id].out_of_turn_since is not None for replica_id in self._job.waiting)
+        asking = [self.members[replica_id] for replica_id in self._job.waiting]
+        awaits_turn = any(m.out_of_turn_since is not None and not m.asked.at_end for m in asking)
         places = range(len(members), len(members) + len(taught))
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
-        is_expecting = any(m.loads_at_end and (m.warms_up or m.request is not None) for m in self._outside(roles))
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
             request = self._job.take_request(member)
@@ -990,14 +989,7 @@ class LighthouseState:
                 standby_store_address=standby,
                 sources=[members[source].as_source(source) for source in part.sources],
                 destinations=[*part.destinations, *(places if rank in teachers else ())],
-                join_budget_s=current.join_budget_s,
-                join_wait_s=current.join_wait_s,
-                joiner_waiting=bool(assignment.deferred)
-                or len(taught) < len(learners)
-                or awaits_turn
-                or is_expecting
-                or Role.JOINER in roles.values(),
-                unverified=assignment.unverified,
+                joiner_waiting=len(taught) < len(learners) or awaits_turn or is_expecting,
                 newest_step=self._job.history.lasting_step,
                 patience_s=patience_s,
                 common=current.common,
@@ -1011,9 +1003,6 @@ class LighthouseState:
         yield from self._beside.teach(taught, current, sources, others, now)
         if self._job.waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to notify them of the reason
-
-    def _outside(self, roles: Mapping[str, Role]) -> list[Member]:
-        return [member for member in self.members.values() if member.replica_id not in roles]
 
     def _go_on_from(self, assignment: Assignment, quorum_id: int) -> Iterator[Instruction]:
         """Note from which state the job trains on, in which quorum. What was open of earlier lives is over with that."""
@@ -1036,7 +1025,7 @@ class LighthouseState:
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
         hosts = [m for m in roles if self.members[m].store_address]
-        able = [m for role in (Role.HEALTHY, Role.INLINE) for m in hosts if roles[m] is role] or hosts
+        able = [m for role in VOTERS for m in hosts if roles[m] is role] or hosts
         kept = [replica_id for replica_id in self._store_hosts if replica_id in able]
         self._store_hosts = tuple([*kept, *(m for m in able if m not in kept)][:2])
 
@@ -1064,8 +1053,6 @@ class LighthouseState:
         if member.is_beside:
             yield from self._beside.progressed(member, progress, now)
             self._holds.progressed(member, progress, now)
-        else:
-            yield from self._deciding.progressed(member, progress, now)
 
     # --------------------------------------------------------------------------------------------------------- losses
 
@@ -1137,7 +1124,6 @@ class LighthouseState:
             yield from self._on_member_lost(silent.replica_id, reason, now)
             yield Send(silent.connection, Dropped(reason=reason))
             yield Close(silent.connection)
-        yield from self._deciding.tick(now)
         for let_go in self._leaving.let_go_between_steps(now):
             yield from let_go
             yield from self._reconsider(now)
@@ -1145,6 +1131,14 @@ class LighthouseState:
         yield from self._settle_forgotten_steps(now)
         if (self._job.waiting or self._holds.is_on) and self._evaluate_at is not None and now >= self._evaluate_at:
             yield from self._evaluate(now)
+
+
+def _notify(member: Member, reason: str, now: float, *, is_held: bool = False) -> Send:
+    """Tell a member why it waits."""
+    member.notified_reason, member.notified_at, member.is_told_of_hold = reason, now, is_held
+    held_s = 2 * NOTICE_AGAIN_S if is_held else 0.0  # it is told again before that is over
+    said = clip(reason, MAX_TEXT_CHARS)
+    return Send(member.connection, QuorumPending(reason=said, waited_s=now - member.asked_at, held_s=held_s))
 
 
 def _refuse_superseded(name: str) -> Refused:

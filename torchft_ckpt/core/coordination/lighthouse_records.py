@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, num_issued
 from torchft_ckpt.core.coordination.messages import (
@@ -13,7 +12,6 @@ from torchft_ckpt.core.coordination.messages import (
     LeaveWish,
     QuorumRequest,
     Receives,
-    Role,
     Source,
     StateVersion,
     name_some,
@@ -43,7 +41,7 @@ class Member:
     frozen: str = ""
     """In its last request: which parameters do not train, in words."""
     join_stall_limit_s: float = float("inf")
-    """In its last request: for how long it stands still for joiners."""
+    """In its last request: for how long it stands still for those that come in."""
     min_contributors: int = 0
     """In its last request: with fewer that contribute it would vote against. 0 where it does not contribute itself."""
     num_learned: int = 0
@@ -55,8 +53,6 @@ class Member:
     step."""
     warms_up: bool = False
     """It is beside the quorum, and computes a step for itself alone."""
-    loads_at_end: bool = False
-    """In its last request: it loads a state at the end of an iteration alone."""
     is_called: bool = False
     """It was told that the others need it, since it follows."""
     follows_until: float = float("-inf")
@@ -94,6 +90,8 @@ class Member:
     """Why it waits, as it was last notified. Empty while it does not wait."""
     notified_at: float = float("-inf")
     """When it was last notified."""
+    is_told_of_hold: bool = False
+    """It was last notified, since it asked, that its quorum is held for others."""
 
     @property
     def replica_id(self) -> str:
@@ -131,19 +129,6 @@ class Member:
         return self.request
 
 
-class Reach(NamedTuple):
-    """The time that a member that joins needs until it holds the state."""
-
-    seconds: float
-    at: float
-    """When it said so."""
-    is_measured: bool
-    """By what it has received in this step; else by what it expected when it asked."""
-    does: Receives = Receives.TRANSFER
-    takes: str = ""
-    """See `JoinProgress`."""
-
-
 @dataclass(slots=True)
 class Round:
     """One step of one quorum."""
@@ -154,46 +139,20 @@ class Round:
     assignment: Assignment
     tally: Tally
     """Its roles are those of the assignment. A member that is not in `tally.lost` is connected."""
-    join_budget_s: float | None
-    """None where nobody joins."""
     formed_at: float
     common: list[str] = field(default_factory=list)
     own: list[str] = field(default_factory=list)
     """What was found before it: see `Verdict`."""
-    all_approved_at: float | None = None
-    """Since when the step waits for nothing but joiners. Not before `formed_at`; set once."""
-    stalled: set[str] = field(default_factory=set)
-    """Members that have waited in a collective for longer than the budget."""
     waits: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
     """By group rank: the collective that a member's rank waits in, or asks to start, as it said last."""
     late: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
     """By group rank: the collective after its vote that a member's rank waits in, while the member has not gone on."""
     fewest: dict[int, tuple[int, str]] = field(default_factory=dict)
     """By group rank: the fewest collectives that a member issued which has gone on, and that member. Only falls."""
-    reach: dict[str, Reach] = field(default_factory=dict)
-    """How long those need that join, where their transports say it."""
-    join_wait_s: float = 0.0
-    """The longest that the others were to stand still for those who join."""
     is_void: bool = False
     """It was committed, and nobody followed: another quorum makes the step, as what came of it has a name."""
     is_needed: bool = False
-    """Those who hold the state are too few to train without those who join."""
-    look_again_at: float | None = None
-    """When to ask again whether the others still wait for joiners. None once they do not."""
-    gave_up: str = ""
-    """Why the others wait no longer for joiners; empty: they wait."""
-    may_follow: frozenset[str] = frozenset()
-    """Joiners that can follow instead, and had measured no transfer when they asked."""
-    to_follow: set[str] = field(default_factory=set)
-    """Those of them that turned out to be far behind: nobody waits for them, and they are not said to have failed."""
-    underestimated: set[str] = field(default_factory=set)
-    """Joiners that need longer than they expected, and than the others wait."""
-    failed: set[str] = field(default_factory=set)
-    """Joiners whose attempt has been counted as failed."""
-
-    def is_open_at(self, quorum_id: int, step: int) -> bool:
-        """Whether this is that step of that quorum, and it is not decided."""
-        return not self.tally.decided and (self.quorum_id, self.step) == (quorum_id, step)
+    """Those who have trained together before are too few to train without the others."""
 
     def living(self) -> list[str]:
         """Return the members that have not been lost."""
@@ -230,18 +189,6 @@ class Round:
                 return apart
         return None
 
-    def stalled_behind(self) -> list[str]:
-        """Return those who join, if all living members that held the state wait in a collective or have voted.
-
-        Then nobody else can keep them. Those who join and wait themselves are named only where all of them do.
-        """
-        roles, tally = self.tally.roles, self.tally
-        held = [m for m, role in roles.items() if role is Role.HEALTHY and m not in tally.lost]
-        if not all(member in self.stalled or member in tally.votes for member in held):
-            return []
-        joining = [m for m, role in roles.items() if role in (Role.JOINER, Role.INLINE)]
-        return [m for m in joining if m not in tally.lost and m not in self.stalled] or joining
-
     def name_late(self, replica_id: str) -> None:
         """A member has voted. If that ended the step because its collective failed while it waited, name who had not come."""
         vote = self.tally.votes.get(replica_id)
@@ -258,16 +205,7 @@ class Round:
             raise RuntimeError(f"{self.tally.roles} are not the roles of {self.assignment}")
         if self.step != self.assignment.version.step:
             raise RuntimeError(f"step {self.step} is not that of {self.assignment.version}")
-        if self.all_approved_at is not None and self.all_approved_at < self.formed_at:
-            raise RuntimeError("all approved the step before it began")
-        if (
-            not self.tally.decided
-            and self.look_again_at is None
-            and self.tally.all_voters_approved
-            and not self.gave_up
-        ):
-            raise RuntimeError("the step waits for joiners, and nothing looks at it again")
-        named = self.stalled | self.failed | self.underestimated | self.reach.keys()
+        named: set[str] = set()
         for waits in (*self.waits.values(), *self.late.values()):
             named |= waits.keys()
         if not named <= self.tally.roles.keys():

@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -90,14 +90,16 @@ class Role(str, Enum):
     HEALTHY = "healthy"
     """Holds the newest state, contributes, and its vote counts."""
     INLINE = "inline"
-    """Loads the newest state before its forward pass, then contributes; its vote counts."""
-    JOINER = "joiner"
-    """Loads the newest state beside its forward pass, contributes zeros; the others wait for it within a budget."""
+    """Loads a job's first state before its forward pass, then contributes; its vote counts."""
     IDLE = "idle"
     """Must not heal in this step (`allow_heal=False`): contributes zeros, commits nothing, nobody waits for it."""
     LEARNER = "learner"
     """Is beside the quorum: in no collective and no majority, without a vote; it commits nothing, and nobody waits for it to ask.
     It receives a state (`follows`), or computes a step for itself."""
+
+
+VOTERS = (Role.HEALTHY, Role.INLINE)
+"""Those whose votes count."""
 
 
 class Outcome(str, Enum):
@@ -110,7 +112,7 @@ class Outcome(str, Enum):
 
 
 class OnReplicasDiffer(str, Enum):
-    """The policy for replica groups that were found equal since they joined, and differ now."""
+    """The policy for replica groups that were found equal since they came in, and differ now."""
 
     WARN = "warn"
     HEAL = "heal"
@@ -126,17 +128,6 @@ class Shows(str, Enum):
     SAMPLES = "samples"
     """All plain values, all small tensors, and samples of the large ones."""
     ALL = "all"
-
-
-class Loading(str, Enum):
-    """Tells the ranks of a group when to load a state that they fetch."""
-
-    NOW = "now"
-    """All of them have it: load it. Whoever was told `LATER` before loads it before the vote."""
-    LATER = "later"
-    """One of them does not wait any longer: go on without it."""
-    NEVER = "never"
-    """One of them does not get it: none of them loads it."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,7 +190,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_beside: bool = False
     """It is beside the quorum, a learner: nobody is to wait for it."""
     spare: bool = False
-    """It follows the others, and joins them when one of them is lost."""
+    """It follows the others, and takes the place of one that is lost."""
     check_equal_every: Count = 0
     """The group votes with digests of its state after each committed step that this divides; 0: never."""
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
@@ -231,16 +222,11 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     allow_heal: bool = True
     can_load: bool = True
     """False: no functions are registered that could load a state: it trains as long as it need not heal."""
-    heal_inline: bool = False
-    """Heal before the forward pass, always."""
     waits_for_quorum: bool = False
-    """The training thread waits for the answer, so this member can heal before its forward pass where that helps."""
+    """The training thread waits for the answer, so this member can load another state before its forward pass."""
     can_serve: bool = False
-    """The state was captured on the training thread: a joiner can be served without touching it again."""
+    """The state was captured on the training thread: it can be served without touching it again."""
     needs_new_quorum: bool = False
-    unverified: bool = False
-    """It made the step to `version` while it healed: its training loop may have used the state from before. It has the name
-    of the state, and its bits are not known to be equal yet."""
     speaks: bool = False
     """It was told that it speaks for the job, and may write until it votes in a step that makes another group the first."""
     num_collectives: Count = 0
@@ -248,7 +234,7 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     collectives_by_rank: CollectivesByRank = []
     """Of a group: how many each of its ranks issued, where they did not issue equally many."""
     contributes: bool = True
-    """False: it did not train for this step, and takes its outcome as a joiner although it may hold the state."""
+    """False: it did not train for this step, adds nothing to it, and takes its outcome."""
     gathers: bool = False
     """It has no state yet and asks for no step, but who else is about to look for one: see `QuorumFormed.gathers`."""
     min_contributors: Count = 0
@@ -256,10 +242,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     patience_s: Seconds = 0.0
     """How long its own way to this step took: living members that are slower are waited for as long again."""
     warms_up: bool = False
-    """This process has computed nothing yet, or nothing may be loaded in this step: in a job that is at work, let it compute the
-    step outside of the quorum."""
-    loads_at_end: bool = False
-    """It loads a state at the end of an iteration alone: where it lacks the newest one, it computes this iteration by itself."""
+    """Nothing of this step is to count: its loop may be in the middle of an iteration that began with another state."""
+    came_in: bool = False
+    """It was given its state while the others waited, and has made no step since: that it is equal says nothing of its loop."""
     at_end: bool = False
     """An iteration of it has ended that did not count, and it lacks the newest state: it begins no step before it has that."""
     top_s: Seconds = 0.0
@@ -267,9 +252,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kind: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """Which of its optimizers have ended its last step, or tried to; with `at_end` the iteration that ends. A loop may have a
     step for each of several in turn. Empty: none has."""
-    join_budget_s: Seconds = 5.0
     join_stall_limit_s: Seconds | None = None
-    """How long, at most, all who join may keep this member waiting in a row; None: there is no limit."""
+    """How long, at most, all who come in may keep this member waiting in a row; None: there is no limit."""
     reach_s: Seconds | None = None
     """How long it expects to need until it has received the state; None: it cannot say."""
     guesses: bool = False
@@ -297,19 +281,16 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Receives(str, Enum):
-    """A member that joins does this with the state."""
+    """A member that lacks the state does this with it."""
 
     TRANSFER = "transfer"
-    LOAD_FIRST = "load first"
-    """It loads before its forward pass, so the others may wait for it in a collective."""
-    LOAD = "load"
-    """It loads at its vote."""
+    LOADS = "loads"
     NOTHING = "nothing"
     """It has received the state outside of the quorum, and keeps it: a spare."""
 
 
 class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A member that receives and loads the state of a quorum says how long it still needs.
+    """A member that receives and loads a state says how long it still needs.
 
     0: it has received all of it, and loads it later; or it has loaded it.
     """
@@ -359,7 +340,7 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     broken: bool = False
     """The collectives of this quorum cannot be used again."""
     counts: bool = True
-    """False from a joiner: nobody's commit depends on it."""
+    """False from one that sits out: nobody's commit depends on it."""
     num_voters: Count = 0
     """Votes that count in this quorum, as it was formed."""
     collectives: Word = ""
@@ -374,13 +355,6 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ranks; empty where one of them has none."""
     lacks: Lacks = Lacks.NOTHING
     reason: Text = ""
-
-
-class StallReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A collective has been waiting for longer than the join budget allows."""
-
-    quorum_id: Count
-    step: Count
 
 
 class CollectiveWait(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -491,6 +465,9 @@ class QuorumPending(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     reason: Text
     waited_s: Seconds
+    held_s: Seconds = 0.0
+    """The quorum could form, and is held for groups that come in: for so long from now, unless something else is said before, the
+    receiver's time to wait for a quorum stands still."""
 
 
 class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -500,7 +477,7 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     quorum_id: Number
     epoch: Annotated[str, msgspec.Meta(max_length=64)]
     version: StateVersion
-    """The state that all members train from; healing members load it, an unproven source takes its name."""
+    """The state that all members train from; who lacks it loads it, an unproven source takes its name."""
     role: Role
     replica_rank: ReplicaRank
     replica_world_size: NumGroups
@@ -514,25 +491,17 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
     destinations: Annotated[list[ReplicaRank], msgspec.Meta(max_length=65536)] = []
     """Replica ranks that this member has to serve."""
-    join_budget_s: Seconds | None = None
-    """Set where members join: how long a collective may wait for them before `StallReport` is due."""
     stays: bool = False
     """To a learner that follows: it is a spare, and keeps what it has received until it hears `Needed`."""
-    join_wait_s: Seconds = 0.0
-    """The longest that the decision may wait for members that join."""
     joiner_waiting: bool = False
-    """Capture at the next step: somebody who joins now will compare its state then, or could not be admitted because no
-    member had captured its state."""
+    """Capture at the next step: somebody is about to ask for the state, or could not be given it as no member had captured it."""
     newest_step: Number = 0
     """The newest step apart from states that were not committed in this life of the lighthouse: it may be below `version`."""
     patience_s: Seconds = 0.0
     """The longest that a member's way to this step took: so long, too, the others may take from here on."""
     gathers: bool = False
     """No quorum, but those that gather, each with its place among them: no state is named and no step is open. The role is
-    IDLE; or JOINER, and it is alone, where others hold the state `version` already, or are about to give it its name."""
-    unverified: bool = False
-    """Nobody here is known to hold the bits that `version` was committed with, so one who made the step while it healed
-    stands in. Whoever takes its state is as unverified as it, until a step is committed from it."""
+    IDLE; or LEARNER, and it is alone, where others hold the state `version` already, or are about to give it its name."""
     differs: bool = False
     """`follows` is set: what this member holds under the name `version` is another state than that of the others, which wait for
     it meanwhile."""
@@ -603,18 +572,16 @@ class LostTold(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class JoinerWaiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A joiner is about to ask: capture the state at the next step boundary."""
+    """A group that lacks the state is about to ask: capture it at the next step boundary."""
 
     num_held: NumGroups = 0
     """The quorum that the receiver has asked for is held until so many groups have its state: it serves that to them now."""
 
 
 class Needed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The others cannot train without the receiver, which follows them: it stops that, and asks for a quorum."""
+    """One of those who train was lost, or another rank of its group asks: the receiver, a spare, asks when it has a state."""
 
     reason: Text = ""
-    when_close: bool = False
-    """They can, but one of them was lost: or another rank of its group asks: the receiver, a spare, asks when it has a state."""
 
 
 class CommitDecided(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -730,18 +697,12 @@ class StateArrived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """It has loaded that state, and its next step begins: it puts back what its loop has changed since, if `loads`."""
 
 
-class StateLate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A rank does not wait any longer before its forward pass. It is answered by `LoadState`, if it was not told before."""
-
-    request_id: Count
-
-
 class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Tells all ranks of the group when to load the state that they fetch."""
+    """Tells all ranks of the group to load the state that all of them have fetched."""
 
     request_id: Count
-    loading: Loading
-    reason: Text = ""
+    failure: Text = ""
+    """Why none of them loads it, as one of them does not get it; empty: all load it."""
     loads: bool = False
     """A rank of the group loads the state, so all do that have fetched it, also those that hold the same bits already."""
 
@@ -773,7 +734,6 @@ ToLighthouse: TypeAlias = (
     | QuorumRequest
     | LocateState
     | CommitVote
-    | StallReport
     | JoinProgress
     | CollectiveWait
     | LeafDigests
@@ -809,13 +769,11 @@ RankToGroup: TypeAlias = (
     | LocateState
     | CommitVote
     | GiveUpWaiting
-    | StallReport
     | JoinProgress
     | CollectiveWait
     | LeafDigests
     | LostAsked
     | StateArrived
-    | StateLate
     | LeaveWish
     | LeaveReady
     | Leave

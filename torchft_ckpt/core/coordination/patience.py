@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 LONGEST_RECONNECT_PAUSE_S = 2.0
 PENDING_NOTICE_S = 1.0
 """How often the lighthouse looks at those who wait for a quorum, and whether to tell them why."""
+NOTICE_AGAIN_S = 5.0
+"""How often it tells them the same again."""
 _SHARE_OF_REFUSALS = 0.03
 _MAX_DEBTORS = 4096
 
@@ -73,11 +75,10 @@ class Debt:
 
 @dataclass(slots=True)
 class JoinAllowance:
-    """The time that the survivors of a job may stand still for those who join: a purse of seconds, one for the job.
+    """The time that the survivors of a job may stand still for those who come in: a purse of seconds, one for the job.
 
     It is full at first, a share of the time that passes fills it, and each second that survivors stand still empties it. A need
-    fits where the purse holds it, or where it is at most the join budget and the purse is not below zero. So in any T seconds
-    survivors stand still for at most the limit, one join budget and that share of T.
+    fits where the purse holds it. So in any T seconds survivors stand still for at most the limit and that share of T.
 
     Each group that failed to come in has a debt besides. Of those that could not come in one at a time is tried, so that none
     pays for another.
@@ -100,7 +101,7 @@ class JoinAllowance:
         self.limit_s = limit_s
 
     def purse_s(self, now: float) -> float:
-        """Return how many seconds there are; below zero where a join took longer than it said."""
+        """Return how many seconds there are; below zero where a hold took longer than was said."""
         return min(self.limit_s, self._purse_s + self.share * max(0.0, now - self._at))
 
     def spend(self, seconds: float, now: float) -> None:
@@ -114,58 +115,9 @@ class JoinAllowance:
             self.debts = {other: debt for other, debt in self.debts.items() if debt.out_until > now}
         return self.debts.setdefault(group, Debt())
 
-    def fits(self, need_s: float, budget_s: float, now: float) -> bool:
-        """Return whether survivors may stand still for so long.
-
-        Args:
-            need_s: how long in all, with what they have stood still for this join already and is not spent yet.
-            budget_s: the join budget.
-        """
-        purse_s = self.purse_s(now)
-        return purse_s >= need_s or (purse_s >= 0.0 and need_s <= budget_s)
-
-    def most_s(self, budget_s: float, now: float) -> float:
-        """Return the longest that survivors may stand still from now on."""
-        purse_s = self.purse_s(now)
-        return max(purse_s, budget_s if purse_s >= 0.0 else 0.0)
-
-    def fits_in_s(self, need_s: float, budget_s: float, now: float) -> float | None:
-        """Return after how many seconds without joins a need fits; 0.0: it does now; None: it never does."""
-        if self.fits(need_s, budget_s, now):
+    def fits_in_s(self, need_s: float, now: float) -> float | None:
+        """Return after how many seconds without holds survivors may stand still for so long; 0.0: now; None: never."""
+        lacks_s = need_s - self.purse_s(now)
+        if lacks_s <= 0.0:
             return 0.0
-        wanted_s = 0.0 if need_s <= budget_s else need_s
-        return None if wanted_s > self.limit_s else (wanted_s - self.purse_s(now)) / self.share
-
-
-@dataclass(slots=True)
-class StallWatch:
-    """Whether a collective has waited too long for a joiner, where joiners are in the quorum.
-
-    What a collective takes when nobody joins is not the joiner's fault: the longest that was seen lately is allowed on top
-    of the budget. Lateness of a whole step is not judged, only of a collective that this member itself has entered.
-    """
-
-    usual_s: float = 0.0
-    _entered_at: float | None = None
-    _budget_s: float | None = None
-
-    def begin_step(self, budget_s: float | None) -> None:
-        """A step begins; `budget_s` None: nobody joins, learn what is usual."""
-        self._entered_at = None
-        self._budget_s = budget_s
-
-    def entered(self, now: float) -> None:
-        """This member issued a collective."""
-        self._entered_at = now
-
-    def finished(self, now: float) -> None:
-        """All collectives issued so far have finished."""
-        if self._entered_at is not None and self._budget_s is None:
-            self.usual_s = max(now - self._entered_at, 0.9 * self.usual_s)
-        self._entered_at = None
-
-    def deadline(self) -> float | None:
-        """Return when to report a stall, unless `finished` comes first."""
-        if self._budget_s is None or self._entered_at is None:
-            return None
-        return self._entered_at + self._budget_s + self.usual_s
+        return None if need_s > self.limit_s else lacks_s / self.share

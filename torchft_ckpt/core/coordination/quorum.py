@@ -5,7 +5,7 @@ The rule is torchft's. A quorum is formed when
    with it), or else
 2. enough have asked: at least `min_replicas`, and more than half of those alive (so two halves of a split job cannot both
    go on), and either all alive have asked or `join_timeout_s` has passed since the first of them did.
-With `shrink_only`, asked for by anyone, nobody may join who was not in the last quorum, if there is one.
+With `shrink_only`, asked for by anyone, nobody comes in who was not in the last quorum, if there is one.
 
 A *spectator* is one that did not train for this step (`contributes` is False): it comes in with the others, and by itself
 forms no quorum while one of the last quorum, or one that holds the newest state, lives and is at work. It counts towards

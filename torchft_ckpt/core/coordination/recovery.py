@@ -2,26 +2,21 @@
 
 The rules, in this order:
 1. Proven states (committed or healed in a quorum) win over restored ones, restored ones over fresh ones, unless the newest
-   committed step that anybody knows of is beyond every proven state here. Among proven states the highest version wins;
-   all who hold another version heal, also from the same step: equal versions are equal bits, nothing else is. A state of step 0
-   is fresh, whoever named it: where one was restored it counts for nothing.
+   committed step that anybody knows of is beyond every proven state here. Among proven states the highest version wins; all
+   who hold another version lack it, also of the same step: equal versions are equal bits, nothing else is. They are in no
+   quorum before they have it (`hold`), but for one that wishes to load nothing, which sits out. A state of step 0 is fresh,
+   whoever named it: where one was restored it counts for nothing.
 2. If the newest committed step is beyond every proven state, its holders are gone. Then only a state that was restored on
    purpose may be trained from, or any if the operator allowed the loss of steps (then the highest step). Else there is no
    quorum.
 3. Where no state is proven and `init_sync` is asked for, the first member with the highest step is the source and all others
    load from it before their forward pass. Without `init_sync` all states of that step are taken for equal.
-4. All ranks of a group heal from the same sources. The first of these is the primary, the same for all who heal in a quorum,
+4. All ranks of a group load from the same sources. The first of these is the primary, the same for all who load in a quorum,
    because they find each other through it; the others serve evenly many. Who has captured its state comes first.
 5. A torn state (a load failed half-way, or the ranks of one group hold different states) is never trained from, under any
-   rule: it has no name, gets none, and its holder heals.
-6. A spectator (it did not train for this step) joins; if it holds the state it has nothing to load. Where those who trained
-   are too few for a step that counts, it is one of them: this step will not count, but the next that they train for may.
-7. A joiner that no member could serve without disturbing its training thread is deferred to the next quorum, if those who
-   remain are enough.
-8. An *unverified* member made the step to its state while it healed, and its loop may have used what it held before. It is
-   no holder while a verified one is here: it compares its state with the holders' as a joiner, or, where those who may
-   contribute are too few without it, before its forward pass. If nobody could serve it goes along, and compares later. Where
-   all holders are unverified the first of them stands in, so that the job goes on, and the others compare with that one.
+   rule: it has no name and gets none.
+6. A spectator (it did not train for this step) contributes nothing, and takes the outcome. If those who trained are too few for
+   a step that counts, it is one of them: this step will not count, but the next that they train for may.
 
 A group with as many ranks as a source group most likely has the same layout. Then each rank has everything from the rank of its
 own number, and asks nobody else (`same_rank_peers`). It turns to all ranks of the sources only where their group is of another
@@ -30,13 +25,13 @@ size, or where its peer turns out to hold other parts of the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torchft_ckpt.core.coordination.messages import Role, StateVersion
+from torchft_ckpt.core.coordination.messages import VOTERS, Role, StateVersion
 
 MAX_SOURCES = 4
-"""Sources named to one healing member, the first of which is the primary. Each of them opens a snapshot for it, which costs
+"""Sources named to one member that loads, the first of which is the primary. Each of them opens a snapshot for it, which costs
 it nothing while it is not mutated, and is withdrawn when the step is committed, unless a learner comes for it, too."""
 
 
@@ -50,16 +45,11 @@ class Holder:
     torn: bool = False
     init_sync: bool = True
     allow_heal: bool = True
-    heal_inline: bool = False
-    waits_for_quorum: bool = False
     can_serve: bool = True
-    unverified: bool = False
     contributes: bool = True
     is_corrected: bool = False
     """It loads before this step, and its loop may have computed something with its own state before that."""
     min_contributors: int = 1
-    stands_in: bool = False
-    """It is unverified, and nobody who is not was there: it has the state that others have received from it, or it from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +69,11 @@ class Assignment:
 
     version: StateVersion
     parts: tuple[MemberRole, ...]
-    deferred: tuple[str, ...]
+    lacking: tuple[str, ...]
+    """These lack the state, and would load it: they are in no quorum. Their parts mean nothing."""
     is_first: bool
     """No state was proven before: there are no survivors yet who could be kept waiting."""
     reason: str
-    unverified: bool = False
-    """The source only stands in: see rule 8."""
 
     @property
     def num_contributors(self) -> int:
@@ -92,7 +81,7 @@ class Assignment:
 
     @property
     def num_voters(self) -> int:
-        return sum(part.role in (Role.HEALTHY, Role.INLINE) for part in self.parts)
+        return sum(part.role in VOTERS for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +99,6 @@ def assign_recovery(
     *,
     newest_step: int,
     allow_step_loss: bool,
-    min_replicas: int,
     quorum_id: int,
     epoch: str,
 ) -> Assignment | StepLost:
@@ -120,7 +108,6 @@ def assign_recovery(
         members: in the order of replica ranks; at least one.
         newest_step: the highest committed step that anybody is known to have reached.
         allow_step_loss: the operator allows to go on from an older state.
-        min_replicas: joiners are deferred only while this many remain.
         quorum_id: id of the quorum that is being formed, for the name of a first state.
         epoch: the lighthouse's epoch, likewise.
     """
@@ -135,7 +122,7 @@ def assign_recovery(
         is_newest = best_proven.step >= newest_step
         is_best_left = allow_step_loss and (best_restored is None or best_proven.step >= best_restored)
         if is_newest or is_best_left:
-            return _heal_towards(members, best_proven, min_replicas)
+            return _go_on_from(members, best_proven)
     if best_restored is not None:
         equals = [member for member in restored if member.version.step == best_restored]
         return _first_state(members, equals, best_restored, quorum_id, epoch)
@@ -161,55 +148,25 @@ def _first_state(
         members,
         roles,
         version=version,
-        deferred=(),
         is_first=True,
         reason=f"first state of this job is step {step} of {equals[0].replica_id} ({what})",
     )
 
 
-def _heal_towards(members: Sequence[Holder], version: StateVersion, min_replicas: int) -> Assignment:
-    named = [member for member in members if member.version == version and not member.torn]
-    verified = [member for member in named if not member.unverified]
-    holders = verified or [member for member in named if member.stands_in] or named[:1]
-    deferred: tuple[str, ...] = ()
-    if not any(member.can_serve for member in holders) and len(holders) >= min_replicas:
-        holding = {member.replica_id for member in named}
-        deferred = tuple(m.replica_id for m in members if m.replica_id not in holding and m.allow_heal)
-        members = [member for member in members if member.replica_id not in deferred]
-    short = len(holders) < min_replicas
+def _go_on_from(members: Sequence[Holder], version: StateVersion) -> Assignment:
+    holders = [member for member in members if member.version == version and not member.torn]
     trained = [member for member in holders if member.contributes]
-    needed = max((member.min_contributors for member in trained), default=1)
-    counts = len(trained) >= max(1, needed)
-    sources = {member.replica_id for member in holders}
-    roles = [
-        _role(member, member.replica_id in sources, short or (member.unverified and not counts))
-        if member.contributes
-        else _role_of_spectator(member, member.replica_id in sources, counts)
-        for member in members
-    ]
-    reason = f"{len(holders)} of {len(members)} hold step {version.step}"
-    if not verified:
-        reason = (
-            f"{reason}; every group that is known to hold its exact bits is gone, so {holders[0].replica_id} stands in"
-        )
+    counts = len(trained) >= max([1, *(member.min_contributors for member in trained)])
+    holding = {member.replica_id for member in holders}
     return _assignment(
-        members, roles, version=version, deferred=deferred, is_first=False, reason=reason, unverified=not verified
+        members,
+        [Role.HEALTHY if member.replica_id in holding else Role.IDLE for member in members],
+        version=version,
+        lacking=tuple(m.replica_id for m in members if m.replica_id not in holding and m.allow_heal),
+        is_first=False,
+        reason=f"{len(holders)} of {len(members)} hold step {version.step}",
+        spectators={member.replica_id for member in members if counts and not member.contributes},
     )
-
-
-def _role(member: Holder, is_holder: bool, short: bool) -> Role:
-    """`short`: those who hold the state are too few for a step that counts; who can load first helps them most."""
-    if is_holder:
-        return Role.HEALTHY
-    if not member.allow_heal:
-        return Role.IDLE
-    return Role.INLINE if member.heal_inline or (short and member.waits_for_quorum) else Role.JOINER
-
-
-def _role_of_spectator(member: Holder, is_holder: bool, counts: bool) -> Role:
-    """`counts`: those who trained are enough for a step that counts."""
-    role = _role(member, is_holder, short=not counts)
-    return Role.JOINER if counts and role is not Role.IDLE else role
 
 
 def _assignment(
@@ -217,10 +174,10 @@ def _assignment(
     roles: Sequence[Role],
     *,
     version: StateVersion,
-    deferred: tuple[str, ...],
     is_first: bool,
     reason: str,
-    unverified: bool = False,
+    lacking: tuple[str, ...] = (),
+    spectators: Collection[str] = (),
 ) -> Assignment:
     able = [rank for rank, role in enumerate(roles) if role is Role.HEALTHY and members[rank].can_serve]
     servers = able or [rank for rank, role in enumerate(roles) if role is Role.HEALTHY]
@@ -229,20 +186,21 @@ def _assignment(
     healing = [
         rank
         for rank, (member, role) in enumerate(zip(members, roles, strict=True))
-        if (role in (Role.INLINE, Role.JOINER) and (member.version != version or member.torn))
-        or (member.unverified and (role is Role.INLINE or (role is Role.JOINER and able)))
+        if role is Role.INLINE and (member.version != version or member.torn)
     ]
     primary, others = servers[0], servers[1:]
     num_others = min(MAX_SOURCES - 1, len(others))
     for turn, rank in enumerate(healing):
-        # Joiners find each other through their primary, so it is the same for all; the others serve evenly many in turn.
+        # Those who heal find each other through their primary, so it is the same for all; the others serve evenly many in turn.
         mine = (primary, *(others[(turn * num_others + place) % len(others)] for place in range(num_others)))
         sources[rank] = mine
         for server in mine:
             destinations.setdefault(server, []).append(rank)
     parts: list[MemberRole] = []
     num_contributors = 0
-    computed = [role in (Role.HEALTHY, Role.INLINE) for role in roles]
+    computed = [
+        role in VOTERS and member.replica_id not in spectators for member, role in zip(members, roles, strict=True)
+    ]
     rest = [has and not member.is_corrected for member, has in zip(members, computed, strict=True)]
     if sum(rest) >= max([1, *(member.min_contributors for member in members)]):
         computed = rest
@@ -260,10 +218,9 @@ def _assignment(
     return Assignment(
         version=version,
         parts=tuple(parts),
-        deferred=deferred,
+        lacking=lacking,
         is_first=is_first,
         reason=reason,
-        unverified=unverified,
     )
 
 

@@ -11,11 +11,10 @@ until the optimizers have stepped, when `held` is another than it; a replica who
 not its quorum's neither contributes nor approves; a decision on another step than the open one changes nothing; a torn
 state has no name until a whole one is loaded over it.
 
-A training loop uses what it finds in the state between `begin` and `vote`: to clip, to unscale, to decay weights. Who loads
-in between makes a step that may be another than that of the others, and is *unverified* from then on. It says so when it asks,
-gets a joiner's part, and compares its state with that of verified members, until a step has begun with the very bits of theirs.
-All groups show their state when they ask after such a step (`shows`). If it is equal, it contributes to the very next step; if
-not, it loads that of the others first: see `trial`.
+A training loop uses what it finds in the state between `begin` and `vote`: to clip, to unscale, to decay weights. So who lacks
+the newest state is in no quorum: it computes an iteration for itself alone, receives the state at the end of that, and asks for
+the next step with its name. All groups show their state when they ask after the first step of one that came in (`shows`). If
+it is equal, it is as all others; if not, it loads that of the others first: see `trial`.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from typing import NamedTuple
 from torchft_ckpt.core.coordination.equality import is_checked
 from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
+    VOTERS,
     CommitDecided,
     CommitVote,
     Hello,
@@ -44,21 +44,6 @@ from torchft_ckpt.core.coordination.messages import (
     StateShown,
     StateVersion,
 )
-
-FIRST_WAIT_S = 0.25
-"""So long a training thread waits before its forward pass for a transfer that may also end beside it, as a state that is there
-by then needs no comparison in the next step. Those that contribute wait for this replica then. A larger state is fetched, or
-compared, beside the forward pass."""
-
-
-class Comparison(Enum):
-    """The result of comparing a state with that of the sources."""
-
-    EQUAL = "equal"
-    BUFFERS_DIFFER = "buffers differ"
-    """Only small tensors that no optimizer owns: of BatchNorm's running statistics every group has its own, as they see other
-    data."""
-    DIFFERENT = "different"
 
 
 class StepPhase(Enum):
@@ -128,17 +113,13 @@ class ReplicaSettings:
 
     min_replica_size: int
     init_sync: bool = True
-    heal_inline: bool = False
+    waits_for_quorum: bool = False
+    """The training thread waits for each quorum."""
     fixed_with_spares: bool = False
-    join_budget_s: float = 5.0
     join_stall_limit_s: float | None = 60.0
-    warm_up: bool = False
     spare: bool = False
     check_equal_every: int = 0
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
-    loads_at_end: bool = False
-    """A state is loaded at the end of an iteration that does not count, and the others wait for that: see `hold`. Private: one
-    of two ways in, of which the other one is to go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +133,7 @@ class StepWishes:
     patience_s: float = 0.0
     """How long the way here took."""
     waits: bool | None = None
-    """Whether the training thread waits for the quorum, None: where that helps. False: never heal inline."""
+    """Whether the training thread waits for the quorum, None: where that helps. False: load nothing before the forward pass."""
 
 
 class StepFacts(NamedTuple):
@@ -164,8 +145,6 @@ class StepFacts(NamedTuple):
     """Where others can meet."""
     gathers: bool = False
     """Ask who else is about to look for a state, and for no step."""
-    compares: bool = True
-    """False: no training loop uses the state between here and the vote, so a load in between spoils nothing."""
     reach_s: float | None = None
     """How long it would take to receive the newest state, as far as is known."""
     load_s: float = 0.0
@@ -180,16 +159,14 @@ class StepFacts(NamedTuple):
     """It would be closer to the newest state after that."""
     shown: list[StateShown] = []
     """Of the state, where it `shows` something."""
-    is_first_of_kind: bool = False
-    """An optimizer begins the step that has begun none before: an iteration may have a step for each of several."""
     kind: str = ""
     """See `QuorumRequest`."""
     at_end: bool = False
     """An iteration ends that did not count: ask for the newest state, and for no step."""
     top_s: float = 0.0
     """How long the loop takes from the end of an iteration to the next step; 0: not known."""
-    loads_first: bool = False
-    """The loop needs the weights of its forward passes beyond the end of a step: a state is loaded as the step begins."""
+    computes_alone: bool = False
+    """The loop may be in the middle of an iteration that began with another state than this one: nothing of it is to count."""
     needs_weights: bool = False
     """The loop goes back in this step through weights as they were before it: nothing is loaded in it."""
 
@@ -202,12 +179,7 @@ class StepPlan:
     configure: bool
     """The process group has to be made anew."""
     load: bool
-    """The state has to be loaded from `formed.sources`."""
-    load_before_forward: bool
-    compare: bool = False
-    """It has the name of the state that is here, and is to be loaded where it differs."""
-    transfer_wait_s: float = 0.0
-    """The training thread waits so long before its forward pass for a transfer that may also end beside it."""
+    """The state has to be loaded from `formed.sources`, before the forward pass."""
     serve: bool
     """`formed.destinations` want this replica's state."""
 
@@ -223,7 +195,6 @@ class ReplicaView(NamedTuple):
     error: str | None
     restored: bool
     torn: bool
-    unverified: bool
     is_behind: bool
     is_checked: bool
     is_learner: bool
@@ -257,15 +228,13 @@ class ReplicaState:
         self.restored = False
         self.torn = False
         """The state is not whole: a load failed half-way. It stays so until a whole one is loaded."""
-        self.unverified = False
-        """The state may not have the bits that its name stands for."""
         self.rolled_back_to = StateVersion()
         self.phase = StepPhase.IDLE
         self.quorum: QuorumFormed | None = None
         """The quorum of the open step, or of the last one."""
         self.newest_step = 0
         self.capture_wanted = True
-        """Capture the state at the next step boundary: a joiner waits for it, or nothing is known yet."""
+        """Capture the state at the next step boundary: somebody waits for it, or nothing is known yet."""
         self.serves_learners = False
         """The last state that this replica was told to serve is for learners, too. No step waits for them, so it is served on
         when its step is committed."""
@@ -278,24 +247,19 @@ class ReplicaState:
         self._is_unconnected = False
         self._is_stale = False
         """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
+        self._was_given = False
+        """The state was given to it while the others waited, and it has made no step since."""
+        self._may_differ = False
+        """It computes alone with a state of the newest name: it may be that of another attempt, or another rank's is another."""
         self._vote: CommitVote | None = None
         """What was said of the step that is voted on and not decided."""
         self._gathers = False
-        self._is_cold = True
-        """No step was computed yet, so the first one may take long: kernels are compiled, memory is taken."""
         self._wishes: StepWishes | None = None
         """What the open step was asked for with."""
         self._is_changed = False
         """The state has changed since, otherwise than by a load before the forward pass."""
-        self._compares = True
-        self._on_probation = False
-        """Unverified, or another rank of this group may still be: no quorum has taken the group for a holder again."""
-        self._last_comparison: Comparison | None = None
-        """That of the last comparison, where it left the state unverified."""
         self._shows = Shows.SAMPLES
         """How much the next request shows, if the state has a name then."""
-        self._is_exact = False
-        """The open step began with the state that the quorum names, to the bit."""
         self.is_leaving = False
         """The last step has ended, and the group leaves with it: no other one begins."""
         self.all_leave = False
@@ -311,7 +275,7 @@ class ReplicaState:
     def healed(self) -> bool:
         """The state is the open quorum's (or, between steps, a proven one)."""
         if self.phase in (StepPhase.TRAINING, StepPhase.VOTED) and self.quorum is not None:
-            return self.version == self.quorum.version and (self._is_exact or self.quorum.role is not Role.INLINE)
+            return self.version == self.quorum.version
         return self.version.proven
 
     @property
@@ -345,14 +309,14 @@ class ReplicaState:
 
     @property
     def waits_for_quorum(self) -> bool:
-        """The training thread has to wait for the next quorum, because this replica may heal before its forward pass."""
-        return self.settings.heal_inline or self.begins_with_load
+        """The training thread has to wait for the next quorum, because this replica may load a state before its forward pass."""
+        return self.settings.waits_for_quorum or self.begins_with_load
 
     @property
     def begins_with_load(self) -> bool:
         """A state may be loaded before the forward pass of the next step, though its quorum is found beside it as a rule."""
         is_behind = not self.version.proven or self.version.step < self.newest_step
-        return is_behind or self.is_learner or self._on_probation or self.shows is not Shows.NOTHING
+        return is_behind or self.is_learner or self.shows is not Shows.NOTHING
 
     @property
     def shows(self) -> Shows:
@@ -362,7 +326,7 @@ class ReplicaState:
     @property
     def wants_capture(self) -> bool:
         """The state has to be captured before the next quorum: others may need it, or it is to be compared."""
-        return self.capture_wanted or not self.version.proven or self._on_probation or self.shows is not Shows.NOTHING
+        return self.capture_wanted or not self.version.proven or self.shows is not Shows.NOTHING
 
     @property
     def is_checked(self) -> bool:
@@ -413,7 +377,7 @@ class ReplicaState:
 
     @property
     def participating_rank(self) -> int | None:
-        """Rank among those that contribute, None for a healing replica and for a spare."""
+        """Rank among those that contribute, None for one that lacks the state and for a spare."""
         if self.quorum is None or (self.phase is not StepPhase.IDLE and not self.healed):
             return None  # between two steps it has the part that it had in the last one
         rank = self.quorum.contributor_rank
@@ -427,15 +391,14 @@ class ReplicaState:
     # -------------------------------------------------------------------------------------------------------- events
 
     def joiner_waits(self) -> None:
-        """A replica that joins waits for a state: the state is captured before the next quorum."""
+        """A replica waits for a state: the state is captured before the next quorum."""
         self.capture_wanted = True
 
     def restore(self, step: int) -> None:
         """The user loaded a checkpoint of `step` on purpose."""
         self.version, self._held = StateVersion(step=step), None
         self.restored = True
-        self.torn = False
-        self.unverified = self._on_probation = False
+        self.torn = self._was_given = False
         self.state_changed()
 
     def state_changed(self) -> None:
@@ -480,15 +443,11 @@ class ReplicaState:
 
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """A step begins. One that is open is abandoned."""
-        is_cold = self._is_cold or (self.warms_up and facts.is_first_of_kind)
-        is_alone = facts.needs_weights or (self.settings.warm_up and is_cold)
-        is_plain = wishes.contributes and wishes.waits is None and facts.compares and not facts.gathers
         waits = self.waits_for_quorum if wishes.waits is None else wishes.waits or bool(facts.shown)
-        loads_at_end = self.settings.loads_at_end and is_plain
         self._leave_step()
         self._moves(StepEvent.BEGIN)
         self.capture_wanted = facts.gathers and self.capture_wanted
-        self._gathers, self._compares = facts.gathers, facts.compares
+        self._gathers = facts.gathers
         self._wishes = None if facts.gathers else wishes
         return QuorumRequest(
             request_id=self._request_id,
@@ -498,28 +457,23 @@ class ReplicaState:
             init_sync=self.settings.init_sync,
             shrink_only=wishes.shrink_only,
             allow_heal=wishes.allow_heal and not facts.needs_weights,
-            heal_inline=(self.settings.heal_inline or facts.loads_first) and wishes.waits is not False,
             waits_for_quorum=waits or facts.at_end,
             can_serve=facts.can_serve,
             needs_new_quorum=self.configured is None,
-            unverified=self.unverified,
             speaks=self.speaks,
             contributes=wishes.contributes,
             gathers=facts.gathers,
             min_contributors=self.settings.min_replica_size,
             patience_s=wishes.patience_s,
-            warms_up=is_alone and is_plain,
+            warms_up=facts.computes_alone and not facts.at_end,
+            came_in=self._was_given,
             kind=facts.kind,
-            loads_at_end=loads_at_end,
-            at_end=loads_at_end and facts.at_end,
+            at_end=facts.at_end,
             top_s=facts.top_s,
-            join_budget_s=self.settings.join_budget_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
             reach_s=facts.reach_s,
             guesses=facts.guesses,
-            can_follow=facts.can_follow
-            and (facts.at_end if loads_at_end else waits)
-            and not (facts.gathers or facts.needs_weights),
+            can_follow=facts.can_follow and facts.at_end,
             gains=facts.gains,
             load_s=facts.load_s,
             stood_s=facts.stood_s,
@@ -548,7 +502,6 @@ class ReplicaState:
         """The newest state, as the lighthouse has just named it, is in place."""
         self._adopt(version)
         self.newest_step = version.step
-        self.unverified = self._on_probation = False
 
     def _moves(self, event: StepEvent) -> bool:
         """Go where an event leads from this phase; False: nowhere."""
@@ -561,7 +514,7 @@ class ReplicaState:
 
     def _leave_step(self) -> None:
         if self.phase in (StepPhase.TRAINING, StepPhase.VOTED):
-            # Without this replica's vote nobody can have committed, unless it was a joiner that nobody waits for.
+            # Without this replica's vote nobody can have committed, unless it has none.
             voter = self.quorum is not None and _is_voter(self.quorum)
             self._last_outcome = Outcome.DISCARD if voter and self.phase is StepPhase.TRAINING else None
             self.configured = None
@@ -576,14 +529,13 @@ class ReplicaState:
         if formed.request_id != self._request_id or not self._moves(event):
             return None
         if self._gathers:
-            return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
+            return StepPlan(formed=formed, configure=False, load=False, serve=False)
         self.quorum = formed
         if not formed.differs:  # who corrects shows as much as those who wait
             self._shows = Shows.SAMPLES  # unless this step counts, and the decision says otherwise
         if formed.leaving:
             self.fail(formed.reason)
-            return StepPlan(formed=formed, configure=False, load=False, load_before_forward=False, serve=False)
-        self._is_cold = self._is_cold and formed.follows
+            return StepPlan(formed=formed, configure=False, load=False, serve=False)
         self.newest_step = formed.newest_step
         self._go_back(formed.rolled_back_to)
         self.capture_wanted = formed.joiner_waiting
@@ -598,12 +550,11 @@ class ReplicaState:
                 self.fail(f"the quorum takes this replica for a holder of {formed.version}, it holds {self.version}")
             else:
                 self._adopt(formed.version)
-        load = formed.role in (Role.INLINE, Role.JOINER, Role.LEARNER) and self.version != formed.version
-        load = load and not formed.warms_up
-        compare = self._begins_to_compare(formed)
-        self._is_exact = self.version == formed.version and (formed.role is Role.HEALTHY or not self.unverified)
-        # Of a group that loads at the end of this iteration each rank asks for the state there, be it that of another rank.
-        self._is_stale = self.version != formed.version or (formed.warms_up and self.settings.loads_at_end)
+        self._was_given = (self._was_given or formed.held) and not formed.names_state
+        is_here = self.version == formed.version and not (formed.held and self._may_differ)
+        load = formed.role in (Role.INLINE, Role.LEARNER) and not (is_here or formed.warms_up)
+        self._may_differ = formed.warms_up or (self._may_differ and load)
+        self._is_stale = not is_here or formed.warms_up
         configure = self.configured != (formed.quorum_id, formed.epoch) and not self.is_learner
         if configure:
             self.configured = None
@@ -612,62 +563,19 @@ class ReplicaState:
         return StepPlan(
             formed=formed,
             configure=configure,
-            load=load or compare,
-            load_before_forward=(load or compare) and formed.role in (Role.INLINE, Role.LEARNER),
-            compare=compare and formed.role is Role.JOINER,
-            transfer_wait_s=self._transfer_wait_s(formed, compare) if self._compares else 0.0,
+            load=load,
             serve=bool(formed.destinations),
         )
-
-    def _begins_to_compare(self, formed: QuorumFormed) -> bool:
-        """Whether the state that is here is to be compared with one of its name."""
-        if formed.role is Role.HEALTHY:
-            self._on_probation = self.unverified = formed.unverified and self.version == formed.version  # it stands in
-            return False
-        if not formed.sources or formed.warms_up or self.version != formed.version or not self._compares:
-            return False
-        was_on_probation = self._on_probation
-        if formed.role is Role.JOINER:
-            # At least one rank of this group is unverified, or heals beside this step, which it may spoil for all of them.
-            self.unverified = self._on_probation = True
-        return was_on_probation
-
-    def _transfer_wait_s(self, formed: QuorumFormed, compare: bool) -> float:
-        """Return how long to wait; contributors wait for this replica's collectives, for which half of their grant is left."""
-        most_s = (self.settings.join_budget_s if formed.join_budget_s is None else formed.join_budget_s) / 2
-        return min(FIRST_WAIT_S, most_s) if not compare or self._last_comparison is None else most_s
 
     def configure_finished(self) -> None:
         """The process group of the open quorum is ready."""
         if self.quorum is not None:
             self.configured = (self.quorum.quorum_id, self.quorum.epoch)
 
-    def load_finished(self, version: StateVersion, *, before_forward: bool = True) -> None:
-        """All of the state that `version` names is in place."""
+    def load_finished(self, version: StateVersion) -> None:
+        """All of the state that `version` names is in place, and nothing was computed with another one in this step."""
         self._adopt(version)
-        self._is_changed = self._is_changed and not before_forward
-        self._is_exact = before_forward or not self._compares
-        self.unverified = not self._is_exact or self._stands_in
-        self._on_probation = self._on_probation or self.unverified
-        self._last_comparison = None
-        if not before_forward and self.quorum is not None and self.quorum.role is Role.INLINE:
-            self.fail("its state was loaded after the forward pass, so it could not contribute")
-
-    def comparison_finished(self, comparison: Comparison, *, before_forward: bool) -> bool:
-        """The state was compared with that of the sources; what differed is loaded. Returns whether this step is exact.
-
-        Before the forward pass a load comes in time, whatever differed. Beside it the loop has used what was there. Buffers that
-        differ do no harm then if they did none in the step before: all else came out of it equal.
-        """
-        is_known_harmless = comparison is Comparison.BUFFERS_DIFFER and self._last_comparison is comparison
-        self._is_exact = before_forward or comparison is Comparison.EQUAL or is_known_harmless
-        self.unverified = not self._is_exact or self._stands_in
-        self._last_comparison = None if self._is_exact else comparison
-        return self._is_exact
-
-    @property
-    def _stands_in(self) -> bool:
-        return self.quorum is not None and self.quorum.unverified
+        self._is_changed = False
 
     def load_torn(self) -> None:
         """Loading failed half-way, or a step was not taken to its end: what is held now has no name."""
@@ -675,12 +583,10 @@ class ReplicaState:
         self.restored = False
         self.torn = True
         self.state_changed()
-        self.unverified = self._on_probation = False
 
     def _lose_name(self) -> None:
         """The state is another than the others have under its name: it is whole, and proven no more."""
         self.version = StateVersion(step=self.version.step)
-        self.unverified = self._on_probation = False
 
     def fail(self, reason: str) -> None:
         """This step cannot count. The first reason is kept."""
@@ -726,13 +632,13 @@ class ReplicaState:
             approve = False
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
         self.speaks = self.speaks and self.participating_rank == 0
-        is_known_holder = formed.role is Role.HEALTHY and not formed.unverified and not formed.names_state
+        is_known_holder = formed.role is Role.HEALTHY and not formed.names_state
         self._vote = CommitVote(
             quorum_id=formed.quorum_id,
             epoch=formed.epoch,
             step=formed.version.step,
             approve=approve,
-            broken=self._is_broken or (self.error is not None and formed.role is not Role.JOINER),
+            broken=self._is_broken or self.error is not None,
             counts=_is_voter(formed),
             num_voters=formed.num_voters,
             collectives=collectives,
@@ -789,9 +695,9 @@ class ReplicaState:
             self.collectives_failed()
         if outcome is Outcome.COMMIT:
             step = decided.step + 1
-            self.unverified = self.unverified and not self._is_exact
             version = StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch)
             self._adopt(version, held=self.version)
+            self._was_given = False
             self._shows = decided.shows
             self.speaks, self.silent_for = decided.speaks, decided.silent_for
         elif outcome is Outcome.LEFT_BEHIND:
@@ -799,14 +705,7 @@ class ReplicaState:
             self.newest_step = max(self.newest_step, decided.step + 1)
             self._is_stale = True
             self.configured = None
-        else:
-            self._stay_joiner()
         return outcome
-
-    def _stay_joiner(self) -> None:
-        """The lighthouse knows of a joiner's state by its approval alone, and lets nobody wait for it before."""
-        if self.quorum is not None and self.quorum.role is Role.JOINER:
-            self._is_stale = True
 
     def overtaken(self, decided: CommitDecided) -> bool:
         """The others decided the open step without this replica's vote: what it still loads for it is of no use."""
@@ -828,7 +727,6 @@ class ReplicaState:
             return
         self._last_outcome = None
         self.collectives_failed()
-        self._stay_joiner()
 
     def hello(self, replica_id: str, group_world_size: int) -> Hello:
         """Return what a lighthouse has to know that hears of this replica for the first time."""
@@ -861,7 +759,7 @@ class ReplicaState:
         self.version = version
         self.restored = False
         self.torn = False
-        self._is_stale = False
+        self._is_stale = self._may_differ = False
         self.newest_step = max(self.newest_step, version.step)
 
     # ------------------------------------------------------------------------------------------------------ invariants
@@ -882,8 +780,6 @@ class ReplicaState:
             yield "a step begins with a state that is another than it says"
         if self._held is not None and (not version.proven or self._held.step >= version.step):
             yield "a step is to be taken that leads to no later state"
-        if self.unverified and not (self._on_probation and (version.proven or self._stands_in)):
-            yield "a state may have other bits than those of its name, and has none, or no comparison is to follow"
         if self._last_outcome is Outcome.LEFT_BEHIND and (self.speaks or self.configured is not None):
             yield "the others went on without it, and it may write for them, or needs no new process group"
         if self._is_broken and self.configured is not None:
@@ -919,10 +815,8 @@ class ReplicaState:
             return
         if version != formed.version and not self.is_behind:
             yield "it has another state than the quorum, and does not know that it is behind"
-        if self.settings.loads_at_end and formed.held and self.participating_rank is not None:
+        if formed.held and self.participating_rank is not None:
             yield "it is given the state of a step at the end of an iteration, and takes part in that step"
-        if version.proven and self._is_exact and version != formed.version:
-            yield "it began with the state of the quorum to the bit, and holds another"
         if version == formed.version and _is_void(version, self.rolled_back_to):
             yield "the quorum's state is one from which the job went back"
         if self._last_outcome is not None:
@@ -949,7 +843,7 @@ class ReplicaState:
 
 
 def _is_voter(formed: QuorumFormed) -> bool:
-    return formed.role in (Role.HEALTHY, Role.INLINE)
+    return formed.role in VOTERS
 
 
 def _is_void(version: StateVersion, rolled_back_to: StateVersion) -> bool:
@@ -972,9 +866,6 @@ class SharedStep:
         """Those that ended the last step in which one did, whether it counted or not."""
         self._ahead: set[Hashable] = set()
         """Have cleared their gradients for the next step, which cannot begin until the others have stepped."""
-        self._known: set[Hashable] = set()
-        self.is_first_of_kind = False
-        """The step was begun by one that has begun none before."""
         self._is_by_forward = self.joins_open = False
         """A forward pass has begun the step; and the one that cleared its gradients last was the first to do so in it."""
         self.clears_first = False
@@ -1008,8 +899,6 @@ class SharedStep:
         if is_decided and optimizer in self._stepped and self._joined - self._stepped:
             self._ahead.add(optimizer)
             return False
-        self.is_first_of_kind = optimizer not in self._known
-        self._known.add(optimizer)
         joined = self._ahead | {optimizer}
         self._leaves()
         self._joined = joined

@@ -1,7 +1,7 @@
 """This file decides when a spare steps in: a group that follows the others and does not train, to replace one that is lost.
 
 A spare (`Manager(spare=True)`) is a learner that stays one when it has received a state. It is in no quorum and in no collective.
-When fewer groups are at work than before, as many spares are *called*. A called spare is a group like any other: it joins, and
+When fewer groups are at work than before, as many spares are *called*. A called spare is a group like any other: it comes in, and
 receives what has changed since. It stays when the lost group comes back, and is one of those that train from then on.
 
     wanted     the most groups that were no spares and were at work at once, in this life of the lighthouse
@@ -54,7 +54,7 @@ class Spares:
 
         Args:
             idle: spares that are here, were not called, and do not leave.
-            at_work: those that hold the state and train, and those that join now.
+            at_work: those that hold the state and train, and those that come in now.
             now: the time.
             newest_step: nobody is closer than at this one.
         """
@@ -93,7 +93,7 @@ def _is_close(member: Member) -> bool:
 
 
 def _distance(member: Member, newest_step: int) -> tuple[int, int, str]:
-    """Return how far a spare is from joining, to be compared: one that has received a state is closer than one that does."""
+    """Return how far a spare is from coming in, to be compared: one that has received a state is closer than one that does."""
     progress = member.progress
     if progress is None or not member.is_beside:
         return 2, 0, member.replica_id

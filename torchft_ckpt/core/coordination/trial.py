@@ -12,8 +12,8 @@ itself, shows its state with its next request, and serves it. Here the requests 
   that asks not to heal takes no part in the step.
 
 Who is right: only groups that were found equal after a step since they joined have a voice; where none has, as when the job
-begins, all have, those first that are known to hold its exact bits. A strict majority of the voices is right; without one,
-those that show the same as the longest in the job. A group with a voice is told to load as `on_replicas_differ` says.
+begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. A
+group with a voice is told to load as `on_replicas_differ` says.
 
 What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once: one that is equal in all
 groups after a step is *common* from then on; one that differs, although all groups began the step with the same, is *own* to each
@@ -69,9 +69,6 @@ class Trials:
         """Members that were told to load, and at which step, the last time."""
         self._corrected: set[str] = set()
         """Of these, who was in no quorum since."""
-        self._came_in: set[str] = set()
-        """Members that were given the state at the end of an iteration, and were in no quorum since: that it is equal says
-        nothing of their loops."""
         self._given: dict[str, None] = {}
         """Leaves that a group was given once, the latest last."""
         self._same_at = -1
@@ -88,11 +85,10 @@ class Trials:
             replica_id = part.replica_id
             if part.role is not Role.HEALTHY:
                 self.lost(replica_id)  # it comes in anew, also if its connection has held
-            elif is_new_life and member.hello.was_in_quorum and member.hello.version.proven:
+            elif is_new_life and not member.asked.came_in and _has_trained(member):
                 self._voices[replica_id] = None  # it trained before this lighthouse was started again
                 self._joined.pop(replica_id, None)
             self._corrected.discard(replica_id)
-            self._came_in.discard(replica_id)
             if replica_id not in self._voices and replica_id not in self._joined:
                 moved = not assignment.is_first or member.asked.version.step != assignment.version.step
                 self._joined[replica_id], self._same_at = moved, assignment.version.step
@@ -116,12 +112,6 @@ class Trials:
         self._joined.pop(replica_id, None)
         self._loaded.pop(replica_id, None)
         self._corrected.discard(replica_id)
-        self._came_in.discard(replica_id)
-
-    def comes_in(self, replica_id: str) -> None:
-        """A member is given the state, as a quorum is held for it: it is compared anew after its first step."""
-        self.lost(replica_id)
-        self._came_in.add(replica_id)
 
     def is_corrected(self, replica_id: str) -> bool:
         """Whether a member has loaded before the quorum that forms: its loop may have computed something before that."""
@@ -144,8 +134,9 @@ class Trials:
                 self._judge_alike({member.replica_id: member for member in those}, step, verdict)
         verdict.common, verdict.own = sorted({*verdict.common})[:MAX_LEAVES], sorted({*verdict.own})[:MAX_LEAVES]
         if not verdict.loads and not verdict.stops:
+            by_name = {member.replica_id: member for member in members}
             for replica_id in sorted(verdict.equal):
-                is_new = replica_id not in self._voices and replica_id not in self._came_in
+                is_new = replica_id not in self._voices and not by_name[replica_id].asked.came_in
                 if self._loaded.get(replica_id, -1) < step and is_new:
                     self._voices[replica_id] = None
                     self._joined.pop(replica_id, None)
@@ -155,14 +146,15 @@ class Trials:
         """Compare members whose ranks hold the same parts of the state."""
         judges = [m for m in self._voices if m in members]
         if not judges:
-            judges = sorted(members, key=lambda m: (members[m].asked.unverified, self._joined.get(m, False), m))
+            judges = sorted(members, key=lambda m: (self._joined.get(m, False), m))
+            if step > self._same_at and self._joined.get(judges[0], False):  # all came in, and have made a step since
+                here = f"the job goes on from the state of step {step} of {name_some(judges)}"
+                verdict.said.append(f"nobody is left who was found equal after a step, so {here}")
         shown = {m: [_known(of_rank) for of_rank in member.asked.shown] for m, member in members.items()}
         groups = alike({m: shown[m] for m in judges})
         right = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
         wrong = [m for m in members if shown[m] != shown[right[0]]]
-        # Two newcomers may have made the same wrong value of what their loops had read before.
-        if not all(members[m].asked.unverified for m in right):
-            verdict.equal.update(m for m in members if m not in wrong)
+        verdict.equal.update(m for m in members if m not in wrong)
         if wrong:
             self._decide(members, right, wrong, step, verdict)
         elif len(members) > 1 and step > self._same_at:  # what was just loaded is equal, and says nothing
@@ -271,6 +263,11 @@ class Corrections:
             self._last[name] = step, times + 1 if step <= last + 1 else 1
         again = [name for name, (_, times) in self._last.items() if times >= MAX_IN_A_ROW]
         return (again[0] or NOWHERE) if again else ""
+
+
+def _has_trained(member: Member) -> bool:
+    """Whether a member was in a quorum, and held its state, when it connected."""
+    return member.hello.was_in_quorum and member.hello.version.proven
 
 
 def _known(shown: StateShown) -> str:

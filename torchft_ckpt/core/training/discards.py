@@ -15,9 +15,6 @@ NUM_BEFORE_WARNING = 3
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 
-_JOIN_BUDGET = (
-    "Give the groups that train a longer join_budget (TORCHFT_CKPT_JOIN_BUDGET_SEC): the group that joins takes longer"
-)
 _TIMEOUT = (
     "Where that group is slow, give all groups a longer timeout (Manager(timeout=...), TORCHFT_TIMEOUT_SEC); where it hangs, its"
     " own log says in what"
@@ -32,10 +29,6 @@ _HEARTBEAT = (
     " says of what"
 )
 _ADVICE = (
-    ("longer than join_budget", _JOIN_BUDGET),
-    ("the joiners' time is up", _JOIN_BUDGET),
-    ("its state is not loaded yet", _JOIN_BUDGET),
-    ("TransferTimeoutError", _JOIN_BUDGET),
     ("the loops of the groups differ", _LOOP),
     ("gave step", _LOOP),
     ("gave the step up", _LOOP),

@@ -1,7 +1,7 @@
 """This file decides what follows a step that counts: which call a learning-rate scheduler, or a gradient scaler, waits for.
 
 Such a *follower* moves once for each step of its optimizer that counts, and its state travels with the optimizer's. So it must
-have moved before that state is handed out, at the next `start_quorum`, or saved. Else a group that joins gets the weights of one
+have moved before that state is handed out, at the next `start_quorum`, or saved. Else a newcomer gets the weights of one
 step with the learning rate of another, and an exception between two lines leaves one group's schedule behind for good.
 
     event                           its call is

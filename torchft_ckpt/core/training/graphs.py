@@ -18,6 +18,8 @@ class OpenGraphs:
         """How many steps have begun here."""
         self._opened: dict[Hashable, int] = {}
         """By module: in which of these its last forward pass was computed, if no backward pass has followed."""
+        self._waited = self._has_closed = False
+        """As gradients were cleared last, a backward pass was to come; and one has come since, of whatever module."""
         self.spans_steps: bool | None = None
         """Whether backward passes of this loop go back into the step before; None: it was not seen yet."""
 
@@ -31,6 +33,13 @@ class OpenGraphs:
         self._opened = {module: step for module, step in self._opened.items() if step == self._step}
         self._step += 1
 
+    def clears(self) -> None:
+        """Gradients are cleared in the open step. A loop that does so before each backward pass has computed one since the last
+        time; one that skips what overflows has not, and lets its forward passes go."""
+        if self._waited and not self._has_closed:
+            self._opened.clear()
+        self._waited, self._has_closed = bool(self._opened), False
+
     def opens(self, module: Hashable) -> None:
         """A module computes a forward pass that a backward pass is to follow."""
         if self._opened.get(module, self._step) < self._step and self.spans_steps is None:
@@ -39,5 +48,6 @@ class OpenGraphs:
 
     def closes(self, module: Hashable) -> None:
         """A backward pass goes through a module. On a thread of autograd's."""
+        self._has_closed = True
         if self._opened.pop(module, self._step) < self._step:
             self.spans_steps = True
