@@ -55,13 +55,13 @@ def step_diagram() -> str:
 
 REPLICA = (
     ("starts", "a new process"),
-    ("learner", "trains beside the job"),
-    ("joiner", "loads, adds zeros"),
+    ("warms up", "computes alone"),
+    ("held for", "gets the state"),
     ("healthy", "contributes, votes"),
 )
-REPLICA_FORWARD = (["the job runs"], ["has the state,", "is compiled"], ["its state is equal"])
+REPLICA_FORWARD = (["the job runs"], ["its iteration", "ends"], ["has the state"])
 REPLICA_ARCS = (
-    (3, 2, 0, "left behind, or wakes: it heals"),
+    (3, 2, 0, "left behind: it gets the state"),
     (0, 3, 1, "the job begins: all load one state before the first step"),
 )
 REPLICA_END = (
