@@ -441,6 +441,10 @@ class Deciding:
             return
         if current.step < self._job.newest_step:
             raise RuntimeError(f"step {current.step} is open, and step {self._job.newest_step} was committed before")
+        version, roles = current.assignment.version, current.tally.roles
+        without = [m for m in living if roles[m] is Role.HEALTHY and self._job.members[m].version != version]
+        if without:
+            raise RuntimeError(f"{without} are in a quorum of {version}, and do not hold that")
         gone = [m for m in living if m not in current.tally.votes and not self._job.members[m].is_in_step]
         if gone:
             raise RuntimeError(f"{gone} have gone on from the open step, which waits for their votes")
