@@ -433,13 +433,12 @@ def test_a_lease_that_has_ended_closes_its_snapshot_and_frees_its_memory():
     assert (registry.expire(100.0), scene.pool.held_bytes()) == ([scene.snapshot], 0)
 
 
-def test_one_snapshot_too_many_closes_the_oldest():
-    registry, scenes = SnapshotRegistry(max_snapshots=2), [Scene(step=step) for step in range(3)]
+@pytest.mark.parametrize("num_expected", [0, 1])
+def test_one_snapshot_too_many_closes_the_oldest_and_names_it_if_somebody_waits_for_it(num_expected):
+    registry, scenes = SnapshotRegistry(max_snapshots=2), [Scene(num_expected, step) for step in range(3)]
     closed = [registry.put(scene.snapshot, lease_ends=100.0) for scene in scenes]
-    assert (closed, [scene.snapshot.closed for scene in scenes]) == (
-        [[], [], [scenes[0].snapshot]],
-        [True, False, False],
-    )
+    assert closed == [[], [], [scenes[0].snapshot] * num_expected]
+    assert [scene.snapshot.closed for scene in scenes] == [True, False, False]
 
 
 def test_what_is_closed_already_does_not_count_as_one_too_many():

@@ -72,7 +72,9 @@ class SnapshotRegistry:
         return cannot[1] if cannot is not None and cannot[0] == step else ""
 
     def put(self, snapshot: Snapshot, *, lease_ends: float, now: float = 0.0) -> list[Snapshot]:
-        """Serve a snapshot until `lease_ends`; return those that had to be closed for it: the oldest that no learner receives."""
+        """Serve a snapshot until `lease_ends`. The oldest that no learner receives may have to be closed for it: return those of
+        them that somebody waits for.
+        """
         with self._lock:
             self._drop_closed()
             self._cannot = None
@@ -85,9 +87,10 @@ class SnapshotRegistry:
             others = [lease for lease in self._leases[1:] if not lease.snapshot.outlives_step]
             closing = [lease.snapshot for lease in [*for_learners, *others][self._max_snapshots - 1 :]]
             self._leases = [lease for lease in self._leases if lease.snapshot not in closing]
+        awaited = [old for old in closing if old.is_awaited]
         for old in closing:
             old.close()
-        return closing
+        return awaited
 
     def is_at(self, step: int, now: float) -> bool:
         """The owner is at a step: earlier ones are over. Returns whether somebody waits for one."""
