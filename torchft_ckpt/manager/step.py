@@ -608,8 +608,8 @@ class Steps:
         is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
         is_ready = self._registry.knows_optimizers and not self._registry.is_empty
         may_begin = is_ready and not is_outer and not self._sharing.is_half_taken
-        # Of a loop that clears first, such a pass may be a look at the model, after its step.
-        has_to = now.begins_with_load or self._is_committed is False or not self._sharing.clears_first
+        # Of a loop that clears first, such a pass may be a look at the model, and what follows it belongs to the step before.
+        has_to = self._is_committed is False or not self._sharing.clears_first
         return last if may_begin and has_to and not now.is_in_step else None
 
     def begins_by_forward(self) -> None:

@@ -20,15 +20,22 @@ DISCARDED = Category.DISCARDED
 
 
 class Discards:
-    """Discards the first three steps of a job, each so many times, by errors of the group that never dies."""
+    """Discards steps, each so many times, by errors of the group that never dies: the first three of a job, and the three from
+    that on in which a group has come in."""
 
     def __init__(self, job: Job, times: int = 1) -> None:
         self._job = job
-        self._left = [times] * 3
+        self._left = dict.fromkeys(range(3), times)
+        self._times, self._num_groups = times, 0
 
     def __call__(self) -> None:
-        step = self._job.step
-        if self._job.group == 0 and step < 3 and self._left[step]:
+        if self._job.group != 0:
+            return
+        step, num_groups = self._job.step, self._job.current.num_participants()
+        if num_groups > self._num_groups:
+            self._left |= dict.fromkeys({step, step + 1, step + 2} - self._left.keys(), self._times)
+        self._num_groups = num_groups
+        if self._left.get(step):
             self._left[step] -= 1
             self._job.current.report_error(ValueError("a bad batch"))
 
@@ -208,6 +215,8 @@ class Momentum(nn.Module):
 @idiom(
     "A momentum network that moves in the forward pass (MoCo, BYOL)",
     DISCARDED,
+    "If the first step of a group that has come back is discarded, it has no copy of what is large: it loads it again.",
+    says="came to another state of step",
     was="after a discarded step the groups differed from then on",
     num_discards=3,
 )
@@ -244,7 +253,6 @@ def clip_history(job: Job) -> None:
     DISCARDED,
     "The tail of a loop after `zero_grad` belongs to the step before, up to the forward pass of `DistributedDataParallel`.",
     num_discards=3,
-    dies=False,
 )
 def tail_behind_zero_grad(job: Job) -> None:
     model, count = mlp(), Box(steps=0)
@@ -273,7 +281,6 @@ def tail_behind_zero_grad(job: Job) -> None:
     " loop calls `zero_grad` before its forward pass, as this one does. What follows it belongs to that step then.",
     was="after a discarded step the average lacked the step before, in all groups alike",
     num_discards=3,
-    dies=False,
 )
 def look_after_the_step(job: Job) -> None:
     model = mlp()
@@ -334,6 +341,7 @@ def sam(job: Job) -> None:
 @idiom(
     "The same, with what SAM keeps registered too",
     DISCARDED,
+    says="came to another state of step",
     was="a group that came back never came in: its parameters were called otherwise",
     num_discards=3,
 )
