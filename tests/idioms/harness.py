@@ -323,6 +323,8 @@ class Life(Job):
         self.error: BaseException | None = None
         self.current: MortalManager | None = None  # type: ignore[assignment]
         self.contributed: list[int] = []
+        self.is_discarded = False
+        """The step that was voted on last."""
         self._checkpointer: Checkpointer | None = None
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._loop: Callable[[Job], None]
@@ -448,7 +450,8 @@ class Life(Job):
     def goes_on(self) -> bool:
         if self.run.saves:
             self._save()
-        if not self.current.view().came_in:  # what the loop changes until its next step goes back
+        # What the loop has changed since it came in goes back; and in a discarded step it has set what it sets in each.
+        if not self.current.view().came_in and not self.is_discarded:
             self.look()
         if self.group == 0:
             is_alone = self.run.has_ended.is_set() or not self.run.returns  # the other may not have come in yet
@@ -464,6 +467,7 @@ class Life(Job):
         return dict(self.current.registry.capture())
 
     def note_vote(self, manager: Manager, committed: bool) -> None:
+        self.is_discarded = not committed
         step = manager.current_step() - committed
         vote = step, manager.statistics().quorum_id
         with self.run.lock:
