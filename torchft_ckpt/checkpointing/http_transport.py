@@ -36,6 +36,7 @@ from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer, Ser
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
+from torchft_ckpt.checkpointing.serving.unchanged import Marked
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES, Elsewhere, Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
@@ -161,6 +162,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._has_said_many = False
         self._pool = BufferPool(block_bytes, memory // _STAGING_SHARE if budget is None and memory else budget)
         self._snapshots = SnapshotRegistry()
+        self._served_before: Marked | None = None
         self._buffer_cache = BufferCache()
         self._reuse_buffers = reuse_buffers
         self._on_progress = on_progress
@@ -295,11 +297,13 @@ class HTTPTransport(CheckpointTransport[T]):
                 versions=versions,
                 elsewhere=self._elsewhere(),
                 outlives_step=outlives_step,
+                before=self._served_before,
             )
         except UnsupportedValueError as error:
             self._snapshots.cannot(step, str(error))
             self._server.wake()
             raise
+        self._served_before = snapshot.marked
         if snapshot.num_values > MANY_LEAVES and not self._has_said_many:
             self._has_said_many = True
             logger.warning(

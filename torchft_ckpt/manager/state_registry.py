@@ -265,6 +265,16 @@ class StateRegistry:
         """Return the optimizers that change what they own under the write lock alone, in an order that all groups have."""
         return self._optimizers
 
+    def _owned_and_still(self) -> tuple[dict[int, torch.Tensor], dict[int, int]]:
+        """Return what optimizers own, by address; and the bytes of what of it no step changes."""
+        still = {
+            part.data_ptr(): part.nbytes
+            for parameter in self._parameters()
+            if not parameter.requires_grad and parameter.grad is None
+            for part in memory_of(parameter)
+        }
+        return owned_by(self._known()), still
+
     @property
     def announces_steps(self) -> bool:
         """Whether all that changes the registered state says so: guarded optimizers, or an owner under the lock."""
@@ -284,9 +294,10 @@ class StateRegistry:
         without the lock while it was served before is copied as well.
         """
         captured = self.capture()
-        held = copy_volatile(
-            captured, [] if self.is_explicitly_locked else with_inner(self._optimizers), self._unsteady
-        )
+        optimizers = [] if self.is_explicitly_locked else with_inner(self._optimizers)
+        owned, still = self._owned_and_still()
+        trained = owned.keys() - still.keys() if optimizers else None
+        held = copy_volatile(captured, optimizers, self._unsteady, trained)
         own: dict[str, Any] = {"owners": self.owners({"user": captured})}
         if not self._agreed_on and not self.is_explicitly_locked:
             own |= {"settings": settings_of(self._known()), "groups": self._groups}
@@ -310,13 +321,7 @@ class StateRegistry:
         An optimizer that has made no step has no state yet: it is taken to have two values for each that it trains, as Adam has.
         Without what was `captured`, only what optimizers own is known.
         """
-        owned = owned_by(self._known())
-        still = {
-            part.data_ptr(): part.nbytes
-            for parameter in self._parameters()
-            if not parameter.requires_grad
-            for part in memory_of(parameter)
-        }
+        owned, still = self._owned_and_still()
         others = {
             part.data_ptr(): part.nbytes
             for tensor in tensors_in(captured)

@@ -9,7 +9,7 @@ a state is captured for others at many steps; one that is saved is captured seld
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -82,7 +82,12 @@ class Unsteady:
         return self._times > 0
 
 
-def copy_volatile(state: Any, optimizers: Iterable[torch.optim.Optimizer], unsteady: Unsteady) -> StateToServe:
+def copy_volatile(
+    state: Any,
+    optimizers: Iterable[torch.optim.Optimizer],
+    unsteady: Unsteady,
+    trained: Collection[int] | None = None,
+) -> StateToServe:
     """Return the state with copies of its small tensors that none of the optimizers owns, and of its small arrays.
 
     Containers are dicts, lists, tuples and deques; tensors that are one here are one in the result. Without optimizers nothing
@@ -92,11 +97,12 @@ def copy_volatile(state: Any, optimizers: Iterable[torch.optim.Optimizer], unste
         state: as the registered functions returned it.
         optimizers: that are guarded.
         unsteady: what changed without the lock before, which is copied whoever owns it. More is noted when it is found.
+        trained: as of `StateVersions`.
     """
     owned = owned_by(optimizers)
     unsteady.begin()
     held = _copy(state, owned, {}, unsteady) if owned or unsteady else state
-    return StateToServe(held, StateVersions(tensors_in(held), owned, unsteady.note), returned=state)
+    return StateToServe(held, StateVersions(tensors_in(held), owned, unsteady.note, trained), returned=state)
 
 
 def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> StateToSave:

@@ -35,6 +35,7 @@ from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import Buffer, BufferPool
 from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.serving.staging import Staging
+from torchft_ckpt.checkpointing.serving.unchanged import Marked, mark
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
 from torchft_ckpt.checkpointing.state.format import (
     MAX_MANIFEST_BYTES,
@@ -48,7 +49,7 @@ from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.space import Memory, Space, plan_space, segment_ranges
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, largest_value
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
-from torchft_ckpt.core.transfer.scheduler import blocks_of
+from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, StateChangedError
 from torchft_ckpt.threads import NUM_COPY_THREADS, parallel_map
 
@@ -123,6 +124,7 @@ class Snapshot:
         see_tensors: called once with the tensors and their paths, in the order of the manifest; it must not keep them.
         versions: of the tensors when the state was captured; default: now.
         elsewhere: where else its server is.
+        before: the state that was served before it.
 
     Raises:
         UnsupportedValueError: the state holds something that cannot be carried.
@@ -140,6 +142,7 @@ class Snapshot:
         versions: StateVersions | None = None,
         elsewhere: Elsewhere | None = None,
         outlives_step: bool = False,
+        before: Marked | None = None,
     ) -> None:
         self.outlives_step = outlives_step
         """Some receive it while later steps are made: it is not withdrawn when its step is committed."""
@@ -162,7 +165,9 @@ class Snapshot:
         self.total_bytes = space.total_bytes
         self.num_blocks = count_blocks(space.total_bytes, pool.block_bytes)
         self.num_tensors = len(space.placed)
-        self.digests: dict[int, bytes] = {}
+        segments = [[one.tensor for one in segment] for segment in self._tensors]
+        self.marked = mark(step, pool.block_bytes, space, segments, versions, before)
+        self.digests = self.marked.digests
         self.blake3s: dict[int, bytes] = {}
         """By block; of those that were asked about."""
         self.space = replace(space, memories=[])
@@ -177,6 +182,8 @@ class Snapshot:
         self._memories: list[Memory | None] = list(space.memories)
         self._lengths = space.lengths
         self._num_on_cpu = sum([memory.tensor.is_cpu for memory in space.memories])
+        self._still = self.marked.still & self._live_blocks() if outlives_step else 0
+        """Blocks that stay live when it is detached: training does not write to them. A bit set."""
         staged = space.memories[self._num_on_cpu :]
         self._staging = Staging(staged, starts_now=num_expected > 0) if staged else None
         self._staged: list[tuple[int, Memory]] = []
@@ -333,7 +340,7 @@ class Snapshot:
         with self._changed:
             if self._phase is not SnapshotPhase.LIVE:
                 return False
-            num_needed = (self._receivers.needed() & self._live_blocks()).bit_count()
+            num_needed = (self._receivers.needed() & self._live_blocks() & ~self._still).bit_count()
         return self._pool.touch_one(self.id, num_needed)
 
     def copy_ahead(self) -> bool:
@@ -568,15 +575,20 @@ class Snapshot:
         self._changed.notify_all()
 
     def _forget_live(self) -> None:
-        self._memories = [None] * len(self._memories)
-        self._tensors = []
-        self._versions = None
+        """Let go of the memory that the trainer writes to."""
+        keeps = 0 if self._phase is SnapshotPhase.CLOSED else self._still
+        ends = zip(self._starts, self._lengths, strict=True)
+        kept = [bool(keeps & self._blocks_of(start, start + length)) for start, length in ends]
+        self._memories = [memory if keep else None for memory, keep in zip(self._memories, kept, strict=True)]
+        self._tensors = [those if keep else [] for those, keep in zip(self._tensors, kept, strict=True)]
+        if not keeps:
+            self._versions = None
 
     # What was changed without the lock
 
     def _look_at(self, index: int, tensors: Sequence[Sequence[_TensorOfSegment]]) -> str | None:
         """Return the path of a tensor of a segment that was changed; note the first time that it was."""
-        for path, tensor, counted in tensors[index] if tensors else ():
+        for path, tensor, counted in tensors[index]:
             if is_changed(counted):
                 if index in self._changes:
                     return path
@@ -594,7 +606,7 @@ class Snapshot:
 
     def _check_staged(self) -> None:
         """Once: whether what has been staged, or is being staged in order before the next write, is what was captured."""
-        if not self._knows_staged and self._tensors:
+        if not self._knows_staged and self._phase is not SnapshotPhase.CLOSED:
             self._knows_staged = True
             for index in range(self._num_on_cpu, len(self._starts)):
                 self._look_at(index, self._tensors)
@@ -631,7 +643,9 @@ class Snapshot:
         if self._phase is not SnapshotPhase.DETACHED:
             return True
         last = min(count_blocks(stop, self.block_bytes), self._num_live_blocks())
-        return all(block in self._copies for block in range(start // self.block_bytes, last))
+        return all(
+            block in self._copies or self._still >> block & 1 for block in range(start // self.block_bytes, last)
+        )
 
     def _num_live_blocks(self) -> int:
         """Blocks with bytes of CPU segments, which come first in the space; staged ones need no copy."""
@@ -641,7 +655,10 @@ class Snapshot:
 
     def _to_copy(self) -> int:
         """Blocks that a receiver needs, that the trainer would change, and that were not copied yet; a bit for each."""
-        return self._receivers.needed() & self._live_blocks() & ~self._copied
+        return self._receivers.needed() & self._live_blocks() & ~(self._copied | self._still)
+
+    def _blocks_of(self, start: int, stop: int) -> int:
+        return mask_of(range(start // self.block_bytes, count_blocks(stop, self.block_bytes)))
 
     def _live_blocks(self) -> int:
         return (1 << self._num_live_blocks()) - 1
@@ -650,7 +667,7 @@ class Snapshot:
         num_available = self._pool.num_available()
         if num_available is None:
             return
-        to_copy = self._live_blocks() & ~self._copied
+        to_copy = self._live_blocks() & ~(self._copied | self._still)
         revoked = self._receivers.revoke_until(lambda blocks: (blocks & to_copy).bit_count() <= num_available)
         if revoked:
             logger.warning(
@@ -718,7 +735,9 @@ class Snapshot:
     def _note_lent(self, start: int, stop: int) -> tuple[bool, bool]:
         """Return whether live memory may be lent, and whether its blocks are counted as lent."""
         is_live = self._phase is not SnapshotPhase.DETACHED
-        is_counted = self._reads_copies or not is_live
+        if self._still:  # nobody waits for what he leaves alone
+            is_live = is_live and bool(self._blocks_of(start, stop) & ~self._still)
+        is_counted = self._reads_copies or self._phase is SnapshotPhase.DETACHED
         self._num_lent_live += is_live
         if is_counted:
             self._lent.update(range(start // self.block_bytes, count_blocks(stop, self.block_bytes)))
