@@ -13,7 +13,14 @@ from torch import nn
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.coordination.messages import MAX_LEAVES, LeavesWanted, StateVersion
-from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout, digest_of, layout_of, leaves_to_compare
+from torchft_ckpt.manager.checking import (
+    MAX_PART_BYTES,
+    EqualityCheck,
+    ParameterLayout,
+    digest_of,
+    layout_of,
+    leaves_to_compare,
+)
 from torchft_ckpt.manager.showing import CheckedLeaf, KnownLeaves
 from torchft_ckpt.manager.state_registry import StateRegistry
 
@@ -104,6 +111,45 @@ def test_an_answer_is_of_the_version_that_was_digested_and_of_no_other() -> None
     assert (len(answer.leaves), answer.leaves[0].name, answer.group_rank) == (2049, "w00000 to w00001", 2)
     assert check.answer(LeavesWanted(version=StateVersion(step=6, quorum_id=1), group_rank=2)).leaves == []
     check.shutdown(5.0)
+
+
+def test_a_large_state_is_compared_in_parts_until_each_byte_of_it_was() -> None:
+    """All groups compare the same part in a step, also one that begins with it later; each piece has its own name."""
+
+    class Group:
+        def __init__(self) -> None:
+            self.check = EqualityCheck(StateDictLock(), KnownLeaves())
+            self.weight = torch.zeros(2 * MAX_PART_BYTES + 100, dtype=torch.uint8)
+            self.leaves = [
+                CheckedLeaf("a", "lr", "0.1"),
+                CheckedLeaf("b", "weight", self.weight),
+                CheckedLeaf("c", "n", "3"),
+            ]
+
+        def digest(self, step: int, *, is_new: bool = False) -> tuple[str, list[str]]:
+            version = StateVersion(step=step, quorum_id=1)
+            self.check.begin(version, self.leaves, is_new=is_new)
+            digest = self.check.digest()
+            answer = self.check.answer(LeavesWanted(version=version, group_rank=0))
+            return digest, [leaf.name for leaf in answer.leaves]
+
+    a, b = Group(), Group()
+    assert not a.check.is_due(5)
+    seen = [a.digest(5, is_new=True)]
+    assert [a.check.is_due(step) for step in (6, 7, 8)] == [True, True, False]
+    seen += [a.digest(step) for step in (6, 7)]
+    assert sorted(names for _, names in seen) == [
+        ["lr", "weight (part 0)"],
+        ["weight (part 1)"],
+        ["weight (part 2)", "n"],
+    ]
+    for flipped in (0, MAX_PART_BYTES, 2 * MAX_PART_BYTES + 99):
+        b.weight[flipped] = 1
+        assert [b.digest(step)[0] != one[0] for step, one in zip((5, 6, 7), seen, strict=True)].count(True) == 1
+        b.weight[flipped] = 0
+    assert [b.digest(step) for step in (5, 6, 7)] == seen
+    for group in (a, b):
+        group.check.shutdown(5.0)
 
 
 def test_a_layout_tells_the_first_parameters_by_their_places_and_counts_the_places_of_all() -> None:

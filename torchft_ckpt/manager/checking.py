@@ -7,6 +7,9 @@ Digests are of the memory that optimizers own, of their settings, and of what el
 (`showing.KnownLeaves`). Arrays and the states of Python's and numpy's random generators are left out. Of a state that only its
 owner changes, between two steps, all counts.
 
+Of a large state each step takes a part, the number of which follows from the step alone, until all have had their turn: no vote
+waits for long.
+
 Values are taken on the training thread, as the loop may change them at once. Tensors are read on a thread of this library's,
 before the vote, after which an optimizer may write to them; whoever takes the write lock before that waits until they are read.
 One that was written to without the lock is found by its version, and the state is not compared.
@@ -14,6 +17,7 @@ One that was written to without the lock is found by its version, and the state 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -45,6 +49,8 @@ Found: TypeAlias = "tuple[str, torch.Tensor | str]"
 """A tensor, or a value in words, and where it is."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _LEAF_CHARS = 16
+MAX_PART_BYTES = 64 << 20
+"""Some 20 ms of a thread."""
 _MAX_TEXT_CHARS = 3000
 _MAX_PLACE_CHARS = 900
 _MAX_FROZEN_CHARS = 150
@@ -130,6 +136,31 @@ def digest_of(value: torch.Tensor | str) -> str:
     return hasher.hexdigest()
 
 
+def _parts_of(leaves: Iterable[CheckedLeaf]) -> list[list[CheckedLeaf]]:
+    """Return the parts in which leaves are compared, at least one, in an order that is the same in all groups."""
+    parts: list[list[CheckedLeaf]] = [[]]
+    num_bytes = 0
+    for leaf in itertools.chain.from_iterable(map(_pieces_of, leaves)):
+        size = leaf.value.nbytes if isinstance(leaf.value, torch.Tensor) else 0
+        if num_bytes + size > MAX_PART_BYTES and parts[-1]:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(leaf)
+        num_bytes += size
+    return parts
+
+
+def _pieces_of(leaf: CheckedLeaf) -> list[CheckedLeaf]:
+    value = leaf.value
+    if isinstance(value, str) or value.nbytes <= MAX_PART_BYTES or adapter_of(value) or not value.is_contiguous():
+        return [leaf]
+    pieces = value.detach().view(-1).split(MAX_PART_BYTES // value.element_size())
+    return [
+        leaf._replace(name=f"{leaf.name} (part {n})", place=f"{leaf.place} {n}", value=piece)
+        for n, piece in enumerate(pieces)
+    ]
+
+
 def _digest_of_all(digests: Sequence[str]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
@@ -165,11 +196,23 @@ class EqualityCheck:
         self._names: list[str] = []
         self._places: list[str] = []
         self._done: tuple[StateVersion, list[tuple[str, str]]] | None = None
+        self._due_until = -1
 
-    def begin(self, version: StateVersion, leaves: Sequence[CheckedLeaf]) -> None:
-        """A step begins with a state that is to be compared. Nothing of it may change before `digest` has returned."""
+    def is_due(self, step: int) -> bool:
+        """Whether a part is to be compared of the state of this step, after an earlier one."""
+        return step <= self._due_until
+
+    def begin(self, version: StateVersion, leaves: Sequence[CheckedLeaf], *, is_new: bool = True) -> None:
+        """A step begins with a state that is to be compared. Nothing of it may change before `digest` has returned.
+
+        `is_new`: all of it, in this step and those that follow.
+        """
+        counting = [leaf for leaf in leaves if self._known.counts(leaf)]
+        parts = _parts_of(counting)
+        if is_new:
+            self._due_until = version.step + len(parts) - 1
+        counting = parts[version.step % len(parts)]
         # A forward pass may write to what no optimizer owns, so that is read now.
-        counting = (leaf for leaf in leaves if self._known.counts(leaf))
         leaves = [leaf if leaf.is_owned else leaf._replace(value=digest_of(leaf.value)) for leaf in counting]
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the thread has a stream of its own

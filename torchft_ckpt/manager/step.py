@@ -468,14 +468,17 @@ class Steps:
         captures = ((captures and not can_capture_later) or is_shown) and not self._has_written
         captured = registry.capture_to_serve() if captures else None
         is_compared = now.version.proven and wishes.contributes and not self._has_written
+        is_new = now.is_checked or now.shows is not Shows.NOTHING
         leaves: list[CheckedLeaf] = []
-        if is_shown or (is_compared and (now.is_checked or now.shows is not Shows.NOTHING)):
+        if is_shown or (is_compared and (is_new or self._check.is_due(now.version.step))):
             leaves = registry.leaves_to_compare(None if captured is None else captured.returned)
-        self._look_at(now, leaves, is_compared=is_compared)
         parts: list[StateShown] = []
         if is_shown and captured is not None:
             parts = [self._show(leaves, now)]
             self._serving.serve_shown(now.version, captured)
+        # What is shown whole is compared before the step.
+        is_new = now.is_checked or (is_new and not (parts and not parts[0].is_sampled))
+        self._look_at(now, leaves, is_compared=is_compared, is_new=is_new)
         prepared = Prepared(
             captured=captured,
             counted=[] if captured or can_capture_later else registry.count_writes(),
@@ -488,14 +491,14 @@ class Steps:
         )
         return has_to_wait, prepared, parts
 
-    def _look_at(self, now: ReplicaView, leaves: Sequence[CheckedLeaf], *, is_compared: bool) -> None:
+    def _look_at(self, now: ReplicaView, leaves: Sequence[CheckedLeaf], *, is_compared: bool, is_new: bool) -> None:
         """Have what the vote shows read of the state with which the step begins."""
         if is_compared:
             self._registry.glance(self._check.glance, now.version.step)
         else:
             self._check.glance.forget()
-        if is_compared and leaves:
-            self._check.begin(now.version, leaves)
+        if is_compared and leaves and (is_new or self._check.is_due(now.version.step)):
+            self._check.begin(now.version, leaves, is_new=is_new)
         else:
             self._check.forget()
 
