@@ -14,6 +14,7 @@ from torch import nn
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.undo import _MAX_IN_A_ROW, Undo
+from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES
 
 
 class Loop:
@@ -184,6 +185,25 @@ def test_weights_without_a_copy_stay_which_is_said_and_go_back_from_then_on(capl
             loop.registry.load({"loop": {}})  # after which the state is looked for anew
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and "loop.model.weight" in record.getMessage(), record.getMessage()
+
+
+@torch.no_grad()
+def test_a_large_base_that_nobody_trains_is_not_copied_before_the_first_step_but_watched(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No optimizer state is to come in whose place it would fit. A target as large as what is trained is copied."""
+    target = nn.Parameter(torch.zeros(2 * MAX_COPIED_BYTES, dtype=torch.uint8), requires_grad=False)
+    for num_trained, is_copied in ((100, False), (MAX_COPIED_BYTES, True)):
+        model = nn.Linear(1, num_trained)
+        loop = Loop(model=model, target=target, sgd=torch.optim.SGD([*model.parameters(), target], lr=0.1))
+        caplog.clear()
+        before = target.clone()
+        loop.step(lambda loop: loop.target.add_(1))
+        assert torch.equal(target, before) == is_copied
+        assert ("loop.target" in caplog.text) != is_copied
+        before = target.clone()
+        loop.step(lambda loop: loop.target.add_(1))
+        assert torch.equal(target, before), "it is copied from then on"
 
 
 def test_what_was_loaded_in_a_step_does_not_go_back() -> None:

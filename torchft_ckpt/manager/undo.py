@@ -4,7 +4,7 @@ Parameters are held from the beginning of the step, all else from that of its fi
 `zero_grad` belongs to the step before. (Where nobody says when a forward pass begins, all is held from the beginning.) What no
 optimizer owns and is small is copied: running statistics, centres, codebooks. Parameters and large tensors are copied if the
 loop was seen to write to them before a vote, as SAM does; and until the first step that counts, if there is no optimizer state
-yet, in whose place a copy of them fits.
+yet, in whose place a copy of them fits: of what is trained, and of as much besides.
 
 The state functions are called as the first step begins, after the first one that counts, and after each discard. Each tensor or
 plain value that they return is looked for where the loop has it: in an attribute, a dict, a variable. So what a loop binds anew
@@ -296,7 +296,11 @@ class Undo:
         self._looks_again = self._has_looked_again = False
         parameters, others = self._find()
         has_room = not any(optimizer.state for optimizer in self._registry.known_optimizers())
-        self._parameters, self._others = _Part(parameters, copies_all=has_room), _Part(others, copies_all=has_room)
+        fits = sum(p.held.nbytes for p in others if not p.is_small) <= sum(p.held.nbytes for p in parameters)
+        self._parameters, self._others = (
+            _Part(parameters, copies_all=has_room),
+            _Part(others, copies_all=has_room and fits),
+        )
 
     def _find(self) -> tuple[list[_Place], list[_Place]]:
         """Return where the loop has parameters, and where all else."""
@@ -306,15 +310,14 @@ class Undo:
         parts = [(name, part) for name, value in leaves if isinstance(value, torch.Tensor) for part in memory_of(value)]
         tensors = {part.data_ptr(): (name, part) for name, part in parts if _can_be_held(part)}
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        trained = {part.data_ptr(): part for group in groups for one in group["params"] for part in memory_of(one)}
-        parameters = [
-            _Place(None, None, tensors.get(address, ("a parameter",))[0], part, is_small=False)
-            for address, part in trained.items()
-            if _can_be_held(part)
-        ]
+        owned = {part.data_ptr(): (part, one) for group in groups for one in group["params"] for part in memory_of(one)}
+        parameters, others = list[_Place](), list[_Place]()
+        for address, (part, one) in owned.items():
+            if _can_be_held(part):
+                name = tensors.get(address, ("a parameter",))[0]
+                (parameters if one.requires_grad else others).append(_Place(None, None, name, part, is_small=False))
         for address in owned_by(optimizers):
             tensors.pop(address, None)
-        others = []
         found = set()
         reached = list(_reached(self._registry.state_functions()))
         self._slots = {(id(holder), key) for holder, key, _, _ in reached}
