@@ -397,9 +397,7 @@ class _ReplicaGroup(Strategy):
         loop.epoch_loop._batches_that_stepped = place["num_stepped"]
         for name, tracker in self._trackers().items():
             tracker.load_state_dict(place["progress"][name])
-        for (
-            callback
-        ) in self._checkpoint_callbacks():  # else it saves the step once more, as its own state does not say so
+        for callback in self._checkpoint_callbacks():  # its own state does not say so, and it would save the step again
             callback._last_global_step_saved = place["saved_at"][callback.state_key]
         epoch, wanted = is_at = epochs.current.processed, progress.current.ready
         if is_at != was_at:
