@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -170,6 +171,53 @@ def test_gradients_of_a_state_before_the_one_that_arrived_are_computed_again(
     assert saves[tmp_path / "tolerant"] == saves[tmp_path / "plain"] != []
     assert files_in(tmp_path / "tolerant") == files_in(tmp_path / "plain")
     assert rows_of(tmp_path / "tolerant") == rows_of(tmp_path / "plain")
+
+
+class Hears(Callback):
+    """Keeps what it is told, in order: what, at which step, and of which batch."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, int]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: Net, batch: Any, number: int) -> None:
+        self.heard.append(("batch begins", trainer.global_step, number))
+
+    def on_before_zero_grad(self, trainer: Trainer, *_: Any) -> None:
+        self.heard.append(("zero_grad", trainer.global_step, 0))
+
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        self.heard.append(("backward", trainer.global_step, 0))
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+        self.heard.append(("optimizer steps", trainer.global_step, 0))
+
+    def on_train_batch_end(self, trainer: Trainer, module: Net, outputs: Any, batch: Any, number: int) -> None:
+        self.heard.append(("batch ends", trainer.global_step, number))
+
+
+@pytest.mark.slow
+def test_callbacks_hear_of_a_step_once_however_often_it_is_tried(tmp_path: Path, manager: Manager) -> None:
+    plain, told = Hears(), Hears()
+    train_here(tmp_path / "plain", 15, more_callbacks=[plain])
+    spoil = SpoilSteps(manager, {3, 10, 11})
+    train_here(tmp_path / "job", 15, strategy=FaultToleranceStrategy(manager, "cpu"), more_callbacks=[spoil, told])
+    assert manager.statistics().num_discarded == 3
+    assert told.heard == plain.heard
+
+
+@pytest.mark.slow
+def test_callbacks_hear_again_of_the_batches_of_a_step_that_another_state_arrived_in(
+    tmp_path: Path, manager: Manager
+) -> None:
+    """They hear once that the optimizer steps."""
+    plain, told = Hears(), Hears()
+    train_here(tmp_path / "plain", 15, more_callbacks=[plain])
+    late = LoadLate(manager, {3, 10})
+    train_here(tmp_path / "job", 15, strategy=FaultToleranceStrategy(manager, "cpu"), more_callbacks=[late, told])
+    again = Counter(told.heard) - Counter(plain.heard)
+    assert {step for _, step, _ in again} == {3, 10}
+    assert "optimizer steps" not in {what for what, _, _ in again}
+    assert not Counter(plain.heard) - Counter(told.heard)
 
 
 class LoadLies(Callback):
