@@ -385,6 +385,47 @@ def test_one_that_was_needed_is_waited_for_no_longer_than_allowed_once_another_h
     assert [m.hears()[-1].split()[-1] for m in (a, c)] == ["healthy", "healthy"]
 
 
+def test_one_that_makes_another_needed_by_turns_does_not_stretch_the_time_for_that() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b", join_stall_limit_s=None)
+    b.dies()
+    a.asks()
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1)
+    for life in range(1, 4):
+        d = job.join("d", life=life)
+        d.asks(allow_heal=False)
+        job.passes(0.6 * SILENT_S)
+        if not job.lighthouse._holds.is_on:
+            break
+        d.dies()
+        job.passes(0.1)
+    assert life == 2, "it was silent for so long while nobody needed it"
+
+
+def test_a_group_whose_loop_takes_longer_than_anybody_knew_is_excused_for_that_once() -> None:
+    job = Job(least=1)
+    (a,) = at_work(job, "a")
+    outs = []
+    for life in range(1, 4):
+        c = job.join("c", life=life)
+        c.asks()
+        while not (c.formed is not None and c.formed.held):
+            if c.replica.warms_up and c.replica.phase.value == "training":
+                c.ends()
+                c.asks(at_end=True)
+            a.votes()
+            a.asks(can_serve=True)
+            job.passes(0.1)
+        began = job.now
+        c.still_needs(0.0, Receives.LOADS)
+        job.passes(1.0)
+        outs.append(job.lighthouse.why_failed(job.lighthouse.members[c.replica_id]) != "")
+        c.dies()
+        assert job.now == began + 1.0
+    assert outs == [False, True, True]
+
+
 def test_nobody_is_needed_any_more_once_one_has_come_that_must_not_load() -> None:
     job = Job(least=2)
     a, b = at_work(job, "a", "b", join_stall_limit_s=1.0)

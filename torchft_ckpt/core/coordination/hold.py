@@ -47,6 +47,8 @@ class _Awaited:
     """One group that the quorum is held for."""
 
     since: float
+    stood_s: float
+    """How long the others had stood still before: `Holds._stood`."""
     top_s: float
     """See `QuorumRequest.top_s`."""
     said: JoinProgress | None = None
@@ -65,14 +67,13 @@ class Holds:
         self._job = job
         self._joining = joining
         self._version = StateVersion()
-        self._began = 0.0
+        self._began = self._stood_before_s = 0.0
+        """Since when the others stand still, or no step can count; and how long they had stood still in this hold before that."""
         self._is_needed = False
         """Without those that are held for no step could count."""
         self._awaited: dict[str, _Awaited] = {}
         self._tried: dict[str, str] = {}
         """Groups that the quorum was held for since the last one formed, with the member that was given the state of now."""
-        self._excused: set[str] = set()
-        """Groups that took longer to begin their first step than anybody could know."""
         self._late: set[str] = set()
         """Were given a state, and have begun no step with it: it may be that of another attempt at the step."""
 
@@ -92,13 +93,14 @@ class Holds:
     # ------------------------------------------------------------------------------------------------ before, and begin
 
     def needs(self, is_needed: bool, now: float) -> None:
-        """Note whether no step could count without those that the quorum is held for. If that changes, the time begins anew."""
-        if is_needed == self._is_needed:
-            return
-        if self.is_on:
-            self._spend(now)
-            self._began = now
-        self._is_needed = is_needed
+        """Note whether no step could count without those that the quorum is held for: the others lose no time meanwhile."""
+        if is_needed != self._is_needed:
+            self._stood_before_s, self._began = self._stood(now), now
+            self._is_needed = is_needed
+
+    def _stood(self, now: float) -> float:
+        """For how long the others could have trained in this hold without those that it is for."""
+        return self._stood_before_s + (0.0 if self._is_needed else now - self._began)
 
     def why_not(self, member: Member, holding: Collection[Member], now: float) -> str:
         """Say why those that hold the state do not wait for a member that asks `at_end`; empty: they do."""
@@ -109,7 +111,7 @@ class Holds:
         if self._is_needed:
             return self._joining.why_paused(member, now)
         if self.is_on:
-            need_s = now - self._began + (member.asked.reach_s or 0.0)
+            need_s = self._stood(now) + (member.asked.reach_s or 0.0)
             if why := self._joining.why_not(need_s + member.asked.load_s, now):
                 return why
         return self._joining.why_out(member, now)
@@ -120,9 +122,9 @@ class Holds:
         """The quorum that these hold the state for is held for newcomers; or for more of them than before."""
         if not self.is_on:
             self._joining.set_limit(holding, now)
-            self._version, self._began = assignment.version, now
+            self._version, self._began, self._stood_before_s = assignment.version, now, 0.0
         for member in newcomers:
-            self._awaited[member.replica_id] = _Awaited(now, member.asked.top_s)
+            self._awaited[member.replica_id] = _Awaited(now, self._stood(now), member.asked.top_s)
             self._tried[group_name(member.replica_id)] = member.replica_id
             self._late.discard(member.replica_id)
 
@@ -148,7 +150,7 @@ class Holds:
         if not self._awaited:
             return
         held_up = [member for member in self._waiting() if self._is_held_up(member)]
-        stood_s = now - self._began
+        stood_s = self._stood(now)
         for replica_id, awaited in list(self._awaited.items()):
             if self._has_come(replica_id):
                 del self._awaited[replica_id]
@@ -160,11 +162,7 @@ class Holds:
         if not held_up:
             self._awaited.clear()
         if not self._awaited:
-            self._spend(now)
-
-    def _spend(self, now: float) -> None:
-        if not self._is_needed:
-            self._joining.stood_for_hold(now - self._began, now)
+            self._joining.stood_for_hold(stood_s, now)
 
     def _waiting(self) -> list[Member]:
         return [self._job.members[replica_id] for replica_id in self._job.waiting]
@@ -189,7 +187,7 @@ class Holds:
             return ""
         said, since_s = awaited.said, now - awaited.said_at
         if said is None:
-            if now >= max(awaited.since, self._began) + SILENT_S:
+            if stood_s >= awaited.stood_s + SILENT_S:
                 return f"it has not begun to receive the state within {SILENT_S:g} s"
             return self._joining.why_not(stood_s, now)
         if awaited.has_loaded:
@@ -203,14 +201,11 @@ class Holds:
         return self._joining.why_not(need_s, now)
 
     def _note_failed(self, replica_id: str, awaited: _Awaited, why: str, stood_s: float, now: float) -> None:
-        name = group_name(replica_id)
-        if awaited.has_loaded and not awaited.top_s and replica_id in self._job.members and name not in self._excused:
-            self._excused.add(name)  # nobody could know how long its loop takes; it tells that the next time
-            return
+        is_slow = awaited.has_loaded and not awaited.top_s and replica_id in self._job.members
+        if is_slow and self._joining.excuses(replica_id, now):
+            return  # nobody could know how long its loop takes; it tells that the next time
         is_far = awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0
-        self._joining.failed(
-            [replica_id], 0.0 if self._is_needed else stood_s, now, why, {replica_id} if is_far else frozenset()
-        )
+        self._joining.failed([replica_id], stood_s, now, why, {replica_id} if is_far else frozenset())
 
     # ----------------------------------------------------------------------------------------------------- invariants
 

@@ -255,6 +255,12 @@ class Joining:
             debt.failed(min(8.0 * cost_s, _LONGEST_PAUSE_S), reason, now)
             debt.times_underestimated += replica_id in underestimated
 
+    def excuses(self, replica_id: str, now: float) -> bool:
+        """Whether a member is excused that has failed as nobody could know better: once until it has come in."""
+        debt = self._allowance.debt(group_name(replica_id), now)
+        was_excused, debt.was_excused = debt.was_excused, True
+        return not was_excused
+
     def trained(self, replica_ids: Iterable[str]) -> None:
         """These members have committed a step together: they have come in."""
         for replica_id in replica_ids:

@@ -49,6 +49,8 @@ class Debt:
     hold_until: float = float("-inf")
     """Until then not even those try it who cannot train without it."""
     reason: str = ""
+    was_excused: bool = False
+    """It has failed once as nobody could know better, which counts for nothing."""
     times_underestimated: int = 0
     """So often it was let in, and then needed longer than it had said and than the others wait."""
 
