@@ -373,6 +373,35 @@ def test_a_group_whose_first_twenty_iterations_overflow_is_in_one_vote_later() -
     run.close(joined)
 
 
+class Ahead(Replica):
+    """Its loop computes in each iteration a forward pass that it goes back through in the next one."""
+
+    is_ahead = True
+
+    def step(self) -> bool:
+        graphs = self.manager.open_graphs
+        graphs.closes("ahead")
+        if self.is_ahead:
+            graphs.opens("ahead")
+        return super().step()
+
+
+def test_a_group_that_always_owes_a_backward_pass_is_told_why_it_stays_out(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    joined = Ahead(run.server, "c", seed=7)
+    with caplog.at_level(logging.WARNING, "torchft_ckpt"):
+        for _ in range(12):
+            assert not joined.step()
+    assert (
+        joined.manager.view().is_behind
+        and caplog.text.count("Compute what is only looked at under torch.no_grad()") == 1
+    )
+    joined.is_ahead = False
+    assert not joined.step() and joined.manager.view().came_in
+    run.end(joined)
+    run.close(joined)
+
+
 class Surgery(Skipping):
     """Its loop combines the gradients of several tasks by hand (PCGrad), and clears them for each task."""
 

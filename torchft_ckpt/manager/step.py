@@ -74,6 +74,8 @@ _SAMPLED = 3
 """In so many deferred steps it is seen whether the loop writes to the memory of parameters."""
 _UNVOTED = 8
 """So often a loop may clear its gradients in an iteration, for several tasks: then it is taken to skip iterations."""
+_OWED = 8
+"""So often in a row a loop may owe a backward pass at the end of an iteration, until it is told that it cannot come in so."""
 
 
 @dataclass(slots=True)
@@ -166,6 +168,8 @@ class Steps:
         self._came_in = CameIn(registry)
         self._num_unvoted = 0
         """So often in a row, beside the quorum, the loop has cleared its gradients, and nothing was voted on."""
+        self._num_owed = 0
+        """So often in a row no state was loaded as an iteration ended, because a backward pass might have been owed."""
         self._has_reduced = False
         """A collective was asked for since it did so last."""
         self._rests_on_another_state = False
@@ -333,12 +337,19 @@ class Steps:
 
     def _may_come_in(self) -> bool:
         """Whether this rank lacks a state that others hold, and may load it now, as an iteration ends that did not count."""
-        if self.graphs.is_open:
-            return False
         now, last = self._client.view(), self._last_wishes
         is_plain = last.contributes and last.allow_heal and not self._registry.trains_apart
         is_known = now.is_learner or now.newest_step > 0
-        return is_plain and now.is_behind and is_known and not now.is_leaving
+        lacks, is_owed = is_plain and now.is_behind and is_known and not now.is_leaving, self.graphs.is_open
+        self._num_owed = self._num_owed + 1 if lacks and is_owed else 0
+        if self._num_owed == _OWED:
+            logger.warning(
+                "%s does not come in: at the end of each of its last %d iterations a forward pass with gradients waited for its"
+                " backward pass, so no state could be loaded. Compute what is only looked at under torch.no_grad()",
+                self._client.replica_id,
+                _OWED,
+            )
+        return lacks and not is_owed
 
     def _loads_unvoted(self) -> bool:
         """The loop clears its gradients. Return whether a state is loaded here, as it does not come to a vote by itself.

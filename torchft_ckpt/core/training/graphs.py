@@ -20,18 +20,26 @@ class OpenGraphs:
         """By module: in which of these its last forward pass was computed, if no backward pass has followed."""
         self._waited = self._has_closed = False
         """As gradients were cleared last, a backward pass was to come; and one has come since, of whatever module."""
-        self.spans_steps: bool | None = None
-        """Whether backward passes of this loop go back into the step before; None: it was not seen yet."""
+        self._spans: dict[Hashable, bool] = {}
+        """By module: whether a backward pass was seen to go back into the step before; False: it was only looked at there."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the loop may still go back through weights as they are here now. A module's stray look counts once at most."""
-        return self.spans_steps is not False and bool(self._opened)
+        """Whether the loop may still go back through weights as they are here now. A module's stray look counts once at most,
+        unless the loop goes back into the step before through other passes of that module."""
+        return any(self._spans.get(module, True) for module in self._opened)
 
     def begins(self) -> None:
         """A step begins. What was computed before the last one is not gone back through any more."""
-        self._opened = {module: step for module, step in self._opened.items() if step == self._step}
+        for module, step in list(self._opened.items()):
+            if step < self._step:
+                self._was_look(module)
         self._step += 1
+
+    def _was_look(self, module: Hashable) -> None:
+        """No backward pass has followed a module's forward pass. Before the first step that says nothing about steps."""
+        if self._opened.pop(module) > 0:
+            self._spans.setdefault(module, False)
 
     def clears(self) -> None:
         """Gradients are cleared in the open step. A loop that does so before each backward pass has computed one since the last
@@ -42,12 +50,12 @@ class OpenGraphs:
 
     def opens(self, module: Hashable) -> None:
         """A module computes a forward pass that a backward pass is to follow."""
-        if self._opened.get(module, self._step) < self._step and self.spans_steps is None:
-            self.spans_steps = False  # the one before was a look
+        if self._opened.get(module, self._step) < self._step:
+            self._was_look(module)
         self._opened[module] = self._step
 
     def closes(self, module: Hashable) -> None:
         """A backward pass goes through a module. On a thread of autograd's."""
         self._has_closed = True
         if self._opened.pop(module, self._step) < self._step:
-            self.spans_steps = True
+            self._spans[module] = True
