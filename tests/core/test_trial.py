@@ -145,6 +145,29 @@ def test_who_differs_although_it_has_just_loaded_trains_on_and_is_looked_at_agai
     assert members[0].replica.shows is Shows.ALL
 
 
+def test_who_is_to_load_goes_on_with_its_own_state_if_nobody_is_left_who_holds_the_other() -> None:
+    """Else the death of one of two groups would stop the job, though the other one lives and holds a whole state."""
+    job, (a, b) = at_work("ab")
+    discards([a, b])
+    ask([a, b], "xy")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+    a.dies()
+    b.follows(load=False)
+    b.asks(shows="y")
+    b.votes()
+    assert b.outcomes[-1] is Outcome.COMMIT
+    assert sum("nobody is left who holds" in line for line in job.log) == 1
+
+
+def test_who_is_to_load_and_could_not_gets_the_state_as_all_do_while_others_hold_it() -> None:
+    _, (a, b) = at_work("ab")
+    discards([a, b])
+    ask([a, b], "xy")
+    b.follows(load=False)
+    b.asks(shows="y")
+    assert b.replica.warms_up and a.formed.role is Role.HEALTHY
+
+
 def test_who_differs_and_asks_not_to_heal_takes_no_part_in_the_step() -> None:
     job, members = at_work()
     a, b, c = members

@@ -115,6 +115,8 @@ class Oracle:
         self._requests: dict[str, QuorumRequest] = {}
         self._formed: set[tuple[int, str, StateVersion]] = set()
         self._rollbacks: list[StateVersion] = []
+        self._named_anew: list[StateVersion] = []
+        """States of groups that were told to load those of others, who were gone before they had."""
         self._asked: dict[str, QuorumRequest] = {}
         self._asked_on: dict[str, QuorumRequest] = {}
         """By connection, the latest."""
@@ -206,10 +208,10 @@ class Oracle:
         if before not in self._parents and before not in self._parents.values():
             return  # a first state of which nothing came: the job may have begun once more, at another one
         history = self._history(version)
-        # A checkpoint, or a fresh state, to which the job went back has a new name: what it came of nobody can tell.
+        # A state from which the job goes on without the holders of the newest has a new name: what it came of nobody can tell.
         if any(
             before.quorum_id < back.quorum_id
-            for back in history.intersection(self._rollbacks).difference(self._parents)
+            for back in history.intersection([*self._rollbacks, *self._named_anew]).difference(self._parents)
         ):
             return
         # Who came back with more steps of an earlier life put an end to those that were made without it.
@@ -463,6 +465,9 @@ class Oracle:
             is_restored = formed.names_state and all(self._requests[source].restored for source in sources)
             if not is_restored and not life.may_lose_steps:
                 self.fail(f"quorum {key} goes back to {formed.version}, step {known} was reported")
+        to_load = {m for m, version in life.told_to_load.items() if version.step == formed.version.step}
+        if formed.names_state and any(state.round.tally.roles.get(m) is Role.HEALTHY for m in to_load):
+            self._named_anew.append(formed.version)
         if formed.rolled_back_to.quorum_id == formed.quorum_id:
             # On purpose, for all that was checked. Members may have told of more than they were seen to hold.
             self._rollbacks.append(formed.rolled_back_to)

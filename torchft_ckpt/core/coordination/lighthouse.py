@@ -406,7 +406,7 @@ class LighthouseState:
         return Holder(
             replica_id=member.replica_id,
             version=StateVersion(step=version.step) if member.replica_id in trial.idle else version,
-            restored=request.restored,
+            restored=request.restored or self._trials.is_to_load(member),
             torn=request.torn,
             init_sync=request.init_sync,
             allow_heal=request.allow_heal,
@@ -935,6 +935,9 @@ class LighthouseState:
         """
         yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
+        if own := [member.replica_id for member in members if assignment.is_first and self._trials.is_to_load(member)]:
+            gone = f"nobody is left who holds the state of step {assignment.version.step} that {name_some(own)} was to load"
+            yield Log(f"{gone}: the job goes on from its own", is_warning=True)
         self._trials.begins(assignment, members)
         self._holds.quorum_forms([member.replica_id for member in members])
         self._speaking.begins([member.replica_id for member in members], now)

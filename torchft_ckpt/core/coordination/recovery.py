@@ -7,8 +7,8 @@ The rules, in this order:
    quorum before they have it (`hold`), but for one that wishes to load nothing, which sits out. A state of step 0 is fresh,
    whoever named it: where one was restored it counts for nothing.
 2. If the newest committed step is beyond every proven state, its holders are gone. Then only a state that was restored on
-   purpose may be trained from, or any if the operator allowed the loss of steps (then the highest step). Else there is no
-   quorum.
+   purpose may be trained from, or one of that step that was found to differ and was to be replaced by theirs; or any if the
+   operator allowed the loss of steps (then the highest step). Else there is no quorum.
 3. Where no state is proven and `init_sync` is asked for, the first member with the highest step is the source and all others
    load from it before their forward pass. Without `init_sync` all states of that step are taken for equal.
 4. All ranks of a group load from the same sources. The first of these is the primary, the same for all who load in a quorum,
@@ -42,6 +42,7 @@ class Holder:
     replica_id: str
     version: StateVersion
     restored: bool = False
+    """Its state has no name, and counts if nobody holds the job's: it was restored, or differs and was to be replaced."""
     torn: bool = False
     init_sync: bool = True
     allow_heal: bool = True

@@ -117,6 +117,10 @@ class Trials:
         """Whether a member has loaded before the quorum that forms: its loop may have computed something before that."""
         return replica_id in self._corrected
 
+    def is_to_load(self, member: Member) -> bool:
+        """Whether a member was told to load the state of its step, and has not: it holds a whole one of its own."""
+        return not member.version.proven and self._loaded.get(member.replica_id) == member.version.step
+
     # -------------------------------------------------------------------------------------------------- the verdict
 
     def judge(self, members: Sequence[Member], step: int) -> Verdict:
