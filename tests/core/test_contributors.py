@@ -83,6 +83,21 @@ def test_a_member_is_told_who_of_its_step_is_gone() -> None:
     assert asks(c) == ["gone: [1]"]
 
 
+def test_who_came_in_for_a_step_writes_nothing_of_it_so_nobody_is_told_of_its_loss() -> None:
+    job = Job(least=1)
+    b, c = job.join("b"), job.join("c")
+    job.step(b, c)
+    a = job.join("a")
+    job.lets_in(a, others=[b, c])
+    for member in (a, b, c):
+        member.votes()
+    a.dies()
+    assert asks(b) == ["gone: []"]
+    job.step(b, c)
+    c.dies()
+    assert asks(b) == ["gone: [1]"]
+
+
 def test_a_lighthouse_that_was_restarted_says_nothing() -> None:
     job = Job(least=2)
     a, b = job.join("a"), job.join("b")

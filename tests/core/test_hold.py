@@ -458,6 +458,60 @@ def test_what_a_loop_has_frozen_as_its_iteration_ends_does_not_keep_it_from_comi
     assert [m.hears()[-1] for m in (a, b, c)] == ["quorum 2 step 2 healthy"] * 3
 
 
+def test_who_came_in_counts_for_nothing_but_its_gradients_before_it_is_compared() -> None:
+    """It has the last number, and writes no checkpoint, also if its name comes first; and nobody receives a state from it."""
+    job = Job(least=1)
+    b, c = at_work(job, "b", "c")
+    a, d = warms_up(job, "a"), warms_up(job, "d")
+    a.asks(at_end=True, reach_s=0.1)
+    are_asked([b, c])
+    a.comes_in()
+    a.asks(can_serve=True)
+    assert [(m.replica.participating_rank, m.replica.num_writers) for m in (a, b, c)] == [(2, 2), (0, 2), (1, 2)]
+    for member in (a, b, c):
+        member.votes()
+    assert a.step == 3 and a.replica.is_on_trial and not b.replica.is_on_trial
+    d.asks(at_end=True, reach_s=0.1)
+    are_asked([a, b, c])
+    assert held_for(job) == ["d:1"] and d.formed is not None
+    d.comes_in()
+    d.asks()
+    assert not a.replica.is_on_trial and d.replica.is_on_trial
+    assert [(m.replica.participating_rank, m.replica.num_writers) for m in (a, b, c, d)] == [
+        (0, 3),
+        (1, 3),
+        (2, 3),
+        (3, 3),
+    ]
+
+
+def test_nobody_is_given_its_state_by_one_that_was_just_given_it_itself() -> None:
+    job = Job(least=1)
+    b, c = at_work(job, "b", "c")
+    a, d = warms_up(job, "a"), warms_up(job, "d")
+    a.asks(at_end=True, reach_s=0.1)
+    are_asked([b, c])
+    a.comes_in()
+    e = warms_up(job, "e")
+    e.asks(at_end=True, reach_s=0.1)
+    a.asks(can_serve=True)
+    d.asks(at_end=True, reach_s=0.1)
+    for member in (d, e):
+        assert member.formed is not None and [source.replica_id for source in member.formed.sources] == ["b:1", "c:1"]
+
+
+def test_who_is_alone_with_the_state_that_it_was_given_is_the_state_of_the_job() -> None:
+    job = Job(least=1)
+    (a,) = at_work(job, "a")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1)
+    are_asked([a])
+    c.comes_in()
+    a.dies()
+    c.asks()
+    assert (c.replica.participating_rank, c.replica.num_writers, c.replica.is_on_trial) == (0, 1, False)
+
+
 def held_for(job: Job) -> list[str]:
     return [member.replica_id for member in job.lighthouse._holds.awaited]
 

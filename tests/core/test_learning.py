@@ -196,6 +196,15 @@ def test_learners_count_in_no_majority() -> None:
     assert after_a_restart(3, 3, 2)[1] == 2
 
 
+def test_it_receives_nothing_from_one_that_has_just_come_in() -> None:
+    job, a, b = trained()
+    n, j = job.join("n"), job.join("j")
+    j.warms_up(reach_s=60.0, can_follow=True)
+    job.lets_in(n, others=[a, b], can_serve=True)
+    assert (n.formed.role, n.formed.replica_world_size) == (Role.HEALTHY, 3)
+    assert [source.replica_id for source in j.formed.sources] == ["a:1", "b:1"]
+
+
 def test_one_that_comes_later_waits_until_the_first_has_the_state_or_says_nothing_more() -> None:
     job, a, b = trained()
     j = follower(job, a, b)

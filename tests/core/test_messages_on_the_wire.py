@@ -68,6 +68,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "replica_rank": RANKS,
         "replica_world_size": GROUPS,
         "num_contributors": GROUPS,
+        "num_proved": RANKS,
         "num_held": GROUPS,
         "num_voters": COUNTS if message is CommitVote else GROUPS,
         "patience_s": SECONDS,

@@ -53,6 +53,11 @@ def test_a_group_speaks_until_it_votes_as_another_than_the_first() -> None:
     a = job.join("a", life=2)
     job.lets_in(a, others=[b, c])
     for member in (a, b, c):
+        member.votes()
+    assert speak(a, b, c) == ["b:1"], "what a has made of the state is not compared yet"
+    for member in (a, b, c):
+        member.asks()
+    for member in (a, b, c):
         assert speak(a, b, c) == ([] if member is c else ["b:1"])
         member.votes()
     assert speak(a, b, c) == ["a:2"]

@@ -168,6 +168,20 @@ def test_who_is_to_load_and_could_not_gets_the_state_as_all_do_while_others_hold
     assert b.replica.warms_up and a.formed.role is Role.HEALTHY
 
 
+def test_who_loads_before_a_step_writes_no_checkpoint_until_it_is_compared_after_that() -> None:
+    _, (a, b) = at_work("ab")
+    discards([a, b])
+    ask([a, b], "xy")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+    load(b, "x")
+    assert (b.replica.is_on_trial, a.replica.is_on_trial, a.replica.num_writers) == (True, False, 1)
+    a.votes()
+    b.votes()
+    assert b.outcomes[-1] is Outcome.COMMIT and b.replica.is_on_trial
+    ask([a, b], "zz")
+    assert (b.replica.is_on_trial, a.replica.num_writers) == (False, 2)
+
+
 def test_who_differs_and_asks_not_to_heal_takes_no_part_in_the_step() -> None:
     job, members = at_work()
     a, b, c = members

@@ -136,7 +136,7 @@ def test_who_has_just_come_in_writes_nothing_for_the_job() -> None:
     joined = Replica(run.server, "c", seed=7)
     assert not joined.step()
     found = save_identity(joined.manager)
-    assert isinstance(found, NotSaving) and "trained no step" in found.reason
+    assert isinstance(found, NotSaving) and "not compared yet" in found.reason
     run.end(joined)
     run.close(joined)
 

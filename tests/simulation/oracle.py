@@ -88,8 +88,6 @@ class _Life:
         self.voices: dict[str, str] = {}
         """Members that were found equal to all others that showed their state, after a step."""
         self.told_to_load: dict[str, StateVersion] = {}
-        self.came_in: dict[str, StateVersion] = {}
-        """Members that a quorum was held for, and the state that they got."""
         self.held: set[str] = set()
         """Members that a quorum was held for since the last one formed."""
         self.hold_began: float | None = None
@@ -120,6 +118,8 @@ class Oracle:
         self._asked: dict[str, QuorumRequest] = {}
         self._asked_on: dict[str, QuorumRequest] = {}
         """By connection, the latest."""
+        self._came_in: dict[str, StateVersion] = {}
+        """Members that a quorum was held for, and the state that they got."""
         self.num_corrected = 0
         """So many groups were told to load a state before a quorum, as theirs was another."""
         self.num_held = 0
@@ -373,9 +373,12 @@ class Oracle:
                 self.num_held += 1
                 if told in life.held and not state._holds._is_needed:
                     self.fail(f"the quorum of {message.version} is held for {told} again")
+                new = [s.replica_id for s in message.sources if self._asked[s.replica_id].came_in]
+                if new and any(not self._asked[m].came_in for m in state._job.quorum_members if m in self._asked):
+                    self.fail(f"{told} is given {message.version} by {new}, which were just given it themselves")
                 life.held.add(told)
                 life.voices.pop(told, None)
-                life.came_in[told] = message.version
+                self._came_in[told] = message.version
             elif isinstance(message, QuorumFormed) and message.role is not Role.LEARNER and not message.gathers:
                 life.held.clear()
         is_on = state._holds.is_on and not state._holds._is_needed
@@ -515,7 +518,7 @@ class Oracle:
             able = [m for m in healthy if life.told_to_load.get(m) != formed.version]
             if any(shown[m] != shown[able[0]] for m in able):
                 self.fail(f"{able} are in one quorum of {formed.version}, and show {[shown[m] for m in able]}")
-            is_new = {m for m in able if life.came_in.get(m) == formed.version}
+            is_new = {m for m in able if self._came_in.get(m) == formed.version}
             if formed.rolled_back_to.quorum_id != formed.quorum_id:  # one that goes back is not judged
                 life.voices.update({m: here[m] for m in able if m in here and m not in is_new})
 

@@ -133,7 +133,7 @@ class BetweenSteps:
         """Serve the state of now until another group has taken it over; return whether one has."""
         self._steps.leave()
         client, now = self._client, self._client.view()
-        if not now.version.proven or now.is_behind or now.came_in:
+        if not now.version.proven or now.is_behind or now.is_on_trial:
             return False
         self._serving.offer(now.version, moving=True)
         until = time.monotonic() + limit.total_seconds()
@@ -152,7 +152,7 @@ class BetweenSteps:
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes, where it has a name."""
         now = self._client.view()
-        if now.version.proven and not now.is_behind and not now.came_in:
+        if now.version.proven and not now.is_behind and not now.is_on_trial:
             self._serving.offer(now.version)
 
     def newest_step_of_peers(self, limit: timedelta) -> int | None:

@@ -58,8 +58,10 @@ def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
     version = now.held
     if now.is_behind or not version.proven:
         return NotSaving("its state is not one that a quorum has committed")
-    if now.came_in:
-        return NotSaving("it has trained no step yet since it received its state")
+    if now.is_on_trial:
+        return NotSaving(
+            "it has received its state from others, who have not compared yet what its first step made of that"
+        )
     epoch = hashlib.sha256(version.epoch.encode()).hexdigest()[:12]
     if manager.saves_alone:
         who = hashlib.sha256(manager.replica_id().encode()).hexdigest()[:8]
@@ -79,7 +81,7 @@ def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
         step=version.step,
         save_id=f"q{version.quorum_id:08d}-{epoch}",
         replica=now.participating_rank,
-        num_replicas=now.num_participants,
+        num_replicas=now.num_writers,
         rank=manager.group_rank,
         num_ranks=manager.group_world_size,
         replica_id=group_name(manager),

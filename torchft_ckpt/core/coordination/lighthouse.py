@@ -413,6 +413,7 @@ class LighthouseState:
             can_serve=request.can_serve,
             contributes=request.contributes,
             is_corrected=self._trials.is_corrected(member.replica_id) or self._beside.may_hold_more(member),
+            came_in=request.came_in,
             min_contributors=request.min_contributors,
         )
 
@@ -700,14 +701,15 @@ class LighthouseState:
     ) -> Iterator[Instruction]:
         """Hold the quorum for newcomers, if anybody has captured the state for them, or it cannot train without them."""
         holding = [self.members[part.replica_id] for part in assignment.parts if part.role is Role.HEALTHY]
-        if not is_needed and not any(member.asked.can_serve for member in holding):
+        proved = [member for member in holding if not member.asked.came_in] or holding
+        if not is_needed and not any(member.asked.can_serve for member in proved):
             return  # they capture it before the next step: who forms this quorum is told so
         self._holds.begin(newcomers, holding, assignment, now)
         for member in newcomers:
             self._trials.lost(member.replica_id)  # it is compared anew after its first step
         names = name_some(member.replica_id for member in newcomers)
         yield Log(f"{names} receives the state of step {assignment.version.step}, and the others wait for that")
-        yield from self._beside.give_held(newcomers, holding, assignment, now)
+        yield from self._beside.give_held(newcomers, proved, assignment, now)
 
     def _trial_of(self, members: Collection[Member]) -> Verdict:
         """Compare what members show of the newest state. One that has no name yet is given out when the quorum forms."""
@@ -948,9 +950,9 @@ class LighthouseState:
         current.common, current.own = trial.common, trial.own
         roles = current.tally.roles
         numbers = {part.contributor_rank: part.replica_id for part in assignment.parts}
-        self._contributors.note(
-            quorum_id, current.step, {rank: who for rank, who in numbers.items() if rank is not None}
-        )
+        num_writers = assignment.num_proved or assignment.num_contributors
+        writers = {rank: who for rank, who in numbers.items() if rank is not None and rank < num_writers}
+        self._contributors.note(quorum_id, current.step, writers)
         self.reason = reason
         self._job.quorum_members = dict.fromkeys(m for m, role in roles.items() if role in VOTERS)
         self._spares.note_at_work(self.members[replica_id] for replica_id in self._job.quorum_members)
@@ -963,7 +965,9 @@ class LighthouseState:
         teachers = [
             rank
             for rank, member in enumerate(members)
-            if roles[member.replica_id] is Role.HEALTHY and member.asked.can_serve
+            if roles[member.replica_id] is Role.HEALTHY
+            and member.asked.can_serve
+            and not (member.asked.came_in and assignment.num_proved)
         ][:MAX_SOURCES]
         taught = learners if teachers else []
         asking = [self.members[replica_id] for replica_id in self._job.waiting]
@@ -987,6 +991,7 @@ class LighthouseState:
                 replica_world_size=len(members),
                 contributor_rank=part.contributor_rank,
                 num_contributors=num_contributors,
+                num_proved=assignment.num_proved,
                 num_voters=num_voters,
                 store_address=store,
                 standby_store_address=standby,

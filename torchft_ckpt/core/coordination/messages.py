@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -482,8 +482,11 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     replica_rank: ReplicaRank
     replica_world_size: NumGroups
     contributor_rank: ReplicaRank | None
-    """Rank among those that contribute gradients, None for those that do not."""
+    """Rank among those that contribute gradients, None for those that do not. Who came in for this step comes last."""
     num_contributors: NumGroups
+    num_proved: NumGroups = 0
+    """So many of them, the first ones, did not come in for this step: if there are any, no other one counts as a holder of what
+    comes of it, or writes a checkpoint of that, before it is compared."""
     num_voters: NumGroups
     store_address: StorePlace
     standby_store_address: StorePlace = ""
@@ -530,6 +533,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             raise ValueError(f"`replica_rank` is {self.replica_rank} in a quorum of {self.replica_world_size}")
         if self.contributor_rank is not None and self.contributor_rank >= self.num_contributors:
             raise ValueError(f"`contributor_rank` is {self.contributor_rank} of {self.num_contributors}")
+        if self.num_proved > self.num_contributors:
+            raise ValueError(f"`num_proved` is {self.num_proved} of {self.num_contributors}")
         if self.follows and (self.role is not Role.LEARNER or not self.sources or self.warms_up):
             raise ValueError(f"`follows` is set, for {self.role.value} with {len(self.sources)} sources")
 

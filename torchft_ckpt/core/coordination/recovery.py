@@ -50,6 +50,8 @@ class Holder:
     contributes: bool = True
     is_corrected: bool = False
     """It loads before this step, and its loop may have computed something with its own state before that."""
+    came_in: bool = False
+    """It was given its state for this step: nobody has seen yet what its loop makes of it."""
     min_contributors: int = 1
 
 
@@ -74,6 +76,8 @@ class Assignment:
     """These lack the state, and would load it: they are in no quorum. Their parts mean nothing."""
     is_first: bool
     """No state was proven before: there are no survivors yet who could be kept waiting."""
+    num_proved: int
+    """See `QuorumFormed`."""
     reason: str
 
     @property
@@ -198,29 +202,30 @@ def _assignment(
         for server in mine:
             destinations.setdefault(server, []).append(rank)
     parts: list[MemberRole] = []
-    num_contributors = 0
     computed = [
         role in VOTERS and member.replica_id not in spectators for member, role in zip(members, roles, strict=True)
     ]
     rest = [has and not member.is_corrected for member, has in zip(members, computed, strict=True)]
     if sum(rest) >= max([1, *(member.min_contributors for member in members)]):
         computed = rest
-    for rank, (member, role, contributes) in enumerate(zip(members, roles, computed, strict=True)):
+    numbered = sorted((rank for rank, has in enumerate(computed) if has), key=lambda rank: members[rank].came_in)
+    numbers = {rank: number for number, rank in enumerate(numbered)}
+    for rank, (member, role) in enumerate(zip(members, roles, strict=True)):
         parts.append(
             MemberRole(
                 replica_id=member.replica_id,
                 role=role,
-                contributor_rank=num_contributors if contributes else None,
+                contributor_rank=numbers.get(rank),
                 sources=sources.get(rank, ()),
                 destinations=tuple(destinations.get(rank, ())),
             )
         )
-        num_contributors += contributes
     return Assignment(
         version=version,
         parts=tuple(parts),
         lacking=lacking,
         is_first=is_first,
+        num_proved=sum(not members[rank].came_in for rank in numbered),
         reason=reason,
     )
 

@@ -203,6 +203,7 @@ class ReplicaView(NamedTuple):
     is_corrected: bool
     is_waited_for: bool
     came_in: bool
+    is_on_trial: bool
     is_leaving: bool
     all_leave: bool
     speaks: bool
@@ -215,6 +216,7 @@ class ReplicaView(NamedTuple):
     shows: Shows
     serves_learners: bool
     num_participants: int
+    num_writers: int
     participating_rank: int | None
 
 
@@ -247,8 +249,9 @@ class ReplicaState:
         self._is_unconnected = False
         self._is_stale = False
         """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
-        self._was_given = False
-        """The state was given to it while the others waited, and it has made no step since."""
+        self.is_on_trial = False
+        """The state was given to it while the others waited, and what its first step makes of that has not been compared yet: it
+        gives that to nobody, and writes it nowhere. If nobody makes that step with it who is not on trial, it is the job's."""
         self._may_differ = False
         """It computes alone with a state of the newest name: it may be that of another attempt, or another rank's is another."""
         self._vote: CommitVote | None = None
@@ -364,6 +367,12 @@ class ReplicaState:
         return self.phase is StepPhase.IDLE and self.quorum is not None and self.quorum.held and not self.is_behind
 
     @property
+    def num_writers(self) -> int:
+        """So many contributors to the last step, the first ones, write a checkpoint of what came of it: none is on trial."""
+        proved = 0 if self.quorum is None else self.quorum.num_proved
+        return min(proved or self.num_participants, self.num_participants)
+
+    @property
     def is_behind(self) -> bool:
         """There is no state of worth here, or a newer one is known to exist."""
         return self.torn or self._is_stale or not self.version.proven or self.version.step < self.newest_step
@@ -398,7 +407,7 @@ class ReplicaState:
         """The user loaded a checkpoint of `step` on purpose."""
         self.version, self._held = StateVersion(step=step), None
         self.restored = True
-        self.torn = self._was_given = False
+        self.torn = self.is_on_trial = False
         self.state_changed()
 
     def state_changed(self) -> None:
@@ -466,7 +475,7 @@ class ReplicaState:
             min_contributors=self.settings.min_replica_size,
             patience_s=wishes.patience_s,
             warms_up=facts.computes_alone and not facts.at_end,
-            came_in=self._was_given,
+            came_in=self.is_on_trial and self._last_outcome is not Outcome.COMMIT,
             kind=facts.kind,
             at_end=facts.at_end,
             top_s=facts.top_s,
@@ -541,7 +550,7 @@ class ReplicaState:
         self.capture_wanted = formed.joiner_waiting
         if formed.destinations:
             self.serves_learners = formed.has_learners
-        self._last_outcome = None
+        is_made, self._last_outcome = self._last_outcome is Outcome.COMMIT, None
         if (formed.differs or formed.role is Role.IDLE) and self.version == formed.version:
             self._lose_name()  # the others hold another state under that name
         if formed.role is Role.HEALTHY and self.version != formed.version:
@@ -550,7 +559,8 @@ class ReplicaState:
                 self.fail(f"the quorum takes this replica for a holder of {formed.version}, it holds {self.version}")
             else:
                 self._adopt(formed.version)
-        self._was_given = (self._was_given or formed.held) and not formed.names_state
+        is_believed = is_made or formed.names_state or (formed.role is Role.HEALTHY and not formed.num_proved)
+        self.is_on_trial = formed.held or formed.differs or (self.is_on_trial and not is_believed)
         is_here = self.version == formed.version and not (formed.held and self._may_differ)
         load = formed.role in (Role.INLINE, Role.LEARNER) and not (is_here or formed.warms_up)
         self._may_differ = formed.warms_up or (self._may_differ and load)
@@ -697,7 +707,6 @@ class ReplicaState:
             step = decided.step + 1
             version = StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch)
             self._adopt(version, held=self.version)
-            self._was_given = False
             self._shows = decided.shows
             self.speaks, self.silent_for = decided.speaks, decided.silent_for
         elif outcome is Outcome.LEFT_BEHIND:
