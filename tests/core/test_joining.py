@@ -561,6 +561,64 @@ def test_a_group_that_is_needed_computes_alone_until_its_loop_trains_the_same_ne
     assert is_held(j) and Outcome.DISCARD not in a.outcomes
 
 
+@pytest.mark.parametrize("least", [1, 2])
+def test_of_two_at_work_that_are_out_of_turn_one_goes_out_and_comes_back_in_turn(least: int) -> None:
+    """Else they would average the gradients of different networks, and discard each step, for ever."""
+    _, a, b, turns = two_networks(least)
+    kind, other = next(turns), next(turns)
+    a.asks(can_serve=True, kind=kind)
+    b.asks(can_serve=True, kind=other)  # it has left its last step out
+    assert b.replica.warms_up and (a.formed.replica_world_size == 1 or least == 2)
+    kinds = itertools.cycle([other, kind])
+    b.ends()
+    b.asks(at_end=True, kind=kind)
+    while not is_held(b):
+        assert a.replica.phase.value == "training", "nothing else keeps it"
+        a.votes()
+        a.asks(can_serve=True, kind=next(kinds))
+    b.comes_in()
+    b.asks(kind=kind)
+    assert (a.formed.replica_world_size, b.formed.role.value) == (2, "healthy")
+    a.votes()
+    b.votes()
+    assert a.step == b.step and Outcome.DISCARD not in a.outcomes + b.outcomes
+
+
+def test_most_of_those_at_work_say_whose_turn_it_is() -> None:
+    job = Job(least=1)
+    members = [job.join(name) for name in "abc"]
+    turns = takes_turns("critic", "generator")
+    for _ in range(3):
+        one_step(job, *members, kind=next(turns))
+    kind, other = next(turns), next(turns)
+    for member, trained in zip(members, (other, kind, kind), strict=True):
+        member.asks(can_serve=True, kind=trained)
+    assert [m.replica.warms_up for m in members] == [True, False, False]
+
+
+def test_one_that_has_gone_out_and_still_holds_the_newest_state_comes_in_in_turn_alone() -> None:
+    """The step that it was put out for was discarded: it lacks nothing but its turn."""
+    job = Job(least=1)
+    members = a, b, c = [job.join(name) for name in "abc"]
+    turns = takes_turns("critic", "generator")
+    for _ in range(3):
+        one_step(job, *members, kind=next(turns))
+    kind, other = next(turns), next(turns)
+    for member, trained in zip(members, (kind, kind, other), strict=True):
+        member.asks(can_serve=True, kind=trained)
+    a.votes(error="a batch was of no use")
+    b.votes()
+    c.ends()
+    c.asks(at_end=True, kind=kind)
+    for trained, comes in ((other, False), (kind, True)):
+        for member in (a, b):
+            member.asks(can_serve=True, kind=trained)
+        assert is_held(c) is comes
+        if not comes:
+            a.votes()
+            b.votes()
+
+
 def test_a_group_whose_loop_never_does_what_the_others_did_is_kept_outside_for_some_steps_alone():
     """Who trains what may follow from the number of the step: then it is no matter what each trained last."""
     job, a, b, turns = two_networks()

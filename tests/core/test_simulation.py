@@ -759,7 +759,7 @@ def test_the_simulation_of_holds_finds_a_rule_that_was_broken_on_purpose(
 
 
 def test_the_simulation_finds_that_loops_come_in_at_another_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Beside, "_out_of_turn", lambda *_: [])
+    monkeypatch.setattr(Beside, "out_of_turn", lambda *_: [])
     with pytest.raises(InvariantError, match="not well"):
         for seed in range(20):
             run_with_one_fault(Fault.KILL_GROUP, seed, tells_reach=True, num_kinds=2)

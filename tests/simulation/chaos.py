@@ -87,7 +87,7 @@ class Scenario:
     """So many of the groups, the last ones, are spares."""
     load_s: tuple[float, float] = (0.0, 0.0)
     num_kinds: int = 1
-    """The loops train so many networks in turn. Not drawn: what has loops of one quorum train different ones does so for good."""
+    """The loops train so many networks in turn."""
     staging_s: float = 0.0
     """A source needs so long before its first byte."""
     num_allreduces: int = 1
@@ -213,6 +213,11 @@ def draw_learning_scenario(rng: Random) -> Scenario:
         staging_s=rng.choice((0.0, 0.0, 0.5)),
         moods=Moods(moves_state=rng.choice((0.0, 0.3, 1.0)), top_s=rng.choice((TOP_S, TOP_S, 0.7))),
     )
+
+
+def draw_scenario_of_turns(rng: Random) -> Scenario:
+    """Draw a run whose loops train several networks, each in a step of its own."""
+    return replace(draw_scenario(rng), num_kinds=rng.choice((2, 2, 3)))
 
 
 def draw_outer_scenario(rng: Random) -> Scenario:

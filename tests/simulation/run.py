@@ -25,6 +25,7 @@ from simulation.chaos import (
     draw_learning_scenario,
     draw_outer_scenario,
     draw_scenario,
+    draw_scenario_of_turns,
 )
 from simulation.clock import Clock, Process
 from simulation.collectives import Collectives
@@ -430,6 +431,7 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
     "plain": draw_scenario,
     "outer": draw_outer_scenario,
     "learners": draw_learning_scenario,
+    "turns": draw_scenario_of_turns,
 }
 """What draws a run."""
 
@@ -454,9 +456,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--learners", action="store_true", help="those who come back follow the others before they join"
     )
+    parser.add_argument("--turns", action="store_true", help="loops train several networks in turn")
     parser.add_argument("--keep-going", action="store_true", help="report all failures, not only the first")
     options = parser.parse_args(arguments)
-    kind = "outer" if options.outer else "learners" if options.learners else "plain"
+    kind = next((kind for kind in KINDS if getattr(options, kind, False)), "plain")
     failures = events = commits = followed = compared = 0
     for seed in range(options.first, options.first + options.seeds):
         try:

@@ -215,7 +215,7 @@ class Trainer:
         """Whether it lacks a state that others hold, as an iteration ends that did not count."""
         replica = self.replica
         is_known = replica.is_learner or replica.newest_step > 0
-        is_able = self._rng.random() >= self._moods.no_heal
+        is_able = self._drawn("heals") >= self._moods.no_heal
         return is_able and replica.is_behind and is_known and not replica.is_leaving
 
     def _come_in(self) -> None:
@@ -400,11 +400,18 @@ class Trainer:
             self.replica.collectives_failed()
             self._load_then(turn, lambda: self._forward(turn))
 
+    def _drawn(self, what: str) -> float:
+        """A random number; the same at all ranks of a group if their loop takes turns: else they would be at different ones."""
+        if self._settings.num_kinds == 1 or self._plan is None:
+            return self._rng.random()
+        formed = self._plan.formed
+        return Random(f"{self.replica_id} {formed.quorum_id} {formed.version.step} {what}").random()
+
     def _forward(self, turn: int) -> None:
         def done() -> None:
             if turn != self._turn:
                 return
-            if self._rng.random() < self._moods.abandon:
+            if self._drawn("abandons") < self._moods.abandon:
                 self.begin()  # `continue` in the training loop
                 return
             if self._rng.random() < self._moods.step_error:

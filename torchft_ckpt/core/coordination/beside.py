@@ -7,6 +7,7 @@ are needed: `spares`. How long the others stand still for one that comes in: `jo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from torchft_ckpt.core.coordination.job_record import JobRecord
@@ -128,7 +129,7 @@ class Beside:
             if should_follow(m.asked, self._joining.usual_s, stays=m.replica_id in idle)
             and (m.replica_id in idle or not self._waits_in_vain(m, now))
         ]
-        late = self._out_of_turn([*holding, *(m for m in members if m.replica_id not in idle)], now)
+        late = self.out_of_turn([*holding, *(m for m in members if m.replica_id not in idle)], now)
         reasons = dict.fromkeys(late, OUT_OF_TURN)
         reasons |= dict.fromkeys(idle, IS_SPARE)
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
@@ -137,26 +138,31 @@ class Beside:
         reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
         return following, reasons
 
-    def _out_of_turn(self, candidates: Collection[Member], now: float) -> list[str]:
-        """Return those that would come in while their loops are about to train another of their optimizers than the others are.
+    def out_of_turn(self, candidates: Collection[Member], now: float) -> list[str]:
+        """Return those whose loops are about to train another of their optimizers than the loops of most of those at work are.
 
         Else a loop that trains two networks in turn, each in a step of its own, would average one's gradients with the other's
         for ever: all would discard each step, and go on to the next network. So such a group stays outside for a step, or
-        computes one alone if the others cannot train without it. Not for long: loops may also take turns by the number of the
-        step, and then differ in what they did last.
+        computes one alone, whether it is at work or would come in. Who would come in does not stay out for long: loops may also
+        take turns by the number of the step, and then differ in what they did last.
         """
-        known = {m.asked.kind for m in candidates if m.replica_id in self._job.quorum_members}
+        asking = {m.replica_id: m for m in candidates}
+        kinds = Counter(asking[m].asked.kind for m in self._job.quorum_members if m in asking)
         if len(self._kinds) < MAX_KINDS:
-            self._kinds |= known - {""}
-        late = []
+            self._kinds |= kinds.keys() - {""}
+        if not kinds or len(self._kinds) < 2:
+            return []
+        usual = max(kinds, key=lambda kind: kinds[kind])  # of as many, that of the first
+        late: list[str] = []
         patience_s = OUT_OF_TURN_S + OUT_OF_TURN_STEPS * self._joining.usual_s
-        for member in candidates if known else ():
-            came_in = self._job.holds_newest(member.version)  # in its turn, at its end
-            is_in_turn = member.replica_id in self._job.quorum_members or member.asked.kind in known or came_in
-            if len(self._kinds) < 2 or is_in_turn or not member.asked.can_load:
+        for member in candidates:
+            is_at_work = member.replica_id in self._job.quorum_members
+            may_begin = self._job.holds_newest(member.version) and not member.asked.at_end
+            came_in = may_begin and not is_at_work  # in its turn, at its end
+            if member.asked.kind == usual or came_in or not member.asked.can_load:
                 member.out_of_turn_since = None
                 continue
-            if member.out_of_turn_since is None:
+            if is_at_work or member.out_of_turn_since is None:
                 member.out_of_turn_since = now
             if now < member.out_of_turn_since + patience_s:
                 late.append(member.replica_id)
@@ -271,7 +277,7 @@ class Beside:
         """Return the groups that may train with the others once they know the step: they are behind, and train only a part."""
         asking = [self._job.members[replica_id] for replica_id in self._job.waiting]
         # Else who freezes its networks in turn may learn for ever.
-        late = self._out_of_turn([m for m in asking if m.asked.kind], now)
+        late = self.out_of_turn([m for m in asking if m.asked.kind], now)
         layouts = {m.layout: m.layout_text for m in asking if m.replica_id not in others}
         return [
             member

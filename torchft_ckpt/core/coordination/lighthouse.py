@@ -636,6 +636,12 @@ class LighthouseState:
             yield from self._notify_pending(reason, now, verdict.deadline, is_warning=bool(others), exclude=out)
             return
         members = [self.members[m] for m in verdict.members if m not in coming]
+        if late := self._beside.out_of_turn(members, now):
+            for replica_id in late:
+                yield Log(f"{replica_id} computes a step alone: {OUT_OF_TURN}")
+                yield self._beside.let_warm_up(self.members[replica_id], now, OUT_OF_TURN)
+            yield from self._try_to_form(now)
+            return
         trial = self._trial_of(members)
         yield from self._answer_differing(trial, members)
         if trial.stops or trial.loads:
