@@ -426,6 +426,20 @@ def test_a_group_whose_loop_takes_longer_than_anybody_knew_is_excused_for_that_o
     assert outs == [False, True, True]
 
 
+def test_those_who_wait_know_from_their_own_loop_how_long_one_takes_from_the_state_to_its_step() -> None:
+    """Else the state would be received twice."""
+    job = Job(least=1)
+    (a,) = at_work(job, "a")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1)
+    a.asks(can_serve=True, top_s=1.0)
+    c.still_needs(0.0, Receives.LOADS)
+    job.passes(1.4)
+    c.follows()
+    c.asks(can_serve=True)
+    assert [m.hears()[-1] for m in (a, c)] == ["quorum 2 step 2 healthy"] * 2
+
+
 def test_nobody_is_needed_any_more_once_one_has_come_that_must_not_load() -> None:
     job = Job(least=2)
     a, b = at_work(job, "a", "b", join_stall_limit_s=1.0)

@@ -50,7 +50,9 @@ class _Awaited:
     stood_s: float
     """How long the others had stood still before: `Holds._stood`."""
     top_s: float
-    """See `QuorumRequest.top_s`."""
+    """The longest `QuorumRequest.top_s` of it and of those that wait: they run the same loop."""
+    knows_top: bool
+    """Its own was known to it."""
     said: JoinProgress | None = None
     said_at: float = 0.0
     """When it said so; that it has all counts from the first time."""
@@ -123,8 +125,10 @@ class Holds:
         if not self.is_on:
             self._joining.set_limit(holding, now)
             self._version, self._began, self._stood_before_s = assignment.version, now, 0.0
+        usual_top_s = max(other.asked.top_s for other in holding)
         for member in newcomers:
-            self._awaited[member.replica_id] = _Awaited(now, self._stood(now), member.asked.top_s)
+            top_s = max(usual_top_s, member.asked.top_s)
+            self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s, member.asked.top_s > 0.0)
             self._tried[group_name(member.replica_id)] = member.replica_id
             self._late.discard(member.replica_id)
 
@@ -201,7 +205,7 @@ class Holds:
         return self._joining.why_not(need_s, now)
 
     def _note_failed(self, replica_id: str, awaited: _Awaited, why: str, stood_s: float, now: float) -> None:
-        is_slow = awaited.has_loaded and not awaited.top_s and replica_id in self._job.members
+        is_slow = awaited.has_loaded and not awaited.knows_top and replica_id in self._job.members
         if is_slow and self._joining.excuses(replica_id, now):
             return  # nobody could know how long its loop takes; it tells that the next time
         is_far = awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0
