@@ -35,7 +35,6 @@ from torch.profiler import record_function
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
-from torchft_ckpt.compat.deprecated import keep_old_methods, removed_parameters, renamed_parameters
 from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.core.training.graphs import OpenGraphs
@@ -169,7 +168,7 @@ class Manager:
         GroupBrokenError: as their names say; nothing is left running.
     """
 
-    @removed_parameters("follow_budget_bytes", "join_budget", "warm_up")
+    @config.warns_of_removed
     def __init__(
         self,
         pg: ProcessGroup,
@@ -372,7 +371,6 @@ class Manager:
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 
-    @renamed_parameters(kept_still="explicitly_locked", trains_apart="local_between_syncs")
     def register_state_dict_fn(
         self,
         key: str,
@@ -1222,6 +1220,3 @@ class Manager:
 
 def _ids_of_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-keep_old_methods(Manager, gather="cold_start")
