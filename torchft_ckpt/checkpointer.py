@@ -60,7 +60,6 @@ from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.parameters import names_of, note_returned
 from torchft_ckpt.checkpointing.state.tree import items_of_node, largest_value
-from torchft_ckpt.compat.deprecated import moved_names, renamed_parameters, warn_renamed
 from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.core.coordination.messages import name_some
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
@@ -111,7 +110,6 @@ _NEVER_A_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.
 _TO_SAY = timedelta(seconds=3)
 _TO_CLOSE = timedelta(seconds=10)
 _TO_GIVE_UP = timedelta(seconds=30)
-__getattr__ = moved_names(__name__, Rung="torchft_ckpt.core.durable.restore_source:RestoreSource")
 _MAX_STARTS = 3
 """Each is led by another first member: so many of them may be lost one after the other."""
 
@@ -137,18 +135,6 @@ class Restored:
     """The `rank_state` that this rank gave to `save`; None where another rank saved it."""
     bytes_from_storage: int = 0
     bytes_from_peers: int = 0
-
-    @property
-    def rung(self) -> RestoreSource:
-        """Deprecated: `source`."""
-        warn_renamed("Restored.rung", "source")
-        return self.source
-
-    @property
-    def own(self) -> object:
-        """Deprecated: `rank_state`."""
-        warn_renamed("Restored.own", "rank_state")
-        return self.rank_state
 
 
 class _LaterSave(Future[SavedCheckpoint]):
@@ -326,7 +312,6 @@ class Checkpointer:
 
     # ---------------------------------------------------------------------------------------------------------- save
 
-    @renamed_parameters(own="rank_state")
     def save(
         self,
         state_dict: dict[str, Any] | None = None,

@@ -21,23 +21,26 @@
 | `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
 | `TORCHELASTIC_RUN_ID`               |                               | torchrun's name of the run                       |
 
-`NOT_READ` lists further variables of torchft's, which the library does not read. A `Manager` warns if one of them is set.
+`NOT_READ` lists further variables, which the library does not read. A `Manager` warns if one of them is set.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import stat
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from torchft_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 LIGHTHOUSE = ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
 JOB = ("TORCHFT_CKPT_JOB",)
@@ -59,15 +62,26 @@ RUN_ID = ("TORCHELASTIC_RUN_ID",)
 RANK = ("RANK",)
 WORLD_SIZE = ("WORLD_SIZE",)
 
+_JOINS = "those who train wait for a group that comes in as long as join_stall_limit allows"
+_NO_REDO = "a group that lacks a step receives the state, and no log of the steps before it"
 _NO_OTEL = "nothing is sent to OpenTelemetry; what happens is in the log, under the loggers below torchft_ckpt"
 NOT_READ = {
-    "TORCHFT_CKPT_JOIN_BUDGET_SEC": "those who train wait for a group that comes in as long as join_stall_limit allows",
+    "TORCHFT_CKPT_JOIN_BUDGET_SEC": _JOINS,
     "TORCHFT_WATCHDOG_TIMEOUT_SEC": "there is no watchdog that ends the process; what hangs is ended by its own timeout",
     "TORCHFT_TRIGGER_FR_ON_ABORT": "an abort does not make torch's flight recorder write a dump",
     "TORCHFT_USE_OTEL": _NO_OTEL,
     "TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON": _NO_OTEL,
 }
 """Environment variables that torchft reads, or this library once did, and why they change nothing here."""
+NOT_TAKEN = {
+    "Manager.__init__": {
+        "follow_budget_bytes": _NO_REDO,
+        "join_budget": _JOINS,
+        "warm_up": "each group that lacks the state computes one iteration for itself before it receives it",
+    },
+    "HTTPTransport.__init__": {"redo_budget_bytes": _NO_REDO},
+}
+"""Arguments that functions of this library once took, and why they change nothing."""
 
 
 def resolve(
@@ -151,6 +165,21 @@ def read_secret(path: str, what: str) -> str:
 def not_read() -> dict[str, str]:
     """Return those of `NOT_READ` that are set and ask for something, with the reason."""
     return {name: why for name, why in NOT_READ.items() if os.environ.get(name, "").lower() not in ("", "false")}
+
+
+def warns_of_removed(function: Callable[P, T]) -> Callable[P, T]:
+    """Let callers of a function still give what `NOT_TAKEN` names for it: each gives a `FutureWarning`, in the caller's line."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name, why in NOT_TAKEN[function.__qualname__].items():
+            if name in kwargs:
+                del kwargs[name]
+                told = f"{name}= of {function.__qualname__} has no effect any more: {why}"
+                warnings.warn(told, FutureWarning, stacklevel=2)
+        return function(*args, **kwargs)
+
+    return call
 
 
 D = TypeVar("D", bound="timedelta | None")

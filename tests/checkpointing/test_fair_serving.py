@@ -157,7 +157,7 @@ def test_a_state_that_is_received_for_longer_than_a_step_is_copied_before_the_st
 
     monkeypatch.setattr(Snapshot, "copy_ahead", copies)
     source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
-    source.send_checkpoint([1], STEP, STATE, LONG, outlives_step=True)
+    source.send_captured([1], STEP, STATE, LONG, outlives_step=True)
     try:
         connection = connected(source, timeout_s=5)
         connection.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": "learner"})

@@ -1,4 +1,4 @@
-"""How many requests of one client are let through, and how many bytes leave."""
+"""How many requests of one client are let through, how many bytes leave, and how many frames of a WebSocket came."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from torchft_ckpt.core.services.rate import RateLimiter, TokenBucket, bucket_of_bytes, piece_bytes
+from torchft_ckpt.core.services.rate import FrameCounter, RateLimiter, TokenBucket, bucket_of_bytes, piece_bytes
 
 
 def test_a_burst_passes_at_once_and_the_next_request_is_told_how_long_to_wait() -> None:
@@ -153,3 +153,41 @@ def test_one_that_has_gone_too_far_is_known_until_its_bucket_is_full_and_waits_i
     assert not limiter.knows("a", 0.0)
     assert [limiter.reserve("a", 0.0, 0.5) for _ in range(5)] == [0.0, 0.0, 0.0, 0.5, 1.0]
     assert [limiter.reserve("a", 0.5, 0.5), limiter.knows("a", 2.4), limiter.knows("a", 2.5)] == [0.5, True, False]
+
+
+def frame(length: int, first: int, is_masked: bool, is_long: bool) -> bytes:
+    if is_long or length >= 65536:
+        told = bytes([127]) + length.to_bytes(8, "big")
+    elif length >= 126:
+        told = bytes([126]) + length.to_bytes(2, "big")
+    else:
+        told = bytes([length])
+    head = bytes([first, told[0] | (128 if is_masked else 0)]) + told[1:]
+    return head + (b"\xff" * 4 if is_masked else b"") + b"\x81" * length
+
+
+FRAMES = st.builds(
+    frame, st.sampled_from([0, 1, 26, 125, 126, 300, 70000]), st.integers(0, 255), st.booleans(), st.booleans()
+)
+
+
+@given(st.lists(FRAMES, max_size=12), st.lists(st.integers(1, 90000), max_size=40))
+def test_every_frame_counts_once_however_the_bytes_are_cut(frames: list[bytes], cuts: list[int]) -> None:
+    rest, counter, counted = b"".join(frames), FrameCounter(), 0
+    for cut in cuts:
+        counted += counter.count(rest[:cut])
+        rest = rest[cut:]
+    assert counted + counter.count(rest) == len(frames)
+
+
+@given(FRAMES)
+def test_a_frame_counts_when_its_head_is_here_and_nothing_else_of_it(one: bytes) -> None:
+    counter = FrameCounter()
+    counts = [counter.count(bytes([byte])) for byte in one[:200]]
+    assert sum(counts) == 1 or len(one) > 200
+
+
+def test_a_length_that_cannot_be_is_skipped_for_ever() -> None:
+    counter = FrameCounter()
+    assert counter.count(b"\x81\xff" + b"\xff" * 8 + b"mask" + b"\x81\x80mask" * 100) == 1
+    assert counter.count(b"\x81\x80mask" * 100) == 0

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.averaging import Averaging, connect
-from support.lockstep import run_replicas
 from torch import nn
 from torch.distributed import Work
 from torch.nn import parallel
@@ -21,6 +20,7 @@ from torchft_ckpt import DistributedDataParallel
 from torchft_ckpt.ddp import BackwardAverage, GradientAverage, PureDistributedDataParallel
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.collectives import done_work
+from torchft_ckpt.testing.fake_outer_manager import run_replicas
 from torchft_ckpt.testing.fake_process_group import FakeFabric
 
 Wrap = Callable[[Averaging, nn.Module], nn.Module]

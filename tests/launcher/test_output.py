@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 from support.waiting import wait_until
 
-from torchft_ckpt.launcher.output import OutputStream
+from torchft_ckpt.launcher.supervisor import OutputStream
 
 PIPE_BYTES = 1 << 16
 

@@ -70,12 +70,12 @@ Tell = Callable[[TransferProgress], None]
 class TakesBack(Minimal):
     """Its sources take back what they serve. Each receive is one of `scripts`, which gets what tells of its progress."""
 
+    uses_memory_of_state = True
+
     def __init__(self, *scripts: Callable[[TakesBack, Tell], Any]) -> None:
         super().__init__()
         self.began = threading.Semaphore(0)
         self._scripts = list(scripts)
-
-    def retire_checkpoint(self, *, keeps_awaited: bool = False) -> None: ...
 
     def fetch_checkpoint(self, *_: Any, on_progress: Tell, **how: Any) -> Any:
         self.began.release()

@@ -22,7 +22,7 @@ from torchft_ckpt import Checkpointer, LighthouseServer, checkpoints_in, load_ch
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.core.coordination.messages import GroupBroken
 from torchft_ckpt.errors import ConfigError, GroupLeftError, JobFinishedError
-from torchft_ckpt.manager.leaving import Leaving
+from torchft_ckpt.manager.leaving import WayOut
 
 ASKED = signal.SIGUSR1
 
@@ -134,18 +134,18 @@ def test_a_script_that_knows_is_not_interrupted_in_its_cleanup(
     """The group goes at its deadline; what it has in flight takes long to abort, so the interrupt comes late."""
     replica = Replica(lighthouse, "group")
     in_cleanup, was_interrupted = threading.Event(), threading.Event()
-    abort, interrupt = replica.manager._client._abort, Leaving._interrupt
+    abort, interrupt = replica.manager._client._abort, WayOut._interrupt
 
     def abort_late() -> None:
         in_cleanup.wait(20)
         abort()
 
-    def interrupt_and_say_so(leaving: Leaving) -> None:
-        interrupt(leaving)
+    def interrupt_and_say_so(way_out: WayOut) -> None:
+        interrupt(way_out)
         was_interrupted.set()
 
     monkeypatch.setattr(replica.manager._client, "_abort", abort_late)
-    monkeypatch.setattr(Leaving, "_interrupt", interrupt_and_say_so)
+    monkeypatch.setattr(WayOut, "_interrupt", interrupt_and_say_so)
     replica.manager.leave_on(ASKED, deadline=timedelta(seconds=0.3))
     replica.step()
     lighthouse.shutdown()
@@ -160,7 +160,7 @@ def test_a_script_that_knows_is_not_interrupted_in_its_cleanup(
     try:
         wait_until(was_interrupted.is_set)
         was_interrupted.clear()
-        replica.manager._leaving.heard(GroupBroken(reason="it left", has_left=True))
+        replica.manager._way_out.heard(GroupBroken(reason="it left", has_left=True))
         assert was_interrupted.is_set(), "the word of its own rank 0 comes late as well"
     except GroupLeftError as error:
         pytest.fail(f"the cleanup was broken off: {error}")

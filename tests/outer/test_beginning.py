@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.lockstep import Hub, ScriptedManager
 from torch import nn
 
 from torchft_ckpt import DiLoCo, LighthouseServer, LocalSGD, Manager
@@ -14,9 +13,10 @@ from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.outer.fragment import InnerStateBackup
 from torchft_ckpt.process_group import ProcessGroupDummy
+from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 
-class CountingManager(ScriptedManager):
+class CountingManager(FakeOuterManager):
     """Counts the quorums; where there are `others`, what it gets of them are parameters of this value."""
 
     num_quorums = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.lockstep import Hub, ScriptedManager
 from torch import nn
 
 from torchft_ckpt import DiLoCo, LocalSGD
+from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 SYNC_EVERY = 2
 
@@ -17,12 +17,12 @@ def build() -> nn.Sequential:
 
 
 def local_sgd(model: nn.Module, inner: torch.optim.Optimizer) -> LocalSGD:
-    return LocalSGD(ScriptedManager(Hub(1), 0), model, inner, SYNC_EVERY)
+    return LocalSGD(FakeOuterManager(Hub(1), 0), model, inner, SYNC_EVERY)
 
 
 def diloco(fragments: list[nn.Module], inner: torch.optim.Optimizer) -> DiLoCo:
     outer = [torch.optim.SGD([p for p in f.parameters() if p.requires_grad], lr=1.0) for f in fragments]
-    return DiLoCo(ScriptedManager(Hub(1), 0), fragments, inner, outer, SYNC_EVERY)
+    return DiLoCo(FakeOuterManager(Hub(1), 0), fragments, inner, outer, SYNC_EVERY)
 
 
 def train(model: nn.Module, inner: torch.optim.Optimizer, num_steps: int = SYNC_EVERY) -> None:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from support.lockstep import Hub, ScriptedManager
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -35,6 +34,7 @@ from torchft_ckpt import (
 )
 from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.manager.cold_start import ColdStartGroup
+from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 T = TypeVar("T")
 LONG_S = 60.0
@@ -449,7 +449,7 @@ def test_a_backup_on_another_device_than_the_model_is_saved_as_the_part_that_it_
     model = nn.Linear(4, 8)
     model.register_parameter("weight", nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)])))
     inner = torch.optim.SGD(model.parameters())
-    loop = LocalSGD(ScriptedManager(Hub(1), 0), model, inner, 2)
+    loop = LocalSGD(FakeOuterManager(Hub(1), 0), model, inner, 2)
     (fragment,) = loop._fragments
     elsewhere = DTensor.from_local(torch.empty(8, 4, device="meta"), mesh, [Shard(0)], run_check=False)
     fragment.params["weight"] = nn.Parameter(elsewhere)

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from support.late import AsksLate
-from support.lockstep import Hub, ScriptedManager
 from torch import nn
 from torch.distributed import Work
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchft_ckpt import DiLoCo, HTTPTransport, LighthouseServer, LocalSGD, Manager, ProcessGroupGloo
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
+from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 LONG_S = 60.0
 SYNC_EVERY = 4
@@ -374,7 +374,7 @@ def test_only_places_at_which_a_group_hands_out_its_state_are_taken_from_others(
     assert f"fragment_sync_delay={schedule.sync_delay}: {2**62} ends" in schedule.complaint_about(RoundPlace(2**62))
 
 
-class LeftBehindOnce(ScriptedManager):
+class LeftBehindOnce(FakeOuterManager):
     """Of a group that is left behind by its first round, and loads the others' state, of a place, in their next one."""
 
     has_live_state = True

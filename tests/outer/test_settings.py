@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.lockstep import Hub, ScriptedManager, run_replicas
 from torch import nn
 
 from torchft_ckpt.core.training.outer_schedule import whose_settings_count
 from torchft_ckpt.outer.settings import RoundSettings
+from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub, run_replicas
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def agree(*groups: tuple[int, torch.optim.Optimizer], set_meanwhile: float | Non
     hub = Hub(len(groups))
 
     def run(rank: int) -> None:
-        manager = ScriptedManager(hub, rank)
+        manager = FakeOuterManager(hub, rank)
         num_rounds, optimizer = groups[rank]
         settings = RoundSettings(manager, [optimizer])
         settings.num_rounds = num_rounds

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.lockstep import Hub, ScriptedManager, run_replicas
 from support.outer_reference import (
     Bits,
     adamw,
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torchft_ckpt import DiLoCo, LocalSGD
 from torchft_ckpt.errors import CheckpointError, StateMismatchError
 from torchft_ckpt.outer.fragment import PseudoGradientFragment
+from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub, run_replicas
 
 pytestmark = pytest.mark.slow
 
@@ -46,14 +46,14 @@ def run_diloco(
     outcomes: Sequence[bool] = (),
     retries: int = 0,
     build: Callable[[], nn.Sequential] = build_model,
-    managers: list[ScriptedManager] | None = None,
+    managers: list[FakeOuterManager] | None = None,
     **kwargs: Any,
 ) -> list[list[Bits]]:
     hub = Hub(num_replicas, outcomes)
 
     def run(rank: int) -> list[Bits]:
         model = build()
-        manager = ScriptedManager(hub, rank)
+        manager = FakeOuterManager(hub, rank)
         if managers is not None:
             managers.append(manager)
         fragments = fragments_of(model, num_fragments)
@@ -142,7 +142,7 @@ def test_a_round_that_is_tried_again_loses_nothing(num_fragments: int, delay: in
 
 @pytest.mark.parametrize("cap_bytes", [1, 8, 100, 288, 289, 1000, 10**6])
 def test_buckets_of_any_size_give_what_single_tensors_give(cap_bytes: int) -> None:
-    managers: list[ScriptedManager] = []
+    managers: list[FakeOuterManager] = []
 
     actual = run_diloco(2, 1, 0.5, use_bucketization=True, bucket_cap_mb=cap_bytes / 2**20, managers=managers)
 
@@ -194,7 +194,7 @@ def test_local_sgd_averages_parameters_and_discards_local_steps_with_the_round(o
     def run(rank: int) -> list[Bits]:
         model, history = build_model(), []
         inner = adamw(model)
-        with LocalSGD(ScriptedManager(hub, rank), model, inner, 4, round_retries=0):
+        with LocalSGD(FakeOuterManager(hub, rank), model, inner, 4, round_retries=0):
             for inner_step in range(NUM_INNER_STEPS):
                 train_step(model, inner, rank, inner_step)
                 history.append(bits_of(model))
@@ -209,7 +209,7 @@ def test_local_sgd_averages_parameters_and_discards_local_steps_with_the_round(o
 def test_the_inner_gradients_are_where_they_were_after_a_round() -> None:
     model = build_model()
     inner = adamw(model)
-    with DiLoCo(ScriptedManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 1):
+    with DiLoCo(FakeOuterManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 1):
         train_step(model, inner, 0, 0)
 
     assert all(param.grad is not None and bool(param.grad.abs().sum()) for param in model.parameters())
@@ -218,7 +218,7 @@ def test_the_inner_gradients_are_where_they_were_after_a_round() -> None:
 def test_an_outer_step_that_fails_leaves_a_torn_state_and_a_lock_that_is_free() -> None:
     model = build_model()
     inner, outer = adamw(model), nesterov(model.parameters())
-    manager = ScriptedManager(Hub(1), 0)
+    manager = FakeOuterManager(Hub(1), 0)
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -235,7 +235,7 @@ def test_an_outer_step_that_fails_leaves_a_torn_state_and_a_lock_that_is_free() 
 def test_a_state_that_is_loaded_half_way_into_an_outer_loop_is_torn(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Refused before a parameter was written, as one of other fragments is, it tears nothing."""
     model = build_model()
-    manager = ScriptedManager(Hub(1), 0)
+    manager = FakeOuterManager(Hub(1), 0)
     loop = DiLoCo(manager, [model], adamw(model), nesterov(model.parameters()), 1)
     saved = loop.state_dict()
     with pytest.raises(StateMismatchError) as refused:
@@ -256,7 +256,7 @@ def test_a_state_that_is_loaded_half_way_into_an_outer_loop_is_torn(monkeypatch:
 def test_dtypes_are_not_mixed_in_a_bucket() -> None:
     model = build_model()
     model[0].register_parameter("extra", nn.Parameter(torch.ones(5, dtype=torch.bfloat16)))
-    manager, inner = ScriptedManager(Hub(1), 0), adamw(model)
+    manager, inner = FakeOuterManager(Hub(1), 0), adamw(model)
     outer = nesterov(model.parameters())
     with DiLoCo(manager, [model], inner, outer, 1, use_bucketization=True):
         train_step(model, inner, 0, 0)
@@ -268,7 +268,7 @@ def test_dtypes_are_not_mixed_in_a_bucket() -> None:
 def test_what_is_in_the_model_when_the_loop_begins_are_the_global_parameters() -> None:
     model = build_model()
     inner = adamw(model)
-    loop = DiLoCo(ScriptedManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 2)
+    loop = DiLoCo(FakeOuterManager(Hub(1), 0), [model], inner, nesterov(model.parameters()), 2)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(5.0)  # a checkpoint is loaded after the loop was made
@@ -279,7 +279,7 @@ def test_what_is_in_the_model_when_the_loop_begins_are_the_global_parameters() -
     assert all(float((param.detach() - 5.0).abs().max()) < 0.1 for param in model.parameters())
 
 
-class VotesBadlyOnce(ScriptedManager):
+class VotesBadlyOnce(FakeOuterManager):
     """Its first vote raises, as it does where `max_retries` is reached."""
 
     num_asked = 0
@@ -321,7 +321,7 @@ class ClipsFirst(torch.optim.SGD):
 def test_a_step_that_calls_that_of_its_base_class_is_one_inner_step_also_after_one_that_raised() -> None:
     model = build_model()
     nesterov(model.parameters())  # torch gives SGD.step its hooks
-    inner, manager, num_hooks, rounds = ClipsFirst(model.parameters(), lr=0.1), ScriptedManager(Hub(1), 0), 0, []
+    inner, manager, num_hooks, rounds = ClipsFirst(model.parameters(), lr=0.1), FakeOuterManager(Hub(1), 0), 0, []
 
     def count(*_: object) -> None:
         nonlocal num_hooks

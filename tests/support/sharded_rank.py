@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from support.lockstep import Hub, ScriptedManager
 from support.outer_reference import adamw, build_model, fragments_of, nesterov, train_step
 from torchft_ckpt import DiLoCo
+from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 OUTCOMES = [True, False, True]
 NUM_INNER_STEPS = 20
@@ -35,7 +35,7 @@ def main() -> None:
     outer = [nesterov(f.parameters()) for f in fragments]
     history = []
     loop = DiLoCo(
-        ScriptedManager(Hub(1, OUTCOMES), 0),
+        FakeOuterManager(Hub(1, OUTCOMES), 0),
         fragments,
         inner,
         outer,

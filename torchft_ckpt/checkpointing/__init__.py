@@ -8,7 +8,6 @@ from torchft_ckpt.checkpointing.progress import ProgressBar, TransferProgress
 from torchft_ckpt.checkpointing.state.classes import register_state_class
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
-from torchft_ckpt.compat.deprecated import moved_names
 
 __all__ = [
     "CheckpointTransport",
@@ -21,5 +20,3 @@ __all__ = [
     "register_shard_adapter",
     "register_state_class",
 ]
-
-__getattr__ = moved_names(__name__, XLAShardAdapter="torchft_ckpt.integrations.xla")

@@ -44,13 +44,13 @@ from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.tree import MANY_LEAVES, largest_value
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
-from torchft_ckpt.compat.deprecated import removed_parameters
 from torchft_ckpt.config import (
     CONNECT_TIMEOUT,
     TOKEN,
     not_negative,
     parse_seconds,
     resolve,
+    warns_of_removed,
 )
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -117,7 +117,7 @@ class HTTPTransport(CheckpointTransport[T]):
         AddressInUseError: the port is taken.
     """
 
-    @removed_parameters("redo_budget_bytes")
+    @warns_of_removed
     def __init__(
         self,
         timeout: timedelta = timedelta(seconds=60),
@@ -221,6 +221,10 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._lock
 
     @property
+    def uses_memory_of_state(self) -> bool:
+        return True
+
+    @property
     def state_lock(self) -> StateDictLock:
         """The same lock, under the name that a `Manager` asks each transport for."""
         return self._lock
@@ -257,7 +261,26 @@ class HTTPTransport(CheckpointTransport[T]):
         """Return the same as `metadata`, under torchft's other name for it."""
         return self._metadata
 
-    def send_checkpoint(
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Serve the state to the destinations for at most `timeout`; returns at once and copies no tensor.
+
+        It is `send_captured`, which a `Manager` calls. A subclass that is to see each state that is served overrides that.
+
+        The state must not change between its reading by the caller and the return of this call: hold `lock.read()` around
+        both where the trainer may be stepping. With no destinations the state is served until it is about to change.
+
+        A tensor that torch writes to in place without the lock is not served any more, and receivers are told so by its name.
+
+        Args:
+            dst_ranks, step, state_dict, timeout: as in `CheckpointTransport.send_checkpoint`.
+
+        Raises:
+            UnsupportedValueError: the state holds something that cannot be carried; who comes for the step is told so.
+            CheckpointError: the transport was shut down.
+        """
+        self.send_captured(dst_ranks, step, state_dict, timeout)
+
+    def send_captured(
         self,
         dst_ranks: list[int],
         step: int,
@@ -267,22 +290,7 @@ class HTTPTransport(CheckpointTransport[T]):
         versions: StateVersions | None = None,
         outlives_step: bool = False,
     ) -> None:
-        """Serve the state to the destinations for at most `timeout`; returns at once and copies no tensor.
-
-        The state must not change between its reading by the caller and the return of this call: hold `lock.read()` around
-        both where the trainer may be stepping. With no destinations the state is served until it is about to change.
-
-        A tensor that torch writes to in place without the lock is not served any more, and receivers are told so by its name.
-
-        Args:
-            dst_ranks, step, state_dict, timeout: as in `CheckpointTransport.send_checkpoint`.
-            versions: of the tensors when they were captured, where that was before.
-            outlives_step: `withdraw_checkpoint` keeps it for those who receive it.
-
-        Raises:
-            UnsupportedValueError: the state holds something that cannot be carried; who comes for the step is told so.
-            CheckpointError: the transport was shut down.
-        """
+        """As `send_checkpoint`, of a state that was captured before. See `CheckpointTransport.send_captured`."""
         if self._shut_down.is_set():
             raise CheckpointError("send_checkpoint after shutdown of the transport", party="transport")
         _check(step >= 0, "step", step, "a step that is not negative")
@@ -315,20 +323,6 @@ class HTTPTransport(CheckpointTransport[T]):
         level = logging.INFO if dst_ranks else logging.DEBUG  # an offer to nobody in particular is made every round
         logger.log(level, "serving %r to ranks %s for at most %s", snapshot, dst_ranks, timeout)
         self._server.publish(snapshot, lease_s=timeout.total_seconds())
-
-    def send_captured(
-        self,
-        dst_ranks: list[int],
-        step: int,
-        state_dict: T,
-        timeout: timedelta,
-        *,
-        versions: StateVersions,
-        outlives_step: bool = False,
-    ) -> None:
-        """Serve a state that was captured before. See `CheckpointTransport.send_captured`."""
-        kept = {"outlives_step": True} if outlives_step else {}  # a subclass of before does not know it
-        self.send_checkpoint(dst_ranks, step, state_dict, timeout, versions=versions, **kept)
 
     def _elsewhere(self) -> Elsewhere | None:
         """Say where else this transport is, unless the user chose where."""

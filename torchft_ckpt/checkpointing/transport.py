@@ -11,12 +11,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.state.versions import StateVersions
-from torchft_ckpt.compat.deprecated import keep_old_methods
 from torchft_ckpt.errors import (
     CheckpointError,
     StateFormatError,
@@ -26,7 +25,6 @@ from torchft_ckpt.errors import (
 )
 
 T = TypeVar("T")
-_OLD_METHODS = {"note_step": "advance_to", "is_wished_for": "has_pending_request"}
 
 
 class CheckpointTransport(Generic[T], ABC):
@@ -36,17 +34,14 @@ class CheckpointTransport(Generic[T], ABC):
     another thread meanwhile; `cancel_recv` and `shutdown` may be called from any thread.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        keep_old_methods(cls, **_OLD_METHODS)
-
     @property
     def uses_memory_of_state(self) -> bool:
-        """Whether it sends from the memory of the state, and may receive into it. False: each send copies all of the state.
+        """Whether it sends from the memory of the state, may receive into it, and gives a state no more that was retired.
 
-        If not, `Manager` offers no state between two steps, and receives none in place.
+        By default not: each send copies all of the state. `Manager` then offers no state between two steps, receives none in
+        place, and waits for a receive that stands still as long as it may take.
         """
-        return True
+        return False
 
     @property
     def state_lock(self) -> StateDictLock | None:
@@ -234,6 +229,3 @@ class CheckpointTransport(Generic[T], ABC):
         Args:
             wait: return only once threads and sockets are gone.
         """
-
-
-keep_old_methods(CheckpointTransport, **_OLD_METHODS)

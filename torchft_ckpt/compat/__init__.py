@@ -1,2 +1,1 @@
-"""Being called by torchft's names: `names` says which of them are where, `torchft` puts this package in torchft's place;
-`deprecated` keeps the names that our own release before this one had."""
+"""Being called by torchft's names: `names` says which of them are where, `torchft` puts this package in torchft's place."""

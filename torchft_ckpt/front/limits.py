@@ -30,8 +30,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from torchft_ckpt.core.services.admission import Admission, ConnectionLimits
-from torchft_ckpt.core.services.frames import FrameCounter
-from torchft_ckpt.core.services.rate import RateLimiter, TokenBucket
+from torchft_ckpt.core.services.rate import FrameCounter, RateLimiter, TokenBucket
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.network import bearer_matches, max_descriptors
 

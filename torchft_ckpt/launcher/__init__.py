@@ -2,6 +2,5 @@
 
 supervisor  the lighthouse and the groups: starts them, writes what they say, ends them
 agent       the process of one group: torchrun, which ends when the launcher does
-output      the launcher's standard streams, which several groups share
 orphans     processes that a killed group leaves behind
 """

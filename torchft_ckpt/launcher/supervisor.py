@@ -7,10 +7,12 @@ import contextlib
 import logging
 import math
 import os
+import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,6 @@ from torchft_ckpt import config
 from torchft_ckpt.core.services.launching import LaunchedJob, LaunchPlan, shell_status
 from torchft_ckpt.launcher.agent import LAUNCHER
 from torchft_ckpt.launcher.orphans import adopt_orphans, kill_orphans
-from torchft_ckpt.launcher.output import OutputStream
 from torchft_ckpt.threads import Thread
 
 END_PATIENCE_S = 30.0
@@ -253,6 +254,44 @@ class Supervisor:
         """Nobody reads what the groups say: the job ends, as a command in a pipe does."""
         if not self._job.is_stopping:
             self._interrupt(signal.SIGPIPE)
+
+
+class OutputStream:
+    """A standard stream of this process. A line waits while nobody reads, as that of any program in a pipe does. Any thread.
+
+    Args:
+        name: for the log.
+        descriptor: of the stream.
+        at_readers_end: called once, on a thread that writes, when nobody can read the stream any more.
+    """
+
+    def __init__(self, name: str, descriptor: int, at_readers_end: Callable[[], object]) -> None:
+        self._name = name
+        self._descriptor = descriptor
+        self._at_readers_end = at_readers_end
+        self._lock = threading.Lock()
+
+    def write(self, line: bytes) -> None:
+        """Write a line with its end. After an error, which is said once, it and all that follow go nowhere."""
+        with self._lock:
+            rest = memoryview(line)
+            try:
+                while rest:
+                    try:
+                        rest = rest[os.write(self._descriptor, rest) :]
+                    except BlockingIOError:  # whoever gave us the stream has made it so
+                        select.select([], [self._descriptor], [])
+            except OSError as error:
+                self._lead_nowhere()
+                if isinstance(error, BrokenPipeError):
+                    self._at_readers_end()
+                else:
+                    _log.error("%s cannot be written any more: %s; the job goes on", self._name, error)
+
+    def _lead_nowhere(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._descriptor)
+        os.close(nowhere)
 
 
 def _copy_lines(source: int, target: OutputStream, mark: bytes) -> None:

@@ -26,10 +26,6 @@ class ForeignTransport(CheckpointTransport[Any]):
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    @property
-    def uses_memory_of_state(self) -> bool:
-        return False
-
     def metadata(self) -> str:
         return str(self._inner.metadata())
 

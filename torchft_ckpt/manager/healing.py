@@ -144,11 +144,6 @@ class Healing:
         self._fetch = self._worker.submit(fetch)
 
     @property
-    def is_running(self) -> bool:
-        """Whether a fetch, or the comparison that follows it, is not over."""
-        return self._fetch is not None and not self._fetch.done()
-
-    @property
     def is_in_place(self) -> bool:
         """Whether the state that was fetched is in the tensors that were here."""
         return self._is_in_place
@@ -252,7 +247,7 @@ class Healing:
                 self._tell(max(self._reach_s, _SAY_S), Receives.TRANSFER)
             if self._is_cancelled:  # once more: it may not have begun when it was
                 self._transport.cancel_recv()
-            elif self._takes_back and is_over() and self._stands(standstill):
+            elif self._transport.uses_memory_of_state and is_over() and self._stands(standstill):
                 logger.info("the step is over, and no source sends its state: this group asks for it in the next step")
                 self.cancel()
         state = self._fetch.result()
@@ -272,12 +267,6 @@ class Healing:
         if progress is None:
             return standstill.lasts(done_bytes=0, has_all=False, now=now)
         return standstill.lasts(done_bytes=_done_bytes(progress), has_all=_left_bytes(progress) <= 0, now=now)
-
-    @property
-    def _takes_back(self) -> bool:
-        """Whether sources give a state no more once their step is over: transports that do not, may not say how far they are."""
-        retires = type(self._transport).retire_checkpoint is not CheckpointTransport.retire_checkpoint
-        return self._transport.uses_memory_of_state and retires
 
     def cancel(self) -> None:
         """Give up a fetch in progress; what it brings is thrown away. Any thread."""

@@ -33,7 +33,7 @@ DEADLINE = timedelta(seconds=25)
 """Five seconds less than Kubernetes, torchrun and Slurm wait by default between SIGTERM and SIGKILL."""
 
 
-class Leaving:
+class WayOut:
     """The way out of one rank. Methods belong to the training thread, unless they say otherwise.
 
     Args:

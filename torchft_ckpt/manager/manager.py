@@ -35,7 +35,6 @@ from torch.profiler import record_function
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
-from torchft_ckpt.compat.deprecated import keep_old_methods, removed_parameters, renamed_parameters
 from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.core.training.graphs import OpenGraphs
@@ -50,7 +49,7 @@ from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.followers import Followers, G, S
 from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.healing import Healing
-from torchft_ckpt.manager.leaving import DEADLINE, Leaving
+from torchft_ckpt.manager.leaving import DEADLINE, WayOut
 from torchft_ckpt.manager.optimizer_settings import guard_steps, with_inner
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
@@ -169,7 +168,7 @@ class Manager:
         GroupBrokenError: as their names say; nothing is left running.
     """
 
-    @removed_parameters("follow_budget_bytes", "join_budget", "warm_up")
+    @config.warns_of_removed
     def __init__(
         self,
         pg: ProcessGroup,
@@ -294,7 +293,7 @@ class Manager:
             answer_leaves=self._check.answer,
             on_leaving=self._told_to_leave,
         )
-        self._leaving = Leaving(self._client, lambda: self._steps.num_collectives)
+        self._way_out = WayOut(self._client, lambda: self._steps.num_collectives)
         try:
             self._client.connect(
                 rank_config,
@@ -368,11 +367,10 @@ class Manager:
 
     def _told_to_leave(self, message: GroupToRank) -> None:
         """For the connection, as `_cancel_fetch`."""
-        self._leaving.heard(message)
+        self._way_out.heard(message)
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 
-    @renamed_parameters(kept_still="explicitly_locked", trains_apart="local_between_syncs")
     def register_state_dict_fn(
         self,
         key: str,
@@ -659,7 +657,7 @@ class Manager:
             waits=wait,
         )
         limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience)
-        self._steps.start(wishes, limit, check=self._leaving.check)
+        self._steps.start(wishes, limit, check=self._way_out.check)
 
     @property
     def open_graphs(self) -> OpenGraphs:
@@ -1168,11 +1166,11 @@ class Manager:
         Raises:
             ConfigError: not on the main thread; the signal cannot be handled; the deadline is not positive.
         """
-        self._leaving.leave_on(signal, save, deadline)
+        self._way_out.leave_on(signal, save, deadline)
 
     def leaves_on(self, signal: int) -> bool:
         """Return whether `leave_on` was called for a signal. Any thread."""
-        return self._leaving.leaves_on(signal)
+        return self._way_out.leaves_on(signal)
 
     def should_leave(self) -> bool:
         """Return whether this replica group has left, as it was asked to: end the training loop, then call `shutdown`.
@@ -1181,7 +1179,7 @@ class Manager:
         group leaves, and waits until all of its ranks have done so. All ranks see it after the same step. Without this call
         the next `start_quorum` does the same, and raises.
         """
-        return self._leaving.should_leave()
+        return self._way_out.should_leave()
 
     @property
     def is_leaving(self) -> bool:
@@ -1191,7 +1189,7 @@ class Manager:
     @property
     def saves_alone(self) -> bool:
         """Whether the `save` of `leave_on` runs, and the other groups do not save this step, because they stay."""
-        return self._leaving.is_saving and not self._client.view().all_leave
+        return self._way_out.is_saving and not self._client.view().all_leave
 
     def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
         """Leave the quorum at once; end threads, transport and process group. May be called twice.
@@ -1209,7 +1207,7 @@ class Manager:
                 self.finish()
             except CoordinationError as error:  # it is to be shut down in any case
                 logger.warning("%s could not say that it has finished: %s", self.replica_id(), error)
-        self._leaving.shutdown()
+        self._way_out.shutdown()
         self._client.end(GroupBrokenError(f"{self.replica_id()} was shut down", self.replica_id()))
         self._client.link.shutdown("it was shut down")
         self._pg.abort()
@@ -1222,6 +1220,3 @@ class Manager:
 
 def _ids_of_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-keep_old_methods(Manager, gather="cold_start")

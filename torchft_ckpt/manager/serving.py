@@ -66,8 +66,7 @@ class StateServing:
                 state with which they begin.
         """
         if version == self._served and self._offered is None:
-            # Transports of before do not know it.
-            self._transport.retire_checkpoint(**({"keeps_awaited": True} if is_open else {}))
+            self._transport.retire_checkpoint(keeps_awaited=is_open)
 
     def serve(
         self,
@@ -159,7 +158,7 @@ class StateServing:
             {"user": captured.state, "torchft": own},
             self._lease,
             versions=captured.versions,
-            **({"outlives_step": True} if outlives_step else {}),  # transports of before do not know it
+            outlives_step=outlives_step,
         )
 
     def offer(self, version: StateVersion, *, moving: bool = False) -> None:

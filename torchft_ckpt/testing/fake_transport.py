@@ -46,6 +46,8 @@ class FakeTransport(CheckpointTransport[T]):
     The served state is deep-copied when it may be about to change, or when it is received, whichever comes first.
     """
 
+    uses_memory_of_state = True
+
     def __init__(self, network: FakeNetwork[T], metadata: str) -> None:
         self._network = network
         self._metadata = metadata

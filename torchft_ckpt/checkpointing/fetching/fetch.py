@@ -12,13 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 
 import numpy as np
 
 from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
 from torchft_ckpt.checkpointing.fetching.connection import Answer
-from torchft_ckpt.checkpointing.fetching.digests import BATCH_BLOCKS, fetch_digests, probe_local_blocks
 from torchft_ckpt.checkpointing.fetching.engine import FetchEngine
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
@@ -31,16 +31,19 @@ from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.state.format import Manifest, has_same_layout
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of_each
 from torchft_ckpt.errors import (
     CheckpointError,
     SourceRefusedError,
     TransferError,
     TransferStalledError,
 )
+from torchft_ckpt.threads import NUM_COPY_THREADS, parallel_map
 
 logger = logging.getLogger(__name__)
 _SWARM_AFTER_S = 0.25
 _ASK_AGAIN_S = 1.0
+_BATCH_BLOCKS = 64
 _BLAKE3_AT_ONCE_BYTES = 64 * 1024 * 1024
 """Of blocks whose digests are asked for at once: some 15 ms of the source's, after which others may give these blocks."""
 
@@ -231,7 +234,7 @@ class Fetch(FetchEngine[BlockTransfer]):
             destination = Destination(manifest, self._cache, local=self._local, in_place=self._in_place)
         with self._lock:
             self._begun.append(destination)
-        digests, held = probe_local_blocks(client, manifest, destination, lambda: self._state.over)
+        digests, held = _probe_local_blocks(client, manifest, destination, lambda: self._state.over)
         self._state.begin(client.name, destination, digests, held, client.share)
 
     def _take_over(self, client: SourceClient, manifest: Manifest) -> None:
@@ -242,7 +245,7 @@ class Fetch(FetchEngine[BlockTransfer]):
                 f"source {client.name} holds other tensors than the one that was lost", client.name
             )
         digests: dict[int, bytes] = {}
-        for batch in fetch_digests(client, manifest, (1 << self._state.num_blocks()) - 1):
+        for batch in _fetch_digests(client, manifest, (1 << self._state.num_blocks()) - 1):
             digests.update(batch)
         self._state.promote(client.name, digests)
 
@@ -256,8 +259,8 @@ class Fetch(FetchEngine[BlockTransfer]):
         state = self._state
 
         def compare(own: SourceClient) -> None:
-            while not state.over and (blocks := state.unannounced(own.name, BATCH_BLOCKS)):
-                for digests in fetch_digests(own, manifest, blocks):
+            while not state.over and (blocks := state.unannounced(own.name, _BATCH_BLOCKS)):
+                for digests in _fetch_digests(own, manifest, blocks):
                     state.learn_digests(own.name, digests)
                 self._ask_primary(state.unknown_of(blocks))
 
@@ -271,7 +274,7 @@ class Fetch(FetchEngine[BlockTransfer]):
             return
 
         def ask(client: SourceClient) -> None:
-            for digests in fetch_digests(client, manifest, blocks):
+            for digests in _fetch_digests(client, manifest, blocks):
                 state.learn_digests(primary, digests)
 
         try:
@@ -324,3 +327,39 @@ class Fetch(FetchEngine[BlockTransfer]):
                 if self._state.over:
                     return
                 destination.touch(block)
+
+
+def _fetch_digests(client: SourceClient, manifest: Manifest, mask: int) -> Iterator[dict[int, bytes]]:
+    """Yield the digests of a bit set of blocks, in batches. A source computes one once, at the speed of memory."""
+    blocks = [block for run in blocks_of(mask) for block in run]
+    for first in range(0, len(blocks), _BATCH_BLOCKS):
+        batch = blocks[first : first + _BATCH_BLOCKS]
+        yield client.fetch_digests(manifest, batch)
+
+
+def _probe_local_blocks(
+    client: SourceClient, manifest: Manifest, destination: Destination, is_over: Callable[[], bool]
+) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    """Return the digests that were learnt, and those of the blocks that are here already.
+
+    A sample of each block is compared first, a few bytes long; only of blocks whose samples are equal the digests are asked for.
+    """
+    digests: dict[int, bytes] = {}
+    held: dict[int, bytes] = {}
+    if not destination.may_hold_blocks:
+        return digests, held
+
+    likely: list[int] = []
+    for first in range(0, destination.num_blocks, MAX_DIGESTS):
+        batch = range(first, min(first + MAX_DIGESTS, destination.num_blocks))
+        samples = client.fetch_samples(manifest, batch)
+        likely += [block for block in batch if samples[block] in destination.samples(block)]
+
+    def take(block: int) -> bool:
+        return not is_over() and destination.take_local(block, digests[block])
+
+    for found in _fetch_digests(client, manifest, mask_of_each(likely)):
+        digests.update(found)
+        is_held = parallel_map(take, list(found), NUM_COPY_THREADS, "torchft_ckpt-compare")
+        held.update(compress(found.items(), is_held))
+    return digests, held

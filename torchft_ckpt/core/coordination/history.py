@@ -63,7 +63,7 @@ def state_after(key: StepKey) -> StateVersion:
 
 
 @dataclass(slots=True)
-class Followers:
+class _FirstHolders:
     """Members that may hold the step that was committed last, until one of them has been seen with it."""
 
     key: StepKey
@@ -102,7 +102,7 @@ class StateHistory:
         """The highest step that members have shown or reported. Never above `_own_step`, which may only be decided here."""
         self._went_back = [StateVersion()]
         """The states that the job went back to on purpose, but for those that it went back behind later. Ids and steps rise."""
-        self._followers: Followers | None = None
+        self._first_holders: _FirstHolders | None = None
         """Set while nobody has been seen with the state of the step that was committed last."""
         self._away: OrderedDict[str, tuple[StateVersion, float]] = OrderedDict()
         """Groups that were cut off and are not back: the state that each held, and since when it is away."""
@@ -154,8 +154,8 @@ class StateHistory:
                 self._beyond[replica_id] = version.step
             else:
                 self._note_step(version.step)
-            if self._followers is not None and version == self._followers.version:
-                self._followers = None
+            if self._first_holders is not None and version == self._first_holders.version:
+                self._first_holders = None
 
     def learn(self, hello: Hello, held: Iterable[StateVersion], *, open_step: int) -> None:
         """Take what a member remembers of earlier lives of the lighthouse.
@@ -187,7 +187,7 @@ class StateHistory:
         before = self.newest_step
         if version.step < before:
             self._go_back(StateVersion(step=version.step, quorum_id=quorum_id, epoch=epoch))
-        self._followers = None
+        self._first_holders = None
         if self._has_committed and version.step > self._own_step:  # it counts for as long as somebody holds it
             nearer = {replica_id: step for replica_id, step in self._beyond.items() if step <= version.step}
             self._beyond = nearer | dict.fromkeys(holders, version.step)
@@ -319,7 +319,7 @@ class StateHistory:
     def committed(self, key: StepKey, followers: Collection[str], *, others_may_know: bool = False) -> None:
         """Note that a step is committed. The followers wait to hear it; others may have heard it in an earlier life."""
         self._has_committed = True
-        self._followers = None if others_may_know else Followers(key, set(followers), self._own_step)
+        self._first_holders = None if others_may_know else _FirstHolders(key, set(followers), self._own_step)
         self._own_step = max(self._own_step, key[2] + 1)
         self._highest_step = max(self._highest_step, key[2] + 1)
 
@@ -336,8 +336,8 @@ class StateHistory:
                 outcome = Outcome.COMMIT  # lost before it voted, but it holds what was committed
         elif outcome is Outcome.COMMIT and not vote.approve:
             outcome = Outcome.LEFT_BEHIND
-        if outcome is Outcome.COMMIT and self._followers is not None and self._followers.key == key:
-            self._followers.replica_ids.add(replica_id)
+        if outcome is Outcome.COMMIT and self._first_holders is not None and self._first_holders.key == key:
+            self._first_holders.replica_ids.add(replica_id)
         return CommitDecided(
             quorum_id=vote.quorum_id,
             epoch=vote.epoch,
@@ -353,16 +353,16 @@ class StateHistory:
         Returns:
             the step that is free again, because no other member could hold its state.
         """
-        followers = self._followers
-        if followers is None or replica_id not in followers.replica_ids:
+        holders = self._first_holders
+        if holders is None or replica_id not in holders.replica_ids:
             return None
-        followers.replica_ids.discard(replica_id)
-        return followers.key if not followers.replica_ids else None
+        holders.replica_ids.discard(replica_id)
+        return holders.key if not holders.replica_ids else None
 
     def nobody_followed(self, key: StepKey) -> None:
         """Take a commit back that has no holder: all who approved went on without waiting for the decision."""
-        before = self._followers.step_before if self._followers is not None else key[2]
-        self._followers = None
+        before = self._first_holders.step_before if self._first_holders is not None else key[2]
+        self._first_holders = None
         if self._own_step == key[2] + 1:
             self._own_step = max(before, self._reported_step)
         self.remember(key, None, Outcome.DISCARD, "nobody waited for the decision")

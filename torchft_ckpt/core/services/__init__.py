@@ -1,8 +1,7 @@
 """A server's treatment of its clients and its addresses; a launcher's treatment of its groups. Decisions only, as all of `core`.
 
 admission   which connections a server keeps where it may not keep all
-rate        how many requests, messages and bytes of one client are let through
-frames      how many frames of a WebSocket come in some bytes
+rate        how many requests, messages and bytes of one client are let through, and what counts as one
 places      which names keep a place, where anybody can make up names
 fairness    whose work is done next where clients want more than there are threads
 launching   which replica groups of a launched job start again, and how the job ends

@@ -12,12 +12,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 _SWEEP_FROM = 64
-
-
 _BURST_S = 0.1
 _PIECE_S = 0.02
 _MIN_PIECE_BYTES = 16 * 1024
 _MAX_PIECE_BYTES = 1024 * 1024
+_LONGER = {126: 2, 127: 8}
+"""Bytes that the length of a frame has, if seven bits do not hold it."""
 
 
 @dataclass(slots=True)
@@ -123,3 +123,29 @@ class RateLimiter:
         """Forget full buckets; the next sweep comes when there are twice as many, so that a request pays O(1) for it."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket.level(now) < self._burst}
         self._sweep_at = max(_SWEEP_FROM, 2 * len(self._buckets))
+
+
+class FrameCounter:
+    """Counts the frames of one WebSocket (RFC 6455) in the bytes that come, before anybody takes them apart: those of control and
+    of pieces of messages too."""
+
+    def __init__(self) -> None:
+        self._head = b""
+        """The beginning of a frame's head that is not here whole."""
+        self._num_to_skip = 0
+        """Of the frame that was counted last, so many bytes are still to come."""
+
+    def count(self, data: bytes) -> int:
+        """Return how many heads of frames end in these bytes, which follow those of the last call."""
+        data, at, num = self._head + data, self._num_to_skip, 0
+        while at + 2 <= len(data):
+            length = data[at + 1] & 127
+            num_longer = _LONGER.get(length, 0)
+            start = at + 2 + num_longer + (4 if data[at + 1] & 128 else 0)  # a client masks what it says
+            if start > len(data):
+                break
+            if num_longer:
+                length = int.from_bytes(data[at + 2 : at + 2 + num_longer], "big")
+            at, num = start + length, num + 1
+        self._head, self._num_to_skip = data[at:], max(at - len(data), 0)
+        return num
