@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -41,8 +41,8 @@ def here_first(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert has_compared.wait(60)
         return next_batch(transfer, stream, source, path)
 
-    def then(fetch: ShardedFetch) -> None:
-        take_from_here(fetch)
+    def then(fetch: ShardedFetch, copies: Mapping[str, int]) -> None:
+        take_from_here(fetch, copies)
         has_compared.set()
 
     monkeypatch.setattr(BoxTransfer, "next_batch", after_here)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.resharding import LONG, Group, Layout, imagined_rank, make_transport
+from support.resharding import LONG, Group, Layout, LyingSource, Reply, imagined_rank, make_transport
 from torch.distributed.tensor import DTensor
 
 from torchft_ckpt.checkpointing.fetching.streams import Stream
@@ -162,6 +162,76 @@ def test_ranks_of_all_groups_are_asked_ahead() -> None:
         thread.join()
         for rank in ranks:
             rank.shutdown()
+
+
+# Ranks of a source that hold other things under one name
+
+
+def drifted_ranks(size: int, drifts: int | None) -> list[dict[str, Any]]:
+    """What four ranks hold, sharded in pairs: statistics of each rank's own, and what they should hold alike."""
+    states = []
+    for rank in range(4):
+        with imagined_rank(rank, 4):
+            more = 0.5 if rank == drifts else 0.0
+            full = torch.arange(float(size)) + more
+            states.append(
+                {
+                    "bn.mean": torch.full((5,), 10.0 + (rank if drifts is not None else 0)),
+                    "ln": full,
+                    "w": Layout((2, 2), ((1, 0),)).make(full + 0.25, rank),
+                    "fsdp": Layout((4,), ((0, 0),)).make(torch.arange(8.0), rank),
+                    "rank": rank,
+                }
+            )
+    return states
+
+
+@pytest.mark.parametrize("size", [900, 50_000, 1_300_000])
+@pytest.mark.parametrize("drifts", [None, 0, 2])
+def test_what_ranks_of_a_source_do_not_hold_alike_is_of_one_rank_and_is_named(
+    size: int, drifts: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was put together from several ranks, without a word."""
+    states = drifted_ranks(size, drifts)
+    told = "ranks of a group do not hold alike what several of them hold: "
+    with Group(states, 7, num_receivers=6) as group:
+        pulled = [JobPeers([group.urls]).pull(None, timeout=LONG).state]
+        for num_ranks in (2, 4):
+            receiver = make_transport()
+            for rank in range(num_ranks):
+                with imagined_rank(rank, num_ranks):
+                    here = {
+                        **{name: torch.zeros(states[0][name].shape) for name in ("bn.mean", "ln", "w")},
+                        "fsdp": Layout((num_ranks,), ()).make(torch.zeros(8), rank),
+                        "rank": None,
+                    }
+                    pulled.append(receiver.fetch_sharded([group.urls], rank, num_ranks, 7, LONG, local_state=here))
+            receiver.shutdown()
+    for state, of in zip(pulled, [0, 0, 0, 0, 1, 2, 3], strict=True):
+        assert torch.equal(state["bn.mean"], states[of]["bn.mean"])
+        assert torch.equal(state["ln"], states[of]["ln"])
+        halves = [states[number]["w"].to_local() for number in (of // 2 * 2, of // 2 * 2 + 1)]
+        assert torch.equal(state["w"], torch.cat(halves))
+    named = [record.getMessage() for record in caplog.records if told in record.getMessage()]
+    assert len(named) == (0 if drifts is None else len(pulled))
+    assert all(f"{name} (" in one for one in named for name in ("bn.mean", "ln", "w"))
+
+
+@pytest.mark.parametrize("how", ["cut", "hang"])
+def test_a_rank_that_says_nothing_of_its_copies_gives_none(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not waited for until its connection counts as lost."""
+    monkeypatch.setattr(fetch_module, "_COMPARED_WITHIN_S", 0.1 if how == "hang" else 60.0)
+
+    def refuse_digests(reply: Reply) -> None:
+        if reply.kind == "parts/digests":
+            reply.cut() if how == "cut" else reply.hang()
+        else:
+            reply.send()
+
+    states = [{"bn.mean": torch.full((5,), 10.0 + rank)} for rank in range(2)]
+    with Group(states, 7) as group, LyingSource(group.urls[1], refuse_digests) as silent:
+        pulled = JobPeers([[group.urls[0], silent.url]]).pull(7, timeout=LONG)
+    assert torch.equal(pulled.state["bn.mean"], torch.full((5,), 10.0))
 
 
 # What a Manager makes of it

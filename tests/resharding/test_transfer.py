@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
+import pytest
 import torch
 from support.waiting import wait_until
 
@@ -15,9 +17,15 @@ from torchft_ckpt.errors import SourceLostError
 
 
 def transfer_of(
-    holders: dict[str, list[int]], groups: dict[str, int], num_parts: int, candidates: list[int] | None = None
+    holders: dict[str, list[int]],
+    groups: dict[str, int],
+    num_parts: int,
+    candidates: list[int] | None = None,
+    *,
+    ranks: Sequence[str] = (),
+    failed: Sequence[str] = (),
 ) -> BoxTransfer:
-    """Parts of 10 bytes; `holders` is what each source can give."""
+    """Parts of 10 bytes; `holders` is what each source can give, and who has `failed` did so before there was a plan."""
     target = torch.empty(10 * num_parts, dtype=torch.uint8)
     boxes = [Box((10 * number,), (10,)) for number in range(num_parts)]
     parts = [
@@ -29,7 +37,9 @@ def transfer_of(
     }
     transfer = BoxTransfer()
     candidates = sorted(set(groups.values())) if candidates is None else candidates
-    transfer.begin(Plan(parts, places, groups), candidates, max_units=10)
+    for name in failed:
+        transfer.fail_source(name, lost(name))
+    transfer.begin(Plan(parts, places, groups), candidates, max_units=10, ranks=ranks)
     return transfer
 
 
@@ -230,3 +240,66 @@ def test_what_is_compared_with_a_primary_that_is_lost_meanwhile_does_not_count()
     assert (transfer.missing(), transfer.skipped_bytes, transfer.received_bytes) == ([0, 1, 2], 0, 0)
     bring(transfer, "b", 0, 1, 2)
     assert (transfer.outcome, transfer.received_bytes, transfer.over) == (None, 30, True)
+
+
+def test_copies_come_from_who_is_first_and_from_others_once_they_are_known_to_hold_the_same() -> None:
+    transfer = transfer_of({"b": [0, 1, 2], "a": [0, 1, 2]}, dict.fromkeys("ab", 0), 3, ranks="ab")
+    asked = threading.Thread(target=ask, args=(transfer, "b"))
+    asked.start()
+    wait_until(lambda: transfer._ledger.num_streams() == 1, "the other source asks")
+    assert transfer._ledger.in_flight() == 0
+    assert [transfer.primary_holder(part) for part in range(3)] == ["a", "a", "a"]
+    transfer.allow({"b": [1]}, 0)
+    asked.join(20)
+    assert transfer._ledger.in_flight() == 0b10
+    bring(transfer, "b", 1)
+    bring(transfer, "a", 0, 2)
+    assert transfer.over and transfer.outcome is None
+
+
+def test_a_transfer_ends_when_copies_are_compared_and_not_before() -> None:
+    """Else nobody would be told that they differ."""
+    transfer = transfer_of({"a": [0], "b": [0]}, dict.fromkeys("ab", 0), 1, ranks="ab")
+    bring(transfer, "a", 0)
+    assert not transfer.over
+    transfer.allow({}, 1)
+    assert not transfer.over
+    transfer.allow({}, 0)
+    assert transfer.over and transfer.outcome is None
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_copy_takes_the_place_of_one_that_is_lost_if_it_is_known_to_be_equal(is_equal: bool) -> None:
+    """What is here of the other would not be of one state with it."""
+    transfer = transfer_of({"a": [0, 1], "b": [0, 1]}, dict.fromkeys("ab", 0), 2, ranks="ab")
+    bring(transfer, "a", 0)
+    transfer.fail_source("a", lost("a"))
+    assert not transfer.over
+    transfer.allow({"b": [0, 1] if is_equal else [0]}, 0)
+    if is_equal:
+        bring(transfer, "b", *ask(transfer, "b"))
+        assert transfer.over and transfer.outcome is None
+    else:
+        assert isinstance(transfer.outcome, SourceLostError) and "no source is left for t1. a: " in str(
+            transfer.outcome
+        )
+
+
+def test_copies_of_a_group_that_takes_the_place_of_a_lost_one_come_from_one_of_its_ranks() -> None:
+    groups = {"a": 0, "b": 1, "c": 1}
+    transfer = transfer_of({name: [0, 1] for name in groups}, groups, 2, ranks="a")
+    bring(transfer, "a", 0)
+    transfer.fail_source("a", lost("a"))
+    transfer.adopted([0], 1)
+    assert [transfer.primary_holder(part) for part in range(2)] == ["b", "b"]
+    transfer.allow({"c": [1]}, 1)
+    assert ask(transfer, "c") == [1]
+    bring(transfer, "c", 1)
+    bring(transfer, "b", 0)
+    assert transfer.over and transfer.outcome is None
+
+
+def test_copies_of_a_rank_that_was_lost_before_all_was_planned_come_from_its_neighbour() -> None:
+    transfer = transfer_of({"a": [0], "b": [0]}, dict.fromkeys("ab", 0), 1, ranks="ab", failed=["a"])
+    bring(transfer, "b", *ask(transfer, "b"))
+    assert transfer.over and transfer.outcome is None

@@ -416,6 +416,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 max_total_bytes=limit,
             ),
             want=lambda group: target.wants(group.description(rank)),
+            rank=rank,
             on_progress=together(self._on_progress, on_progress),
         )
         with self._fetching(fetch):

@@ -6,6 +6,7 @@ a byte is asked for. What is wanted may be written to before all is here; who wa
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,14 +19,15 @@ from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_DIGESTED_BYTES, MAX_PARTS
-from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, candidates_among, plan_parts
+from torchft_ckpt.checkpointing.resharding.plan import SAMPLE_ELEMENTS, Plan, SourceGroup, candidates_among, plan_parts
 from torchft_ckpt.checkpointing.resharding.transfer import BoxTransfer
 from torchft_ckpt.checkpointing.serving.parts import regions_of
 from torchft_ckpt.checkpointing.state.blocks import count_blocks, format_ranges
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
+from torchft_ckpt.checkpointing.state.local_state import some_of, warn_of_values
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of
+from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of, units_of
 from torchft_ckpt.errors import (
     CheckpointError,
     SourceLostError,
@@ -35,13 +37,19 @@ from torchft_ckpt.errors import (
     TransferError,
     TransferStalledError,
 )
+from torchft_ckpt.threads import parallel_map
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 0.5
 _PRIMARY_PATIENCE_S = 2.0
+_COMPARED_WITHIN_S = 5.0
+"""From the begin on: whose ranks take longer to say what they hold is waited for no more, and they give no copies."""
 _ACKNOWLEDGED_S = 0.5
 """Between two acknowledgements: working one out takes a while where there are many parts."""
 _FEW_SAMPLES = 32
+_MAX_ASKED = 16
+_OF_COPY_ELEMENTS = 1024
+"""So many ranks at once say what they hold of what several hold, by digests of so many elements: of statistics, all."""
 _COMPARED_AT_ONCE_BYTES = 16 * 1024 * 1024
 _NUMBER_BYTES = 20
 """Of JSON, with its comma: no number of a part is longer."""
@@ -57,6 +65,8 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         deadline: on the monotonic clock.
         options: how to fetch.
         want: called with the primary group's manifests, says what is wanted; what it raises ends the fetch.
+        rank: of this process: of what ranks of a source group hold otherwise, the same rank's is taken if the groups are of one
+            size, else the first one's. Each such tensor is named in a WARNING.
         on_progress: called by the thread in `run`, a few times a second and at the end.
     """
 
@@ -70,6 +80,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         deadline: float,
         options: FetchOptions,
         want: Callable[[SourceGroup], Sequence[Want]],
+        rank: int = 0,
         on_progress: ProgressCallback | None = None,
     ) -> None:
         self._names = [[_name(address, rank) for rank, address in enumerate(group)] for group in groups]
@@ -83,6 +94,8 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
             on_progress=on_progress,
         )
         self._want = want
+        self._rank = rank
+        self._compared_by = 0.0
         self._is_comparing = False
         """Belongs to `_lock`."""
         self._needed: dict[str, dict[int, range]] = {}
@@ -104,13 +117,22 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
             state.fail_source(name, SourceLostError(f"the address of {name} is not known", name))
         with self._running():
             groups, plan = self._choose_primary()
-            state.begin(plan, candidates_among(groups), max_units=_parts_at_once(plan))
-            self._spawn(self._take_from_here, None)
+            first = self._rank if self._options.group_size == len(groups[0].names) else 0
+            # Own first, then those of the own rows of meshes: where replicas have drifted, what they hold in shards is of one.
+            names = [name for _, name in sorted((rank ^ first, name) for rank, name in enumerate(groups[0].names))]
+            state.begin(plan, candidates_among(groups), max_units=_parts_at_once(plan), ranks=names)
+            self._compared_by = time.monotonic() + _COMPARED_WITHIN_S
+            if copies := plan.copies(names):
+                self._spawn(functools.partial(self._compare_copies, names), None)
+            self._spawn(functools.partial(self._take_from_here, copies), None)
             self._wait()
         if state.outcome is not None:
             raise state.outcome
         self._warn_of_divergence("the primary group", state.divergences())
-        return groups[state.primary]
+        group = groups[state.primary]
+        trees = [] if self._options.group_size == len(group.names) else [one.tree for one in group.manifests if one]
+        warn_of_values(self._party, trees)
+        return group
 
     # The calling thread
 
@@ -220,6 +242,8 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         return SourceGroup(names, [self._state.manifest_of(name) for name in names])
 
     def _look_after_sources(self) -> None:
+        if time.monotonic() > self._compared_by:
+            self._state.allow({}, self._state.primary)
         if self._state.to_confirm() is None:
             return
         with self._lock:
@@ -298,11 +322,50 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
                 wanted = self._ask_primary(held)
                 differing = [part for part in held if wanted.get(part) != state.plan.blake3_of(part)]
                 state.adopted(differing, primary)
+                self._compare_copies([name for name in state.plan.holders if state.is_primary(name)])
         finally:
             with self._lock:
                 self._is_comparing = False
 
-    def _take_from_here(self) -> None:
+    def _compare_copies(self, names: Sequence[str]) -> None:
+        """Compare what several ranks of the primary group hold, and have it come from all that hold the same as the first."""
+        state, plan = self._state, self._state.plan
+        primary = state.primary
+        twice = {part for parts in plan.copies(names).values() for part in units_of(parts)}
+
+        def ask(name: str) -> dict[int, bytes]:
+            asked = [part for part in plan.holders.get(name, ()) if part in twice]
+            try:
+                return self._ask_digests(name, asked, _OF_COPY_ELEMENTS) if asked else {}
+            except Exception as error:  # noqa: BLE001 - what it sent may have raised it; it costs only its help
+                logger.info("what %s holds is not compared with its neighbours: %s", name, error)
+                return {}
+
+        equal: dict[str, list[int]] = {}
+        differing: dict[str, set[str]] = {}
+        firsts: dict[int, bytes] = {}
+        try:
+            for name, told in zip(names, parallel_map(ask, names, _MAX_ASKED), strict=True):
+                for part in twice.intersection(plan.holders.get(name, ())):
+                    digest = told.get(part, b"")
+                    first = firsts.setdefault(part, digest)
+                    if first and first == digest:
+                        equal.setdefault(name, []).append(part)
+                    elif first and digest:
+                        differing.setdefault(plan.parts[part].name, set()).add(name)
+        finally:
+            state.allow(equal, primary)
+        if differing:
+            what = (f"{name[:120]} ({some_of(sorted(others), ', ')})" for name, others in sorted(differing.items()))
+            logger.warning(
+                "ranks of a group do not hold alike what several of them hold: %s; of each, what %s holds is received, or the"
+                " next of its ranks that holds some of it. If it was to be equal, find out why it drifted (are its gradients"
+                " averaged in the group?) and copy one rank's to the others; else have it under a name for each rank",
+                some_of(what),
+                names[0],
+            )
+
+    def _take_from_here(self, copies: Mapping[str, int]) -> None:
         """Take what is equal here from here, beside what the sources bring.
 
         Of each rank of the primary group a few samples are compared first. The fetch does not need it: whatever goes wrong costs
@@ -311,7 +374,8 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         plan = self._state.plan
         tried: set[int] = set()
         for name in [name for name in plan.holders if self._state.is_primary(name)]:
-            parts = [part for part in plan.holders[name] if plan.parts[part].local is not None and part not in tried]
+            others = {*units_of(copies.get(name, 0)), *tried}
+            parts = [part for part in plan.holders[name] if plan.parts[part].local is not None and part not in others]
             try:
                 tried.update(self._compare_with(name, parts) if parts else ())
             except CheckpointError as error:
@@ -354,7 +418,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         for at in range(0, len(parts), at_once):
             batch = [] if state.over else state.missing_of(parts[at : at + at_once])
             if batch:
-                digests = client.fetch_part_digests(manifest, plan.ask_for(client.name, batch, samples=True))
+                digests = client.fetch_part_digests(manifest, plan.ask_for(client.name, batch, sample=SAMPLE_ELEMENTS))
                 found += [part for part, told in zip(batch, digests, strict=True) if plan.sample_here(part) == told]
         return found
 
@@ -375,8 +439,8 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
                 self._close_clients(name)
         return found
 
-    def _ask_digests(self, name: str, asked: Sequence[int]) -> dict[int, bytes]:
-        """Return a source's BLAKE3 digests of parts, over a connection of its own."""
+    def _ask_digests(self, name: str, asked: Sequence[int], sample: int = 0) -> dict[int, bytes]:
+        """Return a source's BLAKE3 digests of parts, or of a sample of each, over a connection of its own."""
         manifest = self._state.manifest_of(name)
         if manifest is None:
             raise SourceRefusedError(f"{name} has no manifest", name)
@@ -385,7 +449,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
 
         def ask(client: SourceClient) -> None:
             for batch in _to_digest_at_once(plan, asked, MAX_DIGESTED_BYTES):
-                digests = client.fetch_part_digests(manifest, plan.ask_for(name, batch))
+                digests = client.fetch_part_digests(manifest, plan.ask_for(name, batch, sample=sample))
                 found.update(zip(batch, digests, strict=True))
 
         self._over_any(self._sources[name], ask)

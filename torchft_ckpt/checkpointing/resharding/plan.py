@@ -22,6 +22,7 @@ from torchft_ckpt.checkpointing.state.regions import Region, gather, region_of, 
 from torchft_ckpt.checkpointing.state.target import Want, is_same_memory
 from torchft_ckpt.checkpointing.state.tree import items_of_node
 from torchft_ckpt.core.boxes.geometry import Box, contains, refine, relative_to, split
+from torchft_ckpt.core.transfer.scheduler import mask_of_each
 from torchft_ckpt.errors import SourceRefusedError, StateFormatError, StateMismatchError
 
 GoOn = Callable[[], None]
@@ -31,7 +32,9 @@ MAX_PLANNED = 2**21
 _NAMED = 5
 _COMPARED_FROM_BYTES = 256 * 1024
 """A smaller part is fetched sooner than it is compared."""
-_SAMPLE_ELEMENTS = 64
+SAMPLE_ELEMENTS = 64
+_WHOLE_SAMPLES = 32
+"""A box of so many samples is compared whole."""
 
 
 class PlannedPart(NamedTuple):
@@ -104,16 +107,16 @@ class Plan:
     group_of: dict[str, int]
     """Which group each source is in; 0 is the primary."""
 
-    def ask_for(self, name: str, parts: Iterable[int], *, samples: bool = False) -> list[BoxRequest]:
+    def ask_for(self, name: str, parts: Iterable[int], *, sample: int = 0) -> list[BoxRequest]:
         """Return what to ask a source for, to be given these parts. The seed of each digest is the part's number.
 
         Args:
             name: of the source.
             parts: their numbers.
-            samples: only some elements of each, `sample_of`.
+            sample: so many elements of each, `sample_of`; 0: all.
         """
         places = self.holders[name]
-        boxes = {part: sample_of(self.parts[part].box) if samples else self.parts[part].box for part in parts}
+        boxes = {part: sample_of(self.parts[part].box, sample) if sample else self.parts[part].box for part in parts}
         return [
             BoxRequest(
                 tensor=places[part].tensor,
@@ -124,6 +127,17 @@ class Plan:
             )
             for part, box in boxes.items()
         ]
+
+    def copies(self, names: Iterable[str]) -> dict[str, int]:
+        """Return, by source, a bit set of the parts that one before it in `names` has as well."""
+        given = 0
+        found: dict[str, int] = {}
+        for name in names:
+            parts = mask_of_each(self.holders.get(name, ()))
+            if given & parts:
+                found[name] = given & parts
+            given |= parts
+        return found
 
     def sample_here(self, unit: int) -> bytes:
         """Return the BLAKE3 digest of the sample of a part that has a `local`."""
@@ -187,9 +201,11 @@ class Plan:
         return hasher.digest()
 
 
-def sample_of(box: Box) -> Box:
-    """Return some elements next to each other in the middle of a box, which training changes if it changes any."""
-    sizes = (1,) * (len(box.sizes) - 1) + tuple(min(size, _SAMPLE_ELEMENTS) for size in box.sizes[-1:])
+def sample_of(box: Box, num_elements: int = SAMPLE_ELEMENTS) -> Box:
+    """Return all of a small box, else some elements next to each other in its middle, which change if it is trained."""
+    if box.volume <= _WHOLE_SAMPLES * num_elements:
+        return box
+    sizes = (1,) * (len(box.sizes) - 1) + tuple(min(size, num_elements) for size in box.sizes[-1:])
     offsets = (low + (size - few) // 2 for low, size, few in zip(box.offsets, box.sizes, sizes, strict=True))
     return Box(tuple(offsets), sizes)
 

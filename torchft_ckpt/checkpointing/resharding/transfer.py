@@ -4,6 +4,9 @@ The primary group's state counts. What another group's rank sends is taken when 
 announces for it. When the primary can give no longer what is missing, another group is adopted: what is held is compared with
 its digests first, so that what is held belongs to one group's state at every moment.
 
+What several ranks of the primary group hold comes from one, and from others once they are known to hold the same (`allow`).
+Else a state would be put together of ranks that have drifted from each other.
+
 What is here already may be equal. Parts are `claimed` to be compared, so that nobody asks for them meanwhile. They count where
 they have the digest that the primary announces.
 """
@@ -11,7 +14,7 @@ they have the digest that the primary announces.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from torchft_ckpt.checkpointing.fetching.transfer_state import WAIT_S, TransferState
 from torchft_ckpt.checkpointing.resharding.plan import Plan
@@ -38,6 +41,9 @@ class BoxTransfer(TransferState):
         """What each source could give, as a bit set."""
         self._is_promoting = False
         self._divergent: dict[str, list[int]] = {}
+        self._copies: dict[str, int] = {}
+        """By source of the primary group, a bit set of what another rank gives, until it is known to hold the same."""
+        self._is_comparing_copies = False
         self._claimed = 0
         """Bit sets, as `_held_here`: held in the ledger, and being compared."""
         self._held_here = 0
@@ -60,13 +66,14 @@ class BoxTransfer(TransferState):
         with self.changed:
             return all(name in self._manifests or name in self._failures for name in names)
 
-    def begin(self, plan: Plan, candidates: Iterable[int], *, max_units: int) -> None:
+    def begin(self, plan: Plan, candidates: Iterable[int], *, max_units: int, ranks: Sequence[str] = ()) -> None:
         """Have parts come from who is there.
 
         Args:
             plan: the parts, and who can give each.
             candidates: the groups that may become the primary where it is lost.
             max_units: how many parts are asked for at once, at most.
+            ranks: of the primary group: what several hold comes from the first of these alone, before `allow`.
         """
         with self.changed:
             sizes = [part.region.num_bytes for part in plan.parts]
@@ -80,6 +87,7 @@ class BoxTransfer(TransferState):
             for name, parts in self._givable.items():
                 if name not in self._failures:
                     self._ledger.add_source(name, SourceKind.REPLICA, parts)
+            self._take_from_first(ranks)
             self.total_bytes = sum(sizes)
             self._ready = True
             self._end_if_done()
@@ -87,8 +95,31 @@ class BoxTransfer(TransferState):
             self.changed.notify_all()
 
     def _end_if_done(self) -> None:
-        if self._ledger.is_done and not self._is_promoting and not self._claimed:
+        if self._ledger.is_done and not (self._is_promoting or self._claimed or self._is_comparing_copies):
             self.end(None)
+
+    def allow(self, equal: Mapping[str, Iterable[int]], group: int) -> None:
+        """Have copies come from those ranks too that hold the same as who gives them; nothing is compared any more.
+
+        Without effect where their group is not the primary (any more).
+        """
+        with self.changed:
+            if group != self.primary:
+                return
+            for name, parts in equal.items():
+                known = mask_of_each(parts)
+                self._copies[name] = self._copies.get(name, 0) & ~known
+                self._ledger.allow(name, known)
+            self._is_comparing_copies = False
+            self._check_sources()
+            self._end_if_done()
+            self.changed.notify_all()
+
+    def _take_from_first(self, ranks: Iterable[str]) -> None:
+        self._copies = self.plan.copies(name for name in ranks if name not in self._failures)
+        self._is_comparing_copies = bool(self._copies)
+        for name, parts in self._copies.items():
+            self._ledger.forbid(name, parts)
 
     # Adopting another group
 
@@ -107,13 +138,14 @@ class BoxTransfer(TransferState):
         for name, parts in self._divergent.items():  # from a group that does not count any more
             self._ledger.allow(name, mask_of_each(parts))
         self._divergent.clear()
+        self._take_from_first(filter(self.is_primary, self._givable))
 
     def _covers(self, group: int, parts: int) -> bool:
         """Whether a group can give what is missing, and of what is held these parts as well."""
         given = 0
         for name, places in self._givable.items():
             if self.plan.group_of[name] == group and name not in self._failures:
-                given |= places
+                given |= places if self._is_comparing_copies else places & ~self._copies.get(name, 0)
         return not self._all & ~given & (parts | ~self._ledger.held)
 
     def to_confirm(self) -> list[int] | None:
@@ -140,10 +172,11 @@ class BoxTransfer(TransferState):
             self.changed.notify_all()
 
     def primary_holder(self, part: int) -> str | None:
-        """Return a source of the primary group that can give a part."""
+        """Return a source of the primary group that gives a part."""
         with self.changed:
             for name, places in self.plan.holders.items():
-                if part in places and self.is_primary(name) and name not in self._failures:
+                is_copy = self._copies.get(name, 0) >> part & 1
+                if part in places and self.is_primary(name) and name not in self._failures and not is_copy:
                     return name
             return None
 

@@ -24,7 +24,7 @@ from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.parameters import Owned, StateHere, StatePlaces, returned_by, tensor_to_fill
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import is_plain_memory, is_stageable, memory_at, span_of
-from torchft_ckpt.checkpointing.state.tree import TreeEncoder
+from torchft_ckpt.checkpointing.state.tree import Node, TreeEncoder, values_of
 from torchft_ckpt.core.boxes.geometry import Box, HasPlace, whole
 from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
 
@@ -259,6 +259,19 @@ def some_of(what: Iterable[str], separator: str = "; ") -> str:
     listed = list(what)
     more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
     return separator.join(listed[:_NAMED]) + more
+
+
+def warn_of_values(party: str, trees: Sequence[Node]) -> None:
+    """Name to a group of another number of ranks what values, no tensors, a party's ranks have otherwise in their trees."""
+    known: dict[str, object] = {}
+    found: dict[str, None] = {}
+    for number, tree in enumerate(trees):
+        for path, value in values_of(tree) if tree not in trees[:number] else ():
+            if known.setdefault(path, value) != value:
+                found[path] = None
+    if found:
+        what = "ranks of %s hold other values as %s; a group of another number of ranks gets one of them"
+        logger.warning(what, party, some_of((path[:120] for path in found), ", "))
 
 
 def describe(held: HeldTensor) -> str:

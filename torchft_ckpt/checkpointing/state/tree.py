@@ -438,6 +438,15 @@ def items_of_node(node: Node) -> list[tuple[object, Node]]:
     return list(enumerate(content)) if tag == "t" else []  # type: ignore[arg-type]
 
 
+def values_of(node: Node, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the containers (as `...`) and leaves of a checked tree that are no tensors, by path; a flat list is one leaf."""
+    items = [] if isinstance(node, list) and is_flat(node) else items_of_node(node)
+    if not isinstance(node, dict) or node.keys().isdisjoint({"x", "a"}):
+        yield path, ... if items else node
+    for key, item in items:
+        yield from values_of(item, join_path(path, key))
+
+
 def largest_value(node: Node) -> str:
     """Return the path of the largest leaf of a checked tree, or of the container of many small ones."""
     path, size = "", len(msgspec.json.encode(node))

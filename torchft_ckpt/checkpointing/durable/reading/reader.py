@@ -49,7 +49,7 @@ from torchft_ckpt.checkpointing.durable.reading.structure import item_at, merged
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
 from torchft_ckpt.checkpointing.state.containers import Path
-from torchft_ckpt.checkpointing.state.local_state import some_of
+from torchft_ckpt.checkpointing.state.local_state import some_of, warn_of_values
 from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.target import Want
@@ -90,6 +90,8 @@ class CheckpointReader(StateReader[Piece]):
         """Say which rank of a group of how many reads: what differs between ranks is its own, if the group had as many."""
         parts = self.checkpoint.parts
         self.rank = rank if parts and parts[0].manifest.num_ranks == num_ranks else None
+        if self.rank is None:
+            warn_of_values(self.location, [part.manifest.tree for part in parts])
 
     def read_own(self, wants: Sequence[Want]) -> None:
         """As `read`, for the rank of `read_as`."""
