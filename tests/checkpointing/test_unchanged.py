@@ -11,9 +11,10 @@ from torch import nn
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.sending import digest_blocks
-from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.serving.sending import body_of_blocks, digest_blocks
+from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.serving.unchanged import Marked
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, digest_of
 from torchft_ckpt.errors import StateChangedError
 from torchft_ckpt.manager.state_registry import StateRegistry
 
@@ -98,10 +99,10 @@ def test_of_a_later_step_only_what_was_left_alone_is_known_and_not_copied_aside(
     scene.train()
     moves(scene)
     later = scene.capture(2)
-    known = set(later.digests)
+    known = set(later.known_digests)
     later.register("a")
     assert known == blocks_of(later, 1.0), "the frozen tensor, and not the average"
-    assert all(later.digests[block] == first.digests[block] for block in known)
+    assert all(later.known_digests[block] == first.digests[block] for block in known)
     later.detach()
     assert later.statistics().num_blocks_copied_aside == later.num_blocks - len(known)
     old = later.read(0, later.total_bytes)
@@ -136,9 +137,95 @@ def test_what_is_trained_is_not_taken_for_left_alone_if_no_counter_says_that_a_v
     for value in (0, NUM // 2, NUM - 1):  # whichever of them is no part of a sample
         scene.trained.data[value] = 0.0
         later = scene.capture(2)
-        known |= blocks_of(later, 8.0) & later.digests.keys()
+        known |= blocks_of(later, 8.0) & later.known_digests.keys()
         later.close()
     assert not known
+
+
+def test_a_parameter_that_lies_in_a_buffer_which_the_optimizer_owns_is_trained_with_it() -> None:
+    """As Apex and Megatron have them: the optimizer knows the buffer alone, and no counter of the parameter moves."""
+    scene = Scene()
+    flat = nn.Parameter(torch.full((2 * NUM,), 1.0))
+    scene.frozen.data, scene.trained.data = flat.data[:NUM], flat.data[NUM:]
+    scene.optimizer = torch.optim.SGD([flat], lr=0.5)
+    scene.registry = StateRegistry(scene.lock)
+    scene.registry.register("user", lambda _: None, scene.state)
+    scene.registry.guard(scene.optimizer)
+    scene.serve(1).close()
+    later = scene.capture(2)
+    assert not blocks_of(later, 1.0) & later.known_digests.keys()
+    later.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_frozen_no_longer_is_sent_to_nobody_as_it_was(*, fused: bool) -> None:
+    """A fused step is one that no counter tells."""
+    scene = Scene()
+    scene.optimizer = torch.optim.AdamW([scene.frozen, scene.trained], fused=fused)
+    scene.registry.guard(scene.optimizer)
+    scene.serve(1).close()
+    scene.train()
+    later = scene.serve(2)
+    scene.lock.add_before_write(later.detach)
+    later.register("a")
+    (block, *_) = blocks_of(later, 1.0)
+    scene.train()
+    assert later.read(block * BLOCK, (block + 1) * BLOCK)
+    scene.frozen.requires_grad_(True)
+    scene.frozen.grad = torch.ones(NUM)
+    scene.train()
+    with pytest.raises(BlockGoneError):
+        later.read(block * BLOCK, (block + 1) * BLOCK)
+
+
+def test_what_moves_now_and_then_costs_one_receiver_and_nobody_else() -> None:
+    """It is copied aside from then on, and what is trained is not taken for what changes without the lock."""
+    scene = Scene()
+
+    def moves_average() -> None:
+        with scene.lock.write():
+            scene.average.mul_(0.5)
+
+    scene.serve(1).close()
+    scene.train()
+    later = scene.serve(2)
+    later.register("a")
+    later.detach()
+    scene.train()
+    (block, *_) = blocks_of(later, 3.0)
+    moves_average()
+    with pytest.raises(StateChangedError, match="average"):
+        later.read(block * BLOCK, (block + 1) * BLOCK)
+    later.close()
+    scene.serve(3).close()
+    again = scene.serve(4)
+    assert again.known_digests.keys() >= blocks_of(again, 1.5)
+    again.register("a")
+    again.detach()
+    whole = again.read(0, again.total_bytes)
+    moves_average()
+    assert again.read(0, again.total_bytes) == whole
+    assert scene.registry.capture_to_serve().state["user"]["trained"].data_ptr() == scene.trained.data_ptr()
+    again.close()
+
+
+def test_a_block_that_is_sent_is_digested_as_it_is_sent() -> None:
+    """Whatever was known of it: who holds nothing gets what is here."""
+    scene = Scene()
+    scene.serve(1).close()
+    later = scene.capture(2)
+    (block, *_) = blocks_of(later, 1.0)
+    scene.frozen.data[:] = 5.0  # which no counter tells
+    body, sent = body_of_blocks(later, range(block, block + 1)), bytearray()
+
+    def send(views: list[memoryview]) -> int:
+        sent.extend(b"".join(views))
+        return sum(view.nbytes for view in views)
+
+    while not body.done:
+        body.advance(send)
+    assert sent[-DIGEST_BYTES:] == digest_of(block, sent[:-DIGEST_BYTES])
+    later.close()
 
 
 def test_what_was_captured_twice_within_a_step_may_change_before_the_next() -> None:
@@ -158,5 +245,5 @@ def test_nothing_is_taken_for_left_alone_if_the_loop_holds_the_lock_itself() -> 
     scene.registry.register("user", lambda _: None, scene.state)
     scene.serve(1).close()
     later = scene.capture(2)
-    assert not later.digests
+    assert not later.known_digests
     later.close()

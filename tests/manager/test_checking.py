@@ -14,7 +14,8 @@ from torch import nn
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.coordination.messages import MAX_LEAVES, LeavesWanted, StateVersion
 from torchft_ckpt.manager.checking import (
-    MAX_PART_BYTES,
+    MOST_PARTS,
+    PART_BYTES,
     EqualityCheck,
     ParameterLayout,
     digest_of,
@@ -113,13 +114,22 @@ def test_an_answer_is_of_the_version_that_was_digested_and_of_no_other() -> None
     check.shutdown(5.0)
 
 
+def test_a_very_large_state_is_looked_for_in_few_steps() -> None:
+    check = EqualityCheck(StateDictLock(), KnownLeaves())
+    value = torch.empty(20 * PART_BYTES, dtype=torch.uint8, device="meta")
+    check.begin(StateVersion(step=0, quorum_id=1), [CheckedLeaf("a", "weight", value)], is_new=True)
+    check.forget()
+    assert [check.is_due(step) for step in (MOST_PARTS - 1, MOST_PARTS)] == [True, False]
+    check.shutdown(5.0)
+
+
 def test_a_large_state_is_compared_in_parts_until_each_byte_of_it_was() -> None:
     """All groups compare the same part in a step, also one that begins with it later; each piece has its own name."""
 
     class Group:
         def __init__(self) -> None:
             self.check = EqualityCheck(StateDictLock(), KnownLeaves())
-            self.weight = torch.zeros(2 * MAX_PART_BYTES + 100, dtype=torch.uint8)
+            self.weight = torch.zeros(2 * PART_BYTES + 100, dtype=torch.uint8)
             self.leaves = [
                 CheckedLeaf("a", "lr", "0.1"),
                 CheckedLeaf("b", "weight", self.weight),
@@ -143,13 +153,27 @@ def test_a_large_state_is_compared_in_parts_until_each_byte_of_it_was() -> None:
         ["weight (part 1)"],
         ["weight (part 2)", "n"],
     ]
-    for flipped in (0, MAX_PART_BYTES, 2 * MAX_PART_BYTES + 99):
+    for flipped in (0, PART_BYTES, 2 * PART_BYTES + 99):
         b.weight[flipped] = 1
         assert [b.digest(step)[0] != one[0] for step, one in zip((5, 6, 7), seen, strict=True)].count(True) == 1
         b.weight[flipped] = 0
     assert [b.digest(step) for step in (5, 6, 7)] == seen
     for group in (a, b):
         group.check.shutdown(5.0)
+
+
+def test_a_large_tensor_is_compared_in_the_same_parts_however_it_lies_in_memory() -> None:
+    """As the moments of a transposed weight, which are contiguous where they were received."""
+    here = torch.arange(PART_BYTES // 2).view(-1, 1024).t()
+    votes = []
+    for value in (here, here.contiguous()):
+        check, parts = EqualityCheck(StateDictLock(), KnownLeaves()), []
+        for step in range(4):
+            check.begin(StateVersion(step=step, quorum_id=1), [CheckedLeaf("a", "exp_avg", value)])
+            parts.append(check.digest())
+        votes.append(parts)
+        check.shutdown(5.0)
+    assert votes[0] == votes[1] and len(set(votes[0])) == 4
 
 
 def test_a_layout_tells_the_first_parameters_by_their_places_and_counts_the_places_of_all() -> None:

@@ -17,7 +17,6 @@ One that was written to without the lock is found by its version, and the state 
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -49,8 +48,8 @@ Found: TypeAlias = "tuple[str, torch.Tensor | str]"
 """A tensor, or a value in words, and where it is."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 _LEAF_CHARS = 16
-MAX_PART_BYTES = 64 << 20
-"""Some 20 ms of a thread."""
+PART_BYTES, MOST_PARTS = 64 << 20, 8
+"""A part takes some 20 ms of a thread. To look for the state in each of many steps would take longer than larger parts."""
 _MAX_TEXT_CHARS = 3000
 _MAX_PLACE_CHARS = 900
 _MAX_FROZEN_CHARS = 150
@@ -136,28 +135,34 @@ def digest_of(value: torch.Tensor | str) -> str:
     return hasher.hexdigest()
 
 
-def _parts_of(leaves: Iterable[CheckedLeaf]) -> list[list[CheckedLeaf]]:
-    """Return the parts in which leaves are compared, at least one, in an order that is the same in all groups."""
+def _parts_of(leaves: Sequence[CheckedLeaf]) -> list[list[CheckedLeaf]]:
+    """Return the parts in which leaves are compared, at least one. They follow from shapes and dtypes, as in all groups."""
+    most = max(PART_BYTES, -(-sum(map(_num_bytes, leaves)) // MOST_PARTS))
     parts: list[list[CheckedLeaf]] = [[]]
     num_bytes = 0
-    for leaf in itertools.chain.from_iterable(map(_pieces_of, leaves)):
-        size = leaf.value.nbytes if isinstance(leaf.value, torch.Tensor) else 0
-        if num_bytes + size > MAX_PART_BYTES and parts[-1]:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(leaf)
-        num_bytes += size
+    for leaf in leaves:
+        for piece in _pieces_of(leaf, most):
+            if num_bytes + _num_bytes(piece) > most and parts[-1]:
+                parts.append([])
+                num_bytes = 0
+            parts[-1].append(piece)
+            num_bytes += _num_bytes(piece)
     return parts
 
 
-def _pieces_of(leaf: CheckedLeaf) -> list[CheckedLeaf]:
+def _num_bytes(leaf: CheckedLeaf) -> int:
+    return leaf.value.nbytes if isinstance(leaf.value, torch.Tensor) else 0
+
+
+def _pieces_of(leaf: CheckedLeaf, most: int) -> list[CheckedLeaf]:
+    """Cut a large tensor by its first dimension, however it lies in memory."""
     value = leaf.value
-    if isinstance(value, str) or value.nbytes <= MAX_PART_BYTES or adapter_of(value) or not value.is_contiguous():
+    if isinstance(value, str) or value.nbytes <= most or adapter_of(value):
         return [leaf]
-    pieces = value.detach().view(-1).split(MAX_PART_BYTES // value.element_size())
+    num_rows = max(1, most * len(value) // value.nbytes)
     return [
         leaf._replace(name=f"{leaf.name} (part {n})", place=f"{leaf.place} {n}", value=piece)
-        for n, piece in enumerate(pieces)
+        for n, piece in enumerate(value.detach().split(num_rows))
     ]
 
 
@@ -207,8 +212,7 @@ class EqualityCheck:
 
         `is_new`: all of it, in this step and those that follow.
         """
-        counting = [leaf for leaf in leaves if self._known.counts(leaf)]
-        parts = _parts_of(counting)
+        parts = _parts_of([leaf for leaf in leaves if self._known.counts(leaf)])
         if is_new:
             self._due_until = version.step + len(parts) - 1
         counting = parts[version.step % len(parts)]

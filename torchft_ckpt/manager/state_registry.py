@@ -275,6 +275,11 @@ class StateRegistry:
         }
         return owned_by(self._known()), still
 
+    def _trained(self) -> set[int]:
+        """Return where the storages begin that a step of an optimizer may write to."""
+        owned, still = self._owned_and_still()
+        return {tensor.untyped_storage().data_ptr() for address, tensor in owned.items() if address not in still}
+
     @property
     def announces_steps(self) -> bool:
         """Whether all that changes the registered state says so: guarded optimizers, or an owner under the lock."""
@@ -295,9 +300,7 @@ class StateRegistry:
         """
         captured = self.capture()
         optimizers = [] if self.is_explicitly_locked else with_inner(self._optimizers)
-        owned, still = self._owned_and_still()
-        trained = owned.keys() - still.keys() if optimizers else None
-        held = copy_volatile(captured, optimizers, self._unsteady, trained)
+        held = copy_volatile(captured, optimizers, self._unsteady, self._trained if optimizers else None)
         own: dict[str, Any] = {"owners": self.owners({"user": captured})}
         if not self._agreed_on and not self.is_explicitly_locked:
             own |= {"settings": settings_of(self._known()), "groups": self._groups}

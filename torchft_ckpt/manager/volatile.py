@@ -9,7 +9,7 @@ a state is captured for others at many steps; one that is saved is captured seld
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def copy_volatile(
     state: Any,
     optimizers: Iterable[torch.optim.Optimizer],
     unsteady: Unsteady,
-    trained: Collection[int] | None = None,
+    trained: Callable[[], set[int]] | None = None,
 ) -> StateToServe:
     """Return the state with copies of its small tensors that none of the optimizers owns, and of its small arrays.
 

@@ -36,6 +36,7 @@ class Relay:
         self.num_blocks = count_blocks(manifest.total_bytes, manifest.block_bytes)
         self.num_tensors = len(manifest.tensors)
         self.digests: dict[int, bytes] = {}
+        self.known_digests: dict[int, bytes] = {}
         self._views: Callable[[int], list[memoryview]] | None = views
         self._lock = lock
         self._changed = threading.Condition()

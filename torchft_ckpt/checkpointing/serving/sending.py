@@ -330,12 +330,12 @@ def note_blake3s(snapshot: Snapshot, blocks: Sequence[int]) -> None:
 
 
 def _digest_block(served: Served, block: int) -> bytes:
-    """Return the digest of a block.
+    """Return the digest of a block; of one that has not changed since an earlier state was served, that of then.
 
     Raises:
         BlockGoneError: it is not there any more.
     """
-    known = served.digests.get(block)
+    known = served.digests.get(block) or served.known_digests.get(block)
     if known is None:
         hasher = start_digest(block)
         _read_block(served, block, hasher.update)

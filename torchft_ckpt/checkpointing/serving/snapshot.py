@@ -35,7 +35,7 @@ from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import Buffer, BufferPool
 from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.serving.staging import Staging
-from torchft_ckpt.checkpointing.serving.unchanged import Marked, mark
+from torchft_ckpt.checkpointing.serving.unchanged import Marked, mark, storages_of
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
 from torchft_ckpt.checkpointing.state.format import (
     MAX_MANIFEST_BYTES,
@@ -167,7 +167,7 @@ class Snapshot:
         self.num_tensors = len(space.placed)
         segments = [[one.tensor for one in segment] for segment in self._tensors]
         self.marked = mark(step, pool.block_bytes, space, segments, versions, before)
-        self.digests = self.marked.digests
+        self.digests, self.known_digests = self.marked.digests, self.marked.known
         self.blake3s: dict[int, bytes] = {}
         """By block; of those that were asked about."""
         self.space = replace(space, memories=[])
@@ -184,6 +184,7 @@ class Snapshot:
         self._num_on_cpu = sum([memory.tensor.is_cpu for memory in space.memories])
         self._still = self.marked.still & self._live_blocks() if outlives_step else 0
         """Blocks that stay live when it is detached: training does not write to them. A bit set."""
+        self._trained = None if versions is None else versions.trained
         staged = space.memories[self._num_on_cpu :]
         self._staging = Staging(staged, starts_now=num_expected > 0) if staged else None
         self._staged: list[tuple[int, Memory]] = []
@@ -523,6 +524,9 @@ class Snapshot:
         """
         with self._detaching:
             with self._changed:
+                if self._phase is SnapshotPhase.DETACHED and self._is_trained():
+                    logger.info("%r is closed: what was frozen is trained now", self)
+                    self._close()
                 if self._phase is not SnapshotPhase.LIVE:
                     return
                 if self._receivers.needed():
@@ -581,8 +585,14 @@ class Snapshot:
         kept = [bool(keeps & self._blocks_of(start, start + length)) for start, length in ends]
         self._memories = [memory if keep else None for memory, keep in zip(self._memories, kept, strict=True)]
         self._tensors = [those if keep else [] for those, keep in zip(self._tensors, kept, strict=True)]
-        if not keeps:
-            self._versions = None
+        self._versions = None
+
+    def _is_trained(self) -> bool:
+        """Whether the next step of an optimizer may write to what stays live."""
+        if not self._still or self._trained is None:
+            return False
+        trained = self._trained()
+        return any(trained & storages_of(tensor) for those in self._tensors for _, tensor, _ in those)
 
     # What was changed without the lock
 
@@ -595,6 +605,8 @@ class Snapshot:
                 self._changes[index] = _Change(path, self._copied if index < self._num_on_cpu else 0)
                 if self._versions is not None:
                     self._versions.note_changed(tensor)
+                elif self._phase is SnapshotPhase.DETACHED:
+                    self.marked.moved.add(index)
                 return path
         return None
 
@@ -625,7 +637,8 @@ class Snapshot:
     def _changed_error(self, path: str) -> StateChangedError:
         return StateChangedError(
             f"step {self.step}: {path[:200]!r} was written to in place after the state was captured, outside of optimizer.step "
-            "and without the write side of the state dict lock",
+            "and without the write side of the state dict lock"
+            + (", or steps before had left it alone" if self._still else ""),
             party=path[:200],
         )
 

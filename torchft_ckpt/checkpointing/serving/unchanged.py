@@ -1,12 +1,14 @@
 """Finds the blocks of a state that are as they were in the one that was served before.
 
 A group that has received a state beside the job is held for what was written since. To find that by digests would take as long as
-to send all of it. So a block counts as unchanged if none of its tensors is what an optimizer trains, and each has its mark of
-before: its place, its versions, and the digest of a sample; of a small tensor, of all its bytes. Its digest is known then. If it
-has not changed since an earlier step, training leaves it alone, and nobody need copy it aside for a learner.
+to send all of it. So a block counts as unchanged if none of its tensors is in memory that an optimizer trains, and each has its
+mark of before: its place, its versions, and the digest of a sample; of a small tensor, of all its bytes. Who compares is told the
+digest of before then; what is sent is digested anew. If a block has not changed since an earlier step, training leaves it alone,
+and nobody need copy it aside for a learner.
 
 A write of a few values to a large tensor that torch does not count (through `x.data`, by a replayed graph) may be missed here.
-Who has come in shows its state before it trains, and in the votes after that: there it is found.
+Who has come in shows its state before it trains, and in the votes after that: there it is found, and what it loads then is
+compared by digests of now.
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ class Marked(NamedTuple):
     """Bytes of a block; the first byte of each segment, and how many it has."""
     marks: Sequence[Mark | None]
     """By segment; None: it may be written to, and have the same mark."""
+    known: dict[int, bytes]
+    """Digests of blocks that have not changed since they were computed, for an earlier state."""
     digests: dict[int, bytes]
-    """By block, as far as they are known by now."""
+    """Those that were computed of this state by now."""
     still: int
     """The blocks that have not changed since an earlier step, as a bit set."""
+    moved: set[int]
+    """Segments that were written to though an earlier step had left them alone."""
 
 
 def mark(
@@ -63,24 +69,34 @@ def mark(
     layout = block_bytes, space.starts, space.lengths
     found = _marks_of(segments, versions)
     if before is None or before.layout != layout:
-        return Marked(step, layout, found, {}, 0)
-    changed = 0
-    for start, length, now, old in zip(space.starts, space.lengths, found, before.marks, strict=True):
-        if now is None or now != old:
-            changed |= mask_of(range(start // block_bytes, count_blocks(start + length, block_bytes)))
+        return Marked(step, layout, found, {}, {}, 0, set())
+    changed = moved = 0
+    for index, (start, length) in enumerate(zip(space.starts, space.lengths, strict=True)):
+        blocks = mask_of(range(start // block_bytes, count_blocks(start + length, block_bytes)))
+        if found[index] is None or found[index] != before.marks[index]:
+            changed |= blocks
+        if index in before.moved:
+            moved |= blocks
     unchanged = mask_of(range(count_blocks(space.total_bytes, block_bytes))) & ~changed
-    digests = {block: before.digests[block] for block in units_of(unchanged) if block in before.digests}
-    return Marked(step, layout, found, digests, unchanged if before.step < step else unchanged & before.still)
+    digests = {**before.known, **before.digests}
+    known = {block: digests[block] for block in units_of(unchanged) if block in digests}
+    still = (unchanged if before.step < step else unchanged & before.still) & ~moved
+    return Marked(step, layout, found, known, {}, still, before.moved)
+
+
+def storages_of(tensor: torch.Tensor) -> set[int]:
+    """Return where the memory begins in which a tensor lies, maybe with others."""
+    return {part.untyped_storage().data_ptr() for part in memory_of(tensor)}
 
 
 def _marks_of(segments: Sequence[Sequence[torch.Tensor]], versions: StateVersions | None) -> list[Mark | None]:
-    trained = None if versions is None else versions.trained
-    if versions is None or trained is None:
+    if versions is None or versions.trained is None:
         return [None] * len(segments)
+    trained = versions.trained()
     known: dict[int, torch.Tensor] = {}
     for tensor in {id(tensor): tensor for segment in segments for tensor in segment}.values():
-        parts = memory_of(tensor)
-        if parts and versions.of(tensor) and not any(part.data_ptr() in trained for part in parts):
+        storages = storages_of(tensor)
+        if storages and versions.of(tensor) and not storages & trained:
             known[id(tensor)] = tensor
     samples = marks(known.values(), whole_bytes=MARKED_WHOLE_BYTES)
     found = {key: _mark(known[key], sample, versions) for key, sample in zip(known, samples, strict=True)}

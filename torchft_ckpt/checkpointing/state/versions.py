@@ -8,7 +8,7 @@ one takes the lock). Nor is one that still runs when it is looked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -27,7 +27,7 @@ class StateVersions:
         owners: tensors on the same memory that are changed in their place, by the address of their bytes: of a sharded parameter
             this is its local tensor, whose counter a state dict does not share.
         on_changed: told of the addresses of memory that was found to be changed.
-        trained: addresses of all that an optimizer may change, counted or not; None: that is not known.
+        trained: returns where the storages begin that an optimizer may change now, counted or not; None: that is not known.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StateVersions:
         tensors: Iterable[torch.Tensor],
         owners: Mapping[int, torch.Tensor] = MappingProxyType({}),
         on_changed: Callable[[set[int]], None] | None = None,
-        trained: Collection[int] | None = None,
+        trained: Callable[[], set[int]] | None = None,
     ) -> None:
         self.trained = trained
         self._kept = list(tensors)  # so that no other tensor gets the id of one of them
