@@ -163,10 +163,13 @@ def _train(
         began = time.monotonic()
         loop.optimizer.zero_grad()
         computing = time.monotonic()
-        if pause_s or first_pause_s:
+        loss = task.loss(loop.forward)
+        if (
+            pause_s or first_pause_s
+        ):  # as if the passes took so long: before them it would be time of the loop's own lines
             time.sleep(first_pause_s or pause_s)
             first_pause_s = 0.0
-        task.loss(loop.forward).backward()
+        loss.backward()
         loop.reduce()
         participating, participants, before = loop.participating(), loop.participants(), loop.step()
         loop.optimizer.step()
