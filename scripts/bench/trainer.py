@@ -164,9 +164,8 @@ def _train(
         loop.optimizer.zero_grad()
         computing = time.monotonic()
         loss = task.loss(loop.forward)
-        if (
-            pause_s or first_pause_s
-        ):  # as if the passes took so long: before them it would be time of the loop's own lines
+        # As if the passes took so long: before them it would be time of the loop's own lines.
+        if pause_s or first_pause_s:
             time.sleep(first_pause_s or pause_s)
             first_pause_s = 0.0
         loss.backward()
