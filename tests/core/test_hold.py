@@ -403,7 +403,8 @@ def test_one_that_makes_another_needed_by_turns_does_not_stretch_the_time_for_th
     assert life == 2, "it was silent for so long while nobody needed it"
 
 
-def test_a_group_whose_loop_takes_longer_than_anybody_knew_is_excused_for_that_once() -> None:
+@pytest.mark.parametrize("top_s", [0.0, 0.1])
+def test_a_group_whose_loop_takes_longer_than_anybody_knew_is_excused_for_that_once(top_s: float) -> None:
     job = Job(least=1)
     (a,) = at_work(job, "a")
     outs = []
@@ -413,7 +414,7 @@ def test_a_group_whose_loop_takes_longer_than_anybody_knew_is_excused_for_that_o
         while not (c.formed is not None and c.formed.held):
             if c.replica.warms_up and c.replica.phase.value == "training":
                 c.ends()
-                c.asks(at_end=True)
+                c.asks(at_end=True, top_s=top_s)
             a.votes()
             a.asks(can_serve=True)
             job.passes(0.1)

@@ -51,11 +51,14 @@ class _Awaited:
     """How long the others had stood still before: `Holds._stood`."""
     top_s: float
     """The longest `QuorumRequest.top_s` of it and of those that wait: they run the same loop."""
-    knows_top: bool
-    """Its own was known to it."""
     said: JoinProgress | None = None
     said_at: float = 0.0
     """When it said so; that it has all counts from the first time."""
+
+    @property
+    def begins_within_s(self) -> float:
+        """How long it may take from the state to its step."""
+        return max(BEGINS_WITHIN_S, 1.5 * self.top_s)
 
     @property
     def has_loaded(self) -> bool:
@@ -128,7 +131,7 @@ class Holds:
         usual_top_s = max(other.asked.top_s for other in holding)
         for member in newcomers:
             top_s = max(usual_top_s, member.asked.top_s)
-            self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s, member.asked.top_s > 0.0)
+            self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s)
             self._tried[group_name(member.replica_id)] = member.replica_id
             self._late.discard(member.replica_id)
 
@@ -195,9 +198,8 @@ class Holds:
                 return f"it has not begun to receive the state within {SILENT_S:g} s"
             return self._joining.why_not(stood_s, now)
         if awaited.has_loaded:
-            within_s = max(BEGINS_WITHIN_S, 1.5 * awaited.top_s)
-            if since_s >= within_s:
-                return f"it has the state, and has not begun its next step within {within_s:.1f} s"
+            if since_s >= awaited.begins_within_s:
+                return f"it has the state, and has not begun its next step within {awaited.begins_within_s:.1f} s"
             return self._joining.why_not(stood_s, now)
         if since_s >= SILENT_S:
             return f"it has not said for {since_s:.1f} s how far it is"
@@ -205,9 +207,9 @@ class Holds:
         return self._joining.why_not(need_s, now)
 
     def _note_failed(self, replica_id: str, awaited: _Awaited, why: str, stood_s: float, now: float) -> None:
-        is_slow = awaited.has_loaded and not awaited.knows_top and replica_id in self._job.members
+        is_slow = awaited.has_loaded and awaited.begins_within_s == BEGINS_WITHIN_S and replica_id in self._job.members
         if is_slow and self._joining.excuses(replica_id, now):
-            return  # nobody could know how long its loop takes; it tells that the next time
+            return  # nobody could know how long its loop takes this time; it tells that the next time
         is_far = awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0
         self._joining.failed([replica_id], stood_s, now, why, {replica_id} if is_far else frozenset())
 
