@@ -297,10 +297,8 @@ class Undo:
         parameters, others = self._find()
         has_room = not any(optimizer.state for optimizer in self._registry.known_optimizers())
         fits = sum(p.held.nbytes for p in others if not p.is_small) <= sum(p.held.nbytes for p in parameters)
-        self._parameters, self._others = (
-            _Part(parameters, copies_all=has_room),
-            _Part(others, copies_all=has_room and fits),
-        )
+        self._parameters = _Part(parameters, copies_all=has_room)
+        self._others = _Part(others, copies_all=has_room and fits)
 
     def _find(self) -> tuple[list[_Place], list[_Place]]:
         """Return where the loop has parameters, and where all else."""

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchft_ckpt.checkpointing.serving.unchanged import MARKED_WHOLE_BYTES
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
 from torchft_ckpt.checkpointing.state.parameters import Names
 from torchft_ckpt.checkpointing.state.shards import is_dtensor, memory_of
 from torchft_ckpt.checkpointing.state.tree import is_flat
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 
-MAX_COPIED_BYTES = 1024 * 1024
+MAX_COPIED_BYTES = MARKED_WHOLE_BYTES
 
 
 class StateToSave(NamedTuple):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
-from torchft_ckpt.checkpointing.state.blocks import count_blocks
+from torchft_ckpt.checkpointing.state.blocks import blocks_in, count_blocks
 from torchft_ckpt.checkpointing.state.format import Manifest
 
 _LENT_TIMEOUT_S = 10.0
@@ -54,7 +54,7 @@ class Relay:
         return self._views is None
 
     def holds(self, start: int, stop: int) -> bool:
-        blocks = range(start // self.block_bytes, count_blocks(stop, self.block_bytes))
+        blocks = blocks_in(start, stop, self.block_bytes)
         return not self.closed and all(block in self.digests for block in blocks)
 
     @contextmanager

@@ -36,7 +36,7 @@ from torchft_ckpt.checkpointing.serving.buffers import Buffer, BufferPool
 from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.checkpointing.serving.unchanged import Marked, mark, storages_of
-from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks
+from torchft_ckpt.checkpointing.state.blocks import block_range, blocks_in, count_blocks
 from torchft_ckpt.checkpointing.state.format import (
     MAX_MANIFEST_BYTES,
     Elsewhere,
@@ -383,7 +383,7 @@ class Snapshot:
             place = bisect_left(ordered, there.start)
             if memory is not None and place < len(ordered) and ordered[place] in there:
                 start = self._starts[index]
-                blocks.update(range(start // self.block_bytes, count_blocks(start + memory.length, self.block_bytes)))
+                blocks.update(blocks_in(start, start + memory.length, self.block_bytes))
         if among is not None:
             blocks = {block for block in blocks if among >> block & 1}
         with self._changed:
@@ -629,7 +629,7 @@ class Snapshot:
             return None
         for index, low, high, position in segment_ranges(self._starts, self._lengths, start, stop):
             change = self._changes.get(index)
-            blocks = range(position // self.block_bytes, count_blocks(position + high - low, self.block_bytes))
+            blocks = blocks_in(position, position + high - low, self.block_bytes)
             if change is not None and not all(change.copied >> block & 1 for block in blocks):
                 return change.path
         return None
@@ -671,7 +671,7 @@ class Snapshot:
         return self._receivers.needed() & self._live_blocks() & ~(self._copied | self._still)
 
     def _blocks_of(self, start: int, stop: int) -> int:
-        return mask_of(range(start // self.block_bytes, count_blocks(stop, self.block_bytes)))
+        return mask_of(blocks_in(start, stop, self.block_bytes))
 
     def _live_blocks(self) -> int:
         return (1 << self._num_live_blocks()) - 1
@@ -753,7 +753,7 @@ class Snapshot:
         is_counted = self._reads_copies or self._phase is SnapshotPhase.DETACHED
         self._num_lent_live += is_live
         if is_counted:
-            self._lent.update(range(start // self.block_bytes, count_blocks(stop, self.block_bytes)))
+            self._lent.update(blocks_in(start, stop, self.block_bytes))
         return is_live, is_counted
 
     def _note_returned(self, start: int, stop: int, *, is_live: bool, is_counted: bool) -> None:
@@ -763,7 +763,7 @@ class Snapshot:
                 self._changed.notify_all()
         if not is_counted:
             return
-        for block in range(start // self.block_bytes, count_blocks(stop, self.block_bytes)):
+        for block in blocks_in(start, stop, self.block_bytes):
             self._lent[block] -= 1
             if not self._lent[block]:
                 del self._lent[block]

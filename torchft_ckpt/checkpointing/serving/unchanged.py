@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchft_ckpt.checkpointing.state.blocks import count_blocks
+from torchft_ckpt.checkpointing.state.blocks import blocks_in, count_blocks
 from torchft_ckpt.checkpointing.state.samples import marks
 from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.checkpointing.state.space import Space
@@ -72,7 +72,7 @@ def mark(
         return Marked(step, layout, found, {}, {}, 0, set())
     changed = moved = 0
     for index, (start, length) in enumerate(zip(space.starts, space.lengths, strict=True)):
-        blocks = mask_of(range(start // block_bytes, count_blocks(start + length, block_bytes)))
+        blocks = mask_of(blocks_in(start, start + length, block_bytes))
         if found[index] is None or found[index] != before.marks[index]:
             changed |= blocks
         if index in before.moved:

@@ -46,6 +46,11 @@ def count_blocks(total_bytes: int, block_bytes: int) -> int:
     return -(-total_bytes // block_bytes)
 
 
+def blocks_in(start: int, stop: int, block_bytes: int) -> range:
+    """Return the blocks that have bytes of [start, stop)."""
+    return range(start // block_bytes, count_blocks(stop, block_bytes))
+
+
 def block_range(block: int, total_bytes: int, block_bytes: int) -> tuple[int, int]:
     """Return the first byte of a block and the byte after its last."""
     return block * block_bytes, min((block + 1) * block_bytes, total_bytes)

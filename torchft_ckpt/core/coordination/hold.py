@@ -48,7 +48,7 @@ class _Awaited:
 
     since: float
     stood_s: float
-    """How long the others had stood still before: `Holds._stood`."""
+    """So long the others had stood still before: `Holds._stood`."""
     top_s: float
     """The longest `QuorumRequest.top_s` of it and of those that wait: they run the same loop."""
     said: JoinProgress | None = None
@@ -57,7 +57,7 @@ class _Awaited:
 
     @property
     def begins_within_s(self) -> float:
-        """How long it may take from the state to its step."""
+        """It may take so long from the state to its step."""
         return max(BEGINS_WITHIN_S, 1.5 * self.top_s)
 
     @property

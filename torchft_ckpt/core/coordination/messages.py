@@ -482,7 +482,7 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     replica_rank: ReplicaRank
     replica_world_size: NumGroups
     contributor_rank: ReplicaRank | None
-    """Rank among those that contribute gradients, None for those that do not. Who came in for this step comes last."""
+    """Rank among those that contribute gradients, None for those that do not. One that came in for this step comes last."""
     num_contributors: NumGroups
     num_proved: NumGroups = 0
     """So many of them, the first ones, did not come in for this step: if there are any, no other one counts as a holder of what

@@ -212,7 +212,6 @@ class ReplicaView(NamedTuple):
     is_between_steps: bool
     is_voted_on: bool
     can_reduce: bool
-    begins_with_load: bool
     shows: Shows
     serves_learners: bool
     num_participants: int
@@ -313,13 +312,8 @@ class ReplicaState:
     @property
     def waits_for_quorum(self) -> bool:
         """The training thread has to wait for the next quorum, because this replica may load a state before its forward pass."""
-        return self.settings.waits_for_quorum or self.begins_with_load
-
-    @property
-    def begins_with_load(self) -> bool:
-        """A state may be loaded before the forward pass of the next step, though its quorum is found beside it as a rule."""
         is_behind = not self.version.proven or self.version.step < self.newest_step
-        return is_behind or self.is_learner or self.shows is not Shows.NOTHING
+        return self.settings.waits_for_quorum or is_behind or self.is_learner or self.shows is not Shows.NOTHING
 
     @property
     def shows(self) -> Shows:
