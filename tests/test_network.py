@@ -7,6 +7,7 @@ import socket
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,27 @@ def test_a_name_is_listened_on_at_all_its_addresses_that_are_here_and_on_one_por
     with pytest.raises(OSError):
         listen("127.0.0.1", ports[0], 8)
     for listener in listeners:
+        listener.close()
+
+
+def test_a_port_that_is_taken_at_the_second_address_of_a_name_is_given_up_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_a_name = [(socket.AF_INET, 1, 6, "", ("127.0.0.1", 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.2", 0))]
+    held: list[socket.socket] = []
+    create = socket.create_server
+
+    def create_beside_another(place: tuple[str, int], **options: Any) -> socket.socket:
+        if place[0] == "127.0.0.2" and not held:
+            held.append(create(place))
+        return create(place, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: of_a_name)
+    monkeypatch.setattr(socket, "create_server", create_beside_another)
+    listeners = listen("a name", 0, 8)
+    taken, *ports = (listener.getsockname()[1] for listener in (*held, *listeners))
+    assert ports == [ports[0]] * 2 and taken != ports[0]
+    for listener in (*held, *listeners):
         listener.close()
 
 

@@ -21,6 +21,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torchft_ckpt import config
 from torchft_ckpt.core.services.interfaces import (
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 _OUTSIDE = ("192.0.2.1", 9)
 _OUTSIDE_IPV6 = ("2001:db8::1", 9)
 _NOT_HERE = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+_PORTS_TRIED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,16 @@ def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
     if ":" in host and is_wildcard(host) and not is_dual:
         host = "0.0.0.0"
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for _ in range(0 if port else _PORTS_TRIED - 1):  # a port that is free at one address may be taken at the next
+        try:
+            return _listen_at_all(found, 0, backlog, is_dual)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return _listen_at_all(found, port, backlog, is_dual)
+
+
+def _listen_at_all(found: list[tuple[Any, ...]], port: int, backlog: int, is_dual: bool) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
         for number, (family, _, _, _, address) in enumerate(found, 1):
