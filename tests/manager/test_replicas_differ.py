@@ -143,6 +143,36 @@ def test_of_two_groups_that_differ_the_one_that_is_shorter_in_the_job_loads_what
     server.shutdown()
 
 
+def test_a_group_that_comes_in_and_sets_a_rate_of_its_own_in_each_step_ends_at_the_third() -> None:
+    """Nobody has seen yet which leaves of its state have to be equal; a setting of an optimizer that is guarded has to be."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    (first,) = groups(server, 1)
+    train_to([first], EVERY)
+    second = Normed(server, "group_b", 1)
+    has_ended = threading.Event()
+
+    def train(replica: Normed) -> str:
+        while replica is first and not has_ended.is_set():
+            replica.step()
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(has_ended.set)
+            for number in range(40 if replica is second else 0):
+                try:
+                    if replica.step():
+                        replica.sgd.param_groups[0]["lr"] = 0.01 * (2 + number)
+                except ReplicasDifferError as error:
+                    shutdown(second)  # as its process would end
+                    return str(error)
+        return ""
+
+    ended = together([first, second], train)[1]  # type: ignore[arg-type]
+    assert "for the third time in a row" in ended and "default.sgd.param_groups.0.lr" in ended
+    assert second.manager.statistics().num_committed == 3
+    assert first.manager.statistics().num_discarded <= 1
+    shutdown(first)
+    server.shutdown()
+
+
 def test_stop_raises_in_all_groups_and_leaves_each_with_the_state_that_differs(lighthouse: LighthouseServer) -> None:
     replicas = groups(lighthouse, on_replicas_differ="stop")
     train_to(replicas, EVERY)

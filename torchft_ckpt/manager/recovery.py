@@ -245,10 +245,10 @@ class Recovery:
             )
             self.client.note_error(error)
             return
-        user, paths, has_to_be_equal = self._registry.keeping_own(state["user"], found.paths, self._own.known)
+        user, paths, of_all = self._registry.keeping_own(state["user"], found.paths, self._own.known)
         # Else another rank of this group holds another state, or what differs may be each group's own.
-        is_concerned = has_to_be_equal or (self.is_alone and not paths)
-        again = self._corrections.note(step, paths) if is_concerned else ""
+        is_concerned = bool(of_all) or (self.is_alone and not paths)
+        again = self._corrections.note(step, of_all) if is_concerned else ""
         why = (
             "Its training loop used something that it had read before it had this state (read the step after zero_grad), or"
             " changes what belongs to a step after zero_grad, or in this group alone"

@@ -373,9 +373,9 @@ class StateRegistry:
 
     def keeping_own(
         self, user: dict[str, Any], differing: Sequence[str], known: KnownLeaves
-    ) -> tuple[dict[str, Any], list[str], bool]:
-        """Return a received state with this group's own leaves in place of the source's; what differs but for these; and whether
-        any of that has to be equal, as far as is known.
+    ) -> tuple[dict[str, Any], list[str], list[str]]:
+        """Return a received state with this group's own leaves in place of the source's; what differs but for these; and what of
+        that has to be equal, as far as is known.
         """
         here = self.capture()
         kept = {key: keeping(item, here[key], known.own, key) for key, item in user.items()}
@@ -383,8 +383,11 @@ class StateRegistry:
             leaf.name: leaf for leaf in self.leaves_to_compare(here) if leaf.is_owned or leaf.key not in known.own
         }
         found = {path: leaves.get(path) or leaves.get(path.rpartition(".")[0]) for path in differing}
-        has_to_be_equal = any(leaf is not None and known.counts(leaf) for leaf in found.values())
-        return kept, [path for path, leaf in found.items() if leaf is not None], has_to_be_equal
+        there = {path: leaf for path, leaf in found.items() if leaf is not None}
+        # The settings of optimizers are owned, and in what the functions return as well, under other names.
+        has_settings = self.knows_optimizers and not self._agreed_on
+        of_all = [p for p, leaf in there.items() if known.counts(leaf) or (has_settings and ".param_groups." in p)]
+        return kept, list(there), of_all
 
     def take_settings(self, own: Mapping[str, Any]) -> list[str]:
         """Give optimizers the settings of the source for the same parameters, and say what differed. On the training thread."""
