@@ -39,7 +39,6 @@ import math
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,9 +52,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
-from torchft_ckpt.core.training.discards import pauses_s
 from torchft_ckpt.ddp import BackwardAverage, GradientAverage
 from torchft_ckpt.errors import ConfigError, GroupBrokenError
+from torchft_ckpt.integrations.retried_step import RetriedStep
 from torchft_ckpt.optimizer import OptimizerWrapper
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class FaultToleranceCallback(TrainerCallback):
         self._clips: Callable[[], object] = lambda: None
         self._trainer: Any = None
         self._tell_of_begin: Callable[[], None] = lambda: None
-        self._is_open = False
+        self._step = RetriedStep(manager)
         self._is_committed = False
         self._loss_before: torch.Tensor | None = None
         """The Trainer's sum of losses, before the iteration; None: it keeps it where nobody can have it."""
@@ -123,8 +122,6 @@ class FaultToleranceCallback(TrainerCallback):
         self._resumed_best: str | None = None
         self._best_saved: int | None = None
         """The step of the best checkpoint: the last one that was saved when it was the best."""
-        self._num_loaded = 0
-        """States that were loaded before the iteration, or as it began."""
         self._logged_at = 0
         """The step of the last log of the loss."""
         self._num_unlogged = self._num_summed = 0
@@ -241,12 +238,12 @@ class FaultToleranceCallback(TrainerCallback):
         self._average = GradientAverage(self._manager, model)
         gradients = optimizer.gradient_state
         backward = BackwardAverage(
-            model, self._average.take, is_wanted=lambda: self._is_open and gradients.sync_gradients
+            model, self._average.take, is_wanted=lambda: self._step.is_open and gradients.sync_gradients
         )
 
         @torch.compiler.disable
         def watch(module: torch.nn.Module, inputs: object, output: object) -> None:
-            if self._is_open and module.training and torch.is_grad_enabled():
+            if self._step.is_open and module.training and torch.is_grad_enabled():
                 backward.watch(output)
 
         model.register_forward_hook(watch)
@@ -358,8 +355,7 @@ class FaultToleranceCallback(TrainerCallback):
         while manager.is_warming_up() and not self._has_iterations_to_spare():
             manager.should_commit()  # nothing is computed, so the state is loaded here, at the end of no iteration
             manager.start_quorum()
-        self._is_open = True
-        self._num_loaded = self._count_loads()
+        self._step.begins()
         losses = getattr(self._trainer, "_tr_loss", None)
         self._loss_before = None if losses is None else losses.clone()
         state.global_step = manager.quorum_step() if manager.is_warming_up() else manager.current_step()
@@ -374,38 +370,19 @@ class FaultToleranceCallback(TrainerCallback):
         """Whether the Trainer's loop reaches the job's last step also if this iteration goes by without a step."""
         return self._manager.quorum_step() > self._resumed_at + self._num_iterations
 
+    def _try_again(self) -> None:
+        self._tell_of_begin()
+        if self._average is not None:
+            self._average.again()
+        self._clips()
+
     def _vote(self) -> bool:
-        """Return whether the iteration's gradients count, in this step of the job or in one after it.
-
-        False: they are not of the state that is here, or not of the newest one. A step that is open then goes on in the next
-        iteration.
-        """
-        manager, average = self._manager, self._average
-        assert average is not None
-        self._is_open = False
-        pauses = pauses_s()
+        """Return whether the iteration's gradients count."""
         try:
-            while not manager.should_commit():
-                if manager.is_behind or self._has_loaded():
-                    return False
-                time.sleep(next(pauses))  # where groups are missing
-                manager.start_quorum()
-                if self._has_loaded():
-                    return False
-                self._tell_of_begin()
-                average.again()
-                self._clips()
+            return self._step.vote(self._try_again)
         finally:
-            average.forget()
-        return True
-
-    def _has_loaded(self) -> bool:
-        """Whether a state was loaded since the step was begun, and so since its gradients were computed."""
-        return self._count_loads() != self._num_loaded
-
-    def _count_loads(self) -> int:
-        counts = self._manager.statistics()
-        return counts.num_healed + counts.num_corrected
+            if self._average is not None:
+                self._average.forget()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
