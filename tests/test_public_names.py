@@ -9,7 +9,7 @@ import torchft_ckpt
 
 _TAKES_OVER = ("torchft_ckpt.__main__", "torchft_ckpt.compat")
 """Importing these is meant to change the process."""
-_FRAMEWORKS = ("transformers", "lightning", "torchx")
+_FRAMEWORKS = ("accelerate", "transformers", "lightning", "torchx")
 """Modules of these names need the framework; `scripts/test-integrations` imports them."""
 
 

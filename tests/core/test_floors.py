@@ -31,6 +31,8 @@ FLOORS = {
     "checkpointing": 2,
     "process_group": 2,
     "integrations": 3,
+    "integrations/accelerate": 5,
+    "integrations/retried_step": 5,
     "integrations/transformers": 5,
     "integrations/lightning": 5,
     "manager": 3,

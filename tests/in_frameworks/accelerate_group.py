@@ -1,0 +1,157 @@
+"""A script for accelerate in the shape of diffusers' `train_unconditional`, as a replica group of a job.
+It is `accelerate_plain.py` with seven lines changed.
+
+It prints a line each: `READ [numbers]` for each batch that the model trains on, `STEP n digest` for each optimizer step, with a
+digest of all that is trained, `SAVED n`. `--wait STEP FILE`: it stands still after that step until the file exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import ProjectConfiguration, set_seed
+from fingerprints import digest, say
+from torch.utils.data import DataLoader, Dataset
+
+from torchft_ckpt import Manager, ProcessGroupGloo
+from torchft_ckpt.integrations.accelerate import FaultTolerantAccelerator
+
+
+class Numbered(Dataset):
+    """Random samples, each with its number."""
+
+    def __init__(self, count: int) -> None:
+        self.inputs = torch.randn(count, 8, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"number": torch.tensor(index), "input": self.inputs[index]}
+
+
+class Average:
+    """An average of parameters whose decay follows from its own count, as diffusers' `EMAModel`."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.shadow = [parameter.detach().clone() for parameter in parameters]
+        self.num_updates = 0
+
+    @torch.no_grad()
+    def step(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.num_updates += 1
+        decay = min(0.99, (1 + self.num_updates) / (10 + self.num_updates))
+        for shadow, parameter in zip(self.shadow, parameters, strict=True):
+            shadow.sub_((1 - decay) * (shadow - parameter))
+
+    def state_dict(self) -> dict[str, object]:
+        return {"shadow": self.shadow, "num_updates": self.num_updates}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.shadow = [shadow.clone() for shadow in state["shadow"]]
+        self.num_updates = state["num_updates"]
+
+
+def make_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
+
+
+def digest_of(model: torch.nn.Module, optimizer: Any, scheduler: Any, average: Average) -> str:
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": average.state_dict()}
+    return digest(**states, lr=scheduler.get_last_lr())
+
+
+def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (model(batch["input"]) - batch["input"].flip(1)).square().mean()
+
+
+def schedule(step: int) -> float:
+    return min(1.0, (step + 1) / 10) / (1 + step / 50)
+
+
+def main(options: argparse.Namespace) -> None:
+    manager = Manager(ProcessGroupGloo(), None, None, min_replica_size=1, replica_id=options.name)
+    accelerator = FaultTolerantAccelerator(
+        manager,
+        gradient_accumulation_steps=options.accumulate,
+        cpu=True,
+        project_config=ProjectConfiguration(
+            project_dir=str(options.folder), automatic_checkpoint_naming=options.automatic, total_limit=options.limit
+        ),
+    )
+    if options.fp16:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**options.fp16, growth_interval=5)
+    set_seed(options.seed)
+    model = make_model()
+    ema_model = Average(list(model.parameters()))
+    accelerator.register_for_checkpointing(ema_model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train_dataloader = DataLoader(Numbered(options.samples), batch_size=4, shuffle=True, num_workers=options.workers)
+    lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
+        model, optimizer, train_dataloader, lr_scheduler
+    )
+    if options.fp16:  # accelerate has it on a GPU alone
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    num_update_steps_per_epoch = math.ceil(len(train_dataloader) / options.accumulate)
+    global_step, first_epoch = accelerator.job_step, accelerator.job_epoch
+    if options.resume:
+        accelerator.load_state(options.resume)
+        global_step = int(options.resume.rpartition("_")[2])
+        first_epoch = global_step // num_update_steps_per_epoch
+    for _ in range(first_epoch, options.epochs):
+        model.train()
+        for batch in train_dataloader:
+            say(f"READ {batch['number'].tolist()}")
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                lr_scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                ema_model.step(list(model.parameters()))
+                global_step = accelerator.job_step
+                say(
+                    f"STEP {global_step} {digest_of(accelerator.unwrap_model(model), optimizer, lr_scheduler, ema_model)}"
+                )
+                for step, file in options.wait:
+                    while global_step >= int(step) and not Path(file).exists():
+                        time.sleep(0.05)
+                if accelerator.is_main_process and global_step % options.save_steps == 0:
+                    accelerator.save_state(str(options.folder / f"step_{global_step}"))
+                    say(f"SAVED {global_step}")
+            accelerator.log({"loss": loss.detach().item(), "lr": lr_scheduler.get_last_lr()[0]}, step=global_step)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        torch.save(accelerator.unwrap_model(model).state_dict(), options.folder / "final.pt")
+    accelerator.end_training()
+    say(f"ENDED {global_step}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=80)
+    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--fp16", type=int, help="scale losses, at first by this power of two")
+    parser.add_argument("--save-steps", type=int, default=10)
+    parser.add_argument("--automatic", action="store_true", help="let accelerate name checkpoints")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--resume", help="a checkpoint")
+    parser.add_argument("--name", default="group")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--wait", nargs=2, action="append", default=[])
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    main(parser.parse_args())

@@ -1,0 +1,292 @@
+"""A script for accelerate in two replica groups: one is killed and comes back, and each step has the bits of a plain loop.
+
+`scripts/test-integrations accelerate` runs this in an environment that has accelerate; elsewhere it is skipped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from framework_jobs import FrameworkJob, Group
+from torch.utils.data import default_collate
+
+if importlib.util.find_spec("accelerate") is None:
+    pytest.skip("accelerate is not installed; scripts/test-integrations runs this", allow_module_level=True)
+
+import accelerate_plain as plain
+from accelerate.commands import launch
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader
+
+from torchft_ckpt.ddp import PureDistributedDataParallel
+from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.integrations.accelerate import FaultTolerantAccelerator
+
+SCRIPT, PLAIN = (Path(__file__).with_name(f"accelerate_{name}.py") for name in ("group", "plain"))
+STEP = r"step=(\d+) quorum=\d+ participants=(\d+)/\d+ verdict=(\w+)"
+Batches = list[list[int]]
+
+
+class Lives:
+    """What the lives of a replica group have trained on, by committed step, and the digests of its state after it."""
+
+    def __init__(self, *groups: Group) -> None:
+        self.read: dict[int, Batches] = {}
+        self.digests: dict[int, str] = {}
+        self.num_groups: dict[int, int] = {}
+        self.last_read: Batches = []
+        """What a life has read that was killed before it said whether that counts: the others may have had its gradients."""
+        for group in groups:
+            log = group.log()
+            assert "came to another state" not in log and "Traceback" not in log, log[-3000:]
+            read: Batches = []
+            for numbers, step, num, verdict, counted, digest in re.findall(
+                rf"READ (\[.*?\])|{STEP}|STEP (\d+) (\w+)", log
+            ):
+                if numbers:
+                    read.append(json.loads(numbers))
+                elif counted:
+                    self.digests[int(counted)] = digest
+                elif verdict == "commit":
+                    self.read[int(step)], read, self.num_groups[int(step)] = read, [], int(num)
+                elif verdict == "left_behind":  # it warms up, or the others went on
+                    read = []
+            self.last_read = self.last_read or read
+
+    def of(self, step: int, num_groups: int) -> list[Batches]:
+        """Return what it has contributed to a step to which so many groups have."""
+        return [self.read[step]] if step in self.read else [self.last_read] if num_groups == 2 else []
+
+
+def plain_digests(lives: Sequence[Lives], *, samples: int, accumulate: int, seed: int, fp16: int | None) -> list[str]:
+    """Return the digest after each step of a plain loop in which the groups' batches of the step are one larger batch."""
+    torch.manual_seed(seed)
+    model = plain.make_model()
+    average = plain.Average(list(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, plain.schedule)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (fp16 or 0), growth_interval=5, enabled=fp16 is not None)
+    data = plain.Numbered(samples)
+    digests = []
+    for step in range(max(max(life.read) for life in lives) + 1):
+        gradients = []
+        num_groups = max(life.num_groups.get(step, 0) for life in lives)
+        for batches in [batches for life in lives for batches in life.of(step, num_groups)]:
+            for batch in batches:
+                loss = plain.loss_of(model, default_collate([data[number] for number in batch]))
+                scaler.scale(loss / accumulate).backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+            optimizer.zero_grad()
+        for parameter, *of_groups in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = sum(of_groups[1:], of_groups[0]) / len(of_groups)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= before:
+            scheduler.step()
+        optimizer.zero_grad()
+        average.step(list(model.parameters()))
+        digests.append(plain.digest_of(model, optimizer, scheduler, average))
+    return digests
+
+
+def train_and_kill(
+    job: FrameworkJob, folder: Path, *, killed: int, joins_at: int = 2, dies_at: int = 13, back_at: int = 24
+) -> list[Lives]:
+    """Run two groups to their end, one of which is killed and comes back; each waits for the other where it would not meet it."""
+    is_there, is_back = folder / "is there", folder / "is back"
+    other = 1 - killed
+    survivor = job.start(other, "--wait", str(joins_at), str(is_there), "--wait", str(back_at), str(is_back))
+    survivor.wait_for(f"^STEP {joins_at} ")
+    first = job.start(killed)
+    first.wait_for("^READ")
+    is_there.touch()
+    first.wait_for(f"^STEP {dies_at} ")
+    first.kill()
+    survivor.wait_for(f"^STEP {back_at} ")
+    again = job.start(killed)
+    again.wait_for("^READ")
+    is_back.touch()
+    assert [group.process.wait(timeout=120) for group in (survivor, again)] == [0, 0], again.log()[-3000:]
+    lives = [Lives(survivor), Lives(first, again)]
+    assert max(Lives(again).read) == max(lives[0].read) and len(Lives(again).read) > 5
+    return lives if other == 0 else lives[::-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "killed"),
+    [
+        pytest.param({}, 1, id="accumulation"),
+        pytest.param({"samples": 104, "accumulate": 3, "workers": 2}, 1, id="short last window, workers"),
+        pytest.param({"fp16": 126, "accumulate": 1}, 1, id="scaled losses that overflow at first"),
+        pytest.param({}, 0, id="the group that speaks"),
+    ],
+)
+def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[str, int], killed: int) -> None:
+    """The group that comes back reads what it would have read, in the same epoch, and no step is missing or made twice."""
+    wanted = {"samples": 80, "accumulate": 2, "epochs": 8, "save_steps": 10, **options}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items()]
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--name=group_{group}", *arguments) as job:
+        lives = train_and_kill(job, tmp_path, killed=killed)
+
+    num_steps = wanted["epochs"] * -(-wanted["samples"] // 8 // wanted["accumulate"])
+    digests = plain_digests(
+        lives, samples=wanted["samples"], accumulate=wanted["accumulate"], seed=7, fp16=options.get("fp16")
+    )
+    assert len(digests) == num_steps
+    for life in lives:
+        assert life.digests == {step: digests[step - 1] for step in life.digests}
+    assert sorted({*lives[0].digests, *lives[1].digests}) == list(range(1, num_steps + 1))
+    # Within an epoch no sample is read twice, by whichever group.
+    per_epoch = num_steps // wanted["epochs"]
+    for epoch in range(wanted["epochs"]):
+        steps = range(epoch * per_epoch, (epoch + 1) * per_epoch)
+        seen = [n for life in lives for step in steps for batch in life.read.get(step, []) for n in batch]
+        assert len(seen) == len({*seen})
+    assert {path.name for path in tmp_path.glob("step_*")} == {f"step_{n}" for n in range(10, num_steps + 1, 10)}
+    assert (tmp_path / "final.pt").is_file()
+
+
+def test_seven_lines_of_a_script_change() -> None:
+    """One import goes, what is imported instead is one line in two, and a docstring says which of the two it is."""
+    before, after = PLAIN.read_text().split('"""', 2)[2], SCRIPT.read_text().split('"""', 2)[2]
+    lines = difflib.ndiff(before.splitlines(), after.splitlines())
+    added = [line[2:].strip() for line in lines if line.startswith("+ ") and line[2:].strip()]
+    assert len(added) == 8 and "manager," in added  # on a line of its own beside the others' arguments
+
+
+def start_arguments(folder: Path, **options: object) -> list[str]:
+    wanted = {"folder": folder, "name": "group_{group}", "samples": 80, "accumulate": 2, "epochs": 6, **options}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items()]
+
+
+def digests_of(*groups: Group) -> dict[int, set[str]]:
+    """Return what the ranks of all groups have said of their state after each step."""
+    found: dict[int, set[str]] = {}
+    for group in groups:
+        for step, digest in re.findall(r"STEP (\d+) (\w+)", group.log()):
+            found.setdefault(int(step), set()).add(digest)
+    return found
+
+
+def test_all_groups_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Both are killed; the newest checkpoint holds the job's step, and the data go on with that."""
+    with FrameworkJob(tmp_path, SCRIPT, *start_arguments(tmp_path), min_replicas=2) as job:
+        wait = str(tmp_path / "never")
+        first = [job.start(group, "--wait", "17", wait) for group in (0, 1)]
+        for group in first:
+            group.wait_for("^STEP 17 ")
+            group.kill()
+        (checkpoint,) = tmp_path.glob("step_*")
+        again = [job.start(group, f"--resume={checkpoint}") for group in (0, 1)]
+        assert [group.process.wait(timeout=120) for group in again] == [0, 0], again[0].log()[-3000:]
+    assert checkpoint.name == "step_10"
+    lives = [Lives(before, after) for before, after in zip(first, again, strict=True)]
+    assert min(Lives(again[0]).read) == 10
+    digests = plain_digests(lives, samples=80, accumulate=2, seed=7, fp16=None)
+    assert [life.digests for life in lives] == [{n + 1: digest for n, digest in enumerate(digests)}] * 2
+    assert len(digests) == 30
+
+
+def test_a_group_that_comes_too_late_ends_well_and_writes_nothing(tmp_path: Path) -> None:
+    with FrameworkJob(tmp_path, SCRIPT, *start_arguments(tmp_path, epochs=2), num_groups=2) as job:
+        first = job.start(0)
+        assert first.process.wait(timeout=60) == 0
+        written = (tmp_path / "final.pt").stat().st_mtime_ns
+        late = job.start(1)
+        assert late.process.wait(timeout=60) == 0
+    assert "READ" not in late.log() and "gets no more batches" in late.log()
+    assert (tmp_path / "final.pt").stat().st_mtime_ns == written
+
+
+def test_checkpoints_that_accelerate_names_have_the_job_s_step(tmp_path: Path) -> None:
+    """The group that speaks is killed; the one that takes over goes on with the names, and keeps to the limit."""
+    arguments = start_arguments(tmp_path, epochs=8, limit=2)
+    with FrameworkJob(tmp_path, SCRIPT, *arguments, "--automatic") as job:
+        train_and_kill(job, tmp_path, killed=0)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"checkpoint_30", "checkpoint_40"}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun, two ranks", "accelerate launch"])
+def test_under_a_launcher(tmp_path: Path, launcher: str) -> None:
+    """accelerate wraps the model into torch's DDP then; the average over the groups comes after that within a group."""
+    script, before, nproc = SCRIPT, [], None
+    if launcher == "accelerate launch":
+        script, before = Path(launch.__file__), ["--cpu", "--num_processes=1", str(SCRIPT)]
+    else:
+        nproc = 2
+    with FrameworkJob(tmp_path, script, *before, *start_arguments(tmp_path, epochs=8), nproc=nproc) as job:
+        is_there = tmp_path / "is there"
+        survivor = job.start(0, "--wait", "2", str(is_there))
+        survivor.wait_for("STEP 2 ")
+        killed = job.start(1)
+        killed.wait_for("READ")
+        is_there.touch()
+        killed.wait_for("STEP 7 ")
+        killed.kill()
+        again = job.start(1)
+        ends = [group.process.wait(timeout=180) for group in (survivor, again)]
+        assert ends == [0, 0], again.log()[-3000:]
+    assert "came to another state" not in survivor.log() + killed.log() + again.log()
+    digests = digests_of(survivor, killed, again)
+    assert sorted(digests) == list(range(1, max(digests) + 1))
+    assert {len(of_step) for of_step in digests.values()} == {1}
+
+
+class Alone:
+    """Says of a manager what `FaultTolerantAccelerator` asks before the first step."""
+
+    group_world_size, speaks = 1, False
+
+    def register_state_dict_fn(self, *args: object) -> None: ...
+    def guard_optimizer(self, optimizer: object) -> None: ...
+    def replica_id(self) -> str:
+        return "group_0"
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    load_state_dict = state_dict
+
+
+def accelerator(**options: object) -> FaultTolerantAccelerator:
+    return FaultTolerantAccelerator(Alone(), **{"group": 1, "num_groups": 2, "cpu": True, **options})
+
+
+def a_loader(**options: object) -> DataLoader:
+    return DataLoader(plain.Numbered(16), batch_size=2, **options)
+
+
+def test_the_loader_that_is_trained_on_is_divided_and_others_are_read_whole() -> None:
+    first, second, shuffled = accelerator().prepare(a_loader(), a_loader(), a_loader(shuffle=True))
+    with torch.no_grad():
+        assert [batch["number"].tolist() for batch in first] == [[2, 3], [6, 7], [10, 11], [14, 15]]
+        assert [len(loader) for loader in (first, second, shuffled)] == [4, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: accelerator(num_groups=None), "NUM_REPLICA_GROUPS"),
+        (lambda: accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)), "even_batches"),
+        (lambda: accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)), "dispatch_batches"),
+        (lambda: accelerator().prepare(*[torch.optim.SGD(plain.make_model().parameters()) for _ in "12"]), "one optim"),
+        (lambda: accelerator().prepare(PureDistributedDataParallel(Alone(), plain.make_model())), "the model itself"),
+        (lambda: accelerator().backward(torch.ones((), requires_grad=True)), "before its step has begun"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(
+    wrong: Callable[[], object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NUM_REPLICA_GROUPS", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        wrong()
