@@ -54,9 +54,9 @@ class PlainOuterLoop:
         self._globals = [{name: param.detach().clone() for name, param in params.items()} for params in self._params]
         self._place = 0
         self._taken: list[torch.Tensor] = []
-        manager.register_state_dict_fn(key, lambda _: None, self._state)
+        manager.register_state_dict_fn(key, lambda _: None, self.state_dict)
 
-    def _state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "original_parameters": self._globals,
             "outer_optimizers": [optimizer.state_dict() for optimizer in dict.fromkeys(self._outers)],

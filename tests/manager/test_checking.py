@@ -80,7 +80,7 @@ def test_a_list_of_values_is_one_leaf_and_its_order_counts() -> None:
     assert one.name == "a.order" and digest_of(one.value) != digest_of(other.value)
 
 
-def test_of_groups_that_train_apart_only_what_they_agreed_on_is_compared() -> None:
+def test_of_groups_that_train_apart_nothing_that_the_inner_optimizer_owns_is_compared() -> None:
     model, agreed = nn.Linear(4, 4), torch.zeros(3)
     registry = StateRegistry(StateDictLock())
     registry.register("model", lambda _: None, lambda: {**model.state_dict(), "epoch": 1})
@@ -92,7 +92,34 @@ def test_of_groups_that_train_apart_only_what_they_agreed_on_is_compared() -> No
         local_between_syncs=True,
     )
     registry.guard(trained(model))
-    assert names(registry.leaves_to_compare()) == {"outer.globals", "outer.round"}
+    leaves, known = registry.leaves_to_compare(), KnownLeaves()
+    known.look(leaves, asks=True)
+    assert {leaf.name for leaf in leaves} == {"outer.globals", "outer.round", "model.epoch"}
+    assert names(leaves) == {leaf.name for leaf in leaves if known.may_count(leaf)} == {"outer.globals", "outer.round"}
+
+
+def test_of_a_scripts_own_leaves_those_may_count_that_move_with_rounds_and_stand_still_within_one() -> None:
+    known = KnownLeaves()
+    state = {"scale": 2.0, "average": torch.zeros(3), "num_batches": torch.zeros(()), "best": 3.0}
+
+    def look(*, asks: bool) -> set[str]:
+        known.look(leaves_to_compare(state, []), asks=asks)
+        return known.moved or set()
+
+    for _ in range(2):
+        assert look(asks=True) == set(), "what is only seen as rounds are asked for may move in inner steps"
+        state["average"].add_(1)
+        state["num_batches"].add_(1)
+    look(asks=False)
+    state["num_batches"].add_(1)
+    assert look(asks=True) == {"average"}
+    assert look(asks=True) == {"average"}, "the round is tried again"
+    state["best"] = 1.0
+    look(asks=False)
+    assert look(asks=True) == {"average", "best"}, "and one of them has not moved in this round"
+    known.learn(["average"], ["best"])
+    of = {leaf.name: leaf for leaf in leaves_to_compare(state, [])}
+    assert [name for name in sorted(of) if known.may_count(of[name])] == ["average"]
 
 
 def test_digests_tell_dtypes_shapes_and_signs_of_zero_apart() -> None:

@@ -63,6 +63,24 @@ def test_survivors_of_kills_at_any_point_lose_no_inner_work_and_all_end_equal(tm
         assert sum(step["discarded"] for step in survivor.steps()) <= 4
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["asks the loop", "sees current_step move"])
+def test_an_average_that_a_script_moves_with_the_rounds_is_equal_after_kills_however_it_sees_them(
+    tmp_path: Path, asks: bool
+) -> None:
+    with outer_job(tmp_path, average="asks" if asks else "moved") as job:
+        groups = start_three(job, victim=1, die={"groups": 3, "at": "inner"})
+        assert groups[1].end() == -signal.SIGKILL
+        again = job.start("group_1", die={"groups": 3, "at": "vote"})[0]
+        assert again.end() == -signal.SIGKILL
+        last = job.start("group_1")[0]
+        last.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        reports = job.finish(ahead=4)
+    assert_equal_ends(reports)
+    assert_equal_rounds([*groups, again, last])
+    assert last.wait_for_event("done")["corrected"] == (0 if asks else 1)
+    assert not asks or sum(report["corrected"] for report in reports) == 0
+
+
 def test_a_discarded_round_takes_its_fragment_back_in_all_survivors_alike(tmp_path: Path) -> None:
     with outer_job(tmp_path, round_retries=0) as job:
         groups = start_three(job, victim=1, die={"groups": 3, "at": "allreduce"})

@@ -171,13 +171,34 @@ class Script:
         return Place(self.schedule.last_epoch, self.inner.param_groups[0]["lr"], bits([*self.model.parameters(), *own]))
 
 
-def train_two(case: Case) -> tuple[dict[int, Place], dict[int, Place]]:
+class CountsRounds(Script):
+    """Counts those in which it has seen `current_step` move, which a group that comes in does not see of its first one."""
+
+    rounds = 0
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "rounds": self.rounds}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
+        self.rounds = state["rounds"]
+
+    def iterate(self) -> None:
+        step = self.manager.current_step()
+        super().iterate()
+        self.rounds += self.manager.current_step() > step
+
+    def _place(self) -> Any:
+        return self.manager.current_step(), self.rounds, self.manager.statistics().num_corrected
+
+
+def train_two(case: Case, kind: type[Script] = Script) -> tuple[dict[int, Place], dict[int, Place]]:
     """Let a second group come to one that trains; return where both were after each iteration."""
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
     may_come = threading.Event()
 
     def run(number: int, told: threading.Event) -> dict[int, Place]:
-        script = Script(lighthouse.address(), number, case)
+        script = kind(lighthouse.address(), number, case)
         try:
             return script.train(told, NUM_ROUNDS_ALONE)
         finally:
@@ -336,6 +357,24 @@ def test_a_script_that_moves_what_the_groups_agreed_on_loads_theirs_before_its_n
         assert "group_1" in caplog.text and "original_parameters.0.0.weight differed" in caplog.text
     finally:
         lighthouse.shutdown()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("diloco"),
+        Case("diloco", delay=1),
+        Case("local_sgd", num_failures=1),
+        Case("local_sgd", round_retries=0, num_failures=1),
+    ],
+    ids=str,
+)
+def test_a_script_that_lacks_a_round_loads_its_count_from_one_that_has_trained_alone(case: Case) -> None:
+    """Nobody was there to compare it with in the rounds before that."""
+    there, here = train_two(case, CountsRounds)
+    (step, rounds, num_corrected), last = there[max(here)], here[max(here)]
+    assert (step, rounds, num_corrected) == (step, step, 0)
+    assert last == (step, step, 1)
 
 
 def test_a_state_of_a_round_that_is_given_up_is_a_round_older_when_the_next_one_is_decided() -> None:

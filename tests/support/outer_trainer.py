@@ -6,6 +6,7 @@ it kills itself: {"groups": once so many trained in a round, "at": "inner" | "pr
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -40,8 +41,8 @@ class FailsOnce(SteeredTransport):
         return super().fetch_checkpoint(sources, step, timeout, **how)
 
 
-def digest_of_globals(loop: Any) -> str:
-    """Return a digest of all bits of the global parameters and the outer optimizers' state."""
+def digest_of(whole: Any) -> str:
+    """Return a digest of all bits of a state."""
     state = xxhash.xxh3_128()
 
     def add(value: Any) -> None:
@@ -57,7 +58,7 @@ def digest_of_globals(loop: Any) -> str:
         else:
             state.update(repr(value).encode())
 
-    add(loop.state_dict())
+    add(whole)
     return state.hexdigest()
 
 
@@ -154,6 +155,16 @@ def main() -> None:
             should_quantize=options.get("quantize", False),
             **common,
         )
+    # What a script keeps of the rounds, registered: an average of the global parameters.
+    average: dict[str, Any] = {"weights": torch.zeros(sum(p.numel() for p in model.parameters())), "rounds": 0}
+    if follows := options.get("average"):
+        manager.register_state_dict_fn("average", lambda state: average.update(copy.deepcopy(state)), lambda: average)
+
+    def follow_round() -> None:
+        flat = [w.reshape(-1).cpu() for f in loop.state_dict()["original_parameters"] for w in f.values()]
+        average["weights"].lerp_(torch.cat(flat), 0.1)
+        average["rounds"] += 1
+
     number = 0
     try:
         with loop:
@@ -163,9 +174,12 @@ def main() -> None:
             before, restored = manager.statistics(), restores[0]
             while not is_over(options, manager.current_step()):
                 batch = torch.randn(8, 64, generator=generator).to(DEVICE)
+                step = manager.current_step()
                 inner.zero_grad()
                 (model(batch) - batch).square().mean().backward()
                 inner.step()
+                if loop.round_counted() if follows == "asks" else manager.current_step() > step:
+                    follow_round()
                 number += 1
                 time.sleep(options.get("pause_s", 0.01))
                 after = manager.statistics()
@@ -186,10 +200,15 @@ def main() -> None:
                         contributed=manager.is_participating(),
                         inner_steps=number,
                         healed=after.num_healed,
-                        digest=digest_of_globals(loop),
+                        digest=digest_of(loop.state_dict()),
                     )
                     before, restored, number = after, restores[0], 0
-        report("done", step=manager.current_step(), digest=digest_of_globals(loop))
+        report(
+            "done",
+            step=manager.current_step(),
+            digest=f"{digest_of(loop.state_dict())} {digest_of(average) if follows else ''}",
+            corrected=manager.statistics().num_corrected,
+        )
     finally:
         manager.shutdown()
         transport.shutdown()

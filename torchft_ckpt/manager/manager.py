@@ -399,7 +399,8 @@ class Manager:
             optimizers: whose state is in it, where they are neither wrapped nor guarded: where parameters are sharded, a
                 replica that has none of it yet makes it before it receives.
             local_between_syncs: between two changes of this state every replica group trains by itself, as in an outer loop:
-                what else is registered is each group's own, unless it is explicitly locked too. It is loaded after all others.
+                what else is registered is each group's own, unless it is explicitly locked too, or moves with these alone. It is
+                loaded after all others.
             after_restore: called on the training thread at the end of `Checkpointer.restore`, where that has loaded a
                 checkpoint or found that other groups hold a newer state.
 
@@ -957,6 +958,10 @@ class Manager:
     @outer_schedule.setter
     def outer_schedule(self, schedule: OuterSchedule | None) -> None:
         self._own.outer_schedule = schedule
+
+    def first_inner_step(self) -> None:
+        """Say that the first inner step of an outer loop's round is over, and that another one comes before `start_quorum`."""
+        self._steps.first_inner_step()
 
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.

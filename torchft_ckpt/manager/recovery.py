@@ -250,7 +250,10 @@ class Recovery:
         is_concerned = bool(of_all) or (self.is_alone and not paths)
         again = self._corrections.note(step, of_all) if is_concerned else ""
         why = (
-            "Its training loop used something that it had read before it had this state (read the step after zero_grad), or"
+            "Its script changes once a round what the others change at another place, or by what it had read before it came in:"
+            " change it if loop.round_counted() is True, and read manager.current_step() there"
+            if self._registry.trains_apart
+            else "Its training loop used something that it had read before it had this state (read the step after zero_grad), or"
             " changes what belongs to a step after zero_grad, or in this group alone"
         )
         if again:

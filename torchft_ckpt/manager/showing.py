@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, is_one_leaf, rebuilt
-from torchft_ckpt.checkpointing.state.samples import add_sample, sample_of
+from torchft_ckpt.checkpointing.state.samples import add_sample, marks, sample_of
 from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.core.coordination.messages import MAX_LEAF_CHARS, MAX_LEAVES, Leaf, Shows, StateShown
 from torchft_ckpt.manager.comparing import bits_of
@@ -83,6 +83,14 @@ class KnownLeaves:
     common: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)
     """Each group has its own."""
+    moved: set[str] | None = None
+    """In an outer loop: those that moved with its rounds, and stood still in the inner steps of one. What moves in these is a
+    group's own, and of what has never moved (a loss scale) nobody knows. None: groups train together."""
+    still: set[str] = field(default_factory=set)
+    """In an outer loop: those that stood still in the inner steps before the last exchange that was compared."""
+    _asked: dict[str, str | bytes] = field(default_factory=dict)
+    _began: dict[str, str | bytes] = field(default_factory=dict)
+    """The leaves as a round was asked for last, and as the first inner step after it was over."""
 
     def learn(self, common: Iterable[str], own: Iterable[str]) -> list[str]:
         """Take what the lighthouse has found; return which leaves are known to be each group's own since."""
@@ -95,6 +103,26 @@ class KnownLeaves:
         """Whether a leaf has to be equal in all groups, as far as is known."""
         return leaf.is_owned or leaf.key in self.common
 
+    def may_count(self, leaf: CheckedLeaf) -> bool:
+        """Whether a leaf has to be equal in all groups, or it may turn out that it has to be."""
+        return self.counts(leaf) or (leaf.key not in self.own and (self.moved is None or leaf.key in self.moved))
+
+    def look(self, leaves: Iterable[CheckedLeaf], *, asks: bool) -> None:
+        """See which leaves move with the rounds of an outer loop: as one is asked for, or as its first inner step is over."""
+        looked_at = [leaf for leaf in leaves if not leaf.is_owned]
+        sampled = iter(marks(leaf.value for leaf in looked_at if isinstance(leaf.value, torch.Tensor)))
+        now = {leaf.key: leaf.value if isinstance(leaf.value, str) else next(sampled) for leaf in looked_at}
+        if not asks:
+            self._began = now
+            return
+        if self._began:  # else the round is tried again
+            self.still = {key for key in now if now[key] == self._began.get(key)}
+            self.moved = (self.moved or set()) | {
+                key for key in self.still if now[key] != self._asked.get(key, now[key])
+            }
+        self.moved = now.keys() & (self.moved or ())
+        self._asked, self._began = now, {}
+
 
 def shown(
     leaves: Sequence[CheckedLeaf], known: KnownLeaves, step: int, shows: Shows, *, group_world_size: int
@@ -105,7 +133,7 @@ def shown(
     owned, common = xxhash.xxh3_128(), xxhash.xxh3_128()
     still_open: list[Leaf] = []
     for leaf in leaves:
-        if not leaf.is_owned and leaf.key in known.own:
+        if not known.may_count(leaf):
             continue
         digest = _digest(leaf.value, sampled_at)
         if leaf.is_owned:

@@ -351,8 +351,8 @@ class StateRegistry:
     def leaves_to_compare(self, captured: dict[str, Any] | None = None) -> list[CheckedLeaf]:
         """Return the leaves of the state of now by which groups are compared. On the training thread.
 
-        Of groups that train apart it is what they agreed on, and nothing of the optimizers that they train with, nor what outer
-        optimizers are set to: a round is applied with the same settings everywhere.
+        Of groups that train apart it is what they agreed on, and what the script has of its own: nothing of the optimizers that
+        they train with, nor what outer optimizers are set to, as a round is applied with the same settings everywhere.
 
         Args:
             captured: as `capture` has just returned it.
@@ -360,7 +360,9 @@ class StateRegistry:
         captured = self.capture() if captured is None else captured
         still = captured.keys() - self._moving
         if self._agreed_on:
-            leaves = leaves_to_compare({key: captured[key] for key in still}, (), still=still)
+            agreed = leaves_to_compare({key: captured[key] for key in still}, (), still=still)
+            own = leaves_to_compare({key: captured[key] for key in captured.keys() - still}, self._known())
+            leaves = [*agreed, *(leaf for leaf in own if not leaf.is_owned)]
             return [leaf for leaf in leaves if ".param_groups." not in leaf.place]
         return leaves_to_compare(captured, self._known(), still=still)
 
@@ -379,9 +381,8 @@ class StateRegistry:
         """
         here = self.capture()
         kept = {key: keeping(item, here[key], known.own, key) for key, item in user.items()}
-        leaves = {
-            leaf.name: leaf for leaf in self.leaves_to_compare(here) if leaf.is_owned or leaf.key not in known.own
-        }
+        compared = self.leaves_to_compare(here)
+        leaves = {leaf.name: leaf for leaf in compared if known.may_count(leaf) or leaf.key in known.still - known.own}
         found = {path: leaves.get(path) or leaves.get(path.rpartition(".")[0]) for path in differing}
         there = {path: leaf for path, leaf in found.items() if leaf is not None}
         # The settings of optimizers are owned, and in what the functions return as well, under other names.

@@ -481,8 +481,11 @@ class Steps:
         is_compared = now.version.proven and wishes.contributes and not self._has_written
         is_new = now.is_checked or now.shows is not Shows.NOTHING
         leaves: list[CheckedLeaf] = []
-        if is_shown or (is_compared and (is_new or self._check.is_due(now.version.step))):
+        is_looked_at = now.version.proven and registry.trains_apart and not registry.is_explicitly_locked
+        if is_shown or is_looked_at or (is_compared and (is_new or self._check.is_due(now.version.step))):
             leaves = registry.leaves_to_compare(None if captured is None else captured.returned)
+        if is_looked_at:
+            self._own.known.look(leaves, asks=True)
         parts: list[StateShown] = []
         if is_shown and captured is not None:
             parts = [self._show(leaves, now)]
@@ -501,6 +504,11 @@ class Steps:
             else 0.0,
         )
         return has_to_wait, prepared, parts
+
+    def first_inner_step(self) -> None:
+        """See what of the script's own state moves with the rounds of its outer loop, if the next one shows it."""
+        if self._client.view().shows is not Shows.NOTHING and not self._registry.is_explicitly_locked:
+            self._own.known.look(self._registry.leaves_to_compare(), asks=False)
 
     def _look_at(self, now: ReplicaView, leaves: Sequence[CheckedLeaf], *, is_compared: bool, is_new: bool) -> None:
         """Have what the vote shows read of the state with which the step begins."""

@@ -347,7 +347,11 @@ class OuterLoop(Generic[F]):
             self._settings, self._is_made = [], False
             return
         self._inner_step += 1
-        if actions := self._schedule.actions(self._inner_step):
+        actions = self._schedule.actions(self._inner_step)
+        if self._inner_step == 1 and not actions:
+            with self._guard_let_go():
+                self._manager.first_inner_step()
+        if actions:
             self._is_in_step = True
             try:
                 with self._guard_let_go():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, StepLR
 
 OUTER = Category.OUTER
+DIFFERED = "came to another state of step .* differed. It has loaded theirs .* if loop.round_counted\\(\\) is True"
 
 
 def nesterov(module: nn.Module) -> torch.optim.Optimizer:
@@ -369,11 +370,11 @@ def outer_scheduler_asks(job: Job) -> None:
 @idiom(
     "An outer scheduler, registered, stepped if `inner.step()` has moved current_step()",
     OUTER,
-    "A group that comes back does not see its first round count: its scheduler stays one behind, and a warning names the rate."
-    " Each round is applied with the other groups' rate. Ask `loop.round_counted()` instead.",
+    "A group that comes back does not see its first round count, and loads the scheduler of the others before the next one: its"
+    " inner steps of that round are lost, and a warning says so. Ask `loop.round_counted()` instead.",
     was="each round was applied with another learning rate in the group that came back",
-    says="sets its outer optimizer otherwise",
-    own=("/lr", "/scheduler/"),
+    says=DIFFERED,
+    compare="groups",
 )
 def outer_scheduler_late(job: Job) -> None:
     outer_loop(job, registers=True, after=lambda _outer, _loop, scheduler, moved: moved and scheduler.step())
@@ -394,3 +395,187 @@ def outer_scheduler_alone(job: Job) -> None:
         make=lambda outer, _: LambdaLR(outer, lambda epoch: 0.8**epoch),
         after=lambda _outer, _loop, scheduler, moved: moved and scheduler.step(),
     )
+
+
+class Followed:
+    """What a script keeps of the rounds, registered: averaged weights, and how many rounds went into them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = [param.detach().clone() for param in model.parameters()]
+        self.count = 0
+
+    @torch.no_grad()
+    def update(self, weights: Iterable[torch.Tensor], decay: float = 0.9) -> None:
+        for average, weight in zip(self.weights, weights, strict=True):
+            average.lerp_(weight, 1 - decay)
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for average, received in zip(self.weights, state["weights"], strict=True):
+            average.copy_(received)
+        self.count = state["count"]
+
+
+def followed_loop(
+    job: Job,
+    follow: Callable[[Followed, Any, Any, nn.Module, int], object],
+    *,
+    asks: bool,
+    inner: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+    num_fragments: int = 1,
+    is_local_sgd: bool = False,
+    **options: Any,
+) -> None:
+    """A loop that does something once a round: if the loop says that it counts (`asks`), or if `current_step` has moved.
+
+    `follow` gets what is registered, the loop, the inner optimizer, the model, and the step as the iteration began.
+    """
+    model = mlp()
+    optimizer, followed = inner(model), Followed(model)
+    manager = job.manager(*states(followed=followed), use_async_quorum=False)
+    fragments = [model] if num_fragments == 1 else [model[:2], model[2:]]
+    if is_local_sgd:
+        loop = job.local_sgd(model, optimizer, 3)
+    else:
+        loop = job.diloco(fragments, optimizer, [nesterov(f) for f in fragments], 3 * num_fragments, **options)
+    with loop:
+        while job.goes_on():
+            step = manager.current_step()
+            optimizer.zero_grad()
+            error(model, job.batch()).backward()
+            optimizer.step()
+            if loop.round_counted() if asks else manager.current_step() > step:
+                follow(followed, loop, optimizer, model, step)
+                job.history.pop(job.step, None)  # what was here before belongs to the round before
+
+
+def average(followed: Followed, _loop: Any, _inner: Any, model: nn.Module, _step: int) -> None:
+    followed.update(model.parameters())
+
+
+def average_globals(followed: Followed, loop: Any, *_: Any) -> None:
+    followed.update(w for fragment in loop.state_dict()["original_parameters"] for w in fragment.values())
+
+
+ASKS = "Ask `loop.round_counted()` instead."
+
+
+@idiom("Averaged weights, moved if a round has counted (loop.round_counted())", OUTER, "Register them.")
+def averaged_by_rounds(job: Job) -> None:
+    followed_loop(job, average, asks=True)
+
+
+@idiom("LocalSGD with averaged weights, moved if a round has counted", OUTER, num_groups=3)
+def local_averaged_by_rounds(job: Job) -> None:
+    followed_loop(job, average, asks=True, is_local_sgd=True)
+
+
+@idiom("Streaming DiLoCo with a delay, and averages of the global parameters", OUTER, num_groups=3)
+def globals_averaged(job: Job) -> None:
+    options = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    followed_loop(job, average_globals, asks=True, **options)
+
+
+@idiom("Forget the inner optimizer's state if a round has counted", OUTER)
+def inner_reset(job: Job) -> None:
+    def reset(followed: Followed, _loop: Any, inner: torch.optim.Optimizer, *_: Any) -> None:
+        inner.state.clear()
+        followed.count += 1
+
+    followed_loop(job, reset, asks=True, inner=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+@idiom(
+    "Averaged weights, moved if `inner.step()` has moved current_step()",
+    OUTER,
+    f"A group that comes back lacks the round that it came in with, and loads the others' average before its next one. {ASKS}",
+    was="the average of the group that came back differed from then on, and nothing was said",
+    says=DIFFERED,
+    compare="groups",
+)
+def averaged_if_step_moved(job: Job) -> None:
+    followed_loop(job, average, asks=False)
+
+
+@idiom(
+    "Streaming DiLoCo with a delay, and averages that move if `inner.step()` has moved current_step()",
+    OUTER,
+    f"As with one fragment. {ASKS}",
+    was="the average of the group that came back differed from then on, and nothing was said",
+    says=DIFFERED,
+    compare="groups",
+    num_groups=3,
+)
+def globals_averaged_if_step_moved(job: Job) -> None:
+    followed_loop(job, average_globals, asks=False, num_fragments=2, fragment_sync_delay=1)
+
+
+@idiom(
+    "Averaged weights, with a decay by the step that was read at the top of the iteration",
+    OUTER,
+    "In a group that comes back that step is 0. It loads the others' average before its next round. Read the step where the round"
+    " has counted.",
+    was="the average of the group that came back differed from then on, and nothing was said",
+    says=DIFFERED,
+    compare="groups",
+)
+def decay_read_at_top(job: Job) -> None:
+    def follow(followed: Followed, _loop: Any, _inner: Any, model: nn.Module, step: int) -> None:
+        followed.update(model.parameters(), 1 - 1 / (2 + step))
+
+    followed_loop(job, follow, asks=True)
+
+
+@idiom(
+    "The inner learning rate by a count of rounds, which is registered",
+    OUTER,
+    f"Compute it from `manager.current_step()`. A count that moves with `current_step` lacks a round. {ASKS}",
+    was="the group that came back trained with another learning rate from then on, and nothing was said",
+    says=DIFFERED,
+    compare="groups",
+)
+def inner_rate_by_count(job: Job) -> None:
+    def follow(followed: Followed, _loop: Any, inner: torch.optim.Optimizer, *_: Any) -> None:
+        followed.count += 1
+        inner.param_groups[0]["lr"] = 0.05 / (1 + followed.count)
+
+    followed_loop(job, follow, asks=False)
+
+
+@idiom(
+    "Inner state that is registered: BatchNorm, AdamW, a codebook, a loss scale, the best loss",
+    OUTER,
+    "Each group has its own. A group that comes back takes them over from another group.",
+    compare="groups",
+    own=("/model/", "/inner/", "/scale", "/best"),
+    num_groups=3,
+)
+def inner_state_registered(job: Job) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    model.register_buffer("codebook", torch.zeros(6))
+    adam, schedule = torch.optim.AdamW(model.parameters(), lr=0.01), {"scale": 65536.0, "best": 1e9, "rounds": 0}
+    load, get = states(model=model, inner=adam)
+
+    def load_state(state: dict[str, Any]) -> None:
+        load(state)
+        schedule.update(state["schedule"])
+
+    job.manager(load_state, lambda: {**get(), "schedule": schedule}, use_async_quorum=False)
+    with job.diloco([model], adam, nesterov(model), 3) as loop:
+        while job.goes_on():
+            inputs, targets = job.batch()
+            adam.zero_grad()
+            loss = error(model, (inputs, targets))
+            loss.backward()
+            adam.step()
+            with torch.no_grad():
+                model.codebook.lerp_(inputs.mean(0), 0.1)
+            if job.group == 1 and job.step % 2:
+                schedule["scale"] /= 2  # an overflow
+            schedule["best"] = min(schedule["best"], loss.item())
+            if loop.round_counted():
+                schedule["rounds"] += 1
+                job.history.pop(job.step, None)
