@@ -119,3 +119,26 @@ def test_nothing_is_said_of_what_is_frozen_or_exchanged(caplog: pytest.LogCaptur
         model[1].requires_grad_(True)
         train(model, inner, 2 * SYNC_EVERY)
     assert warnings(caplog) == []
+
+
+def test_parameters_that_need_no_gradient_are_named_once_if_the_script_gives_them_other_values(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A codebook, or a target network: each round of DiLoCo puts back what it was."""
+    model = build()
+    model[1].requires_grad_(False)
+    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with diloco([model[:2], model[2:]], inner), torch.no_grad():
+        before = model[1].weight.clone()
+        model[1].weight.add_(1)
+        model[1].weight.copy_(before)  # averaged weights were swapped in, to evaluate
+        with torch.enable_grad():
+            train(model, inner)
+        assert warnings(caplog) == []
+        for _ in range(2):
+            model[1].weight.add_(1)
+            with torch.enable_grad():
+                train(model, inner)
+        (warning,) = warnings(caplog)
+        assert "need no gradient were written to (1: 1.weight)" in warning
+        assert torch.equal(model[1].weight, before)

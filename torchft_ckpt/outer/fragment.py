@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from torchft_ckpt.checkpointing.state.versions import Counted, count_writes, is_changed
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.optimizer_settings import with_inner
 from torchft_ckpt.outer.memory import FlatBuffers, copy_for, local_of, shaped_like
@@ -61,6 +62,7 @@ class Fragment(ABC):
             if keep_inner_state
             else None
         )
+        self._frozen: dict[str, Sequence[Counted]] = {}
         self._values: list[torch.Tensor] = []
         self._flat_values: list[torch.Tensor] = []
 
@@ -102,6 +104,7 @@ class Fragment(ABC):
         with record_function("torchft::local_sgd::restore_parameters"):
             for name, param in self.params.items():
                 local_of(param).copy_(self.original_parameters[name], non_blocking=True)
+        self._count_frozen()
 
     def restore(self) -> None:
         """Go back to the backup, and the inner optimizer's state to what it was when the round began."""
@@ -125,6 +128,15 @@ class Fragment(ABC):
         with record_function("torchft::local_sgd::save_parameters"):
             for name, param in self.params.items():
                 self.original_parameters[name].copy_(local_of(param), non_blocking=True)
+        self._count_frozen()
+
+    def _count_frozen(self) -> None:
+        self._frozen = {name: count_writes(param) for name, param in self.params.items() if name not in self.trained}
+
+    def is_written(self, name: str) -> bool:
+        """Whether the script has given a parameter that is not exchanged another value than the global one."""
+        local, backup = local_of(self.params[name]), self.original_parameters[name]
+        return is_changed(self._frozen.get(name, ())) and not torch.equal(local.to(backup.device), backup)
 
     @torch.no_grad()
     def global_parameters(self) -> dict[str, torch.Tensor]:

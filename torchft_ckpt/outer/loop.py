@@ -647,6 +647,8 @@ class LeftOut:
         self._fragments = list(fragments)
         self._inner_optimizer = inner_optimizer
         self._exchanged = {id(param) for fragment in fragments for param in fragment.trained.values()}
+        self._named: set[int] = set()
+        """Parameters that were written to, or are unfrozen, so far."""
         self._unfrozen: set[int] = set()
         self._foreign: set[int] = set()
 
@@ -669,6 +671,17 @@ class LeftOut:
                 _some(new),
             )
         self._unfrozen, self._foreign = set(unfrozen), set(foreign)
+        self._named |= self._unfrozen
+        named = [(one, name, id(param)) for one in self._fragments for name, param in one.params.items()]
+        written = {key: name for one, name, key in named if key not in self._named and one.is_written(name)}
+        if written:
+            self._named |= written.keys()
+            logger.warning(
+                "parameters that need no gradient were written to (%d: %s): they are not exchanged, and the global values of when"
+                " the loop began are put back (DiLoCo: in each round); make buffers of them, or leave them out of its modules",
+                len(written),
+                _some([*written.values()]),
+            )
 
     def _find_unfrozen(self) -> Iterator[tuple[int, str]]:
         for number, fragment in enumerate(self._fragments):

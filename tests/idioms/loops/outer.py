@@ -245,6 +245,30 @@ def unfrozen_later(job: Job) -> None:
 
 
 @idiom(
+    "A codebook that is a parameter without a gradient of a fragment, written to by the loop",
+    OUTER,
+    "Each round of DiLoCo puts back what it was at the beginning. Make it a buffer, which each group has for itself.",
+    was="nothing was said: what the loop wrote was lost with each round, in all groups alike",
+    says="need no gradient were written to",
+    compare="nothing",
+)
+def frozen_codebook(job: Job) -> None:
+    model = mlp()
+    model.register_parameter("codebook", nn.Parameter(torch.zeros(6), requires_grad=False))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sgd = torch.optim.SGD(trained, lr=0.05)
+    job.manager(use_async_quorum=False)
+    with job.diloco([model], sgd, torch.optim.SGD(trained, lr=0.7), 2):
+        while job.goes_on():
+            inputs, targets = job.batch()
+            sgd.zero_grad()
+            error(model, (inputs, targets)).backward()
+            sgd.step()
+            with torch.no_grad():
+                model.codebook.lerp_(inputs.mean(0), 0.1)
+
+
+@idiom(
     "Two fragments that share a parameter",
     OUTER,
     "The groups would exchange it twice.",
