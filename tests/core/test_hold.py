@@ -345,6 +345,19 @@ def test_a_survivor_dies_in_a_hold_and_the_others_go_on() -> None:
     assert [m.hears()[-1] for m in (a, c)] == ["quorum 2 step 2 healthy"] * 2
 
 
+def test_one_that_was_not_waited_for_says_what_it_holds_and_asks_for_no_step_in_a_job_that_may_lose_steps() -> None:
+    job = Job(least=1, allow_step_loss=True)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.5)
+    are_asked([a, b])
+    assert job.lighthouse._holds.is_on
+    job.passes(30.0)
+    assert job.lighthouse._holds.is_late(c.replica_id)
+    c.says(c.replica.locate())
+    assert a.replica.phase.value == "training"
+
+
 def test_a_loop_that_trains_another_network_than_the_others_comes_in_a_step_later() -> None:
     job = Job(least=2)
     a, b = at_work(job, "a", "b")

@@ -77,7 +77,7 @@ class Beside:
         """
         patience_s = float("inf")
         if self._job.allows_step_loss or self._job.settings.allow_step_loss:
-            patience_s = max(self._job.settings.join_timeout_s, member.asked.patience_s)
+            patience_s = max(self._job.settings.join_timeout_s, member.request.patience_s if member.request else 0.0)
         return any(
             other is not member
             and not other.is_excused
