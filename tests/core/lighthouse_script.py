@@ -238,7 +238,7 @@ class Member:
                 can_follow=can_follow,
                 gains=can_follow if gains is None else gains,
                 guesses=guesses,
-                kind=kind,
+                kinds=kind.split(),
                 at_end=at_end,
                 computes_alone=computes_alone,
                 top_s=top_s,

@@ -584,6 +584,42 @@ def test_of_two_at_work_that_are_out_of_turn_one_goes_out_and_comes_back_in_turn
     assert a.step == b.step and Outcome.DISCARD not in a.outcomes + b.outcomes
 
 
+def steps_of(turns: str, num_steps: int) -> str:
+    """The last steps of a loop that has made so many, each of the next of its turns."""
+    return " ".join(itertools.islice(itertools.cycle(turns), num_steps))[-63:]
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize(
+    "turns", ["cg", "cgcc", "cgcccc", "ccg", "catatc"], ids=["GAN", "WGAN", "WGAN-GP", "TD3", "SAC"]
+)
+def test_a_group_comes_in_at_the_place_in_the_turns_at_which_its_own_loop_is(turns: str, least: int) -> None:
+    """Its counter began anew, and a step of the critic may be at several places: it makes steps alone until that is told."""
+    for place in range(len(turns)):
+        job = Job(least=least)
+        at_work = [job.join(name) for name in "ab"]
+        theirs, mine = len(turns) + place, 1
+        for num_steps in range(theirs):
+            one_step(job, *at_work, kind=steps_of(turns, num_steps))
+        if least == 2:
+            at_work.pop().dies()
+        j = newcomer(job, kind=steps_of(turns, mine))
+        while not is_held(j):
+            if j.replica.phase.value == "training":
+                j.ends()
+                mine += 1
+                j.asks(at_end=True, kind=steps_of(turns, mine))
+            for member in at_work:
+                if member.replica.phase.value == "training":
+                    member.votes()
+                if member.replica.phase.value == "idle":
+                    member.asks(can_serve=True, kind=steps_of(turns, member.step))
+            theirs = at_work[0].step
+            assert theirs + mine <= 4 * len(turns) + place
+        assert (theirs - mine) % len(turns) == 0
+        assert all(Outcome.DISCARD not in member.outcomes for member in at_work)
+
+
 def test_most_of_those_at_work_say_whose_turn_it_is() -> None:
     job = Job(least=1)
     members = [job.join(name) for name in "abc"]

@@ -660,10 +660,10 @@ def run_with_holds(seed: int, **settings: object) -> Report:
     return Simulation(seed, replace(plan, **settings)).run()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_kinds", [1, 2], ids=["", "two networks in turn"])
-def test_a_group_that_comes_in_by_a_hold_costs_the_others_the_step_that_it_died_in_and_no_more(num_kinds: int) -> None:
+@pytest.mark.parametrize("turns", ["0", "01", "0100", "012100"])
+def test_a_group_that_comes_in_by_a_hold_costs_the_others_the_step_that_it_died_in_and_no_more(turns: str) -> None:
     for seed in range(by_default(10, thorough=60)):
-        plan = {"tells_reach": True, "num_kinds": num_kinds, "moods": Moods(moves_state=0.5)}
+        plan = {"tells_reach": True, "turns": turns, "moods": Moods(moves_state=0.5)}
         report, victim = run_with_one_fault(Fault.KILL_GROUP, seed, **plan)
         survivors = {name: cost for name, cost in report.discarded.items() if not name.startswith(victim)}
         assert report.num_held >= 1 and max(survivors.values()) <= 1, f"seed {seed}: {report}"
@@ -759,7 +759,7 @@ def test_the_simulation_of_holds_finds_a_rule_that_was_broken_on_purpose(
 
 
 def test_the_simulation_finds_that_loops_come_in_at_another_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Beside, "out_of_turn", lambda *_: [])
+    monkeypatch.setattr(Beside, "out_of_turn", lambda *_: {})
     with pytest.raises(InvariantError, match="not well"):
         for seed in range(20):
-            run_with_one_fault(Fault.KILL_GROUP, seed, tells_reach=True, num_kinds=2)
+            run_with_one_fault(Fault.KILL_GROUP, seed, tells_reach=True, turns="01")

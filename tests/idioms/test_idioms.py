@@ -107,6 +107,20 @@ def test_groups_come_back_in_another_way_and_all_compute_what_the_plain_loop_com
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_back_before", [5, 6, 7, 8])
+@pytest.mark.parametrize("key", ["dcgan", "wgan", "sac"])
+def test_a_group_whose_loop_takes_turns_by_a_counter_of_its_own_costs_one_step_as_it_dies_and_none_as_it_comes_back(
+    key: str, is_back_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "IS_BACK_BEFORE_STEP", is_back_before)
+    monkeypatch.setattr(harness, "NUM_STEPS", is_back_before + 4)
+    monkeypatch.setattr(beside, "OUT_OF_TURN_S", harness.LIMIT_S)  # a step takes long here if others have the cores
+    entry = next(entry for entry in TABLE if entry.key == key)
+    votes = harness.check(entry, dies=True).run.votes
+    assert sum(not committed for _, committed in votes) <= 1, votes
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", entries(restarts=True))
 def test_a_job_is_stopped_and_started_again_and_no_bit_differs(entry: Idiom, tmp_path: Path) -> None:
     harness.check_restart(entry, str(tmp_path))

@@ -86,8 +86,8 @@ class Scenario:
     num_spares: int = 0
     """So many of the groups, the last ones, are spares."""
     load_s: tuple[float, float] = (0.0, 0.0)
-    num_kinds: int = 1
-    """The loops train so many networks in turn."""
+    turns: str = "0"
+    """The networks that the loops train in turn."""
     staging_s: float = 0.0
     """A source needs so long before its first byte."""
     num_allreduces: int = 1
@@ -217,7 +217,7 @@ def draw_learning_scenario(rng: Random) -> Scenario:
 
 def draw_scenario_of_turns(rng: Random) -> Scenario:
     """Draw a run whose loops train several networks, each in a step of its own."""
-    return replace(draw_scenario(rng), num_kinds=rng.choice((2, 2, 3)))
+    return replace(draw_scenario(rng), turns=rng.choice(("01", "0100", "012")))
 
 
 def draw_outer_scenario(rng: Random) -> Scenario:

@@ -258,7 +258,7 @@ class Oracle:
         if formed is not None and formed.role is Role.LEARNER:
             self.fail(f"{trainer.address} commits {version}, and is a learner")
         for parts in sums:
-            if formed is not None and sum(part != 0 for part in parts) != formed.num_contributors:
+            if formed is not None and sum(isinstance(part, tuple) for part in parts) != formed.num_contributors:
                 self.fail(f"{trainer.address} commits {version}: {parts} are divided by {formed.num_contributors}")
         is_exact = self._expected(trainer, before) == trainer.value
         if formed is None or before != formed.version or not is_exact:

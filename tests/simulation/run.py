@@ -184,7 +184,7 @@ class Simulation:
             tells_reach=plan.tells_reach,
             changing=plan.changing,
             load_s=plan.load_s,
-            num_kinds=plan.num_kinds,
+            turns=plan.turns,
             shows=plan.shows,
             num_allreduces=plan.num_allreduces,
             num_late=plan.num_late,

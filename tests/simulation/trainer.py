@@ -20,6 +20,7 @@ from simulation.oracle import Oracle
 from simulation.transfers import Arrival, Snapshot, Transfers
 from torchft_ckpt.core.coordination.learning import Distance
 from torchft_ckpt.core.coordination.messages import (
+    MAX_TURNS,
     CollectiveWait,
     CommitDecided,
     CommitUnknown,
@@ -82,8 +83,8 @@ class TrainerSettings:
     changing: float | None = None
     """Training changes this part of the state, and who is far behind can follow; None: nobody can."""
     load_s: tuple[float, float] = (0.0, 0.0)
-    num_kinds: int = 1
-    """The loop trains so many networks in turn, each in a step of its own."""
+    turns: str = "0"
+    """The networks that the loop trains in turn, each in a step of its own."""
     shows: bool = True
     num_allreduces: int = 1
     num_late: int = 0
@@ -168,8 +169,8 @@ class Trainer:
         self._is_new = False
         """Its next step is the first with that."""
         self._ended_at, self._top_s = 0.0, 0.0
-        self._kind, self._last_kind = 0, ""
-        """Which network the open step trains, and which one the last did."""
+        self._place, self._kinds = 0, deque[str](maxlen=MAX_TURNS)
+        """The place of the open step in the turns, and which networks the last steps have trained."""
 
     @property
     def is_alone(self) -> bool:
@@ -286,7 +287,7 @@ class Trainer:
             gains=self._settings.changing is not None and self._distance.gains(*self._sizes()),
             at_end=self.is_at_end,
             top_s=self._top_s,
-            kind=self._last_kind,
+            kinds=self._kinds,
         )
         allow_heal = self.is_at_end or self._rng.random() >= self._moods.no_heal
         request = self.replica.begin(StepWishes(allow_heal=allow_heal), facts)
@@ -402,7 +403,7 @@ class Trainer:
 
     def _drawn(self, what: str) -> float:
         """A random number; the same at all ranks of a group if their loop takes turns: else they would be at different ones."""
-        if self._settings.num_kinds == 1 or self._plan is None:
+        if len(self._settings.turns) == 1 or self._plan is None:
             return self._rng.random()
         formed = self._plan.formed
         return Random(f"{self.replica_id} {formed.quorum_id} {formed.version.step} {what}").random()
@@ -429,10 +430,11 @@ class Trainer:
         if replica.error is not None or self._handle is None or len(self._results) == self._settings.num_allreduces:
             self._finish(turn)
             return
-        contribution: object = 0
+        network = self._settings.turns[self._place]
+        contribution: object = network  # zeros for its gradients
         if replica.participating_rank is not None:
             self._oracle.contributes(self)
-            contribution = (self.replica_id, self._rng.getrandbits(32), self._kind)
+            contribution = (self.replica_id, self._rng.getrandbits(32), network)
 
         def done(result: tuple[object, ...] | None) -> None:
             if turn != self._turn:
@@ -440,7 +442,7 @@ class Trainer:
             if result is None:
                 replica.fail("a collective failed")
                 replica.collectives_failed()
-            elif len({part[2] for part in result if isinstance(part, tuple)}) > 1:
+            elif len({part[2] if isinstance(part, tuple) else part for part in result}) > 1:
                 replica.fail("gradients of different networks were to be averaged")
                 replica.collectives_failed()
             else:
@@ -492,8 +494,8 @@ class Trainer:
     def _next(self) -> None:
         self._turn += 1
         if self._plan is not None and not self.is_at_end:
-            self._last_kind = f"{self._kind}" if self._settings.num_kinds > 1 else ""
-            self._kind = (self._kind + 1) % self._settings.num_kinds
+            self._kinds.append(self._settings.turns[self._place])
+            self._place = (self._place + 1) % len(self._settings.turns)
         if self.replica.is_leaving:
             self._go_away()
         elif self._may_come_in():

@@ -26,6 +26,7 @@ from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.checkpointing.state.samples import marks
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.core.coordination.messages import (
+    MAX_TURNS,
     CommitVote,
     Outcome,
     QuorumFormed,
@@ -568,7 +569,7 @@ class Steps:
             load_s=healing.load_s,
             stood_s=prepared.stood_s,
             shown=parts,
-            kind=self._kind(),
+            kinds=self._kinds(),
             at_end=self._is_at_end,
             top_s=self._top_s,
             computes_alone=self._rests_on_another_state,
@@ -588,11 +589,12 @@ class Steps:
             )
         )
 
-    def _kind(self) -> str:
+    def _kinds(self) -> list[str]:
         """See `QuorumRequest`."""
-        last = self._sharing.ending if self._is_at_end else self._sharing.last
-        places = (n for n, optimizer in enumerate(self._registry.guarded()) if optimizer in last)
-        return ",".join(map(str, places))[:256]
+        steps = [*self._sharing.last, *([self._sharing.ending] if self._is_at_end else ())]
+        guarded = self._registry.guarded()
+        kinds = (",".join(str(n) for n, optimizer in enumerate(guarded) if optimizer in step) for step in steps)
+        return [kind[:64] for kind in kinds if kind][-MAX_TURNS:]
 
     def _may_keep(self, wishes: StepWishes) -> bool:
         """Whether the step that is asked for can be the one that is open."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -587,6 +588,84 @@ def cyclegan(job: Job) -> None:
         (critic_a(fake_a.detach()).mean() - critic_a(a).mean()).backward()
         (critic_b(fake_b.detach()).mean() - critic_b(b).mean()).backward()
         optimizer_c.step()
+
+
+@idiom(
+    "A WGAN: the critic learns in each iteration, the generator in each third, by the loop's own counter",
+    STEP,
+    "A group that returns waits until the others are at the same place of the turns as its own counter.",
+    was="a group that came back came in at another place of the turns, and all discarded a step",
+)
+def wgan(job: Job) -> None:
+    generator, critic = mlp(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    rms_g = torch.optim.RMSprop(generator.parameters(), lr=1e-2)
+    rms_c = torch.optim.RMSprop(critic.parameters(), lr=1e-2)
+    job.manager(*states(generator=generator, critic=critic, rms_g=rms_g, rms_c=rms_c))
+    ddp_g, ddp_c = job.ddp(generator), job.ddp(critic)
+    optimizer_g, optimizer_c = job.optimizer(rms_g), job.optimizer(rms_c)
+    for number in itertools.count():
+        if not job.goes_on():
+            break
+        optimizer_c.zero_grad()
+        noise, real = job.batch()
+        fake = ddp_g(noise).detach()
+        (ddp_c(fake).mean() - ddp_c(real).mean()).backward()
+        optimizer_c.step()
+        for parameter in critic.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+        if number % 3 == 0:
+            optimizer_g.zero_grad()
+            (-critic(ddp_g(noise))).mean().backward()
+            optimizer_g.step()
+
+
+class Temperature(nn.Module):
+    """The logarithm of SAC's temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_alpha = nn.Parameter(torch.zeros(1))
+
+    def forward(self, log_pi: torch.Tensor) -> torch.Tensor:
+        return (-self.log_alpha.exp() * (log_pi - 3.0)).mean()
+
+
+@idiom(
+    "SAC: the critic learns in each iteration, actor and temperature twice in each second, by the loop's own counter",
+    STEP,
+    "As above. Take the temperature from its parameter where it is used: a number from before may be of an older state.",
+    was="a group that came back came in at another place of the turns, and all discarded a step",
+    compare="groups",  # a group that comes back has drawn its first batch for a step of its own
+)
+def sac(job: Job) -> None:
+    actor, critic, temperature = mlp(), nn.Sequential(nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 1)), Temperature()
+    networks = {"actor": actor, "critic": critic, "temperature": temperature}
+    adams = {name: torch.optim.Adam(network.parameters(), lr=1e-2) for name, network in networks.items()}
+    job.manager(*states(**networks, **{f"adam_{name}": adam for name, adam in adams.items()}))
+    ddp = {name: job.ddp(network) for name, network in networks.items()}
+    optimizers = {name: job.optimizer(adam) for name, adam in adams.items()}
+
+    def learns(name: str, loss: torch.Tensor) -> None:
+        optimizers[name].zero_grad()
+        loss.backward()
+        optimizers[name].step()
+
+    for number in itertools.count():
+        if not job.goes_on():
+            break
+        seen, action = job.batch()
+        with torch.no_grad():
+            target = critic(torch.cat([seen, torch.tanh(actor(seen))], 1)) - temperature.log_alpha.exp()
+        learns("critic", F.mse_loss(ddp["critic"](torch.cat([seen, action], 1)), target))
+        if number % 2 == 0:
+            for _ in range(2):
+                chosen = torch.tanh(ddp["actor"](seen))
+                value = critic(torch.cat([seen, chosen], 1))
+                alpha = temperature.log_alpha.exp().detach()
+                learns("actor", (alpha * chosen.square().sum(1) - value.squeeze(1)).mean())
+                with torch.no_grad():
+                    log_pi = actor(seen).square().sum(1)
+                learns("temperature", ddp["temperature"](log_pi))
 
 
 @idiom(

@@ -8,7 +8,7 @@ are needed: `spares`. How long the others stand still for one that comes in: `jo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
@@ -45,6 +45,9 @@ IS_SPARE = "it is a spare: it waits until a replica group is lost"
 LOADS_AT_END = "it lacks the newest state, and gets it at the end of an iteration that does not count"
 OUT_OF_TURN = (
     "its loop is about to train another optimizer than the loops of the others: it comes in when all train the same one"
+)
+TURN_UNKNOWN = (
+    "its loop trains several optimizers in turn, and has made too few steps to tell at which place of that it is"
 )
 
 
@@ -130,42 +133,45 @@ class Beside:
             and (m.replica_id in idle or not self._waits_in_vain(m, now))
         ]
         late = self.out_of_turn([*holding, *(m for m in members if m.replica_id not in idle)], now)
-        reasons = dict.fromkeys(late, OUT_OF_TURN)
-        reasons |= dict.fromkeys(idle, IS_SPARE)
+        reasons = late | dict.fromkeys(idle, IS_SPARE)
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
         reasons = {m.replica_id: why for m in members if (why := reasons.get(m.replica_id) or why_not[m.replica_id])}
         tried = [m.replica_id for m in self._joining.in_debt(m for m in members if m.replica_id not in reasons)]
         reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
         return following, reasons
 
-    def out_of_turn(self, candidates: Collection[Member], now: float) -> list[str]:
-        """Return those whose loops are about to train another of their optimizers than the loops of most of those at work are.
+    def out_of_turn(self, candidates: Collection[Member], now: float) -> dict[str, str]:
+        """Return whose loops are about to train another of their optimizers than those of most of those at work, and why not.
 
         Else a loop that trains two networks in turn, each in a step of its own, would average one's gradients with the other's
         for ever: all would discard each step, and go on to the next network. So such a group stays outside for a step, or
         computes one alone, whether it is at work or would come in. Who would come in does not stay out for long: loops may also
-        take turns by the number of the step, and then differ in what they did last.
+        take turns by the number of the step, and then differ in what they did last. A loop that comes in has counted its turns
+        anew, so it comes in at a place that its last steps tell; it makes steps alone until they do.
         """
         asking = {m.replica_id: m for m in candidates}
-        kinds = Counter(asking[m].asked.kind for m in self._job.quorum_members if m in asking)
+        at_work = [asking[m].asked.kinds for m in self._job.quorum_members if m in asking]
         if len(self._kinds) < MAX_KINDS:
-            self._kinds |= kinds.keys() - {""}
-        if not kinds or len(self._kinds) < 2:
-            return []
-        usual = max(kinds, key=lambda kind: kinds[kind])  # of as many, that of the first
-        late: list[str] = []
+            self._kinds.update(*at_work)
+        if not at_work or len(self._kinds) < 2:
+            return {}
+        counts = Counter(tuple(kinds[-1:]) for kinds in at_work)
+        usual = max(at_work, key=lambda kinds: counts[tuple(kinds[-1:])])  # of as many, that of the first
+        late: dict[str, str] = {}
         patience_s = OUT_OF_TURN_S + OUT_OF_TURN_STEPS * self._joining.usual_s
         for member in candidates:
             is_at_work = member.replica_id in self._job.quorum_members
             may_begin = self._job.holds_newest(member.version) and not member.asked.at_end
             came_in = may_begin and not is_at_work  # in its turn, at its end
-            if member.asked.kind == usual or came_in or not member.asked.can_load:
+            kinds = member.asked.kinds
+            fits = kinds[-1:] == usual[-1:] if is_at_work else is_at_same_place(kinds, usual)
+            if fits or came_in or not member.asked.can_load:
                 member.out_of_turn_since = None
                 continue
             if is_at_work or member.out_of_turn_since is None:
                 member.out_of_turn_since = now
             if now < member.out_of_turn_since + patience_s:
-                late.append(member.replica_id)
+                late[member.replica_id] = TURN_UNKNOWN if fits is None else OUT_OF_TURN
         return late
 
     def may_hold_more(self, member: Member) -> bool:
@@ -277,7 +283,7 @@ class Beside:
         """Return the groups that may train with the others once they know the step: they are behind, and train only a part."""
         asking = [self._job.members[replica_id] for replica_id in self._job.waiting]
         # Else who freezes its networks in turn may learn for ever.
-        late = self.out_of_turn([m for m in asking if m.asked.kind], now)
+        late = self.out_of_turn([m for m in asking if m.asked.kinds], now)
         layouts = {m.layout: m.layout_text for m in asking if m.replica_id not in others}
         return [
             member
@@ -388,3 +394,21 @@ class Beside:
                 raise RuntimeError(f"{member.replica_id} is beside the quorum, and is waited for")
             if member.is_beside and member.replica_id in self._job.quorum_members:
                 raise RuntimeError(f"the next quorum waits for {member.replica_id}, which is beside it")
+
+
+def is_at_same_place(mine: Sequence[str], theirs: Sequence[str]) -> bool | None:
+    """Whether two loops that take turns are at the same place of them, by the kinds of their last steps, the newest one last.
+
+    None: that cannot be told yet. The other has gone on in several ways after what this one has done last, or has done that
+    again for the first time, and it is one step alone.
+    """
+    # The longest part that the other has done too: this one may have left a turn out before.
+    for length in range(len(mine), 0, -1):
+        ends = [end for end in range(length, len(theirs) + 1) if theirs[end - length : end] == mine[-length:]]
+        if ends:
+            then = theirs[ends[0] :]
+            is_first = length == 1 and len(ends) > 1 and theirs[max(ends[-2] - 2, 0) : ends[-2]] != theirs[-2:]
+            is_known = all(theirs[end:] == then[: len(theirs) - end] for end in ends)
+            is_here = ends[-1] == len(theirs)
+            return None if not is_known or (is_here and is_first) else is_here
+    return False

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from torchft_ckpt.core.coordination.beside import OUT_OF_TURN, Beside
+from torchft_ckpt.core.coordination.beside import OUT_OF_TURN, TURN_UNKNOWN, Beside
 from torchft_ckpt.core.coordination.cold_start import decide_cold_start
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
@@ -589,16 +589,16 @@ class LighthouseState:
         why_not = {m.replica_id: self._why_not_held_for(m, admitted, holding, now) for m in ending}
         following, why_outside = self._beside.at_end(ending, holding, why_not, now, are_needed=are_few)
         may_come = [m for m in ending if holding and m.replica_id not in why_outside]
-        turns_come = any(why == OUT_OF_TURN and not why_not[m] for m, why in why_outside.items())
+        turns_come = any(why in (OUT_OF_TURN, TURN_UNKNOWN) and not why_not[m] for m, why in why_outside.items())
         coming = {m.replica_id: Asked(at=m.asked_at) for m in (*may_come, *self._holds.awaited) if are_few}
         outside |= why_outside
         yield from self._notify_left_out(outside | others, others, now)
         if self._spares.awaits(self.members, now):
             self._evaluate_at = min(self._evaluate_at, self._spares.await_until)
             return
-        if self.round is not None and are_few:
-            for member in (self.members[m] for m, reason in outside.items() if reason == OUT_OF_TURN):
-                yield self._beside.let_warm_up(member, now, OUT_OF_TURN)
+        for member, why in ((self.members[m], why) for m, why in outside.items()):
+            if why == TURN_UNKNOWN or (why == OUT_OF_TURN and self.round is not None and are_few):
+                yield self._beside.let_warm_up(member, now, why)
         if not admitted:
             return
         if (hold := self._joining.hold(admitted, now)) is not None:
@@ -637,9 +637,9 @@ class LighthouseState:
             return
         members = [self.members[m] for m in verdict.members if m not in coming]
         if late := self._beside.out_of_turn(members, now):
-            for replica_id in late:
-                yield Log(f"{replica_id} computes a step alone: {OUT_OF_TURN}")
-                yield self._beside.let_warm_up(self.members[replica_id], now, OUT_OF_TURN)
+            for replica_id, why in late.items():
+                yield Log(f"{replica_id} computes a step alone: {why}")
+                yield self._beside.let_warm_up(self.members[replica_id], now, why)
             yield from self._try_to_form(now)
             return
         trial = self._trial_of(members)

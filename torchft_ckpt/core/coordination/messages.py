@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -42,6 +42,7 @@ MIN_HEARTBEAT_TIMEOUT_S = 0.01
 """Three heartbeats are sent in that time."""
 MAX_LEAVES = 4096
 MAX_LEAF_CHARS = 120
+MAX_TURNS = 32
 
 MAX_COUNT = (1 << 53) - 1
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
@@ -249,9 +250,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """An iteration of it has ended that did not count, and it lacks the newest state: it begins no step before it has that."""
     top_s: Seconds = 0.0
     """So long its training loop takes from the end of an iteration to the next step; 0: not known."""
-    kind: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    """Which of its optimizers have ended its last step, or tried to; with `at_end` the iteration that ends. A loop may have a
-    step for each of several in turn. Empty: none has."""
+    kinds: Annotated[list[Word], msgspec.Meta(max_length=MAX_TURNS)] = []
+    """Which of its optimizers have ended each of its last steps, or tried to, the newest one last; with `at_end` that is the
+    iteration that ends. A loop may have a step for each of several in turn."""
     join_stall_limit_s: Seconds | None = None
     """How long, at most, all who come in may keep this member waiting in a row; None: there is no limit."""
     reach_s: Seconds | None = None

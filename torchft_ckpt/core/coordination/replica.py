@@ -19,13 +19,15 @@ it is equal, it is as all others; if not, it loads that of the others first: see
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from torchft_ckpt.core.coordination.equality import is_checked
 from torchft_ckpt.core.coordination.messages import (
+    MAX_TURNS,
     PROTOCOL_VERSION,
     VOTERS,
     CommitDecided,
@@ -159,7 +161,7 @@ class StepFacts(NamedTuple):
     """It would be closer to the newest state after that."""
     shown: list[StateShown] = []
     """Of the state, where it `shows` something."""
-    kind: str = ""
+    kinds: Sequence[str] = ()
     """See `QuorumRequest`."""
     at_end: bool = False
     """An iteration ends that did not count: ask for the newest state, and for no step."""
@@ -470,7 +472,7 @@ class ReplicaState:
             patience_s=wishes.patience_s,
             warms_up=facts.computes_alone and not facts.at_end,
             came_in=self.is_on_trial and self._last_outcome is not Outcome.COMMIT,
-            kind=facts.kind,
+            kinds=[*facts.kinds],
             at_end=facts.at_end,
             top_s=facts.top_s,
             join_stall_limit_s=self.settings.join_stall_limit_s,
@@ -865,8 +867,8 @@ class SharedStep:
     def __init__(self) -> None:
         self._joined: set[Hashable] = set()
         self._stepped: set[Hashable] = set()
-        self.last: Collection[Hashable] = ()
-        """Those that ended the last step in which one did, whether it counted or not."""
+        self.last: deque[Collection[Hashable]] = deque(maxlen=MAX_TURNS)
+        """Those that ended each of the last steps in which one did, whether it counted or not."""
         self._ahead: set[Hashable] = set()
         """Have cleared their gradients for the next step, which cannot begin until the others have stepped."""
         self._is_by_forward = self.joins_open = False
@@ -932,5 +934,6 @@ class SharedStep:
 
     def _leaves(self) -> None:
         """The last step is over, and another one begins."""
-        self.last = self._stepped or self.last
+        if self._stepped:
+            self.last.append(self._stepped)
         self._joined, self._stepped, self._ahead = set(), set(), set()
