@@ -9,7 +9,7 @@
     |   |-- ProtocolVersionError        the two sides speak different versions
     |   |-- ProtocolError               a peer sent something that the protocol does not allow
     |   |-- RefusedError                the lighthouse will not have this group; the message says why
-    |   |   `-- JobFinishedError        the job was over when this group came
+    |   |   `-- JobFinishedError        the job was over when this group asked for a step
     |   |-- QuorumTimeoutError          no quorum was formed in the time allowed (a TimeoutError)
     |   |-- NoQuorumError               a call that needs a quorum came before the first `start_quorum`
     |   |-- GroupBrokenError            a rank of this group is gone: restart the whole group
@@ -109,7 +109,7 @@ class RefusedError(CoordinationError):
 
 
 class JobFinishedError(RefusedError):
-    """The job was over when this replica group came: it has nothing left to train. Scripts end well on it.
+    """The job was over when this replica group asked for a step: there is nothing left to train. Scripts end well on it.
 
     Args:
         step: at which it was finished.

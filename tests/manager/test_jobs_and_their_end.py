@@ -67,6 +67,30 @@ def test_a_group_that_comes_late_ends_on_all_of_its_ranks(lighthouse: Lighthouse
     shutdown(on_time)
 
 
+def test_a_group_that_counts_its_own_iterations_does_not_train_on_alone(lighthouse: LighthouseServer) -> None:
+    """It overwrote the checkpoints of the others, with 250 steps that they did not make."""
+    on_time, counting = replicas = [Replica(lighthouse, name) for name in ("on_time", "counting")]
+
+    said: list[str] = []
+
+    def train(replica: Replica) -> int:
+        last = 4 if replica is on_time else 250
+        try:
+            for _ in range(last):
+                replica.step()
+        except JobFinishedError as over:
+            said.append(str(over))
+            return over.step
+        replica.manager.shutdown(finished=True)
+        return replica.manager.current_step()
+
+    ends = together(replicas, train)
+    assert ["counting" in reason and "holds that step too, asks for another" in reason for reason in said] == [True]
+    assert ends[0] == ends[1] == counting.manager.current_step()
+    assert on_time.bits() == counting.bits()
+    shutdown(counting)
+
+
 def test_the_end_is_known_when_all_have_left(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
     on_time = Replica(lighthouse, "on_time", job="short")
     assert on_time.step()

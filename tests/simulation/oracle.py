@@ -84,6 +84,8 @@ class _Life:
         self.may_lose_steps = False
         self.finished_step: int | None = None
         """Where the job was over before the present event."""
+        self.finished: dict[str, int] = {}
+        """By replica id: the step of which it said last that it is its last one."""
         self.beside = Beside()
         self.voices: dict[str, str] = {}
         """Members that were found equal to all others that showed their state, after a step."""
@@ -118,6 +120,8 @@ class Oracle:
         self._asked: dict[str, QuorumRequest] = {}
         self._asked_on: dict[str, QuorumRequest] = {}
         """By connection, the latest."""
+        self._names: dict[str, str] = {}
+        """By connection: the replica id of who said Hello there last."""
         self._came_in: dict[str, StateVersion] = {}
         """Members that a quorum was held for, and the state that they got."""
         self.num_corrected = 0
@@ -315,6 +319,8 @@ class Oracle:
         life = self._lives[state.epoch]
         if isinstance(event, Received):
             message = event.message
+            if isinstance(message, Hello):
+                self._names[event.connection] = message.replica_id
             if isinstance(message, Hello) and any(
                 isinstance(i, Send) and isinstance(i.message, Welcome) for i in instructions
             ):
@@ -333,6 +339,9 @@ class Oracle:
                     self.fail(f"{voter.replica_id} votes, and is a learner")
             elif isinstance(message, LocateState):
                 self._learn(state, life, event.connection, message.version)
+                who = next((m.replica_id for m in state.members.values() if m.connection == event.connection), None)
+                if who is not None and message.has_finished and message.version.proven:
+                    life.finished[who] = message.version.step
             elif isinstance(message, AllowStepLoss):
                 life.may_lose_steps = True
         if state.quorum_id < life.highest_quorum_id:
@@ -346,11 +355,11 @@ class Oracle:
         for instruction in instructions:
             if isinstance(instruction, Send):
                 if isinstance(instruction.message, QuorumFormed) and not instruction.message.leaving:
-                    self._check_goes_on(state, life, event, instruction.message)
+                    self._check_goes_on(life, event, instruction.message)
                     self._check_formed(state, life, instruction.message)
                     self._check_trial(state, life, instruction.connection, instruction.message)
                 elif isinstance(instruction.message, Refused) and instruction.message.code == "finished":
-                    self._check_late(instruction.connection, instruction.message)
+                    self._check_late(state, life, instruction.connection, instruction.message)
                 elif isinstance(instruction.message, CommitDecided):
                     self._check_decided(state, life, instruction.message)
                     if instruction.message.speaks:
@@ -402,25 +411,35 @@ class Oracle:
                     f"those who train stood still for {stood_s:.2f} s since {began:.2f}, {allowed_s:.2f} s are allowed"
                 )
 
-    def _check_goes_on(self, state: LighthouseState, life: _Life, event: Event, formed: QuorumFormed) -> None:
-        """Where the job is over, a step begins only because somebody asks who holds the newest state, or restored it."""
+    def _check_goes_on(self, life: _Life, event: Event, formed: QuorumFormed) -> None:
+        """Where the job is over, a step begins only because somebody asks who has finished and goes on, or restored a state."""
         step = life.finished_step
         if step is None or formed.gathers or formed.role is Role.LEARNER:
             return
         asked = event.message if isinstance(event, Received) else None
         if (
             not isinstance(asked, QuorumRequest)
-            or not (asked.version.proven or asked.restored)
+            or not isinstance(event, Received)
+            or not (
+                asked.restored or (asked.version.proven and life.finished.get(self._names[event.connection]) == step)
+            )
             or asked.version.step < step
         ):
             self.fail(
                 f"the job was finished at step {step}, and quorum {formed.quorum_id} trains on from {formed.version}"
             )
 
-    def _check_late(self, connection: str, refused: Refused) -> None:
+    def _check_late(self, state: LighthouseState, life: _Life, connection: str, refused: Refused) -> None:
+        """Who holds the last step is refused only where others have finished there, and it has not, and would train on alone."""
         version = self._asked_on[connection].version
-        if version.proven and version.step >= refused.step and not self._is_void(version):
-            self.fail(f"a group that holds {version} is refused: the job is finished at step {refused.step}")
+        if not version.proven or version.step < refused.step or self._is_void(version):
+            return
+        said = {who for who, step in life.finished.items() if step == refused.step}
+        others = [m.replica_id for m in state._job.staying() if m.version == version]
+        if self._names[connection] in said or not said or others:
+            self.fail(
+                f"{self._names[connection]} holds {version} and is refused, {said} finished and {others} have not"
+            )
 
     def _learn(self, state: LighthouseState, life: _Life, connection: str, version: StateVersion) -> None:
         life.shown.pop(connection, None)

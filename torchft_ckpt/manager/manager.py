@@ -1129,8 +1129,9 @@ class Manager:
         """Say that the job is over for this replica group: it has made its last step. Call it before `shutdown`.
 
         All ranks of the group call it, on the training thread. The job is finished at step N when a group that holds the newest
-        step N has said so and no living group that holds N goes on; a group that comes later with less gets a
-        `JobFinishedError`. To begin another step afterwards takes it back. A lighthouse that is restarted has forgotten it.
+        step N has said so, and no two living groups that hold N go on. A group that begins a step afterwards gets a
+        `JobFinishedError`: it came late, or it would train on from N alone. Where a group has finished itself, to begin another
+        step takes that back. A lighthouse that is restarted has forgotten it.
 
         Returns:
             whether the job is finished now. False, with a warning, where the lighthouse did not answer within

@@ -35,6 +35,8 @@ class JobRecord:
     left behind, and those that caught up with them. Always connected."""
     finished_at_step: int | None = None
     """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
+    finished_by: set[str] = field(default_factory=set)
+    """Who said so of that step. Such a group may ask for another one nevertheless."""
     allows_step_loss: bool = False
     """The operator's word, for the next quorum alone; `settings.allow_step_loss` holds for all."""
     now: float = 0.0
@@ -56,13 +58,17 @@ class JobRecord:
     def finished_step(self) -> int | None:
         """The step at which the job is over; None: it is not.
 
-        It is over when a group that held the newest state said so, and no group goes on that holds it or was restored from it.
+        It is over when a group that held the newest state said so, and others do not go on from it: two or more that hold it, one
+        that said so itself and asks again, or one that was restored from it. One that has not said so does not train on alone.
         A group that was disconnected a moment ago may be on its way back.
         """
         step = self.finished_at_step
         if step is None or step != self.newest_step:
             return None
-        goes_on = any(self._may_go_on(m, step) for m in self.staying())
+        holders = [m for m in self.staying() if m.version.step >= step and self.history.is_valid(m.version)]
+        train = [m for m in holders if not m.hello.spare or m.replica_id in self.quorum_members]
+        goes_on = len(train) > 1 or any(m.replica_id in self.finished_by for m in holders)
+        goes_on = goes_on or any(self._is_restored(m, step) for m in self.staying())
         return None if goes_on or self.history.on_their_way(step, self.settings.join_timeout_s, self.now) else step
 
     def held(self, exclude: Collection[str] = ()) -> Iterator[tuple[str, StateVersion]]:
@@ -79,10 +85,10 @@ class JobRecord:
         valid = (held for _, held in self.held() if self.history.is_valid(held))
         return self.history.is_valid(version) and version == max(valid, default=version)
 
-    def _may_go_on(self, member: Member, step: int) -> bool:
-        """Whether a group can train on from the last step of a job that is over."""
-        is_restored = member.request is not None and member.request.restored and not member.request.torn
-        return member.version.step >= step and (is_restored or self.history.is_valid(member.version))
+    def _is_restored(self, member: Member, step: int) -> bool:
+        """Whether a group asks to train on from a checkpoint of the last step of a job that is over, or of a later one."""
+        request = member.request
+        return request is not None and request.restored and not request.torn and member.version.step >= step
 
     # --------------------------------------------------------------------------------------------------------- groups
 

@@ -495,7 +495,10 @@ class LighthouseState:
         located = self._handed_over(member, message, self._job.history.locate(replica_id, message, sources))
         may_say = not self._job.history.has_begun or (self.round is not None and replica_id in self.round.tally.roles)
         if message.has_finished and may_say and self.newest_step > 0 and self._job.holds_newest(message.version):
+            if self._job.finished_at_step != self.newest_step:
+                self._job.finished_by.clear()
             self._job.finished_at_step = self.newest_step
+            self._job.finished_by.add(replica_id)
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
             yield from self._beside.call_spares()
         member.is_excused = message.has_finished or not located.is_held or member.is_let_go
@@ -784,17 +787,19 @@ class LighthouseState:
         yield Close(member.connection)
 
     def _refuse_late_groups(self, now: float) -> Iterator[Instruction]:
-        """If the job is over, refuse the members that came too late for its last step."""
+        """If the job is over, refuse the members that came too late for its last step, and who would train on from it alone."""
         step = self.finished_step
         if step is None:
             return
         while self._job.waiting:
             replica_id = next(iter(self._job.waiting))
             member = self.members[replica_id]
+            came = f"{replica_id} came with step {member.version.step}"
+            if self._job.holds_newest(member.version):
+                came = f"{replica_id}, which holds that step too, asks for another: each loop ends at the same step of the job"
             reason = (
-                f"the job is finished at step {step}, and {replica_id} came with step {member.version.step}. To train on or"
-                " to start over, name another job (Manager(job=...), TORCHFT_CKPT_JOB), or let the lighthouse forget this one:"
-                " python -m torchft_ckpt forget-job"
+                f"the job is finished at step {step}, and {came}. To train on or to start over, name another job"
+                " (Manager(job=...), TORCHFT_CKPT_JOB), or let the lighthouse forget this one: python -m torchft_ckpt forget-job"
             )
             refusal = Refused(code="finished", reason=clip(reason), step=step)
             yield from self._send_away(member, refusal, "it came after the job had finished", now)
@@ -1025,6 +1030,10 @@ class LighthouseState:
         newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch, holders)
         if assignment.is_first or step < newest_step:
             self._job.finished_at_step = None  # the job goes on from a checkpoint, or from an older step
+        ended = self._job.finished_by - {*holders} if step == self._job.finished_at_step else set()
+        if ended and (self.round is None or self.round.step != step):
+            line = f"{name_some(holders)} train on from step {step}, at which {name_some(sorted(ended))} finished"
+            yield Log(line, is_warning=True)
         if step < newest_step:
             yield Log(f"steps {step + 1} to {newest_step} are lost, the job goes on from {step}", is_warning=True)
         self._job.quorum_ids.give(quorum_id)

@@ -555,7 +555,7 @@ class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_held: bool = False
     """The asker, with all of its ranks, holds it."""
     is_finished: bool = False
-    """It is the last one: a group that holds it has finished, and nobody goes on from it."""
+    """It is the last one: a group that holds it has finished, and no others go on from it."""
     sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
     """Who else holds it; empty where no address is known. For one that takes over: who hands it over."""
     taken_by: Text = ""
