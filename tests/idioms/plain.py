@@ -185,6 +185,9 @@ class PlainManager:
     def current_step(self) -> int:
         return self._step
 
+    def last_step_counted(self) -> bool:
+        return self._place > 0 and self._plan[self._place - 1].committed
+
     def batches_committed(self) -> int:
         return self._batches_committed
 

@@ -262,6 +262,44 @@ def test_an_error_in_the_step_discards_it_and_the_next_one_counts(lighthouse: Li
     shutdown(replica)
 
 
+def test_a_loop_that_does_not_see_the_answer_asks_whether_the_last_step_counted(lighthouse: LighthouseServer) -> None:
+    replica = Replica(lighthouse, "alone")
+    manager, answers = replica.manager, []
+    for fails in (None, False, True, False):
+        if fails is not None:
+            replica.optimizer.zero_grad()
+            assert manager.last_step_counted() == answers[-1], "a step that is open says nothing of the last one"
+            replica.model(torch.ones(2, 8)).sum().backward()
+            if fails:
+                manager.report_error(RuntimeError("a bad batch"))
+            replica.optimizer.step()
+        answers.append(manager.last_step_counted())
+    assert answers == [False, True, False, True]
+    shutdown(replica)
+    assert manager.last_step_counted()
+
+
+def test_a_group_that_comes_in_hears_that_its_iteration_did_not_count(lighthouse: LighthouseServer) -> None:
+    first = Replica(lighthouse, "first")
+    assert first.step() and first.step()
+    late = Replica(lighthouse, "late", seed=1)
+    has_come = threading.Event()
+
+    def train(replica: Replica) -> bool:
+        """Returns whether the late group's first iteration counted."""
+        if replica is late:
+            replica.step()
+            has_come.set()
+            return replica.manager.last_step_counted()
+        while not has_come.is_set():
+            replica.step()
+        return replica.manager.last_step_counted()
+
+    assert together([first, late], train) == [True, False]
+    assert late.manager.current_step() > 0
+    shutdown(first, late)
+
+
 def test_a_failed_or_late_future_is_the_steps_error(lighthouse: LighthouseServer) -> None:
     replica = Replica(lighthouse, "alone")
     replica.optimizer.zero_grad()

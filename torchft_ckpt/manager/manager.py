@@ -988,6 +988,15 @@ class Manager:
         now = self._client.view()
         return (now.quorum or now).version.step
 
+    def last_step_counted(self) -> bool:
+        """Return what `should_commit` returned last, and so `Optimizer.step`; False before the first step is decided.
+
+        For loops that do not see it, because a trainer drops what `step` returns. It waits for nothing, and stays as it is until
+        the next decision. A step that overflowed counts, if all groups found that (`grad_scaler`). Where `should_commit` has
+        raised it is as before. In an outer loop a step is a round, and `loop.round_counted()` says when it is applied.
+        """
+        return self._steps.has_counted
+
     def batches_committed(self) -> int:
         """Return the batches that went into committed steps, over all replica groups: 5 groups in 2 steps are 10."""
         return self._own.batches_committed

@@ -164,6 +164,8 @@ class Steps:
         self._vote: CommitVote | None = None
         self._is_committed: bool | None = None
         """How the step was decided; None: it is open."""
+        self.has_counted = False
+        """How the last step was decided; False before that of the first."""
         self._is_at_end = False
         """An iteration ends that did not count: this rank asks for the newest state, and begins no step."""
         self._came_in = CameIn(registry)
@@ -927,7 +929,7 @@ class Steps:
         self._is_committed = outcome is Outcome.COMMIT
         self._end(vote, outcome, reason)
         self._taking.leaves(self)
-        is_committed = self._is_committed
+        is_committed = self.has_counted = self._is_committed
         self._num_unvoted, self._rests_on_another_state, self._has_reduced = 0, False, False
         if not is_committed and self._may_come_in():
             self._come_in()

@@ -50,6 +50,25 @@ def ema_in_every_iteration(job: Job) -> None:
         average.update_parameters(model)
 
 
+@idiom(
+    "EMA where the trainer drops what optimizer.step() returns (accelerate, Composer, timm)",
+    WEIGHTS,
+    "Ask `manager.last_step_counted()`.",
+)
+def ema_where_the_answer_is_dropped(job: Job) -> None:
+    model = mlp()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, average=average, sgd=sgd))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+        if manager.last_step_counted():
+            average.update_parameters(model)
+
+
 @idiom("AveragedModel with use_buffers and foreach averaging", WEIGHTS)
 def averaged_model(job: Job) -> None:
     model = mlp()
