@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,6 +36,7 @@ class OptimizerWrapper(Optimizer):
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
         self.optim = optim
         self.manager = manager
+        self._calls_closure = _calls_closure(type(optim))
         manager.guard_optimizer(optim)
         manager.wraps_optimizer(optim)
 
@@ -59,8 +61,11 @@ class OptimizerWrapper(Optimizer):
         self.optim.zero_grad(set_to_none)
 
     @torch.compiler.disable
-    def step(self, closure: object | None = None) -> bool:
+    def step(self, closure: Callable[[], object] | None = None) -> bool:
         """End the step; step the wrapped optimizer if it counts. In a state dict function, step it and no more.
+
+        A closure is called once, before the vote and outside of the write lock: it computes gradients as the lines before this
+        call do, and may call `zero_grad` first. The wrapped optimizer gets none, and what it returns is lost.
 
         What belongs to a step that counts, an average of the weights say, is one line: `if optimizer.step(): ...`.
 
@@ -72,11 +77,15 @@ class OptimizerWrapper(Optimizer):
         and goes on loads theirs before it is in a quorum again.
 
         Raises:
-            ConfigError: a closure was passed: it would be evaluated after the vote.
-            Also as `Manager.should_commit`, and what the wrapped optimizer raises.
+            ConfigError: the wrapped optimizer calls the closure itself, as LBFGS does, which would be after the vote.
+            Also as `Manager.should_commit`, and what the closure or the wrapped optimizer raises.
         """
+        if self._calls_closure:
+            name = type(self.optim).__name__
+            raise ConfigError(f"{name} calls its closure itself, after the vote: it cannot be used", party=name)
         if closure is not None:
-            raise ConfigError("optimizers that use closures are not supported", party="closure")
+            with torch.enable_grad():
+                closure()
         if self.manager.is_in_state_dict_fn:
             self.optim.step()  # as torch's get_optimizer_state_dict does, to make state
             return False
@@ -145,3 +154,10 @@ class OptimizerWrapper(Optimizer):
             " would do so twice; copy or save its `state_dict()`, or the optimizer in it, `optim`"
         )
         raise ConfigError(message, party="Optimizer")
+
+
+def _calls_closure(kind: type[Optimizer]) -> bool:
+    """Whether optimizers cannot step without a closure: they evaluate it in `step`, perhaps several times."""
+    parameter = inspect.signature(kind.step).parameters.get("closure")
+    is_required = parameter is not None and parameter.default is parameter.empty
+    return is_required or issubclass(kind, torch.optim.LBFGS)

@@ -259,7 +259,9 @@ def step_as_planned(manager: PlainManager, optimizer: torch.optim.Optimizer) -> 
         zero_grad(set_to_none)
 
     @functools.wraps(step)
-    def end(_: torch.optim.Optimizer, closure: None = None) -> bool:
+    def end(_: torch.optim.Optimizer, closure: Callable[[], object] | None = None) -> bool:
+        if closure is not None:
+            closure()
         manager.sharing.steps(optimizer)
         if manager.iteration.committed:
             drop_unused(manager, [p for group in optimizer.param_groups for p in group["params"]])

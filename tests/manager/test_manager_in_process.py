@@ -450,10 +450,65 @@ def test_groups_heal_over_ipv6_too() -> None:
     server.shutdown()
 
 
-def test_closures_are_refused(lighthouse: LighthouseServer) -> None:
+def test_a_closure_is_called_once_before_the_vote_and_outside_of_the_write_lock(lighthouse: LighthouseServer) -> None:
     replica = Replica(lighthouse, "alone")
-    with pytest.raises(ConfigError, match="closures"):
-        replica.optimizer.step(lambda: None)
+    manager, seen = replica.manager, []
+
+    def closure() -> torch.Tensor:
+        replica.optimizer.zero_grad()
+        loss = replica.model(torch.ones(2, 8)).square().mean()
+        loss.backward()
+        seen.append((manager.statistics().num_committed, manager.state_dict_lock.held_for_step()))
+        return loss
+
+    with torch.no_grad():  # torch's optimizers give a closure gradients
+        assert replica.optimizer.step(closure) is True
+    before = replica.bits()
+
+    def failing() -> None:
+        closure()
+        manager.report_error(RuntimeError("a bad batch"))
+
+    assert replica.optimizer.step(closure=failing) is False
+    assert (seen, replica.bits()) == ([(0, False), (1, False)], before)
+    shutdown(replica)
+
+
+def test_what_a_closure_raises_leaves_the_step_open_and_the_state_whole(lighthouse: LighthouseServer) -> None:
+    replica = Replica(lighthouse, "alone")
+    assert replica.step()
+    before = replica.bits()
+
+    def closure() -> None:
+        replica.optimizer.zero_grad()
+        raise ArithmeticError("the loss is not finite")
+
+    with pytest.raises(ArithmeticError):
+        replica.optimizer.step(closure)
+    assert (replica.bits(), replica.manager.current_step()) == (before, 1)
+    assert replica.step()
+    shutdown(replica)
+
+
+class ByClosure(torch.optim.SGD):
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        return closure()
+
+
+class QuietLBFGS(torch.optim.LBFGS):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, QuietLBFGS, ByClosure])
+def test_an_optimizer_that_calls_its_closure_itself_is_refused_by_name(
+    lighthouse: LighthouseServer, kind: type[torch.optim.Optimizer]
+) -> None:
+    replica = Replica(lighthouse, "alone")
+    optimizer = Optimizer(replica.manager, kind(replica.model.parameters()))  # type: ignore[call-arg]
+    for closure in (None, lambda: pytest.fail("it is called")):
+        with pytest.raises(ConfigError, match=f"{kind.__name__} calls its closure itself"):
+            optimizer.step(closure)
     shutdown(replica)
 
 

@@ -472,11 +472,61 @@ def add_param_group(job: Job) -> None:
 
 
 @idiom(
-    "A closure for step (LBFGS)",
+    "A closure for step that clears, computes and goes back (optimizer.step(closure))",
     STEP,
-    "The optimizer would evaluate it after the vote.",
+    "It is called once, before the vote. `step` returns whether the step counts, not the loss.",
+    was="ConfigError: optimizers that use closures are not supported",
+)
+def closure_for_step(job: Job) -> None:
+    model = mlp()
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        loss.backward()
+        return loss
+
+    while job.goes_on():
+        optimizer.step(closure)
+
+
+@idiom(
+    "A closure that accumulates two batches, with EMA and a schedule (Composer's order)",
+    STEP,
+    was="ConfigError: optimizers that use closures are not supported",
+)
+def closure_of_a_window(job: Job) -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    manager = job.manager(*states(model=model, sgd=sgd, average=average))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    scheduler = manager.scheduler(torch.optim.lr_scheduler.ExponentialLR(sgd, 0.9))
+
+    def microbatches() -> torch.Tensor:
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            (error(ddp, job.batch()) / 2).backward()
+        loss = error(ddp, job.batch()) / 2
+        loss.backward()
+        return loss
+
+    while job.goes_on():
+        optimizer.step(closure=microbatches)
+        scheduler.step()
+        if manager.last_step_counted():
+            average.update_parameters(model)
+
+
+@idiom(
+    "An optimizer that calls a closure itself (LBFGS)",
+    STEP,
+    "It would do so after the vote.",
     refused="ConfigError",
-    says="optimizers that use closures are not supported",
+    says="LBFGS calls its closure itself, after the vote",
 )
 def lbfgs(job: Job) -> None:
     model = mlp()
