@@ -115,7 +115,7 @@ def short_blocks(language: str) -> list[object]:
     return [
         pytest.param(block, id=block.name, marks=[pytest.mark.slow] if block.takes_seconds else [])
         for block in code_blocks()
-        if block.language == language and not (block.is_slow or block.needs or block.is_of_story)
+        if block.language == language and not (block.is_slow or block.needs or block.script or block.is_of_story)
     ]
 
 

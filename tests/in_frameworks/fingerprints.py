@@ -22,7 +22,7 @@ MARK = "STATE "
 
 def print_state(*, step: int, **states: Any) -> None:
     """Print one line of the committed step and of all that is in the state dicts. A DTensor counts with what is on this rank."""
-    say(MARK + json.dumps({"step": step, "values": dict(_leaves("", states))}))
+    say(MARK + json.dumps({"step": step, "values": dict(leaves("", states))}))
 
 
 def say(line: str) -> None:
@@ -33,18 +33,19 @@ def say(line: str) -> None:
 
 def digest(**states: Any) -> str:
     """Return a digest of all that `print_state` would print of these, for people who compare by eye."""
-    return xxhash.xxh3_64_hexdigest(json.dumps(dict(_leaves("", states)), sort_keys=True).encode())
+    return xxhash.xxh3_64_hexdigest(json.dumps(dict(leaves("", states)), sort_keys=True).encode())
 
 
-def _leaves(path: str, node: Any) -> Iterator[tuple[str, str]]:
+def leaves(path: str, node: Any) -> Iterator[tuple[str, str]]:
+    """Yield the path of each tensor and value that is in a node, and what says which it is."""
     if isinstance(node, torch.Tensor):
         yield path, _digest(node)
     elif isinstance(node, Mapping):
         for key, child in node.items():
-            yield from _leaves(f"{path}/{key}", child)
+            yield from leaves(f"{path}/{key}", child)
     elif isinstance(node, list | tuple):
         for index, child in enumerate(node):
-            yield from _leaves(f"{path}/{index}", child)
+            yield from leaves(f"{path}/{index}", child)
     elif isinstance(node, float):
         yield path, node.hex()
     elif node is None or isinstance(node, str | bool | int):

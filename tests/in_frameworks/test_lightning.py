@@ -24,7 +24,7 @@ from framework_jobs import FrameworkJob, Group, assert_equal_states
 
 pytest.importorskip("lightning")
 
-from fingerprints import _leaves
+from fingerprints import leaves
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -101,7 +101,7 @@ def train_here(folder: Path, num_steps: int, **options: Any) -> tuple[Trainer, d
         "scheduler": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
         "counts": {"step": trainer.global_step, "epoch": trainer.current_epoch},
     }
-    return trainer, dict(_leaves("", states))
+    return trainer, dict(leaves("", states))
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:

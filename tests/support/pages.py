@@ -9,6 +9,7 @@ repository.
     <!-- block: slow, in short-job -->    both
     <!-- block: needs a GPU -->           is not run, only parsed; so "a cluster", "another host", "a network", and "another
                                           environment" where `scripts/test-integrations` runs what it shows
+    <!-- block: from examples/a.py -->    lines of that script, as they stand there one after another; they run with the script
     <!-- block: story -->                 the page is one story, run from its beginning to its end by `run_story`
     <!-- block: file train.py -->         of such a story: the text of a file
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +57,11 @@ class Block(NamedTuple):
         return self.how.removeprefix("needs ") if self.how.startswith("needs ") else ""
 
     @property
+    def script(self) -> str:
+        """The script that the block is a part of."""
+        return self.how.removeprefix("from ") if self.how.startswith("from ") else ""
+
+    @property
     def is_slow(self) -> bool:
         return "slow" in self.how.split(", ")
 
@@ -90,11 +97,16 @@ def code_blocks() -> list[Block]:
 
 def problem_of(block: Block) -> str:
     """Say why a block cannot be parsed, or why its comment says nothing; empty where all is well."""
-    known = re.fullmatch(r"(needs .*|slow|seconds|story|file [\w./-]+|((slow|seconds), )?in [\w-]+|)", block.how)
+    known = re.fullmatch(
+        r"(needs .*|from examples/\w+\.py|slow|seconds|story|file [\w./-]+|((slow|seconds), )?in [\w-]+|)", block.how
+    )
     if not known:
         return f"<!-- block: {block.how} --> is none of those that support/pages.py lists"
     if block.needs and block.needs not in NEEDS:
         return f"it needs {block.needs}, which is none of {sorted(NEEDS)}"
+    script = (REPO / block.script).read_text() if block.script else ""
+    if script and not any(textwrap.indent(block.text, depth * " ") in script for depth in range(0, 20, 4)):
+        return f"{block.script} has other lines"
     if block.situation and block.situation not in SITUATIONS:
         return f"there is no situation {block.situation}"
     if block.language == "python":

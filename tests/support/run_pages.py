@@ -17,7 +17,7 @@ def main() -> int:
     counts: Counter[str] = Counter()
     failures: list[str] = []
     for block in code_blocks():
-        if block.is_of_story or (chosen and not any(part in block.name for part in chosen)):
+        if block.script or block.is_of_story or (chosen and not any(part in block.name for part in chosen)):
             continue
         failure = problem_of(block)
         if not failure and block.needs:

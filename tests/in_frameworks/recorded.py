@@ -1,0 +1,113 @@
+"""Runs the script of a replica group, and writes of each step that counted what the script's loop left, and what it had read.
+
+    python recorded.py SCRIPT ARGUMENTS
+
+A line of JSON in `$RECORD/group_N.jsonl` for each such step: the step, how many groups contributed, whether this one did, the
+numbers that its data loaders read for it, and a digest of every value that is registered, by its path. That is what another group
+would get: what there is as the next forward pass begins, or as the Manager is shut down.
+
+`$GATES` are of the form `30:file`: before the first forward pass after step 30 the script stands still until the file is there.
+`$HELD=1:12` has group 1, in its first life, say HELD in the first step after 12 with two groups, and never go on to its backward
+pass: the other group waits there for its gradients.
+While a group trains alone, it takes its time, so that another one finds the job again.
+
+The script knows nothing of this: it is the one that a page shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from fingerprints import leaves, say
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from torchft_ckpt import DistributedDataParallel, Manager
+
+ALONE_S = 0.3
+
+
+class Recorder:
+    """Stands between a script and this library; one for a process, whose script has one Manager."""
+
+    def __init__(self, path: Path, gates: dict[int, Path], held_at: int | None) -> None:
+        self._path, self._gates, self._held_at = path, gates, held_at
+        self._read: list[int] = []
+        self._counted: dict[str, Any] | None = None
+        self._manager: Manager | None = None
+
+    def watch(self) -> None:
+        """Have all that happens from now on recorded."""
+        forward, vote, shutdown = DistributedDataParallel.forward, Manager.should_commit, Manager.shutdown
+        fetch = _MapDatasetFetcher.fetch
+
+        def forward_recorded(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                self._write()
+                self._pass_gates(ddp._manager.current_step())
+            output = forward(ddp, *inputs, **kwargs)
+            if torch.is_grad_enabled():
+                self._hold(ddp._manager)
+            return output
+
+        def vote_recorded(manager: Manager, *args: Any, **kwargs: Any) -> bool:
+            who = {"num_participants": manager.num_participants(), "is_participating": manager.is_participating()}
+            counts = vote(manager, *args, **kwargs)
+            if counts:
+                self._manager = manager
+                self._counted = {"step": manager.current_step(), **who, "read": self._read}
+            self._read = []
+            return counts
+
+        def shutdown_recorded(manager: Manager, *args: Any, **kwargs: Any) -> None:
+            self._write()
+            shutdown(manager, *args, **kwargs)
+
+        def fetch_recorded(fetcher: _MapDatasetFetcher, numbers: Any) -> Any:
+            self._read += numbers
+            return fetch(fetcher, numbers)
+
+        DistributedDataParallel.forward, Manager.should_commit = forward_recorded, vote_recorded
+        Manager.shutdown, _MapDatasetFetcher.fetch = shutdown_recorded, fetch_recorded
+
+    def _write(self) -> None:
+        if self._counted is None:
+            return
+        line, self._counted = self._counted, None
+        line["values"] = dict(leaves("", self._manager.registry.capture()))
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if line["num_participants"] == 1:
+            time.sleep(ALONE_S)
+
+    def _hold(self, manager: Manager) -> None:
+        if self._held_at is not None and manager.current_step() >= self._held_at and manager.num_participants() == 2:
+            say("HELD")
+            time.sleep(1000)
+
+    def _pass_gates(self, step: int) -> None:
+        path = self._gates.get(step)
+        while path is not None and not path.exists():
+            time.sleep(0.05)
+
+
+def main() -> None:
+    """Run the script that the command line names, as the main module, and record it."""
+    group = os.environ["REPLICA_GROUP_ID"]
+    path = Path(os.environ["RECORD"], f"group_{group}.jsonl")
+    gates = dict(gate.split(":", 1) for gate in os.environ.get("GATES", "").split())
+    held_group, _, held_at = os.environ.get("HELD", "").partition(":")
+    is_held = group == held_group and not path.exists()
+    Recorder(path, {int(step): Path(name) for step, name in gates.items()}, int(held_at) if is_held else None).watch()
+    script, sys.argv = sys.argv[1], sys.argv[1:]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
