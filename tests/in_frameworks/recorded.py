@@ -57,12 +57,17 @@ class Recorder:
             return output
 
         def vote_recorded(manager: Manager, *args: Any, **kwargs: Any) -> bool:
-            who = {"num_participants": manager.num_participants(), "is_participating": manager.is_participating()}
-            counts = vote(manager, *args, **kwargs)
-            if counts:
-                self._manager = manager
-                self._counted = {"step": manager.current_step(), **who, "read": self._read}
-            self._read = []
+            before, counts = manager.current_step(), vote(manager, *args, **kwargs)
+            if manager.current_step() > before or not counts:  # otherwise another optimizer shares the step
+                self._counted, self._manager = None, manager
+                if counts:
+                    view = manager.view()
+                    who = {
+                        "num_participants": view.num_participants,
+                        "contributes": view.participating_rank is not None,
+                    }
+                    self._counted = {"step": manager.current_step(), **who, "read": self._read}
+                self._read = []
             return counts
 
         def shutdown_recorded(manager: Manager, *args: Any, **kwargs: Any) -> None:
@@ -106,6 +111,7 @@ def main() -> None:
     is_held = group == held_group and not path.exists()
     Recorder(path, {int(step): Path(name) for step, name in gates.items()}, int(held_at) if is_held else None).watch()
     script, sys.argv = sys.argv[1], sys.argv[1:]
+    sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
 
 

@@ -8,6 +8,7 @@ What each step left is compared between the groups there. A test compares it wit
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,8 @@ def run_with_a_kill(
     }
     with FrameworkJob(folder, runner, str(script), *arguments, environment=environment) as job:
         survivor, killed = job.start(0), job.start(1)
-        killed.wait_for(BEGAN)
+        for group in (survivor, killed):
+            group.wait_for(BEGAN)
         is_there.touch()
         killed.wait_for("HELD")
         killed.kill()
@@ -74,7 +76,7 @@ def run_with_a_kill(
 def said_of_differences(*groups: Group) -> list[str]:
     """Return the lines in which this library says that replicas differ, or that a loop has changed what it may not."""
     lines = [line for group in groups for line in group.log().splitlines()]
-    return [line for line in lines if "WARNING" in line and "without a token" not in line]
+    return [line for line in lines if re.search(r"torchft_ckpt\.\S+ WARNING", line) and "without a token" not in line]
 
 
 def _steps_of(record: Path, num_steps: int) -> list[Step]:
@@ -91,7 +93,7 @@ def _steps_of(record: Path, num_steps: int) -> list[Step]:
         for other in others:
             different = [path for path in first["values"] if first["values"][path] != other["values"].get(path)]
             assert different == [] and first["values"].keys() == other["values"].keys(), f"step {number}"
-        read = {group: line["read"] for group, line in of_groups.items() if line["is_participating"]}
+        read = {group: line["read"] for group, line in of_groups.items() if line["contributes"]}
         assert {line["num_participants"] for line in of_groups.values()} == {len(read)}, f"step {number}"
         steps.append(Step(number, read, first["values"]))
     return steps

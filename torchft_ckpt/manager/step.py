@@ -952,7 +952,8 @@ class Steps:
             raise ConfigError(
                 f"step {step} was decided when its first optimizer stepped, and {self._late.count} collectives were issued since,"
                 " which no vote is about: do all backward passes of a step before the first optimizer steps, and average a metric"
-                " when all have stepped; or call zero_grad of one after the others have stepped, which begins a step of its own"
+                " when all have stepped; or call zero_grad of one after the others have stepped, which begins a step of its own."
+                " A loop that steps and clears one after the other clears all of them once before it begins"
             )
         return is_committed
 
