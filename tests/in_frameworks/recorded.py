@@ -30,7 +30,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from torchft_ckpt import DistributedDataParallel, Manager
 
-ALONE_S = 0.3
+ALONE_S = 0.5
 
 
 class Recorder:
