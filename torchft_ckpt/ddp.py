@@ -14,7 +14,7 @@ none.) And all groups start the same collectives in the same order: the gradient
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -423,12 +423,12 @@ class GradientAverage:
 
     Args:
         manager: of this rank.
-        module: whose gradients, in `grad`, are averaged.
+        parameters: returns those whose gradients, in `grad`, are averaged, if they require one.
     """
 
-    def __init__(self, manager: "Manager", module: nn.Module) -> None:
+    def __init__(self, manager: "Manager", parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         self._manager = manager
-        self._module = module
+        self._all = parameters
         self._own: list[torch.Tensor | None] = []
 
     def take(self) -> None:
@@ -454,12 +454,18 @@ class GradientAverage:
         for parameter, average, count in zip(parameters, averages, counts.tolist(), strict=True):
             parameter.grad = _gradient_of(parameter, average) if count or not is_counted else None
 
+    def put_back(self) -> None:
+        """Put the group's own gradients in place of the averages, for another backward pass to add to; then `take` once more."""
+        for parameter, own in zip(self._parameters(), self._own, strict=False):
+            parameter.grad = own
+        self._own = []
+
     def forget(self) -> None:
         """Let go of the group's own gradients: the step is decided."""
         self._own = []
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self._all() if parameter.requires_grad]
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:

@@ -86,7 +86,7 @@ class Averaged(nn.Module):
     def __init__(self, manager: Averaging, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.average = GradientAverage(manager, module)
+        self.average = GradientAverage(manager, module.parameters)
         self._is_last = True
         self._backward = BackwardAverage(module, self.average.take, is_wanted=lambda: self._is_last)
 

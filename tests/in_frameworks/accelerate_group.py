@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate.utils import ProjectConfiguration, set_seed
 from fingerprints import digest, say
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 from torchft_ckpt import Manager, ProcessGroupGloo
 from torchft_ckpt.integrations.accelerate import FaultTolerantAccelerator
@@ -92,7 +92,10 @@ def main(options: argparse.Namespace) -> None:
     ema_model = Average(list(model.parameters()))
     accelerator.register_for_checkpointing(ema_model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train_dataloader = DataLoader(Numbered(options.samples), batch_size=4, shuffle=True, num_workers=options.workers)
+    sampler = SubsetRandomSampler(range(options.samples)) if options.subset else None
+    train_dataloader = DataLoader(
+        Numbered(options.samples), batch_size=4, shuffle=sampler is None, sampler=sampler, num_workers=options.workers
+    )
     lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
         model, optimizer, train_dataloader, lr_scheduler
@@ -100,20 +103,22 @@ def main(options: argparse.Namespace) -> None:
     if options.fp16:  # accelerate has it on a GPU alone
         accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     num_update_steps_per_epoch = math.ceil(len(train_dataloader) / options.accumulate)
-    global_step, first_epoch = accelerator.job_step, accelerator.job_epoch
     if options.resume:
         accelerator.load_state(options.resume)
         global_step = int(options.resume.rpartition("_")[2])
         first_epoch = global_step // num_update_steps_per_epoch
+    global_step, first_epoch = accelerator.job_step, accelerator.job_epoch
     for _ in range(first_epoch, options.epochs):
         model.train()
         for batch in train_dataloader:
             say(f"READ {batch['number'].tolist()}")
             with accelerator.accumulate(model):
                 loss = loss_of(model, batch)
-                accelerator.backward(loss)
+                for part in [loss / 4, 3 * loss / 4] if options.two_losses else [loss]:
+                    accelerator.backward(part, retain_graph=options.two_losses)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    clip = torch.nn.utils.clip_grad_norm_ if options.torch_clip else accelerator.clip_grad_norm_
+                    clip(model.parameters(), 0.5)
                 optimizer.step()
                 lr_scheduler.step()
                 optimizer.zero_grad()
@@ -148,6 +153,9 @@ if __name__ == "__main__":
     parser.add_argument("--save-steps", type=int, default=10)
     parser.add_argument("--automatic", action="store_true", help="let accelerate name checkpoints")
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--subset", action="store_true", help="draw by a sampler that has no generator of its own")
+    parser.add_argument("--two-losses", action="store_true", help="go back twice")
+    parser.add_argument("--torch-clip", action="store_true", help="clip by torch, of which nothing is told")
     parser.add_argument("--resume", help="a checkpoint")
     parser.add_argument("--name", default="group")
     parser.add_argument("--seed", type=int, default=7)

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,17 +48,22 @@ class Lives:
             log = group.log()
             assert "came to another state" not in log and "Traceback" not in log, log[-3000:]
             read: Batches = []
+            is_discarded = False
             for numbers, step, num, verdict, counted, digest in re.findall(
                 rf"READ (\[.*?\])|{STEP}|STEP (\d+) (\w+)", log
             ):
                 if numbers:
-                    read.append(json.loads(numbers))
+                    # A discarded step is tried again as it is, or its batches are read once more.
+                    read, is_discarded = [*([] if is_discarded else read), json.loads(numbers)], False
                 elif counted:
                     self.digests[int(counted)] = digest
                 elif verdict == "commit":
                     self.read[int(step)], read, self.num_groups[int(step)] = read, [], int(num)
+                    is_discarded = False
                 elif verdict == "left_behind":  # it warms up, or the others went on
                     read = []
+                else:
+                    is_discarded = True
             self.last_read = self.last_read or read
 
     def of(self, step: int, num_groups: int) -> list[Batches]:
@@ -65,7 +71,15 @@ class Lives:
         return [self.read[step]] if step in self.read else [self.last_read] if num_groups == 2 else []
 
 
-def plain_digests(lives: Sequence[Lives], *, samples: int, accumulate: int, seed: int, fp16: int | None) -> list[str]:
+def plain_digests(
+    lives: Sequence[Lives],
+    *,
+    samples: int,
+    accumulate: int,
+    seed: int,
+    fp16: int | None = None,
+    two_losses: bool = False,
+) -> list[str]:
     """Return the digest after each step of a plain loop in which the groups' batches of the step are one larger batch."""
     torch.manual_seed(seed)
     model = plain.make_model()
@@ -81,7 +95,8 @@ def plain_digests(lives: Sequence[Lives], *, samples: int, accumulate: int, seed
         for batches in [batches for life in lives for batches in life.of(step, num_groups)]:
             for batch in batches:
                 loss = plain.loss_of(model, default_collate([data[number] for number in batch]))
-                scaler.scale(loss / accumulate).backward()
+                for part in [loss / 4, 3 * loss / 4] if two_losses else [loss]:
+                    scaler.scale(part / accumulate).backward(retain_graph=two_losses)
             gradients.append([parameter.grad for parameter in model.parameters()])
             optimizer.zero_grad()
         for parameter, *of_groups in zip(model.parameters(), *gradients, strict=True):
@@ -91,7 +106,7 @@ def plain_digests(lives: Sequence[Lives], *, samples: int, accumulate: int, seed
         before = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        if scaler.get_scale() >= before:
+        for _ in range(2 if scaler.get_scale() >= before else 0):  # as accelerate: once for each process
             scheduler.step()
         optimizer.zero_grad()
         average.step(list(model.parameters()))
@@ -100,9 +115,19 @@ def plain_digests(lives: Sequence[Lives], *, samples: int, accumulate: int, seed
 
 
 def train_and_kill(
-    job: FrameworkJob, folder: Path, *, killed: int, joins_at: int = 2, dies_at: int = 13, back_at: int = 24
+    job: FrameworkJob,
+    folder: Path,
+    *,
+    killed: int,
+    joins_at: int = 2,
+    dies_at: int = 13,
+    back_at: int = 24,
+    comes_with: Sequence[str] = (),
 ) -> list[Lives]:
-    """Run two groups to their end, one of which is killed and comes back; each waits for the other where it would not meet it."""
+    """Run two groups to their end, one of which is killed and comes back; each waits for the other where it would not meet it.
+
+    `comes_with`: arguments of its second life.
+    """
     is_there, is_back = folder / "is there", folder / "is back"
     other = 1 - killed
     survivor = job.start(other, "--wait", str(joins_at), str(is_there), "--wait", str(back_at), str(is_back))
@@ -113,7 +138,7 @@ def train_and_kill(
     first.wait_for(f"^STEP {dies_at} ")
     first.kill()
     survivor.wait_for(f"^STEP {back_at} ")
-    again = job.start(killed)
+    again = job.start(killed, *comes_with)
     again.wait_for("^READ")
     is_back.touch()
     assert [group.process.wait(timeout=120) for group in (survivor, again)] == [0, 0], again.log()[-3000:]
@@ -129,18 +154,29 @@ def train_and_kill(
         pytest.param({"samples": 104, "accumulate": 3, "workers": 2}, 1, id="short last window, workers"),
         pytest.param({"fp16": 126, "accumulate": 1}, 1, id="scaled losses that overflow at first"),
         pytest.param({}, 0, id="the group that speaks"),
+        pytest.param({"flags": ["--subset", "--torch-clip"]}, 1, id="another sampler, torch's clipping"),
+        pytest.param({"flags": ["--two-losses"]}, 1, id="two losses"),
     ],
 )
-def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[str, int], killed: int) -> None:
-    """The group that comes back reads what it would have read, in the same epoch, and no step is missing or made twice."""
+def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[str, Any], killed: int) -> None:
+    """The group that comes back reads what it would have read, in the same epoch, and no step is missing or made twice.
+
+    Each group has a seed of its own: weights and order are those of the first one.
+    """
     wanted = {"samples": 80, "accumulate": 2, "epochs": 8, "save_steps": 10, **options}
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items()]
-    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--name=group_{group}", *arguments) as job:
+    flags = wanted.pop("flags", [])
+    arguments = start_arguments(tmp_path, seed="1{group}", **wanted)
+    with FrameworkJob(tmp_path, SCRIPT, *arguments, *flags) as job:
         lives = train_and_kill(job, tmp_path, killed=killed)
 
     num_steps = wanted["epochs"] * -(-wanted["samples"] // 8 // wanted["accumulate"])
     digests = plain_digests(
-        lives, samples=wanted["samples"], accumulate=wanted["accumulate"], seed=7, fp16=options.get("fp16")
+        lives,
+        samples=wanted["samples"],
+        accumulate=wanted["accumulate"],
+        seed=11 - killed,
+        fp16=options.get("fp16"),
+        two_losses="--two-losses" in flags,
     )
     assert len(digests) == num_steps
     for life in lives:
@@ -192,9 +228,18 @@ def test_all_groups_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.name == "step_10"
     lives = [Lives(before, after) for before, after in zip(first, again, strict=True)]
     assert min(Lives(again[0]).read) == 10
-    digests = plain_digests(lives, samples=80, accumulate=2, seed=7, fp16=None)
+    digests = plain_digests(lives, samples=80, accumulate=2, seed=7)
     assert [life.digests for life in lives] == [{n + 1: digest for n, digest in enumerate(digests)}] * 2
     assert len(digests) == 30
+
+
+def test_a_group_that_is_started_again_as_if_all_had_died_goes_on_where_the_job_is(tmp_path: Path) -> None:
+    """Whoever starts it gives it the same arguments as all, a checkpoint among them. It makes no step after the job's last."""
+    with FrameworkJob(tmp_path, SCRIPT, *start_arguments(tmp_path, epochs=8)) as job:
+        lives = train_and_kill(job, tmp_path, killed=1, comes_with=[f"--resume={tmp_path / 'step_10'}"])
+    digests = plain_digests(lives, samples=80, accumulate=2, seed=7)
+    assert len(digests) == 40
+    assert all(life.digests == {step: digests[step - 1] for step in life.digests} for life in lives)
 
 
 def test_a_group_that_comes_too_late_ends_well_and_writes_nothing(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_gradients_of_several_batches_are_averaged_once(mesh: DeviceMesh) -> Non
 
 def test_averages_that_are_taken_after_the_backward_pass_are_dtensors_as_the_gradients_were(mesh: DeviceMesh) -> None:
     model, manager = sharded_model(mesh), Averages(lambda tensor: tensor.is_floating_point() and tensor.mul_(0.5))
-    average = GradientAverage(manager, model)
+    average = GradientAverage(manager, model.parameters)
     expected = [gradient * 0.5 for gradient in gradients(plain_model())]
     model(BATCH).square().sum().backward()
     average.take()

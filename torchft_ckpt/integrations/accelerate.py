@@ -15,8 +15,8 @@ of a group that has come back, or the others went on without it. `sync_gradients
 what a loop does only after an optimizer step (an average of the weights, a checkpoint, a count) it does not do, and the schedule
 stays.
 
-**The batches are those of the job's step.** What the loader gives follows from the step alone: a group that comes back goes on
-where the job is, in the same epoch, and its epochs end with those of the others.
+**The place in the data is state**, as of the end of each step: a group that comes back goes on where the job is, in the same
+order and epoch, and its epochs end with those of the others. What a step that did not count has read is read again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ import contextlib
 import logging
 import math
 import os
+import random
+import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import SeedableRandomSampler, skip_first_batches
+from accelerate.data_loader import skip_first_batches
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
-from torch.utils.data import IterableDataset, RandomSampler
+from accelerate.utils import DistributedType, broadcast
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
 
 from torchft_ckpt.ddp import DistributedDataParallel, GradientAverage, PureDistributedDataParallel
 from torchft_ckpt.errors import ConfigError, JobFinishedError
@@ -53,10 +55,11 @@ class FaultTolerantAccelerator(Accelerator):
     """An `Accelerator` that makes its script one replica group of a job.
 
     It registers with the manager what `prepare` and `register_for_checkpointing` are given. `save_state` writes the job's step
-    as well, and `load_state` takes it. All groups have the same arguments, data sets of one size, and one optimizer.
+    and place in the data as well, and `load_state` takes them. All groups have the same arguments, data sets of one size, and
+    one optimizer.
 
-    The first loader that is prepared, and each that shuffles, is divided among the groups, besides the processes of a group. All
-    others are read whole by each group.
+    `num_processes` counts the processes of all groups, and schedules step so often for each step, as accelerate has it. The
+    first loader that is prepared, and each that shuffles, is divided among all of them. All others are read whole by each group.
 
     One group speaks for the job. From the first step on `is_main_process` is True in that one alone, and `save_state`, `save`,
     `save_model`, `log` and the trackers write there alone. Checkpoints that accelerate names have the job's step in their name.
@@ -81,38 +84,39 @@ class FaultTolerantAccelerator(Accelerator):
         self._manager = manager
         self._group = _number("group", "REPLICA_GROUP_ID", group)
         self._num_groups = _number("num_groups", "NUM_REPLICA_GROUPS", num_groups)
-        self._is_dividing = False
-        self._job_loaders: list[JobLoader] = []
+        self._is_whole = False
+        """A loader is prepared that each group reads whole."""
+        self._loaders: list[JobLoader] = []
         self._average: GradientAverage | None = None
         self._trackers_wanted: Callable[[], None] | None = None
         self._step_of_job = RetriedStep(manager)
-        self._has_begun = False
-        """A step of the job has begun in this process, or it was too late for one."""
+        self.num_begun = 0
+        """So many steps have begun in this process, or were begun too late."""
         self._is_warm = False
         """An iteration was computed in this process."""
         self._found_step: int | None = None
         """The step of the others, before that."""
         self._finished_at: int | None = None
-        self._counted_to: int | None = None
-        """The step to which the last iteration came; None: it did not count, or there was none."""
-        self._has_skipped = self._is_accumulating = self._has_averaged = self._is_redoing = False
+        self._has_skipped = self._has_averaged = self._is_redoing = False
         self._redone: list[Callable[[], object]] = []
         """What the loop has done with the averaged gradients of the open step, such as to clip them."""
+        self._gradients: list[tuple[int, int]] = []
+        """As they were left by that: which tensors they are, and how often these were written to."""
         super().__init__(**kwargs)
         self._refuse()
-        self.dataloader_config.use_seedable_sampler = True  # else nobody can go to an epoch's order at once
+        self.dataloader_config.dispatch_batches = False  # its default would read all of an iterable in each group
         manager.register_state_dict_fn(KEY, self._load_prepared, self._prepared)
-        super().register_for_checkpointing(manager)
+        super().register_for_checkpointing(manager, _Places(self._loaders))
 
     def _refuse(self) -> None:
-        kind, ranks = self.distributed_type, self._manager.group_world_size
+        kind, ranks, processes = self.distributed_type, self._manager.group_world_size, self.state.num_processes
         reasons = {
             kind.value: "its groups are of plain processes"
             if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
             else "",
-            "num_processes": f"the group has {ranks} ranks, and accelerate works with {self.num_processes} processes: all would"
+            "num_processes": f"the group has {ranks} ranks, and accelerate works with {processes} processes: all would"
             " train on the same data. On CPUs cpu=True makes accelerate use torchrun's processes"
-            if ranks != self.num_processes
+            if ranks != processes
             else "",
             "even_batches": "" if self.even_batches else "without it groups would have epochs of different lengths",
             "dispatch_batches": "all groups would read the same batches" if self.dispatch_batches else "",
@@ -130,7 +134,7 @@ class FaultTolerantAccelerator(Accelerator):
         manager = self._manager
         if self._finished_at is not None:
             return self._finished_at
-        if not self._has_begun:
+        if not self.num_begun:
             if self._found_step is None:
                 self._found_step = manager.newest_step_of_peers() or 0
             return max(self._found_step, manager.current_step())
@@ -139,17 +143,22 @@ class FaultTolerantAccelerator(Accelerator):
     @property
     def job_epoch(self) -> int:
         """The epoch of the first prepared loader in which the job is: where a script's loop over epochs begins."""
-        return self._job_loaders[0].locate(self.job_step)[0] if self._job_loaders else 0
+        return self._loaders[0].epoch_at(self.job_step) if self._loaders else 0
+
+    @property
+    def state_step(self) -> int:
+        """The step of the state that is here."""
+        return self._manager.current_step()
 
     @property
     def is_over(self) -> bool:
-        """Whether the job had ended before this group could make a step."""
+        """Whether the others have made the job's last step without this group."""
         return self._finished_at is not None
 
     @property
     def is_main_process(self) -> bool:
         """True for one process of the job. Before its first step: for one of each group, which makes directories, say."""
-        return bool(super().is_main_process) and (self._speaks or not self._has_begun)
+        return bool(super().is_main_process) and (self._speaks or not self.num_begun)
 
     @property
     def is_local_main_process(self) -> bool:
@@ -158,38 +167,46 @@ class FaultTolerantAccelerator(Accelerator):
 
     @property
     def _speaks(self) -> bool:
-        return self._manager.speaks if self._has_begun else self._group == 0
+        return (self._manager.speaks and not self.is_over) if self.num_begun else self._group == 0
 
     @property
     def num_processes(self) -> int:
-        return int(super().num_processes) * (self._num_groups if self._is_dividing else 1)
+        return int(self.state.num_processes) * (1 if self._is_whole else self._num_groups)
 
     @property
     def process_index(self) -> int:
-        index = int(super().process_index)
-        return self._group * int(super().num_processes) + index if self._is_dividing else index
+        index = int(self.state.process_index)
+        return index if self._is_whole else self._group * int(self.state.num_processes) + index
 
     # ------------------------------------------------------------------------------------------------ what is prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data_loader, JobLoader):
             return data_loader
-        is_trained_on = not self._dataloaders or isinstance(data_loader.sampler, RandomSampler)
-        self._is_dividing = is_trained_on and not getattr(data_loader, "_is_accelerate_prepared", False)
+        is_read_on = isinstance(data_loader.dataset, IterableDataset)
+        is_trained_on = not self._dataloaders or (not is_read_on and isinstance(data_loader.sampler, RandomSampler))
+        is_known = is_trained_on and not is_read_on and type(data_loader.batch_sampler) is BatchSampler
+        if is_known:
+            seed = broadcast(torch.tensor([torch.initial_seed() % 2**62], device=self.device))
+            sampler = JobSampler(data_loader.batch_sampler.sampler, int(seed.item()))
+            data_loader.batch_sampler.sampler = sampler
+        self._is_whole = not is_trained_on
         try:
             loader = super().prepare_data_loader(data_loader, *args, **kwargs)
-            if not self._is_dividing:
-                return loader
         finally:
-            self._is_dividing = False
-        if isinstance(data_loader.dataset, IterableDataset):
+            self._is_whole = False
+        if not is_trained_on:
+            return loader
+        if not is_known:
             logger.warning(
-                "%s: if this group comes back it begins its data anew: an IterableDataset cannot go on where the job is",
+                "%s: if this group comes back it begins its data anew, and in an order of its own: an IterableDataset or a batch"
+                " sampler of one's own (%s) cannot go on where the job is",
                 self._manager.replica_id(),
+                type(data_loader.dataset if is_read_on else data_loader.batch_sampler).__name__,
             )
             return loader
-        self._job_loaders.append(JobLoader(loader, self))
-        return self._job_loaders[-1]
+        self._loaders.append(JobLoader(loader, sampler, self))
+        return self._loaders[-1]
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Of a loader that is trained on, return the loader itself: it goes on where the job is, as `load_state` says."""
@@ -223,17 +240,24 @@ class FaultTolerantAccelerator(Accelerator):
                 party="optimizer",
             )
         prepared: AcceleratedOptimizer = super().prepare_optimizer(optimizer, device_placement)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._average = GradientAverage(self._manager, torch.nn.ParameterList(parameters))
+        self._average = GradientAverage(
+            self._manager, lambda: (parameter for group in optimizer.param_groups for parameter in group["params"])
+        )
         self._manager.guard_optimizer(optimizer)
-        steps = prepared.step
+        steps, clears = prepared.step, prepared.zero_grad
 
-        def step(closure: object = None) -> bool:
+        def step(self_: object, closure: object = None) -> bool:
             if closure is not None:
                 raise ConfigError("optimizers that use closures are not supported", party="closure")
             return self._take_step(prepared, steps)
 
-        prepared.step = step
+        def zero_grad(self_: object, *args: Any, **kwargs: Any) -> None:
+            if self.sync_gradients:  # what was averaged is of no step
+                self._forget_averages()
+            clears(*args, **kwargs)
+
+        # Schedules want methods.
+        prepared.step, prepared.zero_grad = types.MethodType(step, prepared), types.MethodType(zero_grad, prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -241,7 +265,13 @@ class FaultTolerantAccelerator(Accelerator):
         prepared = super().prepare_scheduler(scheduler)
         if is_new:
             steps = prepared.step
-            prepared.step = lambda *args, **kwargs: None if self._has_skipped else steps(*args, **kwargs)
+
+            def step(*args: Any, **kwargs: Any) -> None:
+                follows = prepared.step_with_optimizer and not prepared.split_batches and self.sync_gradients
+                for _ in range(0 if self._has_skipped else self._num_groups if follows else 1):
+                    steps(*args, **kwargs)
+
+            prepared.step = step
         return prepared
 
     def _trained(self) -> dict[str, list[Any]]:
@@ -251,8 +281,10 @@ class FaultTolerantAccelerator(Accelerator):
             "optimizers": [optimizer.optimizer for optimizer in self._optimizers],
             "schedulers": [scheduler.scheduler for scheduler in self._schedulers],
             "scaler": [] if self.scaler is None else [self.scaler],
-            "custom": [one for one in self._custom_objects if one is not self._manager],
-            "samplers": [_Seed(loader.get_sampler()) for loader in self._job_loaders],
+            "custom": [
+                one for one in self._custom_objects if one is not self._manager and not isinstance(one, _Places)
+            ],
+            "loaders": [*self._loaders],
         }
 
     def _prepared(self) -> dict[str, Any]:
@@ -273,75 +305,84 @@ class FaultTolerantAccelerator(Accelerator):
 
     # ---------------------------------------------------------------------------------------------------------- a step
 
-    def begin_step(self) -> bool:
-        """Begin a step of the job, unless one is open; return whether one begins. It has the newest state then, but in the first
-        iteration of a process that lacks it: that warms up alone, and counts for nothing.
+    def begin_step(self) -> None:
+        """Begin a step of the job, unless one is open. It has the newest state then, but in the first iteration of a process that
+        lacks it: that warms up alone, and counts for nothing.
 
-        Raises:
-            JobFinishedError: the job is over. Also as `Manager.start_quorum`.
+        Nothing begins if the job is over. Raises as `Manager.start_quorum`.
         """
-        if self._step_of_job.is_open:
-            return False
-        self._has_begun = True
+        if self._step_of_job.is_open or self.is_over:
+            return
+        self.num_begun += 1
         manager = self._manager
-        manager.start_quorum()
-        while self._is_warm and manager.is_warming_up():
-            manager.should_commit()  # nothing is computed, so the state is loaded here
+        with self._over_at_end():
             manager.start_quorum()
+            while self._is_warm and manager.is_warming_up():
+                manager.should_commit()  # nothing is computed, so the state is loaded here
+                manager.start_quorum()
         self._step_of_job.begins()
-        self._redone, self._has_averaged = [], False
+        self._forget_averages()
         if self._has_skipped:
             self._has_skipped = False
             self.gradient_state._set_sync_gradients(True)  # a loop without `accumulate` does not set it
-        return True
 
     @property
     def is_in_step(self) -> bool:
         """Whether a step is open: the batches that come next are for it as well."""
         return self._step_of_job.is_open
 
-    def is_in_place(self) -> bool:
-        """Whether what comes next of the data is for the step that is open, or next."""
-        return self._counted_to == self._manager.current_step()
-
-    def note_over(self, finished: JobFinishedError) -> None:
-        """The lighthouse says that the job is over."""
-        logger.info("%s gets no more batches: %s", self._manager.replica_id(), finished)
-        self._finished_at = finished.step
-
     @contextlib.contextmanager
-    def accumulate(self, *models: Any) -> Iterator[None]:
-        with super().accumulate(*models):
-            self._is_accumulating = True
-            try:
-                yield
-            finally:
-                self._is_accumulating = False
+    def _over_at_end(self) -> Iterator[None]:
+        """The lighthouse may say in it that the job is over: this group gets no more batches."""
+        try:
+            yield
+        except JobFinishedError as finished:
+            logger.info("%s gets no more batches: %s", self._manager.replica_id(), finished)
+            self._finished_at = finished.step
+
+    @property
+    def trains(self) -> bool:
+        """Whether the batches that come next are trained on: else they are looked at."""
+        return torch.is_grad_enabled() and any(model.training for model in self._models)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        if not self.is_in_step:
+        average = self._average
+        if average is None or not (self.is_in_step or self.is_over):
             raise ConfigError(
                 "a backward pass comes before its step has begun: take the batch from a prepared loader, or compute the forward"
                 " pass by a prepared model in train mode",
                 party="backward",
             )
+        if self._has_averaged:  # a second loss in the same step
+            average.put_back()
+            self._forget_averages()
         super().backward(loss, **kwargs)
-        if self._is_accumulating:  # else it may be followed by others
-            self._average_once()
-
-    def _average_once(self) -> None:
-        """Average what the backward passes of the step have accumulated, after the last of them."""
-        if self._average is not None and self.is_in_step and self.sync_gradients and not self._has_averaged:
+        if self.sync_gradients:
             self._has_averaged = True
-            self._average.take()
+            with self._over_at_end():  # as it may be heard only now
+                average.take()
+            self._gradients = self._marks()
+
+    def _forget_averages(self) -> None:
+        self._redone, self._has_averaged, self._gradients = [], False, []
+        if self._average is not None:
+            self._average.forget()
+
+    def _marks(self) -> list[tuple[int, int]]:
+        gradients = (
+            p.grad for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        )
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     def _of_averages(self, call: Callable[[], Any]) -> Any:
         """Do something with averaged gradients; it is done again if the step is tried again."""
-        self._average_once()
         if self._is_redoing or not self._has_averaged:
             return call()
+        is_known = self._gradients == self._marks()
         self._redone.append(call)
-        return self._redo([call])
+        result = self._redo([call])
+        self._gradients = self._marks() if is_known else []
+        return result
 
     def _redo(self, calls: list[Callable[[], Any]]) -> Any:
         self._is_redoing = True  # what they call is done by them
@@ -366,10 +407,9 @@ class FaultTolerantAccelerator(Accelerator):
         """Let an optimizer step if the gradients count; return whether they do. Nothing happens within an accumulation."""
         if not self.sync_gradients:
             return False
-        if not self.is_in_step:
-            raise ConfigError("the optimizer steps, and no step has begun", party="optimizer")
         average, optimizer = self._average, prepared.optimizer
-        assert average is not None
+        if average is None or not (self.is_in_step or self.is_over):
+            raise ConfigError("the optimizer steps, and no step has begun", party="optimizer")
 
         def forget_scaling() -> None:
             if self.scaler is not None:  # it unscales gradients once in a step
@@ -380,17 +420,17 @@ class FaultTolerantAccelerator(Accelerator):
             forget_scaling()
             self._redo(self._redone)
 
-        self._average_once()
+        counts, is_known = False, self._gradients == self._marks()
         with self._manager.taking_step():
-            try:
-                counts = self._step_of_job.vote(again)
-            finally:
-                average.forget()
+            with self._over_at_end():
+                counts = not self.is_over and self._step_of_job.vote(again, may_try=lambda: is_known)
             prepared._is_overflow = not counts  # the schedule stays then
             if counts:
                 steps()
+            for loader in self._loaders:
+                loader.ended(counts=counts)
         self._is_warm = True
-        self._counted_to = self._manager.current_step() if counts else None
+        self._forget_averages()
         if not counts:
             forget_scaling()
             optimizer.zero_grad()
@@ -443,41 +483,74 @@ class FaultTolerantAccelerator(Accelerator):
             self._start_trackers()
             super().log(*args, **kwargs)
 
+    def free_memory(self, *objects: Any) -> Any:
+        self._loaders.clear()
+        self._average = None
+        return super().free_memory(*objects)
+
     def end_training(self) -> None:
         """Say that this group has made its last step (`Manager.finish`), and end the trackers."""
-        if self._has_begun and not self.is_over:
+        if self.num_begun and not self.is_over:
             self._manager.finish()
         super().end_training()
 
 
-class _Seed:
-    """The seed of a sampler, as state: groups draw from one order."""
+class JobSampler(Sampler[Any]):
+    """A sampler whose order follows from a seed and the epoch, as that of the groups must. It is read whole when it begins.
 
-    def __init__(self, sampler: object) -> None:
-        self._sampler = sampler if isinstance(sampler, SeedableRandomSampler) else None
+    Args:
+        sampler: of any kind that has a length.
+        seed: that it has while no other one is loaded.
+    """
 
-    def state_dict(self) -> dict[str, int | None]:
-        return {"seed": None if self._sampler is None else self._sampler.initial_seed}
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._sampler = sampler
+        self.seed = seed
+        self._epoch = 0
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        if self._sampler is not None:
-            self._sampler.initial_seed = state["seed"]
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch is read next."""
+        self._epoch = epoch
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        seed, others = (self.seed + self._epoch) % 2**63, random.getstate()
+        generator = getattr(self._sampler, "generator", None)
+        if generator is not None:
+            generator.manual_seed(seed)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                random.seed(seed)
+                order = [*self._sampler]
+        finally:
+            random.setstate(others)
+        return iter(order)
 
 
 class JobLoader:
     """The batches of a prepared loader, from where the job is to the end of its epoch. It has all that the loader has.
 
+    Its place and the seed of its order are state: those of the end of the last step that counted.
+
     Args:
         loader: with a length, as accelerate prepares it.
+        sampler: of it.
         accelerator: begins a step of the job before the first batch of each is given.
     """
 
-    def __init__(self, loader: Any, accelerator: FaultTolerantAccelerator) -> None:
-        self._loader, self._accelerator = loader, accelerator
-        self._next: tuple[int, int] | None = None
-        """The epoch and the batch in it that come after what was given last."""
+    def __init__(self, loader: Any, sampler: JobSampler, accelerator: FaultTolerantAccelerator) -> None:
+        self._loader, self._sampler, self._accelerator = loader, sampler, accelerator
+        self._place = (0, 0)
+        """The epoch, and the batch in it, that come after the last step that counted."""
+        self._cursor: tuple[int, int] | None = None
+        """Those that come after what was given last; None: nothing was given since that step."""
         self._epoch_of_loop: int | None = None
-        """The epoch that the loop believes to be in, if it began with that of the job."""
+        """The epoch that the script's loop is in."""
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -485,56 +558,87 @@ class JobLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def locate(self, step: int) -> tuple[int, int]:
-        """Return the epoch in which the batches of a step are, and how many of its batches come before them."""
-        accumulated, length = self._accelerator.gradient_accumulation_steps, len(self._loader)
-        if not self._accelerator.gradient_state.sync_with_dataloader:
-            return divmod(step * accumulated, max(1, length))
-        epoch, steps = divmod(step, max(1, math.ceil(length / accumulated)))
-        return epoch, steps * accumulated
+    def state_dict(self) -> dict[str, int]:
+        epoch, batch = self._place
+        return {"epoch": epoch, "batch": batch, "seed": self._sampler.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._place, self._cursor = (state["epoch"], state["batch"]), None
+        self._sampler.seed = state["seed"]
+
+    def ended(self, *, counts: bool) -> None:
+        """A step is over. If it counts, what comes after the batches that were given for it is the place now."""
+        if self._cursor is not None and counts:
+            epoch, batch = self._cursor
+            self._place = (epoch, batch) if batch < len(self) else (epoch + 1, 0)
+        self._cursor = None
+
+    def epoch_at(self, step: int) -> int:
+        """Return the epoch in which a step of the job is: known for the step of the state here, else reckoned."""
+        accelerator = self._accelerator
+        if step == accelerator.state_step:
+            return self._place[0]
+        accumulated, length = accelerator.gradient_accumulation_steps, max(1, len(self))
+        is_whole = accelerator.gradient_state.sync_with_dataloader
+        return step // math.ceil(length / accumulated) if is_whole else step * accumulated // length
 
     def __iter__(self) -> Iterator[Any]:
-        accelerator, length = self._accelerator, len(self._loader)
-        if not torch.is_grad_enabled():
+        accelerator, length = self._accelerator, len(self)
+        if not accelerator.trains:
             yield from self._loader
             return
-        at = self._next if self._next is not None and accelerator.is_in_place() else None
-        epoch, index = at or self.locate(accelerator.job_step)
-        if index >= length:
-            epoch, index = epoch + 1, 0
-        self._epoch_of_loop = epoch if self._epoch_of_loop is None else self._epoch_of_loop + 1
-        if epoch > self._epoch_of_loop:
-            return  # the job has made this one meanwhile
-        source, batches = self._loader, None
+        self._epoch_of_loop = (
+            self.epoch_at(accelerator.job_step) if self._epoch_of_loop is None else self._epoch_of_loop + 1
+        )
+        source: Any = self._loader
+        batches: Iterator[Any] | None = None
+        at, num_begun = (-1, 0, 0), -1  # epoch, batch and seed of what comes next; the steps that had begun by then
         try:
-            while not accelerator.is_over:
-                if index >= length and (accelerator.is_in_step or accelerator.is_in_place()):
-                    break
-                try:
-                    begins = accelerator.begin_step()
-                except JobFinishedError as finished:
-                    accelerator.note_over(finished)
+            while True:
+                if self._place[0] <= self._epoch_of_loop:  # else this epoch is over, be it that others have made it
+                    accelerator.begin_step()
+                if accelerator.is_over or not accelerator.is_in_step:
                     return
-                if begins and (at is None or not accelerator.is_in_place()):
-                    place = self.locate(accelerator.job_step)
-                    if place[0] != epoch:
+                if num_begun == accelerator.num_begun and at[1] >= length:
+                    return
+                if (
+                    num_begun != accelerator.num_begun
+                ):  # a load may have changed the place, or the last step not counted
+                    if self._place[0] > self._epoch_of_loop:
                         return  # the step goes on with the first batch of another epoch
-                    if place[1] != index:
+                    num_begun = accelerator.num_begun
+                    if batches is None or at != (*self._place, self._sampler.seed):
                         _leave(source, batches)
-                        batches, index = None, place[1]
-                if batches is None:
-                    self._loader.iteration = epoch
-                    source = skip_first_batches(self._loader, index) if index else self._loader
-                    batches = iter(source)
-                batch = next(batches)
-                index += 1
-                at = self._next = epoch, index
-                yield batch
-            if batches is not None:
-                next(batches, None)  # it does something at its end
-                batches = None
+                        at = (*self._place, self._sampler.seed)
+                        self._loader.iteration = at[0]
+                        self._sampler.set_epoch(at[0])
+                        source = skip_first_batches(self._loader, at[1]) if at[1] else self._loader
+                        batches = iter(source)
+                assert batches is not None
+                given = next(batches)
+                at = at[0], at[1] + 1, at[2]
+                self._cursor = at[:2]
+                yield given
         finally:
             _leave(source, batches)
+
+
+class _Places:
+    """The places of loaders in their data, for checkpoints.
+
+    Args:
+        loaders: all that there are when it is asked.
+    """
+
+    def __init__(self, loaders: list[JobLoader]) -> None:
+        self._loaders = loaders
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loaders": [loader.state_dict() for loader in self._loaders]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for loader, saved in zip(self._loaders, state["loaders"], strict=False):
+            loader.load_state_dict(saved)
 
 
 def _leave(source: Any, batches: Any) -> None:

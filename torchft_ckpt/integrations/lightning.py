@@ -149,7 +149,7 @@ class _ReplicaGroup(Strategy):
             )
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise ConfigError("LBFGS evaluates its closure several times: it cannot be used", party="LBFGS")
-        self._average = GradientAverage(self._manager, self.model)
+        self._average = GradientAverage(self._manager, self.model.parameters)
         self._begin_before_batches(trainer.fit_loop.epoch_loop)
         for optimizer in self.optimizers:
             self._manager.guard_optimizer(optimizer)

@@ -33,7 +33,7 @@ class RetriedStep:
         self.is_open = True
         self._num_loaded = self._count_loads()
 
-    def vote(self, again: Callable[[], None]) -> bool:
+    def vote(self, again: Callable[[], None], may_try: Callable[[], bool] = lambda: True) -> bool:
         """Return whether the iteration's gradients count, in this step of the job or in one after it.
 
         False: they are not of the state that is here, or not of the newest one. A step that is open then goes on in the next
@@ -41,13 +41,14 @@ class RetriedStep:
 
         Args:
             again: averages the group's own gradients once more, in a step that has begun in place of a discarded one.
+            may_try: whether `again` brings back all that was done to them.
 
         Raises: as `Manager.should_commit` and `Manager.start_quorum`.
         """
         self.is_open = False
         pauses = pauses_s()
         while not self._manager.should_commit():
-            if self._manager.is_behind or self._has_loaded():
+            if self._manager.is_behind or self._has_loaded() or not may_try():
                 return False
             time.sleep(next(pauses))  # where groups are missing
             self._manager.start_quorum()

@@ -235,7 +235,7 @@ class FaultToleranceCallback(TrainerCallback):
             )
         if optimizer.scaler is not None:
             raise ConfigError("fp16 scales the gradients of each group by a factor of its own; use bf16", party="fp16")
-        self._average = GradientAverage(self._manager, model)
+        self._average = GradientAverage(self._manager, model.parameters)
         gradients = optimizer.gradient_state
         backward = BackwardAverage(
             model, self._average.take, is_wanted=lambda: self._step.is_open and gradients.sync_gradients
