@@ -81,6 +81,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "state_digests": st.lists(DIGESTS, max_size=3),
         "shows": st.sampled_from(messages.Shows),
         "shown": st.lists(SHOWN, max_size=2),
+        "kinds": st.lists(st.sampled_from(["", "0", "0,1"]), max_size=messages.MAX_TURNS),
         "common": st.lists(TEXTS, max_size=3),
         "own": st.lists(TEXTS, max_size=3),
         "group_names": st.lists(NAMES, max_size=3),
