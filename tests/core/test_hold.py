@@ -698,6 +698,25 @@ def test_that_it_has_the_state_counts_from_the_first_time_that_it_says_so() -> N
     assert not held_for(job)
 
 
+def test_one_that_does_more_once_it_has_the_state_says_so_and_is_waited_for_within_the_allowance() -> None:
+    job = Job(least=2)
+    members = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1)
+    are_asked(members)
+    for reach_s in (0.0, 0.5, 0.5, 0.5, 0.0):
+        c.still_needs(reach_s, Receives.LOADS)
+        job.passes(0.4)
+    assert held_for(job) == ["c:1"]
+    job.passes(0.3)
+    assert not held_for(job), "it has not begun its next step within 0.5 s"
+    job, _, c, _ = in_hold()
+    for _ in range(9):
+        c.still_needs(0.5, Receives.LOADS)
+        job.passes(0.4)
+    assert not held_for(job), "three seconds are allowed"
+
+
 def test_one_that_asks_later_has_as_long_to_begin_as_the_first_had_and_no_longer_than_is_allowed() -> None:
     job, _, c, d = in_hold(join_stall_limit_s=30.0)
     job.passes(0.8)

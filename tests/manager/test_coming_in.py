@@ -4,6 +4,7 @@ back."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from test_ranks_load_together import Inner, Rank, Slow, group
 from torch import nn
 
 from torchft_ckpt import DistributedDataParallel, LighthouseServer, Optimizer
+from torchft_ckpt.core.coordination.hold import BEGINS_WITHIN_S
 from torchft_ckpt.ddp import PureDistributedDataParallel
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager import coming_in
@@ -77,6 +79,32 @@ def test_those_who_wait_for_a_group_that_loads_are_told_that_this_time_does_not_
     assert not joined.step()
     assert heard == [[True, True]]
     run.end(joined)
+    run.close(joined)
+
+
+def test_those_who_wait_hear_of_state_functions_that_take_long_between_the_load_and_the_step() -> None:
+    """What of it is not the script's loop: they are called for what goes back, and for what is shown."""
+    run = Run()
+
+    class Long(Replica):
+        has_loaded = False
+
+        def load(self, state: dict[str, Any]) -> None:
+            super().load(state)
+            self.has_loaded = True
+
+        def state(self) -> dict[str, Any]:
+            if self.has_loaded:
+                threading.Event().wait(1.4 * BEGINS_WITHIN_S)
+            return super().state()
+
+    joined = Long(run.server, "c", seed=7)
+    assert not joined.step()
+    assert joined.step() and joined.manager.num_participants() == 3
+    joined.has_loaded = False
+    run.end(joined)
+    assert joined.manager.statistics().num_healed == 1
+    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
     run.close(joined)
 
 

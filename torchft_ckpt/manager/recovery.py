@@ -6,10 +6,11 @@ is here is compared with it, and loaded where it differs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -42,6 +43,7 @@ from torchft_ckpt.manager.volatile import StateToServe, tensors_in
 logger = logging.getLogger(__name__)
 _SAID_BEFORE_S = 0.5
 """What is said to be left while a state function is called: nobody knows how long, and who is silent is left behind."""
+_COMES_IN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +165,20 @@ class Recovery:
             logger.info("%s follows the others outside of the quorum: it %s", self.client.replica_id, in_words(said))
 
     # ----------------------------------------------------------------------------------------- on the training thread
+
+    @contextlib.contextmanager
+    def comes_in(self) -> Iterator[None]:
+        """Around what this group does, and not the script's loop, between the load of a state that a quorum is held for and the
+        step: those who wait are told of it if it takes long.
+        """
+        now = self.client.view()
+        if not now.came_in or now.quorum is None:
+            yield
+            return
+        say = functools.partial(self._tell, now.quorum, _SAID_BEFORE_S, Receives.LOADS)
+        with self._healing.saying(say, after_s=_COMES_IN_S):
+            yield
+        self._tell(now.quorum, 0.0, Receives.LOADS)
 
     def rest(self, formed: QuorumFormed) -> None:
         """Keep a state that was received outside of the quorum for a while, if this group is a spare. On the training thread.

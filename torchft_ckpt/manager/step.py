@@ -419,7 +419,8 @@ class Steps:
             return
         is_whole, why = False, ""
         try:
-            is_whole = self._came_in.put_back(self._client.view().version, goes_on=goes_on, agree=agree)
+            with self._recovery.comes_in():
+                is_whole = self._came_in.put_back(self._client.view().version, goes_on=goes_on, agree=agree)
         except CoordinationError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a state function raises: what is here is no state
@@ -449,9 +450,10 @@ class Steps:
 
     def _begin(self, wishes: StepWishes, limit: timedelta) -> None:
         """Ask for a quorum, and do what comes before the forward pass."""
-        self._learn_leaves()
-        layout = self._registry.layout()
-        has_to_wait, prepared, parts = self._prepare(wishes)
+        with self._recovery.comes_in():
+            self._learn_leaves()
+            layout = self._registry.layout()
+            has_to_wait, prepared, parts = self._prepare(wishes)
         self._ask(wishes, layout, prepared, parts, can_serve=self._can_serve(wishes, prepared))
         self._is_planned = is_planned = threading.Event()
         self._quorum = self._worker.submit(self._run_quorum, prepared, limit)
@@ -935,7 +937,8 @@ class Steps:
             self._come_in()
             self._is_committed = False
             if (now := self._client.view()).came_in:
-                self._came_in.take(now.version)
+                with self._recovery.comes_in():
+                    self._came_in.take(now.version)
         self._ended_at = time.monotonic()
         return is_committed
 

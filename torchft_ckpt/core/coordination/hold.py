@@ -53,7 +53,7 @@ class _Awaited:
     """The longest `QuorumRequest.top_s` of it and of those that wait: they run the same loop."""
     said: JoinProgress | None = None
     said_at: float = 0.0
-    """When it said so; that it has all counts from the first time."""
+    """When it said so; that it has all counts from the first time, unless it does something more."""
 
     @property
     def begins_within_s(self) -> float:
@@ -149,7 +149,9 @@ class Holds:
     def progressed(self, member: Member, progress: JoinProgress, now: float) -> None:
         """A member says how far it is."""
         awaited = self._awaited.get(member.replica_id)
-        if awaited is not None and progress.step == self._version.step and not awaited.has_loaded:
+        if awaited is None or progress.step != self._version.step:
+            return
+        if not awaited.has_loaded or progress.reach_s > 0.0:  # it may take long before it can ask, and says so
             awaited.said, awaited.said_at = progress, now
 
     def look(self, now: float) -> Iterator[Instruction]:
