@@ -163,12 +163,18 @@ class Tally:
         self.broken = self.broken or broken
 
 
-def num_issued(said: CommitVote | QuorumRequest | LeaveWish, group_rank: int) -> int:
-    """Return how many collectives a rank of a group had issued when the group said this."""
-    by_rank = said.collectives_by_rank
+def num_issued(said: CommitVote | QuorumRequest | LeaveWish | None, group_rank: int) -> int:
+    """Return how many collectives a rank of a group had issued when the group said this; None: it issued none."""
+    by_rank = [] if said is None else said.collectives_by_rank
     if group_rank < len(by_rank):
         return by_rank[group_rank]
-    return 0 if isinstance(said, LeaveWish) else said.num_collectives
+    return said.num_collectives if isinstance(said, CommitVote | QuorumRequest) else 0
+
+
+def fewest_issued(said: QuorumRequest | LeaveWish | None) -> int:
+    """Return how many collectives each rank of a group had issued at least."""
+    by_rank = [] if said is None else said.collectives_by_rank
+    return min([*by_rank, num_issued(said, len(by_rank))])
 
 
 def decide_forgotten(

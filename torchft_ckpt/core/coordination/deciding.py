@@ -8,7 +8,7 @@ A decision stands. Who votes later, also in a step that an earlier life began, i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -97,8 +97,8 @@ class Deciding:
             if current.tally.decided or member.replica_id in current.tally.lost:
                 yield from self._on_late_vote(member, vote, current, now)
                 return
-            if member.replica_id not in current.tally.roles:
-                return  # it has no part in this step
+            if member.replica_id not in current.tally.roles or member.replica_id in current.tally.votes:
+                return  # it has no part in this step, or has had it
             was_broken = current.tally.broken
             current.tally.cast(member.replica_id, vote)
             current.name_late(member.replica_id)
@@ -108,7 +108,7 @@ class Deciding:
                 yield from self._break_collectives(
                     current, member.replica_id, lost=False, reason=reason, voted_too=not was_broken
                 )
-            yield from self._advance(current, now)
+            yield from self._advance(current, now, current.ends(member.replica_id))
         else:
             yield Send(member.connection, self._answer_late(member, vote, now))
 
@@ -126,13 +126,12 @@ class Deciding:
         if not is_of_round or member.replica_id not in current.tally.roles:
             return
         if current.tally.is_after_vote(member.replica_id, wait):
-            current.late.setdefault(wait.group_rank, {})[member.replica_id] = wait
-            yield from self._end_late_waits(current)
+            current.waits_late(member.replica_id, wait)
+            yield from self._end_late_waits(current, late={member.replica_id: {wait.group_rank: wait}})
             return
         if current.tally.decided:
             return
-        current.waits.setdefault(wait.group_rank, {})[member.replica_id] = wait
-        yield from self._check_waits(current, now)
+        yield from self._advance(current, now, current.waits_in(member.replica_id, wait))
         if not current.tally.decided and wait.deviates and current.may_start(wait.group_rank):
             cleared = CollectiveCleared(
                 quorum_id=wait.quorum_id, step=wait.step, group_rank=wait.group_rank, index=wait.index
@@ -144,8 +143,8 @@ class Deciding:
         """End the collectives of the last step in which others wait for this member, which has gone on."""
         current = self._job.round
         if current is not None and member.replica_id in current.tally.roles:
-            current.note_left(member)
-            yield from self._end_late_waits(current)
+            current.note_gone_on(member)
+            yield from self._end_late_waits(current, gone_on=[member.replica_id])
 
     def abandoned(self, replica_id: str, now: float) -> Iterator[Instruction]:
         """A member asks for the next step, or for the newest state. Where it is in the open step, it gave that up."""
@@ -192,16 +191,11 @@ class Deciding:
 
     # ---------------------------------------------------------------------------------------------------- how it ends
 
-    def _advance(self, current: Round, now: float) -> Iterator[Instruction]:
+    def _advance(self, current: Round, now: float, apart: tuple[str, str] | None = None) -> Iterator[Instruction]:
+        """Announce a decision, or discard the step if a member waits for a collective that another will not issue (`apart`)."""
         if current.tally.decided:
             yield from self._announce(current, now)
-        else:
-            yield from self._check_waits(current, now)
-
-    def _check_waits(self, current: Round, now: float) -> Iterator[Instruction]:
-        """Discard the step as soon as it is certain that a member waits for a collective that another will not issue."""
-        apart = current.why_collectives_never_complete()
-        if apart is not None:
+        elif apart is not None:
             culprit, reason = apart
             current.tally.give_up(reason)
             yield from self._announce(current, now, culprit=culprit)
@@ -306,11 +300,20 @@ class Deciding:
         """Whether a member is connected and waits for the decision: it has not gone on from this step."""
         return replica_id in self._job.members and self._job.members[replica_id].is_in_step
 
-    def _end_late_waits(self, current: Round) -> Iterator[Instruction]:
-        """After the decision, end the collectives in which a member waits for one that has gone on. The step stands."""
+    def _end_late_waits(
+        self,
+        current: Round,
+        late: Mapping[str, Mapping[int, CollectiveWait]] | None = None,
+        gone_on: Collection[str] | None = None,
+    ) -> Iterator[Instruction]:
+        """After the decision, end the collectives in which a member waits for one that has gone on. The step stands.
+
+        `late`, `gone_on`: of these alone something is new; None: of all.
+        """
         if not current.tally.decided or current.tally.broken:
             return  # where they are broken all have been told
-        apart = current.why_late_collectives_never_complete()
+        late, gone_on = (current.late if late is None else late), (current.gone_on if gone_on is None else gone_on)
+        apart = current.why_late_collectives_never_complete(late, gone_on)
         if apart is not None:
             current.tally.broken = True
             culprit, reason = apart

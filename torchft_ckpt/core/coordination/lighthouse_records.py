@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, num_issued
+from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, fewest_issued, num_issued
 from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     Hello,
@@ -107,15 +108,15 @@ class Member:
         """Whether it waits for the decision on its step, because it has not gone on from it."""
         return self.request is None and not self.has_left_step
 
-    def num_issued(self, group_rank: int) -> int:
-        """Return in how many collectives of its step the others can meet one of its ranks, now that it has gone on from it.
+    @property
+    def says_issued(self) -> QuorumRequest | LeaveWish | None:
+        """What says in how many collectives of its step the others can meet its ranks, now that it has gone on from it.
 
-        0 where its process group cannot be used, or it looks for a state.
+        None: in none, as its process group cannot be used, or it looks for a state.
         """
-        if self.farewell is not None:
-            return num_issued(self.farewell, group_rank)
-        request = self.request
-        return 0 if request is None or request.needs_new_quorum else num_issued(request, group_rank)
+        if self.farewell is not None or self.request is None or self.request.needs_new_quorum:
+            return self.farewell
+        return self.request
 
     def as_source(self, rank: int) -> Source:
         """Return what one that loads a state from it is told. `rank`: its place among those that serve."""
@@ -145,10 +146,16 @@ class Round:
     """What was found before it: see `Verdict`."""
     waits: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
     """By group rank: the collective that a member's rank waits in, or asks to start, as it said last."""
-    late: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
-    """By group rank: the collective after its vote that a member's rank waits in, while the member has not gone on."""
-    fewest: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By group rank: the fewest collectives that a member issued which has gone on, and that member. Only falls."""
+    asked: set[int] = field(default_factory=set)
+    """The group ranks of which some member's asks to start one."""
+    earliest: dict[str, int] = field(default_factory=dict)
+    """Of those that have approved, the two that did so after the fewest collectives."""
+    late: dict[str, dict[int, CollectiveWait]] = field(default_factory=dict)
+    """By member that has not gone on, and by its rank: the collective after its vote that it waits in."""
+    furthest: int = -1
+    """No wait is in a later collective."""
+    gone_on: dict[str, tuple[int, QuorumRequest | LeaveWish | None]] = field(default_factory=dict)
+    """Members that have gone on from the step: how many collectives each rank issued at least, and what says how many."""
     is_void: bool = False
     """It was committed, and nobody followed: another quorum makes the step, as what came of it has a name."""
     is_needed: bool = False
@@ -162,31 +169,49 @@ class Round:
         """Return whether all living members ask to start the same collective."""
         return may_start(self._waits_of_living(group_rank), self.living())
 
-    def why_collectives_never_complete(self) -> tuple[str, str] | None:
-        """Return why a member waits for a collective that another will not issue, and on whose account; None: it may come."""
-        if not self.waits:
-            return None  # each vote comes here
-        ended = {replica_id: vote.num_collectives for replica_id, vote in self.tally.votes.items() if vote.approve}
-        found = (why_apart(self._waits_of_living(group_rank), ended) for group_rank in self.waits)
+    def waits_in(self, replica_id: str, wait: CollectiveWait) -> tuple[str, str] | None:
+        """A member waits in a collective. Return why another will not issue that, and on whose account; None: it may come."""
+        self.furthest = max(self.furthest, wait.index)
+        self.waits.setdefault(wait.group_rank, {})[replica_id] = wait
+        if wait.deviates:
+            self.asked.add(wait.group_rank)
+        is_alone = wait.group_rank not in self.asked  # else it may meet another one
+        waits = {replica_id: wait} if is_alone else self._waits_of_living(wait.group_rank)
+        return None if replica_id in self.tally.lost else why_apart(waits, self.earliest)
+
+    def ends(self, replica_id: str) -> tuple[str, str] | None:
+        """A member has voted. Return why another one waits for it in vain, as `waits_in` does."""
+        vote = self.tally.votes[replica_id]
+        if not vote.approve:
+            return None
+        ended = {**self.earliest, replica_id: vote.num_collectives}
+        self.earliest = dict(sorted(ended.items(), key=lambda one: one[1])[:2])
+        ranks = self.waits if vote.num_collectives <= self.furthest else ()
+        found = (why_apart(self._waits_of_living(rank), {replica_id: vote.num_collectives}) for rank in ranks)
         return next((apart for apart in found if apart is not None), None)
 
-    def note_left(self, member: Member) -> None:
-        """A member has gone on from the step: it issues no further collective of it."""
-        for group_rank in range(member.hello.group_world_size):
-            self.late.get(group_rank, {}).pop(member.replica_id, None)
-            issued = member.num_issued(group_rank), member.replica_id
-            self.fewest[group_rank] = min(issued, self.fewest.get(group_rank, issued))
+    def waits_late(self, replica_id: str, wait: CollectiveWait) -> None:
+        """A member waits in a collective after its vote."""
+        self.furthest = max(self.furthest, wait.index)
+        self.late.setdefault(replica_id, {})[wait.group_rank] = wait
 
-    def why_late_collectives_never_complete(self) -> tuple[str, str] | None:
-        """Return why a member waits, after its vote, for a member that has gone on, and for which; None: for none."""
-        for group_rank, waits in self.late.items():
-            last = max(waits, key=lambda replica_id: waits[replica_id].index, default=None)
-            if last is None or group_rank not in self.fewest:
-                continue
-            count, replica_id = self.fewest[group_rank]
-            apart = why_apart({last: waits[last]}, {replica_id: count})
-            if apart is not None:
-                return apart
+    def note_gone_on(self, member: Member) -> None:
+        """A member has gone on from the step: it issues no further collective of it."""
+        self.late.pop(member.replica_id, None)
+        said = member.says_issued
+        if said is None or member.replica_id not in self.gone_on:
+            self.gone_on[member.replica_id] = fewest_issued(said), said
+
+    def why_late_collectives_never_complete(
+        self, late: Mapping[str, Mapping[int, CollectiveWait]], gone_on: Collection[str]
+    ) -> tuple[str, str] | None:
+        """Return why one of some members waits, after its vote, for one that has gone on, and for which; None: for none."""
+        said = {m: self.gone_on[m][1] for m in gone_on if self.gone_on[m][0] <= self.furthest}
+        for waiting, waits in late.items() if said else ():
+            for rank, wait in waits.items():
+                apart = why_apart({waiting: wait}, {m: num_issued(said[m], rank) for m in said})
+                if apart is not None:
+                    return apart
         return None
 
     def name_late(self, replica_id: str) -> None:
@@ -206,9 +231,9 @@ class Round:
         if self.step != self.assignment.version.step:
             raise RuntimeError(f"step {self.step} is not that of {self.assignment.version}")
         named: set[str] = set()
-        for waits in (*self.waits.values(), *self.late.values()):
+        for waits in self.waits.values():
             named |= waits.keys()
-        if not named <= self.tally.roles.keys():
+        if not named | self.late.keys() | self.gone_on.keys() <= self.tally.roles.keys():
             raise RuntimeError(f"{named} are not all members: {self.tally.roles}")
         self.tally.validate()
 

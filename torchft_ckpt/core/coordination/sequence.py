@@ -102,6 +102,9 @@ def why_apart(waits: Mapping[str, CollectiveWait], ended: Mapping[str, int]) -> 
         ended: those that have ended the step, by replica id: after how many collectives.
     """
     earliest = sorted(ended, key=ended.__getitem__)[:2]
+    first: dict[int, dict[str, str]] = {}  # who issues which collective there
+    for replica_id, wait in waits.items():
+        first.setdefault(wait.index, {}).setdefault(wait.digest, replica_id)
     for waiting, wait in waits.items():
         for other in earliest:
             if other != waiting and ended[other] <= wait.index:
@@ -109,12 +112,12 @@ def why_apart(waits: Mapping[str, CollectiveWait], ended: Mapping[str, int]) -> 
                     f"{waiting} waits in collective {wait.index + 1} of the step ({wait.what}), and {other} has ended the step"
                     f" after {ended[other]}: the loops of the groups differ"
                 )
-        for other, another in waits.items() if wait.deviates else ():
-            if another.index == wait.index and another.digest != wait.digest:
-                return waiting, (
-                    f"{waiting} issues another collective {wait.index + 1} of the step ({wait.what}) than {other}"
-                    f" ({another.what}): the loops of the groups differ"
-                )
+        other = next((m for digest, m in first[wait.index].items() if digest != wait.digest), "")
+        if wait.deviates and other:
+            return waiting, (
+                f"{waiting} issues another collective {wait.index + 1} of the step ({wait.what}) than {other}"
+                f" ({waits[other].what}): the loops of the groups differ"
+            )
     return None
 
 
