@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+import msgspec
 import pytest
 
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
@@ -18,6 +19,7 @@ from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     CommitVote,
     Hello,
+    Outcome,
     QuorumFormed,
     QuorumRequest,
     StateVersion,
@@ -85,6 +87,19 @@ def votes(formed: QuorumFormed, num_collectives: int = 5, *, broken: bool = Fals
         num_collectives=num_collectives,
         broken=broken,
     )
+
+
+def test_of_a_step_that_is_over_no_more_is_kept_than_who_votes_late_is_told_by() -> None:
+    """Eight steps are remembered: some 40 MiB of each member whose votes are as long as a message may be."""
+    job = Counted(1, 1000)
+    long = msgspec.structs.replace(votes(job.forms()), state_digests=["d"] * 1000, collectives_by_rank=[1] * 1000)
+    job.hears("g0", long)
+    assert job.lighthouse.round is not None
+    tally = job.lighthouse.round.tally
+    assert tally.votes == {"g0:1": long}
+    job.hears("g0", asks(StateVersion(step=1, quorum_id=1, epoch="now")))
+    assert tally.votes == {"g0:1": msgspec.structs.replace(long, state_digests=[], collectives_by_rank=[])}
+    assert tally.outcome("g0:1") is Outcome.COMMIT
 
 
 def goes_on_with_many_ranks(num: int) -> int:

@@ -230,11 +230,13 @@ def test_who_gives_the_most_addresses_is_dropped_where_all_together_are_too_many
 
 
 def test_who_shows_the_most_leaves_is_dropped_where_all_together_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs_module, "MAX_SHOWN", 100)
+    """Leaves were counted, however long their names: 8,000,000 of them could be 6 GiB."""
+    of_leaf = sum(text.__sizeof__() + 20 for text in ("00", "b"))
+    monkeypatch.setattr(jobs_module, "MAX_SAID_BYTES", 100 * of_leaf)
     lighthouse = Lighthouse()
 
-    def shows(connection: str, num_ranks: int, num_leaves: int) -> None:
-        of_rank = StateShown(owned="a", open=[Leaf(name=str(n), digest="b") for n in range(num_leaves)])
+    def shows(connection: str, num_ranks: int, num_leaves: int, name: str = "00") -> None:
+        of_rank = StateShown(owned="a", open=[Leaf(name=name, digest="b")] * num_leaves)
         lighthouse.hear(connection, QuorumRequest(request_id=1, version=StateVersion(), shown=[of_rank] * num_ranks))
 
     for number in range(6):
@@ -243,17 +245,19 @@ def test_who_shows_the_most_leaves_is_dropped_where_all_together_are_too_many(mo
     for number in range(4):
         shows(f"c{number}", 2, 9 + number % 2)
     assert not lighthouse.closed
-    shows("c0", 2, 0)
-    shows("c4", 1, 17)
+    shows("c0", 1, 1)  # what went before does not count
+    shows("c4", 1, 10)
     assert not lighthouse.closed
-    shows("c5", 30, 0)
+    shows("c5", 1, 9, "\N{PILE OF POO}" * 120)
     assert lighthouse.closed == {"c5"}
     (said,) = [message for message in lighthouse.said["c5"] if isinstance(message, Dropped)]
-    assert "its ranks show 30 leaves, more than those of any other group" in said.reason
-    shows("c0", 1, 16)  # no more than there is room for, as what went before does not count
+    assert "bytes of their states, more than those of any other group" in said.reason
     lighthouse.close("c1")
-    shows("c4", 1, 39)
+    vote = CommitVote(quorum_id=1, epoch="now", step=0, approve=True, state_digests=["b"] * 60)
+    lighthouse.hear("c4", vote)
     assert lighthouse.closed == {"c5"}
+    lighthouse.hear("c4", vote)
+    assert lighthouse.closed == {"c5", "c4"}
 
 
 def test_what_is_kept_of_a_member_for_long_has_no_addresses() -> None:

@@ -347,3 +347,12 @@ def test_the_addresses_of_a_group_are_encoded_once_for_all_who_are_told_them() -
         assert messages._encoded(addresses) is messages._encoded(addresses)
         assert msgspec.json.decode(messages._encoded(addresses)) == addresses
     assert len(messages._latest_encoded) <= 8
+
+
+def test_names_of_leaves_are_encoded_once_for_all_who_are_told_them() -> None:
+    """A thousand members were told 360 MiB of names, which a lighthouse encoded for each: 0.8 s, in which all jobs stood."""
+    names = [f"layer {number}" for number in range(4000)]
+    formed = [msgspec.structs.replace(FORMED, replica_rank=rank, common=names, own=names) for rank in range(2)]
+    for message in formed:
+        assert messages.decode_from_lighthouse(messages.encode(message), "it") == message
+    assert messages._latest_encoded[id(names)][0] is names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Outcome, Role, Shows
+from torchft_ckpt.core.coordination.messages import MAX_NAMES_BYTES, OnReplicasDiffer, Outcome, Role, Shows, size_of
 from torchft_ckpt.core.coordination.trial import MAX_IN_A_ROW, Corrections
 
 
@@ -204,6 +204,23 @@ def test_a_leaf_that_differs_after_a_step_that_all_began_alike_is_each_groups_ow
     ask(members, "xx", mean="12", ema="33")
     assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
     assert roles(members) == [Role.HEALTHY] * 2
+
+
+def test_no_more_names_are_told_than_have_room_in_a_message_and_the_others_are_looked_at_again() -> None:
+    """What a thousand members are sent of them is bounded; and 4,096 names of control characters had room in no message."""
+    job = Job(least=1)
+    members = [job.join(name) for name in "ab"]
+    job.step(*members)
+    names = [f"{number:04}" + "\x01" * 110 for number in range(200)]
+    told = []
+    for _ in range(3):
+        ask(members, "xx", **dict.fromkeys(names, "11"))
+        told.append([name for m in members[:1] if m.formed for name in m.formed.common])
+        names = [name for name in names if name not in told[-1]]
+        discards(members)
+        discards(members)
+    assert [len(some) > 0 and size_of(some) <= MAX_NAMES_BYTES for some in told] == [True, True, True]
+    assert not names
 
 
 def test_leaves_that_are_equal_after_a_discarded_step_are_not_common_before_one_has_counted() -> None:

@@ -16,6 +16,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from torchft_ckpt.core.coordination.messages import (
     VOTERS,
     CollectiveWait,
@@ -108,6 +110,11 @@ class Tally:
         """Discard the step because its collectives cannot finish."""
         if not self.decided:
             self._decide(CommitDecision.DISCARD, reason, broken=True)
+
+    def forget_ranks(self) -> None:
+        """Another step begins: of those who vote late nobody asks any more what each of their ranks said."""
+        said = self.votes.items()
+        self.votes = {m: msgspec.structs.replace(v, state_digests=[], collectives_by_rank=[]) for m, v in said}
 
     def discard_all(self, reason: str) -> None:
         """A step that all approved does not count after all; its collectives are over."""

@@ -83,9 +83,12 @@ class Deciding:
     def replaced(self, now: float) -> Iterator[Instruction]:
         """A new quorum forms: where the step is open, it is discarded."""
         current = self._job.round
-        if current is not None and not current.tally.decided:
+        if current is None:
+            return
+        if not current.tally.decided:
             current.tally.give_up("a new quorum was formed without the members that have not voted")
             yield from self._announce(current, now)
+        current.tally.forget_ranks()
 
     # ------------------------------------------------------------------------------------------------ what members do
 

@@ -9,8 +9,8 @@ A job begins with the first group that is welcomed under its name, and is rememb
 back. Of a finished one only its step stays. A job that had no quorum in this life of the lighthouse is forgotten with its last
 group, whatever its groups said of earlier ones: they say it again.
 
-All jobs share bounds on the addresses that groups give, and on the leaves that they show of their states. Above one of them the
-group that gives most is dropped. Each job has a rate of lines in the log.
+All jobs share bounds on the addresses that groups give, and on what is kept of their last requests and votes. Above one of them
+the group that gives most is dropped. Each job has a rate of lines in the log.
 
 Names are no secrets, and no boundary between users: who has the lighthouse's token may name any job.
 """
@@ -37,6 +37,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 )
 from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
+    CommitVote,
     Done,
     Drain,
     Dropped,
@@ -58,10 +59,20 @@ MAX_FINISHED = 4096
 """Jobs that are over."""
 MAX_ADDRESS_BYTES = 16 << 20
 """Of memory, for the addresses of all groups together: a thousand groups of 64 ranks take some 7 MiB."""
-MAX_SHOWN = 8_000_000
-"""Of leaves that the ranks of all groups show, some 200 bytes each: a thousand groups of 64 ranks show 120 each."""
+MAX_SAID_BYTES = 1 << 30
+"""Of memory, for what all groups show of their states: a thousand groups show 4,096 leaves each, of some 200 bytes. And for what
+they say of each rank when they ask and vote."""
 LINES_PER_S, LINES_AT_ONCE = 20.0, 5000.0
 """Of a job in the log, and as many warnings."""
+
+
+def _kept_bytes(message: QuorumRequest | CommitVote) -> int:
+    """Return how much memory what a message says of each rank takes, some 40 bytes for each thing besides its texts."""
+    shown = message.shown if isinstance(message, QuorumRequest) else []
+    texts = [text for of_rank in shown for leaf in of_rank.open for text in (leaf.name, leaf.digest)]
+    texts += [] if isinstance(message, QuorumRequest) else message.state_digests
+    num_numbers = len(message.collectives_by_rank) + 6 * len(shown)
+    return sum(map(str.__sizeof__, texts)) + 20 * len(texts) + 40 * num_numbers
 
 
 def is_job_name(name: str) -> bool:
@@ -94,8 +105,8 @@ class Jobs:
         self._deadlines: dict[str, float] = {}
         self._address_bytes: dict[str, int] = {}
         """By connection, of those that have given addresses."""
-        self._num_shown: dict[str, int] = {}
-        """By connection, of those that showed leaves in their last request."""
+        self._said_bytes: dict[str, int] = {}
+        """By connection, of those whose last request, and votes since, say something of each rank."""
         self._lines = RateLimiter(LINES_PER_S, LINES_AT_ONCE)
         self._num_left_out: dict[str, int] = {}
 
@@ -110,7 +121,7 @@ class Jobs:
         if isinstance(event, ConnectionClosed):
             self._job_of.pop(event.connection, None)
             self._address_bytes.pop(event.connection, None)
-            self._num_shown.pop(event.connection, None)
+            self._said_bytes.pop(event.connection, None)
             name = job or DEFAULT_JOB
             return self._tell(name, event, now) if name in self.states else []
         if event.connection not in self._job_of:
@@ -189,11 +200,10 @@ class Jobs:
         if addresses:
             self._address_bytes[connection] = sum(map(str.__sizeof__, addresses))
             yield from self._bound(self._address_bytes, MAX_ADDRESS_BYTES, "addresses take {} bytes")
-        if isinstance(message, QuorumRequest):
-            self._num_shown.pop(connection, None)
-            if message.shown:
-                self._num_shown[connection] = sum(1 + len(of_rank.open) for of_rank in message.shown)
-                yield from self._bound(self._num_shown, MAX_SHOWN, "ranks show {} leaves")
+        if isinstance(message, QuorumRequest | CommitVote):
+            before = 0 if isinstance(message, QuorumRequest) else self._said_bytes.get(connection, 0)
+            self._said_bytes[connection] = before + _kept_bytes(message)
+            yield from self._bound(self._said_bytes, MAX_SAID_BYTES, "ranks show {} bytes of their states")
 
     def _bound(self, given: dict[str, int], most: int, what: str) -> Iterator[Instruction]:
         """Drop those that give the most, until what is left has room."""

@@ -43,6 +43,9 @@ MIN_HEARTBEAT_TIMEOUT_S = 0.01
 MAX_LEAVES = 4096
 MAX_LEAF_CHARS = 120
 MAX_TURNS = 32
+MAX_NAMES_BYTES = 64 << 10
+"""For each of the two lists of leaves that all members of a quorum are told, as JSON: some thousand names. A thousand members are
+sent 125 MiB at most."""
 
 MAX_COUNT = (1 << 53) - 1
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
@@ -821,7 +824,10 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(message: Message) -> str:
-    """Return the message as JSON text. Of sources, the addresses of one group are encoded once for all who are told them."""
+    """Return the message as JSON text. What is long and the same for all who are told it is encoded once: the addresses of a
+    source, and names of leaves."""
+    if names := {name: _encoded(names) for name in ("common", "own") if (names := getattr(message, name, None))}:
+        message = msgspec.structs.replace(message, **names)
     if sources := getattr(message, "sources", None):
         told = [
             msgspec.structs.replace(one, checkpoint_addresses=_encoded(one.checkpoint_addresses)) for one in sources
@@ -833,19 +839,19 @@ def encode(message: Message) -> str:
 _latest_encoded: dict[int, tuple[list[str], msgspec.Raw]] = {}
 
 
-def _encoded(addresses: list[str]) -> msgspec.Raw:
+def _encoded(texts: list[str]) -> msgspec.Raw:
     """Return a list, which nobody changes, as JSON; the few latest ones are kept, each with its list."""
-    known = _latest_encoded.get(id(addresses))
+    known = _latest_encoded.get(id(texts))
     if known is None:
         if len(_latest_encoded) >= 8:
             _latest_encoded.clear()
-        known = _latest_encoded[id(addresses)] = addresses, msgspec.Raw(_encoder.encode(addresses))
+        known = _latest_encoded[id(texts)] = texts, msgspec.Raw(_encoder.encode(texts))
     return known[1]
 
 
-def size_of(addresses: list[str]) -> int:
-    """Return how many bytes of a message a group's addresses take."""
-    return len(_encoder.encode(addresses))
+def size_of(texts: list[str]) -> int:
+    """Return how many bytes of a message a group's addresses, or names, take."""
+    return len(_encoder.encode(texts))
 
 
 def _decoder_of(messages: Any, *, is_sent_on: bool = False) -> Callable[[str | bytes, str], Any]:

@@ -25,11 +25,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from torchft_ckpt.core.coordination.equality import alike
 from torchft_ckpt.core.coordination.layouts import without_places
 from torchft_ckpt.core.coordination.lighthouse_records import Member
-from torchft_ckpt.core.coordination.messages import MAX_LEAVES, OnReplicasDiffer, Role, Shows, StateShown, name_some
+from torchft_ckpt.core.coordination.messages import (
+    MAX_LEAVES,
+    MAX_NAMES_BYTES,
+    OnReplicasDiffer,
+    Role,
+    Shows,
+    StateShown,
+    name_some,
+    size_of,
+)
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment
 
 MAX_IN_A_ROW = 3
@@ -136,7 +146,7 @@ class Trials:
                 self._differed = step, Shows.ALL  # all show all after this step
             elif any(member.replica_id in self._voices for member in those) or not silent & self._voices.keys():
                 self._judge_alike({member.replica_id: member for member in those}, step, verdict)
-        verdict.common, verdict.own = sorted({*verdict.common})[:MAX_LEAVES], sorted({*verdict.own})[:MAX_LEAVES]
+        verdict.common, verdict.own = _told(verdict.common), _told(verdict.own)
         if not verdict.loads and not verdict.stops:
             by_name = {member.replica_id: member for member in members}
             for replica_id in sorted(verdict.equal):
@@ -285,6 +295,13 @@ def _owned(member: Member) -> list[str]:
 def _strictest(members: Iterable[Member]) -> OnReplicasDiffer:
     """Return the strictest policy that one of the members wishes for: each lists them from the mildest on."""
     return max((member.hello.on_replicas_differ for member in members), key=list(OnReplicasDiffer).index)
+
+
+def _told(names: Iterable[str]) -> list[str]:
+    """Return those that have room in a message; the others are looked at again when these are known."""
+    listed = sorted({*names})
+    sizes = accumulate(size_of([name]) for name in listed)
+    return [name for name, size in zip(listed, sizes, strict=True) if size <= MAX_NAMES_BYTES]
 
 
 def _open(members: dict[str, Member]) -> dict[str, dict[str, tuple[tuple[int, str], ...]]]:
