@@ -267,6 +267,29 @@ def test_a_rank_ends_when_the_same_leaf_differs_at_three_boundaries_in_a_row() -
     assert not any(other.note(step, [f"w{step}"]) for step in range(5))
 
 
+def test_nobody_is_asked_for_a_leaf_that_those_who_are_right_do_not_show() -> None:
+    """One that came in named leaves of its own: all waited while it loaded what nobody has, and all kept the names for good."""
+    _, (a, b, c) = two_have_come_in()
+    a.asks(shows="x", ema="1")
+    b.asks(shows="x", ema="1")
+    c.asks(shows="x", ema="1", nobodys="7")
+    assert not told_to_load([a, b, c])
+    assert [(m.formed.common, m.formed.own) for m in (a, b, c) if m.formed] == [(["ema"], [])] * 3
+
+
+def test_one_of_those_who_are_right_neither_hides_a_leaf_nor_adds_one() -> None:
+    _, (a, b, c) = at_work()
+    discards([a, b, c])
+    ask([a, b, c], "xxx")
+    for member in (a, b, c):
+        member.votes()
+    discards([a, b, c])
+    a.asks(shows="x", only_his="1", mean="0")
+    b.asks(shows="x", ema="1", mean="5")
+    c.asks(shows="x", ema="1", mean="5")
+    assert [(m.formed.common, m.formed.own) for m in (a, b, c) if m.formed] == [([], ["ema", "mean"])] * 3
+
+
 def test_one_group_alone_says_nothing_of_what_is_common() -> None:
     job = Job(least=1)
     a = job.join("a")

@@ -23,6 +23,7 @@ a leaf once, and the leaf is looked at again after a step. Both lists are kept b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -188,7 +189,7 @@ class Trials:
             what += ". No state has a majority, so that of the longest in the job is taken"
         if wrong and not verdict.stops:
             verdict.said.append(self._give(members, right, wrong, step, verdict, what))
-            values = _open(members)
+            values = _open(members, right)
             self._note_given(name for name, of in values.items() if len({of.get(m) for m in members}) > 1)
 
     def _give(
@@ -229,8 +230,9 @@ class Trials:
         """Find out which of the leaves that are shown by themselves have to be equal."""
         given: set[str] = set()
         late: set[str] = set()
-        for name, by_member in _open(members).items():
-            differing = [m for m in members if by_member.get(m) != by_member.get(right[0])]
+        for name, by_member in _open(members, right).items():
+            usual, _ = Counter(by_member[m] for m in right if m in by_member).most_common(1)[0]
+            differing = [m for m in members if by_member.get(m) != usual]
             moved = [m for m in differing if self._joined.get(m, False)]
             if not differing:
                 verdict.common.append(name)
@@ -304,11 +306,18 @@ def _told(names: Iterable[str]) -> list[str]:
     return [name for name, size in zip(listed, sizes, strict=True) if size <= MAX_NAMES_BYTES]
 
 
-def _open(members: dict[str, Member]) -> dict[str, dict[str, tuple[tuple[int, str], ...]]]:
-    """Return, by name, what each member shows of a leaf by itself: its digests, with the ranks that have it."""
+def _open(members: dict[str, Member], right: Sequence[str]) -> dict[str, dict[str, tuple[tuple[int, str], ...]]]:
+    """Return, by name, what each member shows of a leaf by itself: its digests, with the ranks that have it.
+
+    What most of those that are right do not show is left out: nobody could load it.
+    """
     values: dict[str, dict[str, list[tuple[int, str]]]] = {}
     for replica_id, member in members.items():
         for rank, of_rank in enumerate(member.asked.shown):
             for leaf in of_rank.open:
                 values.setdefault(leaf.name, {}).setdefault(replica_id, []).append((rank, leaf.digest))
-    return {name: {m: tuple(found) for m, found in by_member.items()} for name, by_member in values.items()}
+    return {
+        name: {m: tuple(found) for m, found in by_member.items()}
+        for name, by_member in values.items()
+        if 2 * sum(m in by_member for m in right) > len(right)
+    }
