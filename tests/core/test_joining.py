@@ -42,12 +42,17 @@ def test_without_a_limit_everything_fits():
     assert allowance.fits_in_s(1e6, 1.0) == 0.0
 
 
-def test_a_lower_limit_holds_at_once_and_a_higher_one_is_earned():
+def test_a_lower_limit_holds_at_once_and_leaves_nothing_behind_when_who_wished_for_it_has_gone():
+    """One that said 0 s, once, emptied it: nobody came in within the 20 minutes after he had left."""
     allowance = JoinAllowance()
     allowance.set_limit(MINUTE, 0.0)
+    allowance.spend(8.0, 0.0)
     allowance.set_limit(10.0, 0.0)
+    assert allowance.purse_s(0.0) == 2.0
+    allowance.set_limit(0.0, 0.0)
+    assert allowance.fits_in_s(0.1, 0.0) is None
     allowance.set_limit(MINUTE, 0.0)
-    assert (allowance.purse_s(0.0), allowance.purse_s(100.0)) == (10.0, 15.0)
+    assert (allowance.purse_s(0.0), allowance.purse_s(100.0)) == (52.0, 57.0)
 
 
 @given(
@@ -346,8 +351,10 @@ def test_what_a_load_takes_is_needed_however_long_a_step_is():
 
 def test_what_those_who_train_stand_still_to_capture_their_state_is_taken_from_the_allowance_once():
     job, a, b = trained()
-    a.asks(stood_s=14.0)
+    job.passes(3.0)
     b.asks(stood_s=3.0)
+    job.passes(11.0)
+    a.asks(stood_s=14.0)
     assert purse_s(job) == pytest.approx(MINUTE - 14.0)
     a.votes()
     b.votes()
@@ -360,8 +367,9 @@ def test_who_comes_in_needs_what_the_others_stand_still_for_it_and_waits_outside
     """Without it a state that takes 14 s to capture holds up every step for good, for one that never comes in."""
     job, a, b = trained(limit_s=30.0)
     for _ in range(2):
-        a.asks(stood_s=14.0)
         b.asks()
+        job.passes(14.0)
+        a.asks(stood_s=14.0)
         a.votes()
         b.votes()
     j = newcomer(job, reach_s=0.1)
@@ -370,9 +378,41 @@ def test_who_comes_in_needs_what_the_others_stand_still_for_it_and_waits_outside
     assert "keep the others waiting for 14 s" in told and "join_stall_limit (30 s)" in told
     a.votes()
     b.votes()
-    job.passes(260.0)
+    job.passes(240.0)
     ask(a, b)
     assert is_held(j)
+
+
+def test_nobody_empties_the_allowance_by_a_word():
+    """One said that it had stood still for 1e9 s: nobody came in any more, also after it had left."""
+    job, a, b = trained()
+    x = newcomer(job, "x", reach_s=0.0)
+    ask(a, b)
+    x.comes_in()
+    x.asks(stood_s=1e9)
+    for _ in range(3):
+        for member in (a, b, x):
+            member.votes()
+        job.passes(1.0)
+        a.asks(stood_s=0.5)
+        b.asks(stood_s=0.5)
+        x.asks(stood_s=1e9)
+    assert purse_s(job) == pytest.approx(MINUTE - 1.5, abs=0.2)
+    x.dies()
+    j = newcomer(job, reach_s=1.0)
+    ask(a, b)
+    assert is_held(j)
+
+
+def test_two_who_lie_empty_it_for_as_long_as_they_are_there_and_leave_no_debt():
+    job, a, b = trained()
+    for _ in range(3):
+        for member in (a, b):
+            member.votes()
+        job.passes(100.0)
+        for member in (a, b):
+            member.asks(stood_s=1e9)
+    assert purse_s(job) == pytest.approx(0.0)
 
 
 def test_what_takes_long_for_another_reason_is_not_taken_from_the_allowance():

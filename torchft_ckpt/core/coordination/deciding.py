@@ -75,8 +75,8 @@ class Deciding:
             formed_at=now,
             is_needed=len(before) < self._job.min_trainers(before),
         )
-        if not current.is_needed:
-            self._joining.stood(holding, now)
+        if not current.is_needed and self._job.round is not None:
+            self._joining.stood(holding, now - self._job.round.formed_at, now)
         self._job.round = current
         return current
 

@@ -91,25 +91,25 @@ class JoinAllowance:
 
     limit_s: float = float("inf")
     share: float = 0.05
-    _purse_s: float = float("inf")
+    _used_s: float = 0.0
+    """Of the limit, at `_at`; nothing while there is no limit."""
     _at: float = 0.0
     debts: dict[str, Debt] = field(default_factory=dict)
     """By group: of those that failed and have not come in since."""
 
     def set_limit(self, limit_s: float, now: float) -> None:
-        """Change the limit. What the purse holds beyond it is lost; a first limit fills it."""
-        self._purse_s = limit_s if limit_s == float("inf") else min(self.purse_s(now), limit_s)
-        self._at = now
+        """Change the limit: of the new one as much is used as of the old one. So who says another one leaves nothing behind."""
+        self.spend(0.0, now)
         self.limit_s = limit_s
 
     def purse_s(self, now: float) -> float:
         """Return how many seconds there are; below zero where a hold took longer than was said."""
-        return min(self.limit_s, self._purse_s + self.share * max(0.0, now - self._at))
+        return self.limit_s - max(0.0, self._used_s - self.share * max(0.0, now - self._at))
 
     def spend(self, seconds: float, now: float) -> None:
         """Survivors have stood still for so long until now."""
-        self._purse_s = self.purse_s(now) - seconds
-        self._at = now
+        has_limit = self.limit_s != float("inf")
+        self._used_s, self._at = self.limit_s - self.purse_s(now) + seconds if has_limit else 0.0, now
 
     def debt(self, group: str, now: float) -> Debt:
         """Return the debt of a group, which is about to grow."""
