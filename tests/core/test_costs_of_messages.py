@@ -1,4 +1,5 @@
-"""What a message costs the lighthouse does not grow with what others have said before, nor with a number that somebody names.
+"""What a message costs the lighthouse does not grow with what others have said before, nor with a number that somebody names;
+and a quorum costs as much for each of its members, however many these are.
 
 Costs are calls of functions, and messages that are sent: they are the same on each machine.
 """
@@ -33,7 +34,8 @@ class Counted:
     """A lighthouse that counts what its members cost it."""
 
     def __init__(self, num_groups: int, num_ranks: int) -> None:
-        self.lighthouse = LighthouseState(LighthouseSettings(min_replicas=1, join_timeout_s=5.0), epoch="now")
+        settings = LighthouseSettings(min_replicas=1, join_timeout_s=5.0, allow_step_loss=True)
+        self.lighthouse = LighthouseState(settings, epoch="now")
         self.names = [f"g{number}" for number in range(num_groups)]
         for name in self.names:
             self.hears(name, Hello(protocol=PROTOCOL_VERSION, replica_id=f"{name}:1", group_world_size=num_ranks))
@@ -129,6 +131,11 @@ def waits_late_beside_many(num: int) -> int:
     return job.costs(("g0", waits(formed, rank, 9)) for rank in range(num))
 
 
+def forms_a_first_quorum(num: int) -> int:
+    job = Counted(num, 1)
+    return job.costs((name, asks()) for name in job.names) // num
+
+
 def votes_again(num: int) -> int:
     job = Counted(num, 1)
     formed = job.forms()
@@ -137,7 +144,14 @@ def votes_again(num: int) -> int:
 
 @pytest.mark.parametrize(
     "cost",
-    [goes_on_with_many_ranks, waits_beside_many, votes_beside_many, waits_late_beside_many, votes_again],
+    [
+        goes_on_with_many_ranks,
+        waits_beside_many,
+        votes_beside_many,
+        waits_late_beside_many,
+        votes_again,
+        forms_a_first_quorum,
+    ],
 )
 def test_the_cost_of_a_message_is_the_same_however_much_there_is_beside_it(cost: Callable[[int], int]) -> None:
     """One connection, 200 bytes at a time, had a lighthouse loop over 65,536 ranks for each: 50 ms, in which all jobs stood."""

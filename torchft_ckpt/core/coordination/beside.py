@@ -8,7 +8,9 @@ are needed: `spares`. How long the others stand still for one that comes in: `jo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from heapq import nsmallest
+from typing import NamedTuple
 
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
@@ -51,6 +53,14 @@ TURN_UNKNOWN = (
 )
 
 
+class Holders(NamedTuple):
+    """Those that hold the state from which the job goes on."""
+
+    goes_on_from: Callable[[StateVersion], bool]
+    nearest: list[tuple[float, str]]
+    """Two of them at most: the seconds since each has asked for a step, 0.0 if it waits for one, and its replica id."""
+
+
 class Beside:
     """The groups of one job that are beside its quorum, or are to be. Not thread-safe.
 
@@ -66,14 +76,22 @@ class Beside:
 
     # ---------------------------------------------------------------------------------------------- who stays outside
 
-    def should_warm_up(self, member: Member) -> bool:
-        """Whether a group computes alone: it lacks the newest state, which others hold, or is in the middle of an iteration."""
-        request = member.asked
-        is_able = request.allow_heal and request.can_load and not request.at_end and self._job.finished_step is None
-        is_behind = not self._job.goes_on_from(member.version) and self.others_hold(member)
-        return is_able and (is_behind or request.warms_up) and member.replica_id not in self._job.apart()
+    def should_warm_up(
+        self, member: Member, holders: Holders | None = None, others: Collection[str] | None = None
+    ) -> bool:
+        """Whether a group computes alone: it lacks the newest state, which others hold, or is in the middle of an iteration.
 
-    def others_hold(self, member: Member) -> bool:
+        Where it is asked of many: who holds that state, and the groups of `JobRecord.apart`.
+        """
+        request = member.asked
+        if not (request.allow_heal and request.can_load) or request.at_end or self._job.finished_step is not None:
+            return False
+        goes_on_from = self._job.goes_on_from() if holders is None else holders.goes_on_from
+        if not request.warms_up and (goes_on_from(member.version) or not self.others_hold(member, holders)):
+            return False
+        return member.replica_id not in (self._job.apart() if others is None else others)
+
+    def others_hold(self, member: Member, holders: Holders | None = None) -> bool:
         """Whether others hold the state from which the job goes on.
 
         If steps may be lost, one that does not come for as long as a quorum waits for it counts no more, be it alive.
@@ -81,13 +99,19 @@ class Beside:
         patience_s = float("inf")
         if self._job.allows_step_loss or self._job.settings.allow_step_loss:
             patience_s = max(self._job.settings.join_timeout_s, member.request.patience_s if member.request else 0.0)
-        return any(
-            other is not member
-            and not other.is_excused
-            and self._job.goes_on_from(other.version)
-            and (not other.asked.at_end if other.request is not None else self._job.now - other.asked_at < patience_s)
-            for other in self._job.staying()
-        )
+        nearest = self._away(self._job.goes_on_from()) if holders is None else holders.nearest
+        return any(away_s < patience_s for away_s, replica_id in nearest if replica_id != member.replica_id)
+
+    def holders(self) -> Holders:
+        """Find those that hold the state from which the job goes on. It costs a pass over the members."""
+        goes_on_from = self._job.goes_on_from()
+        return Holders(goes_on_from, nsmallest(2, self._away(goes_on_from)))
+
+    def _away(self, goes_on_from: Callable[[StateVersion], bool]) -> Iterator[tuple[float, str]]:
+        for m in self._job.members.values():
+            is_there = not (m.is_excused or m.is_let_go or m.has_finished or (m.request is not None and m.asked.at_end))
+            if is_there and goes_on_from(m.version):
+                yield (0.0 if m.request is not None else self._job.now - m.asked_at), m.replica_id
 
     def set_aside(self, candidates: list[Member], now: float) -> tuple[list[Member], dict[str, str]]:
         """Of those that ask for a step return who is admitted; and who stays outside, each with the reason.

@@ -5,8 +5,9 @@ It holds what is so at present, and answers what follows from that alone. What b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from torchft_ckpt.core.coordination.history import StateHistory
 from torchft_ckpt.core.coordination.layouts import groups_apart
@@ -78,12 +79,13 @@ class JobRecord:
     def holds_newest(self, version: StateVersion) -> bool:
         return self.history.is_valid(version) and version.step >= self.newest_step
 
-    def goes_on_from(self, version: StateVersion) -> bool:
-        """Whether the job trains on from a state: the newest one, or the best that is left, if the loss of steps is allowed."""
-        if self.holds_newest(version) or not (self.allows_step_loss or self.settings.allow_step_loss):
-            return self.holds_newest(version)
-        valid = (held for _, held in self.held() if self.history.is_valid(held))
-        return self.history.is_valid(version) and version == max(valid, default=version)
+    def goes_on_from(self) -> Callable[[StateVersion], bool]:
+        """Return what says whether the job trains on from a member's state: the newest one, or the best that is left, if the
+        loss of steps is allowed. It looks for that once, in a pass over the members."""
+        if not (self.allows_step_loss or self.settings.allow_step_loss):
+            return self.holds_newest
+        best = cache(lambda: max((held for _, held in self.held() if self.history.is_valid(held)), default=None))
+        return lambda version: self.holds_newest(version) or version == best()
 
     def _is_restored(self, member: Member, step: int) -> bool:
         """Whether a group asks to train on from a checkpoint of the last step of a job that is over, or of a later one."""

@@ -576,16 +576,21 @@ class LighthouseState:
         others = self._job.apart()
         candidates = [self.members[m] for m in self._job.waiting if m not in others and m not in gathering]
         yield from self._beside.call_spares()
-        ending = [m for m in candidates if m.asked.at_end]
-        for member in [*candidates]:
+        holders, staying = self._beside.holders(), []
+        for member in candidates:
             # It lacks the newest state: that of another who holds it by now, or, at the end of its iteration, of nobody.
-            if self._beside.should_warm_up(member) or (member in ending and not self._beside.others_hold(member)):
-                candidates.remove(member)
-                ending = [m for m in ending if m is not member]
+            if self._beside.should_warm_up(member, holders, others) or (
+                member.asked.at_end and not self._beside.others_hold(member, holders)
+            ):
                 yield self._beside.let_warm_up(member, now)
-        candidates = [m for m in candidates if m not in ending]
+                if holders.goes_on_from(member.version):
+                    holders = self._beside.holders()
+            else:
+                staying.append(member)
+        ending = [m for m in staying if m.asked.at_end]
+        candidates = [m for m in staying if not m.asked.at_end]
         admitted, outside = self._beside.set_aside(candidates, now)
-        holding = [m for m in admitted if self._job.goes_on_from(m.version)]
+        holding = [m for m in admitted if holders.goes_on_from(m.version)]
         # Too few without them: the others wait until they have come.
         are_few = self._job.are_too_few(admitted, holding)
         self._holds.needs(are_few, now)
