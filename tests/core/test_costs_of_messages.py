@@ -13,6 +13,7 @@ from types import FrameType
 import msgspec
 import pytest
 
+from torchft_ckpt.core.coordination import beside
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, LighthouseSettings, Received, Send
 from torchft_ckpt.core.coordination.messages import (
@@ -20,6 +21,7 @@ from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     CommitVote,
     Hello,
+    JoinerWaiting,
     Outcome,
     QuorumFormed,
     QuorumRequest,
@@ -102,6 +104,24 @@ def test_of_a_step_that_is_over_no_more_is_kept_than_who_votes_late_is_told_by()
     job.hears("g0", asks(StateVersion(step=1, quorum_id=1, epoch="now")))
     assert tally.votes == {"g0:1": msgspec.structs.replace(long, state_digests=[], collectives_by_rank=[])}
     assert tally.outcome("g0:1") is Outcome.COMMIT
+
+
+def test_nobody_has_those_at_work_told_again_and_again_that_he_is_about_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One member had a thousand others told it with every second message, and so did one who connected again and again."""
+    monkeypatch.setattr(beside, "TOLD_AT_ONCE", 12.0)
+    job = Counted(3, 1)
+    formed = job.forms()
+    for name in job.names:
+        job.hears(name, votes(formed))
+
+    def num_told(messages: Iterable[tuple[str, ToLighthouse]]) -> int:
+        said = [one for name, message in messages for one in job.hears(name, message)]
+        return sum(isinstance(one, Send) and isinstance(one.message, JoinerWaiting) for one in said)
+
+    comes = [(f"x{number}", Hello(protocol=PROTOCOL_VERSION, replica_id=f"x:{number}")) for number in range(10)]
+    asks_in_turn = [("x9", asks()), ("x9", msgspec.structs.replace(asks(), at_end=True))] * 10
+    assert num_told(comes[:2]) == 2 * len(job.names)
+    assert num_told([*comes[2:], *asks_in_turn]) == 12 - 2 * len(job.names)
 
 
 def goes_on_with_many_ranks(num: int) -> int:

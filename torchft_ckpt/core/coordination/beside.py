@@ -35,6 +35,7 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment
 from torchft_ckpt.core.coordination.spares import Spares
+from torchft_ckpt.core.services.rate import TokenBucket
 
 FOLLOWS_WITHIN_S = 10.0
 """So long, or as long as its own transfer takes, a group that would follow waits for another one to have received its state.
@@ -43,6 +44,8 @@ OUT_OF_TURN_S = 1.0
 OUT_OF_TURN_STEPS = 8
 """So long, and so many usual steps, a group stays outside until its loop is at the same optimizer as the others' loops."""
 MAX_KINDS = 64
+TOLD_PER_S, TOLD_AT_ONCE = 1000.0, 20_000.0
+"""Messages to those at work in one job, that somebody is about to ask for their state; one telling of all more at once."""
 IS_SPARE = "it is a spare: it waits until a replica group is lost"
 LOADS_AT_END = "it lacks the newest state, and gets it at the end of an iteration that does not count"
 OUT_OF_TURN = (
@@ -71,6 +74,7 @@ class Beside:
         self._job = job
         self._joining = joining
         self._spares = spares
+        self._told = TokenBucket(TOLD_PER_S, TOLD_AT_ONCE, TOLD_AT_ONCE, job.now)
         self._kinds: set[str] = set()
         """Of the steps that the job was seen to make. More than one: its loops have a step for each of several optimizers."""
 
@@ -281,9 +285,12 @@ class Beside:
             yield answer
 
     def have_state_captured(self) -> Iterator[Instruction]:
-        """Have those at work capture their state when they begin their next step."""
-        for replica_id in self._job.quorum_members:
-            yield Send(self._job.members[replica_id].connection, JoinerWaiting())
+        """Have those at work capture their state when they begin their next step. If there was much to tell lately they hear of
+        those who wait as their quorum forms."""
+        if self._told.level(self._job.now) > 0.0:
+            self._told.reserve(len(self._job.quorum_members), self._job.now)
+            for replica_id in self._job.quorum_members:
+                yield Send(self._job.members[replica_id].connection, JoinerWaiting())
 
     def progressed(self, member: Member, progress: JoinProgress, now: float) -> Iterator[Instruction]:
         """A learner says how far it is."""

@@ -77,7 +77,7 @@ class JobRecord:
         return ((m.replica_id, m.version) for m in self.members.values() if m.replica_id not in exclude)
 
     def holds_newest(self, version: StateVersion) -> bool:
-        return self.history.is_valid(version) and version.step >= self.newest_step
+        return version.step >= self.newest_step and self.history.is_valid(version)
 
     def goes_on_from(self) -> Callable[[StateVersion], bool]:
         """Return what says whether the job trains on from a member's state: the newest one, or the best that is left, if the
