@@ -63,7 +63,7 @@ MAX_SAID_BYTES = 1 << 30
 """Of memory, for what all groups show of their states: a thousand groups show 4,096 leaves each, of some 200 bytes. And for what
 they say of each rank when they ask and vote."""
 LINES_PER_S, LINES_AT_ONCE = 20.0, 5000.0
-"""Of a job in the log, and as many warnings."""
+"""Of a job in the log, and as many warnings. Jobs without a quorum in this life have as many together: names cost nothing."""
 
 
 def _kept_bytes(message: QuorumRequest | CommitVote) -> int:
@@ -144,13 +144,14 @@ class Jobs:
         state = self.states[name]
         instructions: list[Instruction] = []
         for done in state.handle(event, now):
+            of = f"job {name}" if state.had_quorum else "jobs without a quorum"
             if not isinstance(done, Log):
                 instructions.append(done)
-            elif self._lines.take((name, done.is_warning), now) > 0:
-                self._num_left_out[name] = self._num_left_out.get(name, 0) + 1
+            elif self._lines.take((of, done.is_warning), now) > 0:
+                self._num_left_out[of] = self._num_left_out.get(of, 0) + 1
             else:
-                num = self._num_left_out.pop(name, 0)
-                more = f" ({num} lines of this job were left out before)" if num else ""
+                num = self._num_left_out.pop(of, 0)
+                more = f" ({num} lines of {of} were left out before)" if num else ""
                 instructions.append(Log(printable(f"job {name}: {done.line}{more}"), done.is_warning))
         if name in self.finished and self.finished[name].step != state.newest_step:
             del self.finished[name]  # it went on
