@@ -233,6 +233,7 @@ def test_who_shows_the_most_leaves_is_dropped_where_all_together_are_too_many(mo
     """Leaves were counted, however long their names: 8,000,000 of them could be 6 GiB."""
     of_leaf = sum(text.__sizeof__() + 20 for text in ("00", "b"))
     monkeypatch.setattr(jobs_module, "MAX_SAID_BYTES", 100 * of_leaf)
+    monkeypatch.setattr(jobs_module, "LEAST_COUNTED_BYTES", 0)
     lighthouse = Lighthouse()
 
     def shows(connection: str, num_ranks: int, num_leaves: int, name: str = "00") -> None:

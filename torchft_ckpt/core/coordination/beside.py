@@ -45,7 +45,7 @@ OUT_OF_TURN_STEPS = 8
 """So long, and so many usual steps, a group stays outside until its loop is at the same optimizer as the others' loops."""
 MAX_KINDS = 64
 TOLD_PER_S, TOLD_AT_ONCE = 1000.0, 20_000.0
-"""Messages to those at work in one job, that somebody is about to ask for their state; one telling of all more at once."""
+"""Messages in one job to those at work, that somebody is about to ask for their state."""
 IS_SPARE = "it is a spare: it waits until a replica group is lost"
 LOADS_AT_END = "it lacks the newest state, and gets it at the end of an iteration that does not count"
 OUT_OF_TURN = (
@@ -57,7 +57,7 @@ TURN_UNKNOWN = (
 
 
 class Holders(NamedTuple):
-    """Those that hold the state from which the job goes on."""
+    """Those that hold the state from which the job goes on. To find them costs a pass over the members."""
 
     goes_on_from: Callable[[StateVersion], bool]
     nearest: list[tuple[float, str]]
@@ -83,10 +83,7 @@ class Beside:
     def should_warm_up(
         self, member: Member, holders: Holders | None = None, others: Collection[str] | None = None
     ) -> bool:
-        """Whether a group computes alone: it lacks the newest state, which others hold, or is in the middle of an iteration.
-
-        Where it is asked of many: who holds that state, and the groups of `JobRecord.apart`.
-        """
+        """Whether a group computes alone: it lacks the newest state, which others hold, or is in the middle of an iteration."""
         request = member.asked
         if not (request.allow_heal and request.can_load) or request.at_end or self._job.finished_step is not None:
             return False
@@ -107,7 +104,6 @@ class Beside:
         return any(away_s < patience_s for away_s, replica_id in nearest if replica_id != member.replica_id)
 
     def holders(self) -> Holders:
-        """Find those that hold the state from which the job goes on. It costs a pass over the members."""
         goes_on_from = self._job.goes_on_from()
         return Holders(goes_on_from, nsmallest(2, self._away(goes_on_from)))
 
@@ -263,7 +259,8 @@ class Beside:
     # ----------------------------------------------------------------------------- who is taught, and what it is told
 
     def let_warm_up(self, member: Member, now: float, why: str = LOADS_AT_END) -> Send:
-        holding = [other for other in self._job.others_at_work(member) if self._job.holds_newest(other.version)]
+        at_work = (self._job.members[m] for m in self._job.quorum_members if m != member.replica_id)
+        holding = [other for other in at_work if self._job.holds_newest(other.version)]
         sources = [other.as_source(rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
         return self._answer_outside_quorum(member, 0, why, now, sources=sources, warms_up=True)
 
@@ -285,8 +282,7 @@ class Beside:
             yield answer
 
     def have_state_captured(self) -> Iterator[Instruction]:
-        """Have those at work capture their state when they begin their next step. If there was much to tell lately they hear of
-        those who wait as their quorum forms."""
+        """Have those at work capture their state when they begin their next step. Beyond the rate a quorum tells them."""
         if self._told.level(self._job.now) > 0.0:
             self._told.reserve(len(self._job.quorum_members), self._job.now)
             for replica_id in self._job.quorum_members:

@@ -8,7 +8,7 @@ A decision stands. Who votes later, also in a step that an earlier life began, i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -129,8 +129,7 @@ class Deciding:
         if not is_of_round or member.replica_id not in current.tally.roles:
             return
         if current.tally.is_after_vote(member.replica_id, wait):
-            current.waits_late(member.replica_id, wait)
-            yield from self._end_late_waits(current, late={member.replica_id: {wait.group_rank: wait}})
+            yield from self._end_late_waits(current, current.waits_late(member.replica_id, wait))
             return
         if current.tally.decided:
             return
@@ -146,8 +145,7 @@ class Deciding:
         """End the collectives of the last step in which others wait for this member, which has gone on."""
         current = self._job.round
         if current is not None and member.replica_id in current.tally.roles:
-            current.note_gone_on(member)
-            yield from self._end_late_waits(current, gone_on=[member.replica_id])
+            yield from self._end_late_waits(current, current.goes_on(member))
 
     def abandoned(self, replica_id: str, now: float) -> Iterator[Instruction]:
         """A member asks for the next step, or for the newest state. Where it is in the open step, it gave that up."""
@@ -268,7 +266,7 @@ class Deciding:
                 yield Send(member.connection, decided)
                 if decided.leaving:
                     yield self._leaving.say_who_stays(member)
-        yield from self._end_late_waits(current)
+        yield from self._end_late_waits(current, current.waits_in_vain(current.late, current.gone_on))
 
     def _who_could_not_come_in(self, current: Round) -> list[str]:
         """Return the members on whose account the step that has just ended is discarded.
@@ -303,20 +301,10 @@ class Deciding:
         """Whether a member is connected and waits for the decision: it has not gone on from this step."""
         return replica_id in self._job.members and self._job.members[replica_id].is_in_step
 
-    def _end_late_waits(
-        self,
-        current: Round,
-        late: Mapping[str, Mapping[int, CollectiveWait]] | None = None,
-        gone_on: Collection[str] | None = None,
-    ) -> Iterator[Instruction]:
-        """After the decision, end the collectives in which a member waits for one that has gone on. The step stands.
-
-        `late`, `gone_on`: of these alone something is new; None: of all.
-        """
+    def _end_late_waits(self, current: Round, apart: tuple[str, str] | None) -> Iterator[Instruction]:
+        """After the decision, end the collectives in which a member waits for one that has gone on. The step stands."""
         if not current.tally.decided or current.tally.broken:
             return  # where they are broken all have been told
-        late, gone_on = (current.late if late is None else late), (current.gone_on if gone_on is None else gone_on)
-        apart = current.why_late_collectives_never_complete(late, gone_on)
         if apart is not None:
             current.tally.broken = True
             culprit, reason = apart

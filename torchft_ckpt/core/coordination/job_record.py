@@ -97,9 +97,6 @@ class JobRecord:
     def staying(self) -> list[Member]:
         return [member for member in self.members.values() if not (member.is_let_go or member.has_finished)]
 
-    def others_at_work(self, member: Member) -> list[Member]:
-        return [self.members[replica_id] for replica_id in self.quorum_members if replica_id != member.replica_id]
-
     def at_work(self) -> set[str]:
         """Return the members that hold the state and go on, and those that make the open step with them."""
         current = self.round

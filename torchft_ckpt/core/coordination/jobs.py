@@ -37,13 +37,13 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 )
 from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
-    CommitVote,
     Done,
     Drain,
     Dropped,
     ForgetJob,
     QuorumRequest,
     Refused,
+    StateShown,
     ToLighthouse,
     clip,
     name_some,
@@ -59,20 +59,20 @@ MAX_FINISHED = 4096
 """Jobs that are over."""
 MAX_ADDRESS_BYTES = 16 << 20
 """Of memory, for the addresses of all groups together: a thousand groups of 64 ranks take some 7 MiB."""
-MAX_SAID_BYTES = 1 << 30
+MAX_SAID_BYTES, LEAST_COUNTED_BYTES = 1 << 30, 16 << 10
 """Of memory, for what all groups show of their states: a thousand groups show 4,096 leaves each, of some 200 bytes. And for what
-they say of each rank when they ask and vote."""
+they say of each rank when they ask and vote, if it is not less."""
 LINES_PER_S, LINES_AT_ONCE = 20.0, 5000.0
 """Of a job in the log, and as many warnings. Jobs without a quorum in this life have as many together: names cost nothing."""
 
 
-def _kept_bytes(message: QuorumRequest | CommitVote) -> int:
+def _kept_bytes(message: ToLighthouse) -> int:
     """Return how much memory what a message says of each rank takes, some 40 bytes for each thing besides its texts."""
-    shown = message.shown if isinstance(message, QuorumRequest) else []
+    shown: list[StateShown] = getattr(message, "shown", [])
     texts = [text for of_rank in shown for leaf in of_rank.open for text in (leaf.name, leaf.digest)]
-    texts += [] if isinstance(message, QuorumRequest) else message.state_digests
-    num_numbers = len(message.collectives_by_rank) + 6 * len(shown)
-    return sum(map(str.__sizeof__, texts)) + 20 * len(texts) + 40 * num_numbers
+    texts += getattr(message, "state_digests", ())
+    numbers = 6 * len(shown) + len(getattr(message, "collectives_by_rank", ()))
+    return sum(map(str.__sizeof__, texts)) + 20 * len(texts) + 40 * numbers
 
 
 def is_job_name(name: str) -> bool:
@@ -201,9 +201,10 @@ class Jobs:
         if addresses:
             self._address_bytes[connection] = sum(map(str.__sizeof__, addresses))
             yield from self._bound(self._address_bytes, MAX_ADDRESS_BYTES, "addresses take {} bytes")
-        if isinstance(message, QuorumRequest | CommitVote):
-            before = 0 if isinstance(message, QuorumRequest) else self._said_bytes.get(connection, 0)
-            self._said_bytes[connection] = before + _kept_bytes(message)
+        if isinstance(message, QuorumRequest):
+            self._said_bytes.pop(connection, None)
+        if (num_bytes := _kept_bytes(message)) > LEAST_COUNTED_BYTES:
+            self._said_bytes[connection] = self._said_bytes.get(connection, 0) + num_bytes
             yield from self._bound(self._said_bytes, MAX_SAID_BYTES, "ranks show {} bytes of their states")
 
     def _bound(self, given: dict[str, int], most: int, what: str) -> Iterator[Instruction]:

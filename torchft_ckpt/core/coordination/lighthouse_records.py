@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, fewest_issued, num_issued
@@ -190,27 +190,27 @@ class Round:
         found = (why_apart(self._waits_of_living(rank), {replica_id: vote.num_collectives}) for rank in ranks)
         return next((apart for apart in found if apart is not None), None)
 
-    def waits_late(self, replica_id: str, wait: CollectiveWait) -> None:
-        """A member waits in a collective after its vote."""
+    def waits_late(self, replica_id: str, wait: CollectiveWait) -> tuple[str, str] | None:
+        """A member waits in a collective after its vote. Return for which that has gone on, and why, as `waits_in` does."""
         self.furthest = max(self.furthest, wait.index)
         self.late.setdefault(replica_id, {})[wait.group_rank] = wait
+        return self.waits_in_vain({replica_id: {wait.group_rank: wait}}, self.gone_on)
 
-    def note_gone_on(self, member: Member) -> None:
-        """A member has gone on from the step: it issues no further collective of it."""
+    def goes_on(self, member: Member) -> tuple[str, str] | None:
+        """A member has gone on from the step: it issues no further collective of it. Return why one waits for it in vain."""
         self.late.pop(member.replica_id, None)
         said = member.says_issued
         if said is None or member.replica_id not in self.gone_on:
             self.gone_on[member.replica_id] = fewest_issued(said), said
+        return self.waits_in_vain(self.late, [member.replica_id])
 
-    def why_late_collectives_never_complete(
-        self, late: Mapping[str, Mapping[int, CollectiveWait]], gone_on: Collection[str]
+    def waits_in_vain(
+        self, late: Mapping[str, Mapping[int, CollectiveWait]], gone_on: Iterable[str]
     ) -> tuple[str, str] | None:
-        """Return why one of some members waits, after its vote, for one that has gone on, and for which; None: for none."""
         said = {m: self.gone_on[m][1] for m in gone_on if self.gone_on[m][0] <= self.furthest}
         for waiting, waits in late.items() if said else ():
             for rank, wait in waits.items():
-                apart = why_apart({waiting: wait}, {m: num_issued(said[m], rank) for m in said})
-                if apart is not None:
+                if apart := why_apart({waiting: wait}, {m: num_issued(said[m], rank) for m in said}):
                     return apart
         return None
 

@@ -307,10 +307,8 @@ def _told(names: Iterable[str]) -> list[str]:
 
 
 def _open(members: dict[str, Member], right: Sequence[str]) -> dict[str, dict[str, tuple[tuple[int, str], ...]]]:
-    """Return, by name, what each member shows of a leaf by itself: its digests, with the ranks that have it.
-
-    What most of those that are right do not show is left out: nobody could load it.
-    """
+    """Return, by name, what each member shows of a leaf by itself: its digests, with the ranks that have it. Only of leaves that
+    most of those that are right show: nobody could load another one."""
     values: dict[str, dict[str, list[tuple[int, str]]]] = {}
     for replica_id, member in members.items():
         for rank, of_rank in enumerate(member.asked.shown):
