@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ class Holders(NamedTuple):
     """Those that hold the state from which the job goes on. To find them costs a pass over the members."""
 
     goes_on_from: Callable[[StateVersion], bool]
-    nearest: list[tuple[float, str]]
+    nearest: Callable[[], list[tuple[float, str]]]
     """Two of them at most: the seconds since each has asked for a step, 0.0 if it waits for one, and its replica id."""
 
 
@@ -100,12 +101,12 @@ class Beside:
         patience_s = float("inf")
         if self._job.allows_step_loss or self._job.settings.allow_step_loss:
             patience_s = max(self._job.settings.join_timeout_s, member.request.patience_s if member.request else 0.0)
-        nearest = self._away(self._job.goes_on_from()) if holders is None else holders.nearest
+        nearest = self._away(self._job.goes_on_from()) if holders is None else holders.nearest()
         return any(away_s < patience_s for away_s, replica_id in nearest if replica_id != member.replica_id)
 
     def holders(self) -> Holders:
         goes_on_from = self._job.goes_on_from()
-        return Holders(goes_on_from, nsmallest(2, self._away(goes_on_from)))
+        return Holders(goes_on_from, cache(lambda: nsmallest(2, self._away(goes_on_from))))
 
     def _away(self, goes_on_from: Callable[[StateVersion], bool]) -> Iterator[tuple[float, str]]:
         for m in self._job.members.values():

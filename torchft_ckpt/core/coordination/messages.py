@@ -826,8 +826,9 @@ _encoder = msgspec.json.Encoder()
 def encode(message: Message) -> str:
     """Return the message as JSON text. What is long and the same for all who are told it is encoded once: the addresses of a
     source, and names of leaves."""
-    if names := {name: _encoded(names) for name in ("common", "own") if (names := getattr(message, name, None))}:
-        message = msgspec.structs.replace(message, **names)
+    if isinstance(message, QuorumFormed) and (message.common or message.own):
+        common, own = _encoded(message.common), _encoded(message.own)
+        message = msgspec.structs.replace(message, common=common, own=own)
     if sources := getattr(message, "sources", None):
         told = [
             msgspec.structs.replace(one, checkpoint_addresses=_encoded(one.checkpoint_addresses)) for one in sources
