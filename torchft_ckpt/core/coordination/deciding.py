@@ -207,8 +207,8 @@ class Deciding:
         if tally.verdict is CommitDecision.COMMIT:
             yield from self._equality.judge(current, now)
         self._joining.ended(current, now)
-        approvers = [m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT]
-        followers = [m for m in approvers if self._is_listening(m)]
+        approvers = dict.fromkeys(m for m in tally.votes if tally.outcome(m) is Outcome.COMMIT)
+        followers = dict.fromkeys(m for m in approvers if self._is_listening(m))
         if approvers and not followers:
             tally.discard_all("every member that approved gave up waiting for the decision")
         committed = tally.verdict is CommitDecision.COMMIT

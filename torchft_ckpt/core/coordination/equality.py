@@ -98,7 +98,7 @@ class _Question:
     version: StateVersion
     rank: int
     asked: tuple[str, ...]
-    compared: tuple[str, ...]
+    compared: frozenset[str]
     stops: bool
     said: str
     answers: dict[str, Sequence[Leaf]] = field(default_factory=dict)
@@ -201,7 +201,7 @@ class Equality:
         for those, digests in zip(groups, by_rank, strict=True):
             if len(asked) < MAX_ASKED:
                 asked.setdefault(digests[rank], those[0])
-        self._question = _Question(version, rank, tuple(asked.values()), tuple(votes), stops, said)
+        self._question = _Question(version, rank, tuple(asked.values()), frozenset(votes), stops, said)
         for replica_id in self._question.asked:
             wanted = LeavesWanted(version=version, group_rank=rank)
             yield Send(self._members[replica_id].connection, wanted)

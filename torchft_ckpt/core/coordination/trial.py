@@ -169,7 +169,7 @@ class Trials:
         groups = alike({m: shown[m] for m in judges})
         right = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
         wrong = [m for m in members if shown[m] != shown[right[0]]]
-        verdict.equal.update(m for m in members if m not in wrong)
+        verdict.equal.update(members.keys() - wrong)
         if wrong:
             self._decide(members, right, wrong, step, verdict)
         elif len(members) > 1 and step > self._same_at:  # what was just loaded is equal, and says nothing
