@@ -48,11 +48,37 @@ def test_a_lower_limit_holds_at_once_and_leaves_nothing_behind_when_who_wished_f
     allowance.set_limit(MINUTE, 0.0)
     allowance.spend(8.0, 0.0)
     allowance.set_limit(10.0, 0.0)
-    assert allowance.purse_s(0.0) == 2.0
+    assert allowance.purse_s(0.0) == 10.0, "there is room for it"
     allowance.set_limit(0.0, 0.0)
     assert allowance.fits_in_s(0.1, 0.0) is None
     allowance.set_limit(MINUTE, 0.0)
     assert (allowance.purse_s(0.0), allowance.purse_s(100.0)) == (52.0, 57.0)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 50), st.none() | st.floats(0, 100)), min_size=1, max_size=30),
+)
+def test_however_the_limit_changes_no_more_is_stood_still_than_the_highest_allows(events):
+    allowance, now, stood_s = JoinAllowance(), 0.0, 0.0
+    highest_s = max([100.0, *(limit_s or 0.0 for _, _, limit_s in events)])
+    allowance.set_limit(highest_s, now)
+    for pause_s, need_s, limit_s in events:
+        now += pause_s
+        if limit_s is not None:
+            had_s, was_s = allowance.purse_s(now), allowance.limit_s
+            allowance.set_limit(limit_s, now)
+            if limit_s <= was_s:
+                assert allowance.purse_s(now) == pytest.approx(min(had_s, limit_s)), (
+                    "nobody who fits has to wait for it"
+                )
+        if allowance.fits_in_s(need_s, now) == 0.0:
+            allowance.spend(need_s, now)
+            stood_s += need_s
+        assert stood_s <= highest_s + 0.05 * now + 1e-6
+    before_s = allowance.purse_s(now)
+    for limit_s in (0.0, allowance.limit_s):
+        allowance.set_limit(limit_s, now)
+    assert allowance.purse_s(now) <= before_s + 1e-6, "one that comes and goes does not fill it"
 
 
 @given(
@@ -413,6 +439,26 @@ def test_two_who_lie_empty_it_for_as_long_as_they_are_there_and_leave_no_debt():
         for member in (a, b):
             member.asks(stood_s=1e9)
     assert purse_s(job) == pytest.approx(0.0)
+
+
+def test_groups_that_are_restarted_with_a_lower_limit_come_in_at_once():
+    """What one had cost under the limit of before was more than the new one: nobody came in for a quarter of an hour."""
+    job, a, b = trained()
+    job.lighthouse._joining._allowance.spend(50.0, job.now)
+    for name in "ab":
+        other = b if name == "a" else a
+        job.members[f"{name}:1"].dies()
+        ask(other)
+        other.votes()
+        j = job.join(name, life=2, join_stall_limit_s=10.0)
+        j.warms_up(reach_s=5.0)
+        ask(other)
+        assert is_held(j), name
+        j.comes_in()
+        j.asks()
+        other.votes()
+        j.votes()
+        a, b = (j, other) if name == "a" else (other, j)
 
 
 def test_what_takes_long_for_another_reason_is_not_taken_from_the_allowance():

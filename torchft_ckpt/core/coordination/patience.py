@@ -92,24 +92,32 @@ class JoinAllowance:
     limit_s: float = float("inf")
     share: float = 0.05
     _used_s: float = 0.0
-    """Of the limit, at `_at`; nothing while there is no limit."""
+    """At `_at`; nothing while there is no limit."""
+    _spared_s: float = 0.0
+    """Of that, what was used under a higher limit, and does not count under this one."""
     _at: float = 0.0
     debts: dict[str, Debt] = field(default_factory=dict)
     """By group: of those that failed and have not come in since."""
 
     def set_limit(self, limit_s: float, now: float) -> None:
-        """Change the limit: of the new one as much is used as of the old one. So who says another one leaves nothing behind."""
+        """Change the limit. Under a lower one the purse holds what it held, if there is room, and under the old one again what it
+        would hold without the change. So one that says a low limit leaves nothing behind, and does not fill the purse."""
         self.spend(0.0, now)
+        self._spared_s = max(0.0, min(self._spared_s + self.limit_s - limit_s, self._used_s))
         self.limit_s = limit_s
 
     def purse_s(self, now: float) -> float:
         """Return how many seconds there are; below zero where a hold took longer than was said."""
-        return self.limit_s - max(0.0, self._used_s - self.share * max(0.0, now - self._at))
+        return self.limit_s - max(0.0, self._used(now) - self._spared_s)
 
     def spend(self, seconds: float, now: float) -> None:
         """Survivors have stood still for so long until now."""
-        has_limit = self.limit_s != float("inf")
-        self._used_s, self._at = self.limit_s - self.purse_s(now) + seconds if has_limit else 0.0, now
+        used_s = self._used(now)
+        self._spared_s = min(self._spared_s, used_s)
+        self._used_s, self._at = used_s + seconds if self.limit_s != float("inf") else 0.0, now
+
+    def _used(self, now: float) -> float:
+        return max(0.0, self._used_s - self.share * max(0.0, now - self._at))
 
     def debt(self, group: str, now: float) -> Debt:
         """Return the debt of a group, which is about to grow."""
