@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.coordination.joining import FIRST_RATE, SILENT_S, STANDSTILL_S, Reception, Standstill
+from torchft_ckpt.core.coordination.joining import FIRST_RATE, SILENT_S, STANDSTILL_S, Joining, Reception, Standstill
 from torchft_ckpt.core.coordination.messages import Outcome, Receives
 from torchft_ckpt.core.coordination.patience import JoinAllowance
 
@@ -430,15 +430,63 @@ def test_nobody_empties_the_allowance_by_a_word():
     assert is_held(j)
 
 
-def test_two_who_lie_empty_it_for_as_long_as_they_are_there_and_leave_no_debt():
+def test_two_who_lie_empty_it_and_leave_a_debt_of_one_limit_at_most():
     job, a, b = trained()
-    for _ in range(3):
+    for _ in range(5):
         for member in (a, b):
             member.votes()
         job.passes(100.0)
         for member in (a, b):
             member.asks(stood_s=1e9)
-    assert purse_s(job) == pytest.approx(0.0)
+    assert purse_s(job) == pytest.approx(-MINUTE)
+
+
+def test_one_that_trains_alone_pays_for_what_it_stands_still_for_a_group_that_dies_again_and_again():
+    """The newcomer was the other one that confirms it, and says 0 s: the survivor stood still for a quarter of its time."""
+    job, a, b = trained(limit_s=30.0)
+    b.dies()
+    ask(a)
+    a.votes()
+    began_at, stood_s = job.now, 0.0
+    for life in range(2, 30):
+        b = job.join("b", life=life, join_stall_limit_s=30.0)
+        b.warms_up(reach_s=0.1)
+        for _ in range(20):
+            job.passes(45.0)
+            if not a.replica.capture_wanted:
+                a.asks()
+            else:
+                job.passes(14.0)
+                stood_s += 14.0
+                a.asks(can_serve=True, stood_s=14.0)
+            if is_held(b):
+                b.comes_in()
+                b.asks()
+                b.votes()
+                a.votes()
+                break
+            a.votes()
+        b.dies()
+    assert stood_s <= 30.0 + 0.05 * (job.now - began_at) + 2 * 14.0
+    assert stood_s >= 10 * 14.0, "it is tried again and again"
+
+
+def test_what_the_clock_confirms_is_owed_though_the_purse_held_less():
+    job, a, b = trained(limit_s=30.0)
+    b.dies()
+    ask(a)
+    a.votes()
+    job.passes(40.0)
+    a.asks(stood_s=40.0)
+    assert purse_s(job) == pytest.approx(-10.0)
+    a.votes()
+    job.passes(2.0)
+    a.asks(stood_s=1e9)
+    assert purse_s(job) == pytest.approx(-12.0, abs=0.2), "it asked for a step two seconds ago"
+
+
+def test_a_quorum_of_none_who_trained_already_stood_still_for_nobody():
+    Joining().stood([], 100.0, now=100.0)
 
 
 def test_groups_that_are_restarted_with_a_lower_limit_come_in_at_once():

@@ -76,7 +76,7 @@ class Deciding:
             is_needed=len(before) < self._job.min_trainers(before),
         )
         if not current.is_needed and self._job.round is not None:
-            self._joining.stood(holding, now - self._job.round.formed_at, now)
+            self._joining.stood([m for m in holding if not m.asked.came_in], now - self._job.round.formed_at, now)
         self._job.round = current
         return current
 

@@ -150,19 +150,21 @@ class Joining:
         """How long a step takes; 0: not known yet."""
         return self._usual_s
 
-    def stood(self, members: Iterable[Member], since_s: float, now: float) -> None:
-        """A quorum forms of those who train. Before it they captured and showed their state, and stood still meanwhile.
+    def stood(self, members: Collection[Member], since_s: float, now: float) -> None:
+        """A quorum forms of these, who trained already. Before it they captured and showed their state, and stood still.
 
-        For as long as one of them says and another one confirms, or our own clock: by so much it asked after that one, and so
-        long ago the last quorum formed (`since_s`). What is only said leaves no debt.
+        For as long as one of them says and another one, if there is one, confirms: by so much it asked after that one. And no
+        longer than by our clock: so long ago the last quorum formed (`since_s`). It leaves a debt of one limit at most.
         """
+        if not members:
+            return
         longest, *others = sorted(members, key=lambda member: member.asked.stood_s, reverse=True)
         if others:
             late_s = max(0.0, longest.asked_at - min(member.asked_at for member in others))
             since_s = min(since_s, others[0].asked.stood_s + late_s)
         if stood_s := min(longest.asked.stood_s, since_s):
             self._stands_s = stood_s
-            self._allowance.spend(min(stood_s, max(0.0, self._allowance.purse_s(now))), now)
+            self._allowance.spend(min(stood_s, max(0.0, self._allowance.purse_s(now) + self._allowance.limit_s)), now)
 
     def stood_for_hold(self, seconds: float, now: float) -> None:
         """A quorum was held for so long: see `hold`."""
