@@ -206,21 +206,63 @@ def test_a_leaf_that_differs_after_a_step_that_all_began_alike_is_each_groups_ow
     assert roles(members) == [Role.HEALTHY] * 2
 
 
-def test_no_more_names_are_told_than_have_room_in_a_message_and_the_others_are_looked_at_again() -> None:
-    """What a thousand members are sent of them is bounded; and 4,096 names of control characters had room in no message."""
+def wide(num: int = 1000) -> list[str]:
+    """Names of so many leaves, of which two thirds have no room in a message."""
+    return [f"{number:04}" + "experts." * 14 for number in range(num)]
+
+
+@pytest.mark.parametrize("policy", OnReplicasDiffer)
+def test_more_names_than_have_room_in_a_message_are_told_after_the_steps_that_follow(policy: OnReplicasDiffer) -> None:
+    """A thousand members are sent so much of them. The names that had no room were not told before a step was discarded."""
     job = Job(least=1)
-    members = [job.join(name) for name in "ab"]
+    members = [job.join(name, on_replicas_differ=policy) for name in "ab"]
     job.step(*members)
-    names = [f"{number:04}" + "\x01" * 110 for number in range(200)]
-    told = []
-    for _ in range(3):
+    names = [f"{number:04}" + "\x01" * 110 for number in range(100)] + wide()
+    while {member.replica.shows for member in members} == {Shows.SAMPLES}:
         ask(members, "xx", **dict.fromkeys(names, "11"))
-        told.append([name for m in members[:1] if m.formed for name in m.formed.common])
-        names = [name for name in names if name not in told[-1]]
-        discards(members)
-        discards(members)
-    assert [len(some) > 0 and size_of(some) <= MAX_NAMES_BYTES for some in told] == [True, True, True]
+        assert members[0].formed is not None
+        told = set(members[0].formed.common)
+        assert told <= set(names) and 0 < size_of([*told]) <= MAX_NAMES_BYTES, "nothing is told twice"
+        names = [name for name in names if name not in told]
+        for member in members:
+            member.votes()
+            member.hears()
     assert not names
+    assert {member.replica.shows for member in members} == {Shows.NOTHING}
+
+
+def test_a_leaf_that_was_found_equal_and_had_no_room_is_not_each_groups_own_when_one_has_other_bits() -> None:
+    """It was taken for one of those that each group has for itself, was never compared again, and the groups trained on so."""
+    job = Job(least=1)
+    members = [job.join(name) for name in "abc"]
+    job.step(*members)
+    names = wide()
+    ask(members, "xxx", **dict.fromkeys(names, "111"))
+    assert members[0].formed is not None
+    left = [name for name in names if name not in members[0].formed.common]
+    for member in members:
+        member.votes()
+    ask(members, "xxx", **(dict.fromkeys(left, "111") | {left[-1]: "112"}))
+    assert told_to_load(members) == {"c": {"a", "b"}}
+    load(members[2], "x", **dict.fromkeys(left, "1"))
+    assert [m.formed.own for m in members if m.formed] == [[]] * 3
+    assert any("c:1 came to another state of step 2 than a:1, b:1" in line for line in job.log)
+
+
+def test_who_does_not_show_a_leaf_that_was_found_equal_neither_loads_it_nor_makes_it_each_groups_own() -> None:
+    job = Job(least=1)
+    members = [job.join(name) for name in "abc"]
+    job.step(*members)
+    names = wide()
+    ask(members, "xxx", **dict.fromkeys(names, "111"))
+    assert members[0].formed is not None
+    left = [name for name in names if name not in members[0].formed.common]
+    for member in members:
+        member.votes()
+    ask(members[:2], "xx", **dict.fromkeys(left, "11"))
+    members[2].asks(shows="x", **dict.fromkeys(left[:-1], "1"))
+    assert not told_to_load(members)
+    assert [(m.formed.own, left[-1] in m.formed.common) for m in members if m.formed] == [([], False)] * 3
 
 
 def test_leaves_that_are_equal_after_a_discarded_step_are_not_common_before_one_has_counted() -> None:
@@ -288,6 +330,18 @@ def test_one_of_those_who_are_right_neither_hides_a_leaf_nor_adds_one() -> None:
     b.asks(shows="x", ema="1", mean="5")
     c.asks(shows="x", ema="1", mean="5")
     assert [(m.formed.common, m.formed.own) for m in (a, b, c) if m.formed] == [([], ["ema", "mean"])] * 3
+
+
+def test_a_leaf_that_half_of_those_who_are_right_have_is_own_to_each_group() -> None:
+    _, members = at_work("abcd")
+    discards(members)
+    ask(members, "xxxx")
+    for member in members:
+        member.votes()
+    discards(members)
+    for number, member in enumerate(members):
+        member.asks(shows="x", **({"best": str(number)} if number < 2 else {}))
+    assert [m.formed.own for m in members if m.formed] == [["best"]] * 4
 
 
 def test_one_group_alone_says_nothing_of_what_is_common() -> None:

@@ -82,6 +82,8 @@ class Trials:
         """Of these, who was in no quorum since."""
         self._given: dict[str, None] = {}
         """Leaves that a group was given once, the latest last."""
+        self._left_out: set[str] = set()
+        """Leaves that were found common, and were not told yet, as there was no room: they are compared as such."""
         self._same_at = -1
         """The step at which somebody last came in, or loaded: all began it with the same."""
         self._differed: tuple[int, Shows] = (-1, Shows.NOTHING)
@@ -137,6 +139,8 @@ class Trials:
     def judge(self, members: Sequence[Member], step: int) -> Verdict:
         """Compare what these members, which ask for one quorum with the state of a step, show of it."""
         verdict = Verdict()
+        if not self._voices:
+            self._left_out.clear()
         by_kind: dict[tuple[str, int], list[Member]] = {}
         silent = {member.replica_id for member in members if not member.asked.shown}
         for member in members:
@@ -147,7 +151,12 @@ class Trials:
                 self._differed = step, Shows.ALL  # all show all after this step
             elif any(member.replica_id in self._voices for member in those) or not silent & self._voices.keys():
                 self._judge_alike({member.replica_id: member for member in those}, step, verdict)
+        found = {*verdict.common, *verdict.own}
+        self._left_out |= {*verdict.common}
         verdict.common, verdict.own = _told(verdict.common), _told(verdict.own)
+        self._left_out -= (told := {*verdict.common, *verdict.own})
+        if told != found and self._differed[0] != step:
+            self._differed = step, Shows.SAMPLES  # the others are found again, and told, after this step
         if not verdict.loads and not verdict.stops:
             by_name = {member.replica_id: member for member in members}
             for replica_id in sorted(verdict.equal):
@@ -165,7 +174,7 @@ class Trials:
             if step > self._same_at and self._joined.get(judges[0], False):  # all came in, and have made a step since
                 here = f"the job goes on from the state of step {step} of {name_some(judges)}"
                 verdict.said.append(f"nobody is left who was found equal after a step, so {here}")
-        shown = {m: [_known(of_rank) for of_rank in member.asked.shown] for m, member in members.items()}
+        shown = self._compared(members)
         groups = alike({m: shown[m] for m in judges})
         right = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
         wrong = [m for m in members if shown[m] != shown[right[0]]]
@@ -239,7 +248,7 @@ class Trials:
             elif moved and name not in self._given:
                 given.add(name)
                 late.update(moved)
-            else:
+            elif name not in self._left_out:
                 verdict.own.append(name)
         if not given:
             for name in (*verdict.common, *verdict.own):
@@ -254,6 +263,17 @@ class Trials:
         self._given |= dict.fromkeys(names)
         while len(self._given) > MAX_LEAVES:
             del self._given[next(iter(self._given))]
+
+    def _compared(self, members: dict[str, Member]) -> dict[str, list[str]]:
+        """Return what each member shows, by rank, that has to be equal as far as is known."""
+        known = {m: [_known(of_rank) for of_rank in member.asked.shown] for m, member in members.items()}
+        if self._left_out:
+            for rank, those in enumerate(zip(*(member.asked.shown for member in members.values()), strict=True)):
+                digests = [{leaf.name: leaf.digest for leaf in of_rank.open} for of_rank in those]
+                names = sorted(self._left_out.intersection(*digests))  # of others nobody knows whether they differ
+                for m, of in zip(members, digests, strict=True):
+                    known[m][rank] += "".join(f" {name} {of[name]}" for name in names)
+        return known
 
     def validate(self) -> None:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
@@ -300,7 +320,7 @@ def _strictest(members: Iterable[Member]) -> OnReplicasDiffer:
 
 
 def _told(names: Iterable[str]) -> list[str]:
-    """Return those that have room in a message; the others are looked at again when these are known."""
+    """Return those that have room in a message."""
     listed = sorted({*names})
     sizes = accumulate(size_of([name]) for name in listed)
     return [name for name, size in zip(listed, sizes, strict=True) if size <= MAX_NAMES_BYTES]
@@ -308,7 +328,7 @@ def _told(names: Iterable[str]) -> list[str]:
 
 def _open(members: dict[str, Member], right: Sequence[str]) -> dict[str, dict[str, tuple[tuple[int, str], ...]]]:
     """Return, by name, what each member shows of a leaf by itself: its digests, with the ranks that have it. Only of leaves that
-    most of those that are right show: nobody could load another one."""
+    half of those that are right show: nobody could load another one."""
     values: dict[str, dict[str, list[tuple[int, str]]]] = {}
     for replica_id, member in members.items():
         for rank, of_rank in enumerate(member.asked.shown):
@@ -317,5 +337,5 @@ def _open(members: dict[str, Member], right: Sequence[str]) -> dict[str, dict[st
     return {
         name: {m: tuple(found) for m, found in by_member.items()}
         for name, by_member in values.items()
-        if 2 * sum(m in by_member for m in right) > len(right)
+        if 2 * sum(m in by_member for m in right) >= len(right)
     }
