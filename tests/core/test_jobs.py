@@ -279,15 +279,34 @@ def test_a_job_whose_groups_come_and_go_fills_no_log_and_hides_no_line_of_anothe
     for number in range(100):
         Group(lighthouse, "noisy", f"x{number}:1").dies()
     honest.trains()
-    for number in range(100):
-        Group(lighthouse, f"noisy{number}", "x:1").dies()
+    Group(lighthouse, "new")
+    assert lighthouse.log[-1].startswith("job new: "), "one that ends before its first quorum takes no line of another"
     honest.dies()
-    noisy = [line for line in lighthouse.log if line.startswith("job noisy")]
-    assert len(noisy) == 9, "one was of the honest job, before its first quorum"
+    noisy = [line for line in lighthouse.log if line.startswith("job noisy: ")]
+    assert len(noisy) == 10
     assert "g:1 is gone" in lighthouse.log[-1]
     lighthouse.pass_time(1.0)
     Group(lighthouse, "noisy", "y:1")
-    assert lighthouse.log[-1].endswith("(391 lines of jobs without a quorum were left out before)")
+    assert lighthouse.log[-1].endswith("(190 lines of job noisy were left out before)")
+
+
+def test_any_number_of_names_fills_no_log_and_hides_no_line_of_a_job_that_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs_module, "LINES_AT_ONCE", 10.0)
+    monkeypatch.setattr(jobs_module, "MAX_JOBS", 8)
+    lighthouse = Lighthouse()
+    honest, early = Group(lighthouse, "gpt"), Group(lighthouse, "early")
+    honest.trains()
+    for number in range(1000):
+        Group(lighthouse, f"noisy{number}", "x:1").dies()
+    assert sum(line.startswith("job noisy") for line in lighthouse.log) <= 8 * 2 + 10
+    for member in (honest, early):
+        member.dies()
+        assert "g:1 is gone" in lighthouse.log[-1]
+    lighthouse.pass_time(1.0)
+    Group(lighthouse, "late")
+    assert lighthouse.log[-1].endswith(" lines of new jobs were left out before)")
 
 
 def test_two_lives_of_one_name_do_not_share_an_epoch() -> None:

@@ -59,11 +59,12 @@ MAX_FINISHED = 4096
 """Jobs that are over."""
 MAX_ADDRESS_BYTES = 16 << 20
 """Of memory, for the addresses of all groups together: a thousand groups of 64 ranks take some 7 MiB."""
-MAX_SAID_BYTES, LEAST_COUNTED_BYTES = 1 << 30, 16 << 10
+MAX_SAID_BYTES, LEAST_COUNTED_BYTES = 2 << 30, 16 << 10
 """Of memory, for what all groups show of their states: a thousand groups show 4,096 leaves each, of some 200 bytes. And for what
 they say of each rank when they ask and vote, if it is not less."""
 LINES_PER_S, LINES_AT_ONCE = 20.0, 5000.0
-"""Of a job in the log, and as many warnings. Jobs without a quorum in this life have as many together: names cost nothing."""
+"""Of a job in the log, and as many warnings. Names cost nothing: while `MAX_JOBS` such rates are in use, all jobs of new names
+have one together until they have had a quorum."""
 
 
 def _kept_bytes(message: ToLighthouse) -> int:
@@ -144,10 +145,9 @@ class Jobs:
         state = self.states[name]
         instructions: list[Instruction] = []
         for done in state.handle(event, now):
-            of = f"job {name}" if state.had_quorum else "jobs without a quorum"
             if not isinstance(done, Log):
                 instructions.append(done)
-            elif self._lines.take((of, done.is_warning), now) > 0:
+            elif self._lines.take((of := self._pays_for_lines(name, now), done.is_warning), now) > 0:
                 self._num_left_out[of] = self._num_left_out.get(of, 0) + 1
             else:
                 num = self._num_left_out.pop(of, 0)
@@ -169,6 +169,11 @@ class Jobs:
                 while len(self.finished) > MAX_FINISHED:
                     self.finished.popitem(last=False)
         return instructions
+
+    def _pays_for_lines(self, name: str, now: float) -> str:
+        of = f"job {name}"
+        is_known = self.states[name].had_quorum or any(self._lines.knows((of, warns), now) for warns in (False, True))
+        return of if is_known or len(self._lines) < MAX_JOBS else "new jobs"
 
     def _begin(self, name: str) -> None:
         self._num_begun += 1
