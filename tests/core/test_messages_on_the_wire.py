@@ -77,7 +77,6 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         | st.lists(TEXTS, max_size=3),
         "destinations": st.lists(RANKS, max_size=3),
         "collectives_by_rank": st.lists(COUNTS, max_size=3),
-        "kinds": st.lists(st.text("abc", max_size=8), max_size=3),
         "on_replicas_differ": st.sampled_from(messages.OnReplicasDiffer),
         "state_digests": st.lists(DIGESTS, max_size=3),
         "shows": st.sampled_from(messages.Shows),
