@@ -37,6 +37,7 @@ CHECKS: dict[str, Callable[[dict[str, Any]], object]] = {
     "Averaged weights": lambda names: names["average"].n_averaged == NUM_STEPS,
     "Gradient accumulation": has_learned,
     "Evaluation between steps": lambda names: names["evaluated"] == [2, 4],
+    "A trainer that drops the answer": lambda names: names["average"].n_averaged == NUM_STEPS,
     "What else belongs to a step": lambda names: names["tokens"] == NUM_STEPS * ROWS * 3,
     "Without the wrapper": lambda names: names["scheduler"].last_epoch == NUM_STEPS,
 }
