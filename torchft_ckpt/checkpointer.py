@@ -163,7 +163,7 @@ class _LaterSave(Future[SavedCheckpoint]):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        logger.warning("a save that was asked for in the middle of a step was not made: %s", error)
+        logger.warning("a save that was asked for in the middle of a step: %s", error)
         self.set_exception(error)
 
     def _take(self, saved: Future[SavedCheckpoint]) -> None:
@@ -276,7 +276,9 @@ class Checkpointer:
         self._worker: SaveWorker | None = None
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._threads: list[Thread] = []
-        self._last: dict[Tier, tuple[CheckpointName, Future[SavedCheckpoint]]] = {}
+        self._last: dict[Tier, tuple[CheckpointName, SaveWorker]] = {}
+        self._turns: dict[Tier, int] = {}
+        """How often it was saved there, counted from the first step on: the same in all ranks of a group."""
         self._is_over = False
         self._has_logged_no_backups = self._has_logged_many_values = self._has_logged_nameless = False
         self._owner = os.getpid()
@@ -380,13 +382,14 @@ class Checkpointer:
         # A name of its own, because it is put together with what is in other places: its parts are others than in storage.
         save_id = identity.save_id if tier is Tier.STORAGE else f"{identity.save_id}-{tier.value}"
         name = checkpoint_name(identity.step, save_id)
-        last_name, last = self._last.get(tier, (None, future))
+        last_name, last = self._last.get(tier, (None, None))
         if identity.is_alone and self._worker is not None:
             self._worker.wait_written(
                 self._timeout.total_seconds()
             )  # this rank's share in the save before is wanted too
-        if self._manager is not None and last_name == name and (not last.done() or last.exception() is None):
-            return last  # a step that was discarded since has not changed the state
+        if self._manager and last and last_name == name and not (last.future.done() and last.saved is None):
+            return last.future  # a step that was discarded since has not changed the state
+        turn = self._turns[tier] = self._turns.get(tier, identity.step) + 1
         if self._worker is not None and self._is_busy() and not self._worker.leave():
             logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
             future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
@@ -418,6 +421,8 @@ class Checkpointer:
                 pool=self._pool,
                 index=self._index,
                 group_local_ids=held.group_local_ids,
+                owned_ids=held.owned_ids,
+                turn=turn,
                 versions=held.versions,
             )
             self._say_once_if_many(captured)
@@ -448,7 +453,7 @@ class Checkpointer:
             future.set_exception(CheckpointError(f"no thread could be started for the save: {error}", "save"))
             return future
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-        self._last[tier] = name, worker.future
+        self._last[tier] = name, worker
         return worker.future
 
     def _is_in_step(self) -> bool:
@@ -477,12 +482,12 @@ class Checkpointer:
             with _logged("what is not whole stays for now"):
                 leftovers.remove(task.name)
         worker.run()
-        failure = worker.future.exception()
+        failure = None if worker.saved is not None else worker.future.exception()
         if isinstance(failure, StateChangedError) and not self._copies_at_once:
             self._copies_at_once = True
             logger.warning("each save copies the whole state at once from now on, as it is changed without the lock")
-        if failure is None and self._manager is not None:
-            self._note_saved(self._manager, worker.future.result())
+        if worker.saved is not None and self._manager is not None:
+            self._note_saved(self._manager, worker.saved)
         if removes:
             with _logged("old checkpoints stay for now"):
                 if failure is None:

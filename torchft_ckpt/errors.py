@@ -26,6 +26,7 @@
     |   |-- StorageError                a file system or object store failed (an OSError)
     |   |-- CheckpointDamagedError      a durable checkpoint is not whole, or has other bytes than written
     |   |-- CheckpointNotFoundError     there is no whole durable checkpoint (a FileNotFoundError)
+    |   |-- RanksDifferError            a checkpoint is whole, but ranks of a group hold different replicas in it
     |   |-- SaveInFlightError           a save was not begun, because the one before it has not ended
     |   |-- StateChangedError           a tensor changed, not under the lock, while it was served or saved
     |   `-- TransferError               a transfer did not finish; nothing was applied
@@ -261,6 +262,12 @@ class CheckpointDamagedError(CheckpointError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no whole durable checkpoint, or none of the step that was asked for; the message says what was skipped."""
+
+
+class RanksDifferError(CheckpointError):
+    """A save is done and its checkpoint whole, but ranks of a group do not hold alike what their optimizers own and each of them
+    should: the message names tensors and ranks. All of the group that have such replicas get it. They may go on: it comes again.
+    """
 
 
 class SaveInFlightError(CheckpointError):

@@ -841,6 +841,27 @@ def test_load_and_load_checkpoint_give_each_rank_its_own(tmp_path: Path, monkeyp
     assert all(log.count("did not hold the same bytes of mean") == 2 for _, _, log in outcomes), "of each load one"
 
 
+@pytest.mark.processes
+def test_ranks_that_differ_are_told_at_the_save_and_old_checkpoints_go_as_always(tmp_path: Path) -> None:
+    """A replicated parameter drifts at step 2, and is copied from rank 0 before step 4."""
+    script = (
+        "import sys, torch, torch.distributed as dist; from torchft_ckpt import Checkpointer, checkpoints_in; "
+        "place, meeting, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]); "
+        "dist.init_process_group('gloo', init_method=meeting, rank=rank, world_size=2); "
+        "weight = torch.nn.Parameter(torch.ones(9)); optimizer = torch.optim.SGD([weight], lr=0.1); "
+        "checkpointer = Checkpointer(place, keep_last=2); checkpointer.guard_optimizer(optimizer)\n"
+        "for step in range(1, 5):\n"
+        "    with checkpointer.state_dict_lock.write(), torch.no_grad():\n"
+        "        weight[3] = 1.0 + (rank if step in (2, 3) else 0)\n"
+        "    print(type(checkpointer.save({'weight': weight}, step=step).exception()).__name__)\n"
+        "    checkpointer.wait(); dist.barrier()\n"
+        "print(*sorted(checkpoints_in(place))); checkpointer.shutdown(); dist.destroy_process_group()"
+    )
+    outcomes = run_ranks(tmp_path, 2, script, tmp_path / "saved", f"file://{tmp_path / 'meeting'}")
+    expected = "NoneType\nRanksDifferError\nRanksDifferError\nNoneType\n3 4\n"
+    assert [out for _, out, _ in outcomes] == [expected] * 2, outcomes
+
+
 def test_random_numbers_are_left_alone_where_that_was_asked_for(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, save_random_state=False)
     checkpointer.save({"w": torch.zeros(2)}, step=4).result(LONG_S)

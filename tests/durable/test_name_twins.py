@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,9 +18,14 @@ from support.cold_members import Job as ColdJob
 from support.cold_members import Member
 from support.name_twins import Job, State, StateOf, local, made, on_mesh
 from torch.distributed import checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from torchft_ckpt.__main__ import main
+from torchft_ckpt.checkpointing.durable.format.manifest import encode_part, replicas_of, with_replicas
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
+from torchft_ckpt.checkpointing.state import samples
+from torchft_ckpt.errors import RanksDifferError, StorageError
 
 
 def empty(state_of: StateOf) -> StateOf:
@@ -249,6 +258,154 @@ def test_a_save_names_what_replicas_of_a_group_do_not_hold_alike(
     assert (told in capsys.readouterr().out) is (drifts is not None), "and to who looks"
     assert main(["checkpoints", "export", str(tmp_path), "-o", str(tmp_path / "state.safetensors")]) == 0
     assert (f"left out: what one rank alone had: {told}" in capsys.readouterr().err) is (drifts is not None)
+
+
+def trained(*drifted: str, optimizers: list[Any] | None = None) -> StateOf:
+    """FSDP2 x 2 with BatchNorm, a replicated DTensor, a plain parameter, and what their optimizer keeps of them.
+
+    In rank 1 some have drifted; `optimizers`: where the optimizer of each rank goes to, else it is known to nobody.
+    """
+
+    def state_of(rank: int) -> State:
+        state: State = {}
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        for name, size, dims in (("linear", 8, (0,)), ("norm", 900, (None,)), ("bias", 5, ())):
+            for key in (name, f"optim.{name}"):
+                full = torch.arange(float(size))
+                state[key] = on_mesh(full, rank, range(2), *dims) if dims else full
+            weight, moment = (
+                one.to_local() if isinstance(one, DTensor) else one for one in (state[name], state[f"optim.{name}"])
+            )
+            weight[-1] += 0.5 * (rank and name in drifted)
+            moment[-1] += 0.5 * (rank and f"optim.{name}" in drifted)
+            optimizer.add_param_group({"params": [torch.nn.Parameter(weight)]})
+            optimizer.state[optimizer.param_groups[-1]["params"][0]] = {"exp_avg": moment}
+        if optimizers is not None:
+            optimizers.append([optimizer])
+        return {**state, "mean": torch.full((5,), 10.0 + rank), "large": torch.full((50_000,), 10.0 + rank)}
+
+    return state_of
+
+
+@pytest.mark.parametrize("drifted", ["norm", "bias", "optim.norm", "optim.bias"])
+@pytest.mark.parametrize("mode", [*SaveMode])
+def test_a_save_fails_by_name_if_ranks_differ_in_what_their_optimizers_own_and_the_checkpoint_stays(
+    tmp_path: Path, drifted: str, mode: SaveMode, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, 2, mode=mode)
+    optimizers: list[Any] = []
+    states = made(trained(drifted, optimizers=optimizers), 2)
+    for _ in range(2):  # it stays an error
+        errors = job.save(states.__getitem__, optimizers_of=optimizers.__getitem__)
+        assert [type(error) for error in errors] == [RanksDifferError] * 2
+        for error in errors:
+            told = f"ranks of a group do not hold alike, or not in one order, what each of them should: {drifted}"
+            assert (
+                f"checkpoint {job.checkpoint.name} is whole and stays, but {told} (rank 1 of replica 0); what is saved"
+                in str(error)
+            )
+            assert "copy one rank's to the others" in str(error)
+    assert "was not saved by this rank" not in caplog.text
+    for state in job.load(empty(trained())):
+        assert plain(state)["linear"] in ([0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0])
+    (whole,) = job.load(lambda rank: {"norm": torch.zeros(900)}, 1)
+    assert whole["norm"][:400].tolist() == [*range(400)]
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert f"what each of them should: {drifted} (rank 1" in " ".join(
+        capsys.readouterr().out.replace("; large", "").split()
+    )
+
+
+def test_what_no_optimizer_owns_or_nobody_knows_never_fails_a_save(tmp_path: Path) -> None:
+    """BatchNorm's statistics are each rank's own, and a large buffer's difference is a warning."""
+    optimizers: list[Any] = []
+    states = made(trained(optimizers=optimizers), 2)
+    job = Job(tmp_path, 2)
+    assert not job.save(states.__getitem__, optimizers_of=optimizers.__getitem__)
+    assert [*job.checkpoint.drifted()] == ["large"]
+    assert not job.save(trained("norm", "bias"))
+    assert {"norm", "bias"} <= job.checkpoint.drifted().keys()
+
+
+def test_only_the_group_in_which_ranks_differ_gets_the_error(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, num_replicas=2)
+    optimizers: list[Any] = []
+    states = made(trained(optimizers=optimizers), 2) + made(trained("norm", optimizers=optimizers), 2)
+    of_members, owners = iter(states), iter(optimizers)
+    errors = job.save(lambda _: next(of_members), optimizers_of=lambda _: next(owners))
+    assert len(errors) == 2
+    assert all("norm (rank 1 of replica 1)" in str(error) for error in errors)
+    assert [path.name for path in tmp_path.glob("*/differs-*")] == ["differs-r1.txt"]
+
+
+def test_a_save_is_done_if_whether_ranks_differ_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, 2)
+    optimizers: list[Any] = []
+    states = made(trained("norm", optimizers=optimizers), 2)
+    read = LocalStorage.read
+
+    def fails(storage: LocalStorage, path: str, *arguments: Any) -> Any:
+        if "differs" in path:
+            raise StorageError(f"{path}: nobody answers", path)
+        return read(storage, path, *arguments)
+
+    with mock.patch.object(LocalStorage, "read", fails):
+        assert not job.save(states.__getitem__, optimizers_of=optimizers.__getitem__)
+    assert caplog.text.count("it is not known whether ranks differ") == 2
+
+
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", "replicated"])
+def test_drift_anywhere_in_large_replicas_is_found_within_so_many_saves(tmp_path: Path, layout: str) -> None:
+    """Of more than 16 MiB each save compares 4 MiB, and the next one the next ones; here it is less."""
+    dice = random.Random(layout)
+    size = 20_000
+    with mock.patch.multiple(samples, WHOLE_BYTES=64 * 1024, WINDOW_BYTES=32 * 1024):
+        num_saves = -(-3 * size * 4 // (2 if layout == "hsdp" else 1) // (32 * 1024))
+        for number in range(3):
+            states = made(replicas(None, layout=layout, size=size), 4)
+            optimizers = [[torch.optim.SGD([*map(torch.nn.Parameter, state.values())], lr=0.1)] for state in states]
+            job = Job(tmp_path / str(number), 4)
+            assert not job.save(states.__getitem__, optimizers_of=optimizers.__getitem__)
+            name = dice.choice([*states[3]])
+            drifts = states[3][name].to_local() if isinstance(states[3][name], DTensor) else states[3][name]
+            place = dice.choice([0, len(drifts) - 1, dice.randrange(len(drifts))])
+            drifts[place] += 1.0
+            found = [job.save(states.__getitem__, optimizers_of=optimizers.__getitem__) for _ in range(num_saves)]
+            assert any(found), f"{name}[{place}] of rank 3 was never compared"
+            assert not all(found), "not all of it is compared each time"
+            assert all(name in str(error) for errors in found for error in errors)
+
+
+def test_ranks_that_have_saved_another_number_of_times_are_not_taken_for_ranks_that_differ(tmp_path: Path) -> None:
+    states = made(replicas(None, layout="ddp", size=20_000), 2)
+    optimizers = [[torch.optim.SGD([*map(torch.nn.Parameter, state.values())], lr=0.1)] for state in states]
+    job = Job(tmp_path, 2)
+    turns = iter([3, 4])
+    real = samples.windows
+    with (
+        mock.patch.multiple(samples, WHOLE_BYTES=64 * 1024, WINDOW_BYTES=32 * 1024),
+        mock.patch(
+            "torchft_ckpt.checkpointing.durable.saving.capture.windows", lambda tensors, _: real(tensors, next(turns))
+        ),
+    ):
+        assert not job.save(states.__getitem__, optimizers_of=optimizers.__getitem__)
+
+
+def test_manifests_of_earlier_versions_show_8_bytes_of_each_tensor_and_are_compared(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    job.save(replicas(1, layout="ddp", size=900))
+    checkpoint = job.checkpoint
+    for part in checkpoint.parts:
+        table = b"".join(one[:7] + one[-1:] for one in replicas_of(part.manifest))
+        own = part.manifest.own
+        assert isinstance(own.node, dict)
+        bare = msgspec.structs.replace(own, node={"d": [item for item in own.node["d"] if item[0] != "replicas"]})
+        early = msgspec.structs.replace(part.manifest, own=with_replicas(bare, base64.b64encode(table).decode()))
+        (tmp_path / str(checkpoint.name) / part.name.manifest).write_bytes(encode_part(early))
+    assert [*job.checkpoint.drifted()] == ["ln.weight", "ln.bias", "ln.weight.exp_avg"]
+    assert not job.checkpoint.drifted(owned=True), "these do not say what optimizers own"
 
 
 def test_what_ranks_have_of_their_own_is_no_drift(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

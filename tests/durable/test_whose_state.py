@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
 from torchft_ckpt.checkpointing.state import local_state
 from torchft_ckpt.checkpointing.state.containers import flattened
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateMismatchError
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, RanksDifferError, StateMismatchError
 
 SHAPES = [(3,), (5, 2), (1, 4), (7, 6), (300,), (200, 3)]
 LARGE = [(310, 130), (40_000,)]
@@ -208,11 +208,20 @@ def check(seed: int, directory: Path) -> str:
     )
     with warnings_of("torchft_ckpt") as said_at_save:
         errors = job.save(states.__getitem__, optimizers_of=known.__getitem__)
-    if errors:
+    drifted = {} if any(not isinstance(error, RanksDifferError) for error in errors) else job.checkpoint.drifted()
+    differ = [thing for thing in tree.things if thing.is_owned and is_apart(tree, thing) and thing.name in drifted]
+    apart = {thing.name for thing in differ}
+    if drifted or not errors:
+        hold = {
+            rank for thing in differ for rank in thing.team if not np.isnan(tree.held[thing.name][rank]).all()
+        }  # a rank without any replica is not told
+        assert (len(hold) * num_replicas if tree.knows_optimizers else 0) <= len(errors) <= len(job.members), errors
+        assert bool(errors) is (bool(apart) and tree.knows_optimizers)
+        assert all(any(name in str(error) for name in apart) for error in errors)
+    else:
         assert all(isinstance(error, CheckpointError) for error in errors), errors
         assert any(name in str(error) for error in errors for name in (*tree.held, *tree.values)), errors
         return "refused at the save"
-    drifted = job.checkpoint.drifted()
     assert bool(drifted) is any("do not hold alike" in said for said in said_at_save)
     is_damaged = dice.random() < 0.2
     if is_damaged:
@@ -223,6 +232,13 @@ def check(seed: int, directory: Path) -> str:
     outcomes = [*map(_load_again, [tree] * 2, [job] * 2, [dice] * 2, [True, False], [is_damaged] * 2)]
     outcomes += [*map(_receive, [tree] * 2, [states] * 2, [dice] * 2, [True, False])]
     return "; ".join(sorted({*outcomes}))
+
+
+def is_apart(tree: Tree, thing: Thing) -> bool:
+    """Whether ranks that should hold the same of a thing do not."""
+    held = np.stack(tree.held[thing.name])[thing.team].reshape(len(thing.team), -1)
+    is_shared = thing.place[0] is not None or tree.is_replicated
+    return is_shared and bool((np.fmax.reduce(held) != np.fmin.reduce(held))[~np.isnan(held).all(0)].any())
 
 
 @dataclass

@@ -123,6 +123,8 @@ class Job:
             pool=BufferPool(64 * 1024),
             index=self.indexes[member],
             group_local_ids=held.group_local_ids,
+            owned_ids=held.owned_ids,
+            turn=self._step,
         )
         task = SaveTask(
             storage=self.storage,

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, is_one_leaf, rebuilt
-from torchft_ckpt.checkpointing.state.samples import add_sample, marks, sample_of
+from torchft_ckpt.checkpointing.state.samples import add_sample, marks, place_of, sample_of
 from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.core.coordination.messages import MAX_LEAF_CHARS, MAX_LEAVES, Leaf, Shows, StateShown
 from torchft_ckpt.manager.comparing import bits_of
@@ -161,7 +161,7 @@ def _digest(value: torch.Tensor | str, step: int | None) -> str:
             hasher.update(bits_of(part).numpy().data)
         else:
             for number in range(NUM_SAMPLES):
-                add_sample(hasher, part, step, number)
+                add_sample(hasher, part, place_of(part, step, number))
     return hasher.hexdigest()
 
 
@@ -187,7 +187,7 @@ class Glance:
         parts = _chosen(step, parameters, optimizers)
         self._is_copied, self._digest = None, ""
         if parts and all(part.is_cuda for part in parts):
-            together = torch.cat([sample_of(part, step, number) for number, part in enumerate(parts)])
+            together = torch.cat([sample_of(part, place_of(part, step, number)) for number, part in enumerate(parts)])
             if self._pinned is None or self._pinned.shape != together.shape:
                 self._pinned = torch.empty(together.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._pinned.copy_(together, non_blocking=True)
@@ -196,7 +196,7 @@ class Glance:
         else:
             hasher = xxhash.xxh3_64()
             for number, part in enumerate(parts):
-                add_sample(hasher, part, step, number)
+                add_sample(hasher, part, place_of(part, step, number))
             self._digest = hasher.hexdigest()
 
     def forget(self) -> None:

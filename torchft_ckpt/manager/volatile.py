@@ -38,6 +38,8 @@ class StateToSave(NamedTuple):
     """Addresses on the host of what else may change without the lock, which is to be copied at once by itself."""
     versions: StateVersions | None = None
     """Of its tensors, when it was captured."""
+    owned_ids: frozenset[int] = frozenset()
+    """`id` of the tensors that optimizers own."""
     owners: Mapping[str, Names] = MappingProxyType({})
     """Which parameters its optimizers have, see `parameters.names_of`."""
 
@@ -120,6 +122,7 @@ def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Opt
     held: dict[str, Any] = _copy(state, owned, copies)
     copied = {id(copy) for copy in copies.values()}
     foreign: set[int] = set()
+    owned_ids: set[int] = set()
     unguarded_addresses: set[int] = set()
     unannounced_changes = False
     for leaf in leaves_in(held, (torch.Tensor, np.ndarray)):
@@ -131,8 +134,11 @@ def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Opt
             if id(leaf) not in copied:
                 unguarded_addresses.update(part.data_ptr() for part in data)
                 unannounced_changes = unannounced_changes or any(not part.is_cpu for part in data)
+        else:
+            owned_ids.add(id(leaf))
     versions = StateVersions(tensors_in(held), owned)
-    return StateToSave(held, frozenset(foreign), unannounced_changes, frozenset(unguarded_addresses), versions)
+    unguarded = frozenset(unguarded_addresses)
+    return StateToSave(held, frozenset(foreign), unannounced_changes, unguarded, versions, frozenset(owned_ids))
 
 
 def tensors_in(state: Any) -> Iterator[torch.Tensor]:

@@ -4,6 +4,7 @@
         __r0_g1_f0.distcp               what replica 0's rank 1 wrote: DCP's records, with digests between them
         part-r0-g1-f0.json              its manifest, written last
         part-r1-g1-f1.json              replica 1's rank 1 wrote a share that it backs up, as the first of its backups
+        differs-r1.txt                  in words: what ranks of replica 1 do not hold alike; written before
         .metadata                       DCP's, written by who found all parts there
 
 A name that ends in `.tmp-` and digits is of a file that is being written, or never was.
@@ -23,7 +24,7 @@ _ID = r"[0-9A-Za-z_-]{1,64}"
 _DIRECTORY = re.compile(rf"\Astep-([0-9]{{12,18}})\.({_ID})\Z")
 _PART = re.compile(r"\Apart-r([0-9]{1,7})-g([0-9]{1,7})-f([0-9]{1,4})\.json\Z")
 _WRITTEN = re.compile(
-    r"\A(?:\.metadata|part-r[0-9]{1,7}-g[0-9]{1,7}-f[0-9]{1,4}\.json|__r[0-9]{1,7}_g[0-9]{1,7}_f[0-9]{1,4}\.distcp)"
+    r"\A(?:\.metadata|differs-r[0-9]{1,7}\.txt|part-r[0-9]{1,7}-g[0-9]{1,7}-f[0-9]{1,4}\.json|__r[0-9]{1,7}_g[0-9]{1,7}_f[0-9]{1,4}\.distcp)"
     r"(?:\.tmp-[0-9]{1,12})?\Z"
 )
 _OF_WRITER = re.compile(r"\A(?:part-|__)r([0-9]{1,7})[-_]g([0-9]{1,7})[-_]f[0-9]{1,4}\.")
@@ -37,6 +38,10 @@ class CheckpointName(NamedTuple):
 
     def __str__(self) -> str:
         return f"step-{self.step:012d}.{self.save_id}"
+
+    def differs(self, replica: int) -> str:
+        """The path of what says how ranks of a replica differ."""
+        return f"{self}/differs-r{replica}.txt"
 
 
 class PartName(NamedTuple):

@@ -27,10 +27,11 @@ What MUST hold in a body:
 - The record of a value is what `torch.save` made of it, for DCP alone, who has no tree; `digest` is that of the record (seed
   0).
 - `own` is a node with tensors of its own: what belongs to this rank (random number generators, the position in the data, which
-  parameters its optimizers have). Its item `replicas`, if it is there, is base64 of 8 bytes for each of `tensors`: 7 of a digest
-  of a sample of what the rank holds, and of the order of all that it shares with the same ranks; the same for all ranks of a
-  group that hold the same. The last one is 0 if one of these ranks writes it, 1 if each does. All ones, or no such item, say
-  that this rank holds it alone.
+  parameters its optimizers have). Its item `replicas`, if it is there, is base64 of 16 bytes for each of `tensors`, the same for
+  all ranks of a group that hold the same: 8 of a digest of what the rank holds of it, or of a window of that; 3 that say which
+  window (0: all); 4 of a digest of the order of all that it shares with the same ranks. The last one is 0 if one of these ranks
+  writes it, 1 if each does, 2 if one does and an optimizer owns it. All ones, or no such item, say that this rank holds it alone.
+  Earlier versions had 8: 7 of one digest of a sample and of the order, and the last one.
 
 Nothing in a manifest is ever executed, and records are not unpickled by this library where it wrote them.
 """
@@ -65,7 +66,7 @@ MAX_MANIFEST_BYTES = 1024 * 1024 * 1024
 MAX_INLINE_BYTES = 64 * 1024 * 1024
 """Tensors and arrays inside of plain values, together: they are part of the manifest."""
 
-HELD_ALONE, WRITTEN_BY_ONE, WRITTEN_BY_EACH = b"\xff" * 8, b"\0", b"\1"
+HELD_ALONE, WRITTEN_BY_ONE, WRITTEN_BY_EACH, OWNED = b"\xff" * 16, b"\0", b"\1", b"\2"
 _REPLICAS_KEY = "replicas"
 MAX_MEMBERS = 2**20
 """Replicas, and ranks of each."""
@@ -320,14 +321,17 @@ def with_replicas(own: PlainValue, replicas: str) -> PlainValue:
 
 
 def replicas_of(manifest: PartManifest) -> list[bytes]:
-    """Return 8 bytes for each of a manifest's tensors, see above; or nothing. Of a checked manifest."""
+    """Return 16 bytes for each of a manifest's tensors, see above; or nothing. Of a checked manifest."""
     found = dict(items_of_node(manifest.own.node)).get(_REPLICAS_KEY)
     try:
         table = base64.b64decode(found, validate=True) if isinstance(found, str) else b""
     except ValueError:
         table = b""
-    digests = [table[at : at + 8] for at in range(0, len(table), 8)]
-    return digests if len(table) == 8 * len(manifest.tensors) else []
+    num_bytes = 8 if len(table) == 8 * len(manifest.tensors) else 16
+    digests = [table[at : at + num_bytes] for at in range(0, len(table), num_bytes)]
+    if num_bytes == 8:
+        digests = [HELD_ALONE if HELD_ALONE.startswith(one) else one[:7] + bytes(8) + one[7:] for one in digests]
+    return digests if len(table) == num_bytes * len(manifest.tensors) else []
 
 
 # Plain values

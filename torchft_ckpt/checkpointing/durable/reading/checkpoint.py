@@ -22,6 +22,7 @@ import torch
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     HELD_ALONE,
     MAX_MANIFEST_BYTES,
+    OWNED,
     WRITTEN_BY_ONE,
     PartManifest,
     PieceEntry,
@@ -166,9 +167,12 @@ class Checkpoint:
                 return part
         return None
 
-    def drifted(self) -> dict[str, list[PartName]]:
-        """Return who held other things in a tensor than a rank of the same group that should hold the same, as far as samples
-        show it."""
+    def drifted(self, *, owned: bool = False) -> dict[str, list[PartName]]:
+        """Return who held other things in a tensor than a rank of the same group that should hold the same, as far as shown.
+
+        `owned`: only what their optimizers own, and if its bytes are others: its order does not count.
+        """
+        shows = (OWNED,) if owned else (OWNED, WRITTEN_BY_ONE)
         found: dict[str, list[PartName]] = {}
         known: dict[tuple[int, tuple[bytes, ...]], SavedPart] = {}
         of_groups: dict[int, list[tuple[SavedPart, tuple[bytes, ...]]]] = {}
@@ -183,14 +187,15 @@ class Checkpoint:
                 tensor.fqn
                 for part, digests in (parts if len(parts) > 1 else ())
                 for tensor, digest in zip(part.manifest.tensors, digests, strict=False)
-                if digest.endswith(WRITTEN_BY_ONE)
+                if digest.endswith(shows)
             }
             firsts: dict[str, bytes] = {}
             for part, digests in parts if shared else ():
                 for tensor, digest in zip(part.manifest.tensors, digests or repeat(HELD_ALONE), strict=False):
-                    if tensor.fqn in shared and tensor.boxes:
+                    if tensor.fqn in shared and tensor.boxes and (not owned or digest.endswith(OWNED)):
                         boxes = [(box.offsets, box.sizes) for box in tensor.boxes]
-                        if firsts.setdefault(f"{boxes} {tensor.fqn}", digest[:-1]) != digest[:-1]:
+                        which, shown = (digest[8:11], digest[:8]) if owned else (b"", digest[:-1])
+                        if firsts.setdefault(f"{boxes} {which!r} {tensor.fqn}", shown) != shown:
                             found.setdefault(tensor.fqn, []).append(part.name)
         return found
 
@@ -443,9 +448,9 @@ def tell_of(checkpoint: Checkpoint) -> None:
             logger.warning("checkpoint %s: %s", checkpoint.name, told)
 
 
-def drifted_replicas(checkpoint: Checkpoint) -> str:
-    """Say which tensors ranks of a group should hold alike, and did not; empty where samples show none."""
-    found = checkpoint.drifted()
+def drifted_replicas(checkpoint: Checkpoint, *, owned: bool = False) -> str:
+    """Say which tensors ranks of a group should hold alike, and did not; empty where nothing shows it. `owned`: as there."""
+    found = checkpoint.drifted(owned=owned)
     what = (
         f"{fqn[:120]} ({some_of((f'rank {rank} of replica {replica}' for replica, rank, _ in names), ', ')})"
         for fqn, names in found.items()

@@ -17,6 +17,7 @@ import xxhash
 
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     HELD_ALONE,
+    OWNED,
     WRITTEN_BY_EACH,
     WRITTEN_BY_ONE,
     PlainValue,
@@ -35,7 +36,7 @@ from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, slices
-from torchft_ckpt.checkpointing.state.samples import marks
+from torchft_ckpt.checkpointing.state.samples import windows
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes.geometry import Box, contains
 from torchft_ckpt.errors import CheckpointError, StateChangedError, StateFormatError, UnsupportedValueError
@@ -66,6 +67,8 @@ class CapturedState:
         pool: where copies go.
         index: works out who holds what.
         group_local_ids: `id` of the tensors that other replica groups do not hold alike.
+        owned_ids: `id` of those that optimizers own, as far as that is known.
+        turn: goes up by one with each save, in all ranks: which part of large replicas is compared.
         versions: of the tensors; default: now.
 
     Nothing is kept for the save before `stage` was called; that is to be before the trainer's next step.
@@ -85,6 +88,8 @@ class CapturedState:
         pool: BufferPool,
         index: HoldingsIndex,
         group_local_ids: Collection[int] = (),
+        owned_ids: Collection[int] = (),
+        turn: int = 0,
         versions: StateVersions | None = None,
     ) -> None:
         self.step = step
@@ -92,6 +97,8 @@ class CapturedState:
         self._layouts: list[Layout] = []
         self._staged = 0
         """The blocks that are kept for the save, a bit for each."""
+        self.owned_replicas: set[int] = set()
+        """Places of the tensors that optimizers own and other ranks may hold, too."""
         self._trainer_is_free = threading.Event()
         self._trainer_is_free.set()
 
@@ -101,11 +108,12 @@ class CapturedState:
                 for path, tensor in tensors
             ]
             replicas = {
-                place: tensors[place][1]
+                place: ((layout.mesh, layout.placements, layout.is_whole), tensors[place][1])
                 for place, layout in enumerate(self._layouts)
                 if index.num_ranks > 1 and layout.may_have_replicas and (index.is_replicated or not layout.is_whole)
             }
-            self._marks = dict(zip(replicas, marks(replicas.values(), step), strict=True))
+            self._marks = dict(zip(replicas, windows(replicas.values(), turn), strict=True))
+            self.owned_replicas = {place for place, (_, one) in replicas.items() if id(one) in owned_ids}
 
         try:
             flat, self.paths = flattened(state)
@@ -161,9 +169,11 @@ class CapturedState:
         # Ranks that have what they share in another order divide it otherwise: then a twin may fill what nobody writes.
         table = [HELD_ALONE] * len(self.holdings)
         for place, of_ranks in shared.items():
-            digest = xxhash.xxh3_64_digest(self._marks[place] + b"".join(orders[ranks].digest() for ranks in of_ranks))
-            table[place] = digest[:-1] + (WRITTEN_BY_EACH if self.holdings[place].is_ranks_own else WRITTEN_BY_ONE)
-        is_divided = any(digest.endswith(WRITTEN_BY_ONE) for digest in table)
+            order = xxhash.xxh3_64_digest(b"".join(orders[ranks].digest() for ranks in of_ranks))[:4]
+            by_one = OWNED if place in self.owned_replicas else WRITTEN_BY_ONE
+            by_whom = WRITTEN_BY_EACH if self.holdings[place].is_ranks_own else by_one
+            table[place] = self._marks[place] + order + by_whom
+        is_divided = any(digest.endswith((WRITTEN_BY_ONE, OWNED)) for digest in table)
         return base64.b64encode(b"".join(table)).decode() if is_divided else ""
 
     def extent_of(self, boxes: Sequence[tuple[int, Box]]) -> tuple[int, int]:

@@ -31,7 +31,13 @@ from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.core.durable.saving import Act, PartKey, SaveView, SaveWatch, SavingRank, Writers
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StateChangedError, StorageError
+from torchft_ckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    RanksDifferError,
+    StateChangedError,
+    StorageError,
+)
 from torchft_ckpt.threads import Thread
 
 logger = logging.getLogger(__name__)
@@ -134,6 +140,8 @@ class SaveWorker:
         self._leaves = False
         self._share_over = threading.Event()
         """This rank's share is written, or will not be."""
+        self.saved: SavedCheckpoint | None = None
+        """Known before the future is done, which may hold a `RanksDifferError` all the same."""
         self.future: Future[SavedCheckpoint] = Future()
         self.future.set_running_or_notify_cancel()  # nobody but this worker ends it: it reads live memory until it is done
 
@@ -235,16 +243,25 @@ class SaveWorker:
             return
         took_s = self._clock() - self._began_s
         logger.info("checkpoint %s: %d bytes written in %.2f s", task.name, self._written_bytes, took_s)
-        self.future.set_result(
-            SavedCheckpoint(
-                step=task.name.step,
-                name=str(task.name),
-                written_bytes=self._written_bytes,
-                num_fills=num_fills,
-                is_closed=is_closed,
-                took_s=took_s,
-            )
+        self.saved = SavedCheckpoint(
+            step=task.name.step,
+            name=str(task.name),
+            written_bytes=self._written_bytes,
+            num_fills=num_fills,
+            is_closed=is_closed,
+            took_s=took_s,
         )
+        path = task.name.differs(task.member.replica)
+        try:
+            if is_closed and self._state.owned_replicas and task.storage.size(path):
+                told = bytes(task.storage.read(path)).decode(errors="replace")
+                self.future.set_exception(
+                    RanksDifferError(f"checkpoint {task.name} is whole and stays, but {told}", path)
+                )
+        except StorageError as error:
+            logger.warning("checkpoint %s: it is not known whether ranks differ: %s", task.name, error)
+        if not self.future.done():
+            self.future.set_result(self.saved)
 
     def _save(self) -> tuple[int, bool]:
         task = self._task
@@ -444,6 +461,10 @@ class SaveWorker:
         if why_not is None:
             if told := drifted_replicas(checkpoint):
                 logger.warning("checkpoint %s: %s", task.name, told)
+                for replica in {name.replica for names in checkpoint.drifted(owned=True).values() for name in names}:
+                    with task.storage.create(task.name.differs(replica)) as file:
+                        file.write(drifted_replicas(checkpoint, owned=True).encode(errors="replace"))
+                        file.commit()
             close_checkpoint(task.storage, checkpoint)
             return True
         shares = {task.writers.share_of(SavingRank(*part.name[:2]), part.name.fill) for part in checkpoint.parts}
