@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from torchft_ckpt.checkpointing.serving import sending as sending_module
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.parts import regions_of
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
+from torchft_ckpt.checkpointing.state.blocks import start_blake3
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.regions import gather, scatter, slices
 from torchft_ckpt.checkpointing.state.space import memory_at
@@ -104,6 +106,34 @@ def move(plan: Plan, groups: Sequence[Imagined], fulls: dict[str, torch.Tensor],
             scatter(data[: piece.num_bytes], memory, piece)
             data = data[piece.num_bytes :]
         assert not data
+
+
+def test_small_parts_that_lie_side_by_side_are_read_together_and_each_has_its_own_digest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a thousand small replicas, each was read by itself, which cost ten times as much as to digest it."""
+    dice = random.Random(3)
+    state = {str(number): torch.randn(dice.randint(1, 60), 3) for number in range(200)}
+    snapshot = Imagined(0, [state]).snapshots["group 0 rank 0"]
+    asked = [
+        BoxRequest(tensor=number, chunk=0, seed=0, offsets=[0, 0], sizes=[*entry.shape])
+        for number, entry in enumerate(snapshot.manifest.tensors)
+    ]
+    columns = [BoxRequest(tensor=n, chunk=0, seed=0, offsets=[0, 1], sizes=[asked[n].sizes[0], 1]) for n in range(5)]
+    mixed = [*asked[:50], *columns, *asked[50:], asked[7], asked[7], *dice.sample(asked, 20)]
+    lent = mock.Mock(wraps=snapshot.lend)
+    monkeypatch.setattr(snapshot, "lend", lent)
+    for slice_bytes in (100, 4096, parts_module.SLICE_BYTES):
+        monkeypatch.setattr(parts_module, "SLICE_BYTES", slice_bytes)
+        lent.reset_mock()
+        regions = regions_of(snapshot.manifest, mixed)
+        digests = [digest for digest in parts_module.digest_parts(snapshot, regions) if digest is not None]
+        num_lent = lent.call_count
+        expected = [start_blake3() for _ in mixed]
+        for hasher, part in zip(expected, mixed, strict=True):
+            hasher.update(bytes_at(snapshot, part))
+        assert digests == [hasher.digest() for hasher in expected]
+    assert num_lent < 40, "all of the state is one slice, but for what is asked for out of its order"
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ from torchft_ckpt.checkpointing.protocol import (
     decode_parts_request,
 )
 from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
-from torchft_ckpt.checkpointing.serving.parts import digest_parts, regions_of
+from torchft_ckpt.checkpointing.serving.parts import digest_parts, neighbours, regions_of
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.sending import (
     Body,
@@ -381,9 +381,10 @@ class CheckpointHandlers:
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             raise self._refuse("bad_range", str(error)[:400], status=416) from error
         self._note_contact(request, served)
-        for region in regions:
-            self._check_unchanged(served, region.start, region.stop)
-        if not all(served.holds(region.start, region.stop) for region in regions):
+        runs = [(some[0].start, some[-1].stop) for some in neighbours(regions)]
+        for start, stop in runs:
+            self._check_unchanged(served, start, stop)
+        if not all(served.holds(start, stop) for start, stop in runs):
             raise self._gone(request, f"step {served.step}: parts of it have been freed")
         return served, regions, [part.seed for part in parts]
 

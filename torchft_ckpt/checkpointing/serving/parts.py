@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torchft_ckpt.checkpointing.protocol import BoxRequest
 from torchft_ckpt.checkpointing.serving.relay import Served
@@ -14,6 +14,7 @@ from torchft_ckpt.checkpointing.state.regions import Region, c_strides, gather, 
 from torchft_ckpt.core.boxes.geometry import Box, contains, relative_to
 
 SLICE_BYTES = 1024 * 1024
+_PADDING_BYTES = 64
 _MAX_SPAN_BYTES = 4 * 1024 * 1024
 
 
@@ -53,12 +54,34 @@ def digest_parts(served: Served, regions: Sequence[Region]) -> Iterator[bytes | 
         BlockGoneError: one is not there any more.
     """
     scratch = memoryview(bytearray(SLICE_BYTES))
+    for some in neighbours(regions):
+        start, stop = some[0].start, some[-1].stop
+        data = read_region(served, Region(start, (), stop - start), scratch) if len(some) > 1 else scratch[:0]
+        for region in some:
+            hasher = start_blake3()
+            for piece in slices_of(region) if not data else ():
+                hasher.update(read_region(served, piece, scratch))
+                yield None
+            if data:
+                hasher.update(data[region.start - start : region.stop - start])
+            yield hasher.digest()
+
+
+def neighbours(regions: Iterable[Region]) -> Iterator[list[Region]]:
+    """Yield regions in their order, together if they are runs that lie close to each other, of a slice in all."""
+    some: list[Region] = []
     for region in regions:
-        hasher = start_blake3()
-        for piece in slices_of(region):
-            hasher.update(read_region(served, piece, scratch))
-            yield None
-        yield hasher.digest()
+        if some and (
+            region.steps
+            or some[-1].steps
+            or not 0 <= region.start - some[-1].stop < _PADDING_BYTES
+            or region.stop - some[0].start > SLICE_BYTES
+        ):
+            yield some
+            some = []
+        some.append(region)
+    if some:
+        yield some
 
 
 def slices_of(region: Region, max_span: int = _MAX_SPAN_BYTES) -> Iterator[Region]:
