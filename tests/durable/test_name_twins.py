@@ -393,19 +393,42 @@ def test_ranks_that_have_saved_another_number_of_times_are_not_taken_for_ranks_t
         assert not job.save(states.__getitem__, optimizers_of=optimizers.__getitem__)
 
 
-def test_manifests_of_earlier_versions_show_8_bytes_of_each_tensor_and_are_compared(tmp_path: Path) -> None:
-    job = Job(tmp_path, 2)
-    job.save(replicas(1, layout="ddp", size=900))
-    checkpoint = job.checkpoint
-    for part in checkpoint.parts:
-        table = b"".join(one[:7] + one[-1:] for one in replicas_of(part.manifest))
+def as_of_earlier_versions(job: Job, directory: Path, table_of: Callable[[list[bytes]], bytes]) -> None:
+    """Have the manifests of a checkpoint show less of what ranks hold alike."""
+    for part in job.checkpoint.parts:
         own = part.manifest.own
         assert isinstance(own.node, dict)
         bare = msgspec.structs.replace(own, node={"d": [item for item in own.node["d"] if item[0] != "replicas"]})
-        early = msgspec.structs.replace(part.manifest, own=with_replicas(bare, base64.b64encode(table).decode()))
-        (tmp_path / str(checkpoint.name) / part.name.manifest).write_bytes(encode_part(early))
+        table = base64.b64encode(table_of(replicas_of(part.manifest))).decode()
+        early = msgspec.structs.replace(part.manifest, own=with_replicas(bare, table))
+        (directory / str(job.checkpoint.name) / part.name.manifest).write_bytes(encode_part(early))
+
+
+def test_manifests_of_earlier_versions_show_8_bytes_of_each_tensor_and_are_compared(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    job.save(replicas(1, layout="ddp", size=900))
+    as_of_earlier_versions(job, tmp_path, lambda digests: b"".join(one[:7] + one[-1:] for one in digests))
     assert [*job.checkpoint.drifted()] == ["ln.weight", "ln.bias", "ln.weight.exp_avg"]
     assert not job.checkpoint.drifted(owned=True), "these do not say what optimizers own"
+
+
+@pytest.mark.parametrize("mode", [*SaveMode])
+def test_a_load_says_what_earlier_versions_have_put_together_of_several_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: SaveMode
+) -> None:
+    """They divided BatchNorm's statistics over the ranks, which differ in them, and showed nothing of it."""
+    job = Job(tmp_path, 2, num_replicas=2, mode=mode)
+    job.save(statistics)  # no optimizer is known: as all was divided then
+    as_of_earlier_versions(job, tmp_path, lambda _: b"")
+    caplog.clear()
+    job.load(empty(statistics))
+    told = "an earlier version saved it, which did not compare what several ranks of a group hold: mean; rng."
+    assert caplog.text.count(told) == 2
+    caplog.clear()
+    assert not job.save(statistics, guard())  # here each rank has written its own
+    as_of_earlier_versions(job, tmp_path, lambda _: b"")
+    job.load(empty(statistics))
+    assert "an earlier version" not in caplog.text
 
 
 def test_what_ranks_have_of_their_own_is_no_drift(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, combinations, pairwise, repeat
 from typing import Generic, NamedTuple, TypeVar
@@ -198,6 +199,16 @@ class Checkpoint:
                         if firsts.setdefault(f"{boxes} {which!r} {tensor.fqn}", shown) != shown:
                             found.setdefault(tensor.fqn, []).append(part.name)
         return found
+
+    def uncompared(self) -> list[str]:
+        """Return the tensors of which ranks have not written all that they held, uncompared: earlier versions did so."""
+        unwritten: Counter[str] = Counter()
+        for part in {part.name.rank: part for part in self.parts if not replicas_of(part.manifest)}.values():
+            unwritten.update({one.fqn: sum(box.box.volume for box in one.boxes) for one in part.manifest.tensors})
+        for fqn in unwritten:
+            written = {(piece.part.name.rank, piece.box) for piece in self.tensors[fqn].pieces}
+            unwritten[fqn] -= sum(box.volume for _, box in written)
+        return [fqn for fqn, volume in unwritten.items() if volume > 0]
 
     def _add(self, part: SavedPart) -> None:
         manifest = part.manifest
@@ -449,7 +460,7 @@ def tell_of(checkpoint: Checkpoint) -> None:
 
 
 def drifted_replicas(checkpoint: Checkpoint, *, owned: bool = False) -> str:
-    """Say which tensors ranks of a group should hold alike, and did not; empty where nothing shows it. `owned`: as there."""
+    """Say which tensors ranks of a group should hold alike, and did not, or may not; else empty. `owned`: as there."""
     found = checkpoint.drifted(owned=owned)
     what = (
         f"{fqn[:120]} ({some_of((f'rank {rank} of replica {replica}' for replica, rank, _ in names), ', ')})"
@@ -460,6 +471,9 @@ def drifted_replicas(checkpoint: Checkpoint, *, owned: bool = False) -> str:
         " is put together from several ranks. If it was to be equal, find out why it drifted (are its gradients averaged in the"
         " group?) and copy one rank's to the others; else save it with is_replicated=False, or under a name for each rank"
         if found
+        else f"an earlier version saved it, which did not compare what several ranks of a group hold: {some_of(names)}. If they"
+        " held other things in it (BatchNorm's statistics, a random state), all get what one of them had, or a part from each"
+        if (names := [fqn[:120] for fqn in checkpoint.uncompared()])
         else ""
     )
 
