@@ -216,6 +216,9 @@ def check(seed: int, directory: Path) -> str:
             rank for thing in differ for rank in thing.team if not np.isnan(tree.held[thing.name][rank]).all()
         }  # a rank without any replica is not told
         assert (len(hold) * num_replicas if tree.knows_optimizers else 0) <= len(errors) <= len(job.members), errors
+        # Two stages that each hold a name more than once need a name each: what they have under it is not one thing, either.
+        names = [thing.name for thing in tree.things]
+        apart |= {name for name in drifted if errors and names.count(name) > 1}
         assert bool(errors) is (bool(apart) and tree.knows_optimizers)
         assert all(any(name in str(error) for name in apart) for error in errors)
     else:
