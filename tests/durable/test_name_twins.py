@@ -98,6 +98,71 @@ def test_each_stage_of_a_pipeline_gets_its_own_state_back(
     assert [plain(state) for state in loaded] == [plain(was) for was in made(stages(*teams), 4)]
 
 
+def replicated_inside(kind: str, owners: dict[int, list[torch.optim.Optimizer]] | None = None) -> StateOf:
+    """Stages of TP x 2, stages of HSDP 2 x 2, or experts by local number with two copies each: one name on meshes apart.
+
+    `owners`: where the optimizer of each rank goes to.
+    """
+    meshes: dict[str, list[Any]] = {
+        "tp": [[0, 1], [2, 3]],
+        "hsdp": [[[0, 1], [2, 3]], [[4, 5], [6, 7]]],
+        "experts": [[0, 2], [1, 3]],
+    }
+
+    def state_of(rank: int) -> State:
+        (stage,) = (at for at, mesh in enumerate(meshes[kind]) if (torch.tensor(mesh) == rank).any())
+        mesh, state = meshes[kind][stage], {}
+        for number, dims in enumerate({"tp": [(0,), (None,)], "hsdp": [(None, 0)], "experts": [(None,)]}[kind]):
+            weight = on_mesh(torch.arange(8.0) + 100 * stage, rank, mesh, *dims)
+            moment = on_mesh(torch.arange(8.0) + 1000 * (stage + 1), rank, mesh, *dims)
+            state |= {f"layer{0 if kind == 'experts' else stage}.{number}": weight, f"optim.{number}": moment}
+        if owners is not None:
+            held = [torch.nn.Parameter(one.to_local()) for one in state.values()]
+            owners[rank] = [torch.optim.SGD(held, lr=0.1)]
+        return state
+
+    return state_of
+
+
+@pytest.mark.parametrize("mode", [*SaveMode])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("kind", ["tp", "hsdp", "experts"])
+def test_stages_and_experts_that_have_copies_of_one_name_inside_get_each_its_own(
+    tmp_path: Path, kind: str, num_replicas: int, mode: SaveMode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 of stage 0 and rank 1 of stage 1 once wrote half of a norm's moments each."""
+    num_ranks = 8 if kind == "hsdp" else 4
+    owners: dict[int, list[torch.optim.Optimizer]] = {}
+    states = made(replicated_inside(kind, owners), num_ranks)
+    job = Job(tmp_path, num_ranks, num_replicas=num_replicas, is_replicated=False, mode=mode)
+    assert not job.save(states.__getitem__, optimizers_of=owners.__getitem__)
+    for restores in (False, True):
+        loaded = job.load(empty(replicated_inside(kind)), restores=restores)
+        assert [plain(state) for state in loaded] == [plain(state) for state in states]
+    assert not job.save(loaded.__getitem__, optimizers_of=owners.__getitem__), "saved again"
+    assert "do not hold alike" not in caplog.text
+    names = {name for state in states for name in state}
+    for fewer in (1, 2):
+        caplog.clear()
+        for state in job.load(lambda _: {name: torch.zeros(8) for name in names}, fewer):
+            assert {name: one[0] for name, one in plain(state).items() if "optim" in name} == {
+                name: 1000.0 for name in names if "optim" in name
+            }, "stage 0's"
+            assert all(one == [one[0] + more for more in range(8)] for one in plain(state).values()), "of one stage"
+        assert caplog.text.count("all others get the first copies (rank 0 of replica 0") == fewer
+
+
+@pytest.mark.parametrize("kind", ["tp", "hsdp", "experts"])
+def test_stages_that_are_said_to_be_replicated_are_told_what_to_say_instead(tmp_path: Path, kind: str) -> None:
+    num_ranks = 8 if kind == "hsdp" else 4
+    owners: dict[int, list[torch.optim.Optimizer]] = {}
+    states = made(replicated_inside(kind, owners), num_ranks)
+    errors = Job(tmp_path, num_ranks).save(states.__getitem__, optimizers_of=owners.__getitem__)
+    told = "else of this name (stages of a pipeline, experts by local number), save it with is_replicated=False"
+    assert len(errors) == num_ranks
+    assert all(isinstance(error, RanksDifferError) and told in str(error) for error in errors)
+
+
 @pytest.mark.parametrize("restores", [False, True])
 def test_experts_by_local_number_are_each_ranks_own(
     tmp_path: Path, restores: bool, caplog: pytest.LogCaptureFixture

@@ -209,18 +209,13 @@ def check(seed: int, directory: Path) -> str:
     with warnings_of("torchft_ckpt") as said_at_save:
         errors = job.save(states.__getitem__, optimizers_of=known.__getitem__)
     drifted = {} if any(not isinstance(error, RanksDifferError) for error in errors) else job.checkpoint.drifted()
-    differ = [thing for thing in tree.things if thing.is_owned and is_apart(tree, thing) and thing.name in drifted]
-    apart = {thing.name for thing in differ}
+    apart = {thing.name: ranks for thing in tree.things if thing.is_owned and (ranks := apart_in(tree, thing.name))}
     if drifted or not errors:
-        hold = {
-            rank for thing in differ for rank in thing.team if not np.isnan(tree.held[thing.name][rank]).all()
-        }  # a rank without any replica is not told
+        hold = {*itertools.chain(*apart.values())}  # a rank without any replica is not told
         assert (len(hold) * num_replicas if tree.knows_optimizers else 0) <= len(errors) <= len(job.members), errors
-        # Two stages that each hold a name more than once need a name each: what they have under it is not one thing, either.
-        names = [thing.name for thing in tree.things]
-        apart |= {name for name in drifted if errors and names.count(name) > 1}
         assert bool(errors) is (bool(apart) and tree.knows_optimizers)
         assert all(any(name in str(error) for name in apart) for error in errors)
+        assert not tree.knows_optimizers or apart.keys() <= drifted.keys()
     else:
         assert all(isinstance(error, CheckpointError) for error in errors), errors
         assert any(name in str(error) for error in errors for name in (*tree.held, *tree.values)), errors
@@ -237,11 +232,25 @@ def check(seed: int, directory: Path) -> str:
     return "; ".join(sorted({*outcomes}))
 
 
-def is_apart(tree: Tree, thing: Thing) -> bool:
-    """Whether ranks that should hold the same of a thing do not."""
-    held = np.stack(tree.held[thing.name])[thing.team].reshape(len(thing.team), -1)
-    is_shared = thing.place[0] is not None or tree.is_replicated
-    return is_shared and bool((np.fmax.reduce(held) != np.fmin.reduce(held))[~np.isnan(held).all(0)].any())
+def is_shared(tree: Tree, place: Place, num_ranks: int) -> bool:
+    """Whether ranks of a group say that others hold the same of something, which lies there."""
+    ranks, dims = place
+    if ranks is None:
+        return tree.is_replicated
+    return None in dims and (tree.is_replicated or np.size(ranks) == num_ranks)
+
+
+def apart_in(tree: Tree, name: str) -> set[int]:
+    """The ranks that say to hold the same of something as others do, and do not."""
+    things = [thing for thing in tree.things if thing.name == name and is_shared(tree, thing.place, tree.num_ranks)]
+    ranks = [rank for thing in things for rank in thing.team if len(thing.team) > 1 or thing.place[0] is None]
+    held = {rank: tree.held[name][rank].reshape(-1) for rank in ranks}
+    return {
+        rank
+        for rank, other in itertools.permutations(held, 2)
+        if np.array_equal(np.isnan(held[rank]), np.isnan(held[other]))
+        and not np.array_equal(held[rank], held[other], equal_nan=True)
+    }
 
 
 @dataclass
@@ -348,7 +357,8 @@ def _compare(here: Layout, loaded: list[State], told: set[str], is_damaged: bool
             assert is_any.any(0).all(), f"{name}: rank {rank} got what nobody held"
             if mine and is_any[rank].all():
                 continue  # its own
-            is_alone = (place[0] is not None and None not in place[1]) or (place[0] is None and not tree.is_replicated)
+            is_in_shards = place[0] is not None and None not in place[1]
+            is_alone = is_in_shards or not (tree.is_replicated or is_shared(tree, place, here.num_ranks))
             assert not (here.is_same and is_alone) or is_damaged, f"{name}: rank {rank} has it all, and got another's"
             differs = ~np.isnan(held[:, at]) & (held[:, at] != np.nanmax(held[:, at], 0, initial=-1))
             if differs.any():

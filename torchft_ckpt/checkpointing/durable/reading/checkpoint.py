@@ -469,7 +469,8 @@ def drifted_replicas(checkpoint: Checkpoint, *, owned: bool = False) -> str:
     return (
         f"ranks of a group do not hold alike, or not in one order, what each of them should: {some_of(what)}; what is saved of it"
         " is put together from several ranks. If it was to be equal, find out why it drifted (are its gradients averaged in the"
-        " group?) and copy one rank's to the others; else save it with is_replicated=False, or under a name for each rank"
+        " group?) and copy one rank's to the others. If each has something else of this name (stages of a pipeline, experts by"
+        " local number), save it with is_replicated=False, or under a name for each rank"
         if found
         else f"an earlier version saved it, which did not compare what several ranks of a group hold: {some_of(names)}. If they"
         " held other things in it (BatchNorm's statistics, a random state), all get what one of them had, or a part from each"

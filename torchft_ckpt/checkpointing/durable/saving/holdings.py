@@ -108,7 +108,7 @@ class HoldingsIndex:
         rank: of this process in its group.
         num_ranks: of the group.
         is_replicated: whether a tensor that is not sharded is held by all ranks of the group; False: it is this rank's own,
-            as in stages of a pipeline.
+            as in stages of a pipeline, and so is what it holds of one that lies on some of the ranks.
     """
 
     def __init__(self, rank: int, num_ranks: int, *, is_replicated: bool = True) -> None:
@@ -176,11 +176,14 @@ class HoldingsIndex:
                     error,
                 )
             return None
-        return known
+        ranks = {rank for one in known[0] for rank in one.ranks}
+        return known if self.is_replicated or len(ranks) == self.num_ranks else None  # as on a mesh
 
     def _on_mesh(
         self, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
     ) -> tuple[list[OwnedBox], list[OwnedBox]] | None:
+        if not self.is_replicated and mesh.mesh.numel() < self.num_ranks:
+            return None  # ranks beside it may have something else of this name
         known = self._of_meshes.setdefault(mesh, {})
         key = (shape, placements)
         if key not in known:
