@@ -479,7 +479,7 @@ def test_manifests_of_earlier_versions_show_8_bytes_of_each_tensor_and_are_compa
 
 @pytest.mark.parametrize("mode", [*SaveMode])
 def test_a_load_says_what_earlier_versions_have_put_together_of_several_ranks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: SaveMode
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], mode: SaveMode
 ) -> None:
     """They divided BatchNorm's statistics over the ranks, which differ in them, and showed nothing of it."""
     job = Job(tmp_path, 2, num_replicas=2, mode=mode)
@@ -489,11 +489,36 @@ def test_a_load_says_what_earlier_versions_have_put_together_of_several_ranks(
     job.load(empty(statistics))
     told = "an earlier version saved it, which did not compare what several ranks of a group hold: mean; rng."
     assert caplog.text.count(told) == 2
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert told in capsys.readouterr().out
     caplog.clear()
     assert not job.save(statistics, guard())  # here each rank has written its own
     as_of_earlier_versions(job, tmp_path, lambda _: b"")
     job.load(empty(statistics))
     assert "an earlier version" not in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", "replicated"])
+@pytest.mark.parametrize("drifts", [None, 3])
+def test_what_the_backups_of_a_lost_group_write_is_taken_for_no_earlier_versions(
+    tmp_path: Path,
+    layout: str,
+    drifts: int | None,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nobody compares by a backup's part, so it shows nothing."""
+    job = Job(tmp_path, 4, num_replicas=2)
+    states = made(replicas(drifts, layout=layout, size=50_000), 4)
+    held = [[one.to_local() if isinstance(one, DTensor) else one for one in state.values()] for state in states]
+    owners = [[torch.optim.SGD([*map(torch.nn.Parameter, tensors)], lr=0.1)] for tensors in held]
+    errors = job.save(states.__getitem__, optimizers_of=owners.__getitem__, lost=[1])
+    assert [type(error) for error in errors] == [RanksDifferError] * (0 if drifts is None else 4)
+    assert any(part.name.fill for part in job.checkpoint.parts)
+    job.load(empty(replicas(None, layout=layout, size=50_000)))
+    assert main(["checkpoints", "verify", str(tmp_path)]) == 0
+    assert "an earlier version" not in caplog.text + capsys.readouterr().out
+    assert ("do not hold alike" in caplog.text) is (drifts is not None)
 
 
 def test_what_ranks_have_of_their_own_is_no_drift(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -90,6 +90,8 @@ def random_tree(dice: random.Random) -> Tree:
     if kind == "stages":
         dice.shuffle(ranks)
         ends = sorted({num_ranks, *(dice.randint(1, num_ranks) for _ in range(dice.randint(0, 3)))})
+        if num_ranks == 4 and dice.random() < 0.5:
+            ends = [2, 4]  # each of them may have replicas inside
         teams = [sorted(ranks[low:high]) for low, high in itertools.pairwise([0, *ends])]
     elif kind == "experts":
         teams = [[rank] for rank in ranks]

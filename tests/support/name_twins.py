@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,23 @@ class Job:
         self._step = 0
 
     def save(
-        self, state_of: StateOf, optimizers: Sequence[Any] = (), *, optimizers_of: Callable[[int], Any] | None = None
+        self,
+        state_of: StateOf,
+        optimizers: Sequence[Any] = (),
+        *,
+        optimizers_of: Callable[[int], Any] | None = None,
+        lost: Collection[int] = (),
     ) -> list[BaseException]:
-        """Have all save; return what went wrong. `optimizers_of`: those of a rank, if not all have the same."""
+        """Have all save; return what went wrong.
+
+        `optimizers_of`: those of a rank, if not all have the same. `lost`: groups that died before they wrote anything.
+        """
         self._step += 1
         workers: list[SaveWorker] = []
-        for member in self.members:
+        for member in [member for member in self.members if member.replica not in lost]:
             with imagined_rank(member.rank, self.num_ranks):
                 known = optimizers if optimizers_of is None else optimizers_of(member.rank)
-                workers.append(self._worker(member, state_of(member.rank), known))
+                workers.append(self._worker(member, state_of(member.rank), known, lost))
         threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
         for thread in threads:
             thread.start()
@@ -113,7 +121,7 @@ class Job:
         found = [worker.future.exception(60) for worker in workers]
         return [error for error in found if error is not None]
 
-    def _worker(self, member: SavingRank, state: State, optimizers: Sequence[Any]) -> SaveWorker:
+    def _worker(self, member: SavingRank, state: State, optimizers: Sequence[Any], lost: Collection[int]) -> SaveWorker:
         held = capture_for_save(state, optimizers)
         captured = CapturedState(
             held.state,
@@ -130,13 +138,13 @@ class Job:
             storage=self.storage,
             name=CheckpointName(self._step, "q1"),
             member=member,
-            writers=Writers(self.num_replicas, self.num_ranks, f"group_{member.replica}"),
+            writers=Writers(self.num_replicas, self.num_ranks, f"group_{member.replica}", 1 + len(lost)),
             mode=self.mode,
             is_storage_shared=True,
             fill_after_s=0.3,
             timeout_s=60.0,
         )
-        return SaveWorker(task, captured, self.books[member])
+        return SaveWorker(task, captured, self.books[member], who_is_lost=(lambda _: lost) if lost else None)
 
     @property
     def checkpoint(self) -> Checkpoint:

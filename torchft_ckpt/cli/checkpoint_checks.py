@@ -12,12 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from torchft_ckpt.checkpointing.durable.format.manifest import digest_table_bytes
 from torchft_ckpt.checkpointing.durable.names import METADATA
-from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
-    Checkpoint,
-    differing_copies,
-    drifted_replicas,
-    is_closed,
-)
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed, notes_on
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
@@ -77,7 +72,7 @@ def _verify_own(opened: OpenedCheckpoint, reader: CheckpointReader) -> VerifyRes
         found += _metadata_problems(checkpoint, opened.place.storage, notes)
     elif opened.why_not_whole is None:
         notes.append(f"plain DCP cannot read it: its {METADATA} was not written")
-    notes += [told for told in (differing_copies(checkpoint), drifted_replicas(checkpoint)) if told]
+    notes += notes_on(checkpoint)
     if opened.why_not_whole is not None:
         condition = Condition.DAMAGED if has_metadata else Condition.NOT_WHOLE  # it was whole, or never was
         return VerifyResult(condition, [opened.why_not_whole, *found], notes)

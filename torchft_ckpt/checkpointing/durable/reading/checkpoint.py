@@ -203,7 +203,9 @@ class Checkpoint:
     def uncompared(self) -> list[str]:
         """Return the tensors of which ranks have not written all that they held, uncompared: earlier versions did so."""
         unwritten: Counter[str] = Counter()
-        for part in {part.name.rank: part for part in self.parts if not replicas_of(part.manifest)}.values():
+        owners = {part.name.rank: part for part in self.parts if not part.name.fill}
+        is_compared = len(owners) < 2 or any(replicas_of(part.manifest) for part in self.parts)
+        for part in () if is_compared else owners.values():
             unwritten.update({one.fqn: sum(box.box.volume for box in one.boxes) for one in part.manifest.tensors})
         for fqn in unwritten:
             written = {(piece.part.name.rank, piece.box) for piece in self.tensors[fqn].pieces}
@@ -454,13 +456,24 @@ def tell_of(checkpoint: Checkpoint) -> None:
     """Log what is to be known of a whole checkpoint that is about to be read."""
     for reason in checkpoint.left_aside:
         logger.warning("checkpoint %s is whole without a part that is left aside: %s", checkpoint.name, reason)
-    for told in (differing_copies(checkpoint), drifted_replicas(checkpoint)):
-        if told:
-            logger.warning("checkpoint %s: %s", checkpoint.name, told)
+    for told in notes_on(checkpoint):
+        logger.warning("checkpoint %s: %s", checkpoint.name, told)
+
+
+def notes_on(checkpoint: Checkpoint) -> list[str]:
+    """Say which tensors of a whole checkpoint are not one thing that all ranks held, or may not be."""
+    names = [fqn[:120] for fqn in checkpoint.uncompared()]
+    early = (
+        f"an earlier version saved it, which did not compare what several ranks of a group hold: {some_of(names)}. If they"
+        " held other things in it (BatchNorm's statistics, a random state), all get what one of them had, or a part from each"
+    )
+    return [
+        told for told in (differing_copies(checkpoint), drifted_replicas(checkpoint), early if names else "") if told
+    ]
 
 
 def drifted_replicas(checkpoint: Checkpoint, *, owned: bool = False) -> str:
-    """Say which tensors ranks of a group should hold alike, and did not, or may not; else empty. `owned`: as there."""
+    """Say which tensors ranks of a group should hold alike, and did not; else empty. `owned`: as there."""
     found = checkpoint.drifted(owned=owned)
     what = (
         f"{fqn[:120]} ({some_of((f'rank {rank} of replica {replica}' for replica, rank, _ in names), ', ')})"
@@ -472,9 +485,6 @@ def drifted_replicas(checkpoint: Checkpoint, *, owned: bool = False) -> str:
         " group?) and copy one rank's to the others. If each has something else of this name (stages of a pipeline, experts by"
         " local number), save it with is_replicated=False, or under a name for each rank"
         if found
-        else f"an earlier version saved it, which did not compare what several ranks of a group hold: {some_of(names)}. If they"
-        " held other things in it (BatchNorm's statistics, a random state), all get what one of them had, or a part from each"
-        if (names := [fqn[:120] for fqn in checkpoint.uncompared()])
         else ""
     )
 
