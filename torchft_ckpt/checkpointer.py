@@ -277,8 +277,9 @@ class Checkpointer:
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._threads: list[Thread] = []
         self._last: dict[Tier, tuple[CheckpointName, SaveWorker]] = {}
-        self._turns: dict[Tier, int] = {}
-        """How often it was saved there, counted from the first step on: the same in all ranks of a group."""
+        self._turns: dict[Tier, tuple[int, int]] = {}
+        """The step of which the last save was asked for there, and the number of such steps: the same in all ranks of a group,
+        whatever becomes of a save in one of them."""
         self._is_over = False
         self._has_logged_no_backups = self._has_logged_many_values = self._has_logged_nameless = False
         self._owner = os.getpid()
@@ -345,7 +346,8 @@ class Checkpointer:
 
         Returns:
             what became of it; of a step that is saved already, what became of that save. With `SaveInFlightError` where this
-            rank still writes its share of the save before (one that only waits for others is left to them), and with
+            rank still writes its share of the save before (one that only waits for others is left to them), with
+            `RanksDifferError` if the checkpoint is whole, and ranks of this group differ in what their optimizers own, and with
             `CheckpointError` where this rank has no part in it, because it did not commit the last step.
 
         Raises:
@@ -375,6 +377,10 @@ class Checkpointer:
         self._num_saves += 1
         future: Future[SavedCheckpoint] = Future()
         identity = self._identity(step)
+        at = self._num_saves if self._manager is None else self._manager.view().held.step
+        last_at, turn = self._turns.get(tier, (-1, at if step is None else step))
+        turn += at != last_at
+        self._turns[tier] = at, turn
         if isinstance(identity, NotSaving):
             logger.info("this rank has no part in a save: %s", identity.reason)
             future.set_exception(CheckpointError(f"this rank has no part in the save: {identity.reason}", "save"))
@@ -389,7 +395,6 @@ class Checkpointer:
             )  # this rank's share in the save before is wanted too
         if self._manager and last and last_name == name and not (last.future.done() and last.saved is None):
             return last.future  # a step that was discarded since has not changed the state
-        turn = self._turns[tier] = self._turns.get(tier, identity.step) + 1
         if self._worker is not None and self._is_busy() and not self._worker.leave():
             logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
             future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))

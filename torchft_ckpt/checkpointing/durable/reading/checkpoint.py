@@ -195,8 +195,9 @@ class Checkpoint:
                 for tensor, digest in zip(part.manifest.tensors, digests or repeat(HELD_ALONE), strict=False):
                     if tensor.fqn in shared and tensor.boxes and (not owned or digest.endswith(OWNED)):
                         boxes = [(box.offsets, box.sizes) for box in tensor.boxes]
-                        which, shown = (digest[8:11], digest[:8]) if owned else (b"", digest[:-1])
-                        if firsts.setdefault(f"{boxes} {which!r} {tensor.fqn}", shown) != shown:
+                        # Of other windows nothing is known, and of what one holds alone and another does not, that.
+                        shown = [(digest[8:11], digest[:8])] + ([] if owned else [(b"", digest[11:-1])])
+                        if any([firsts.setdefault(f"{boxes} {of!r} {tensor.fqn}", one) != one for of, one in shown]):
                             found.setdefault(tensor.fqn, []).append(part.name)
         return found
 
