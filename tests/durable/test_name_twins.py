@@ -24,10 +24,14 @@ from torch.distributed.tensor import DTensor
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointer import Checkpointer
 from torchft_ckpt.checkpointing.durable.format.manifest import encode_part, replicas_of, with_replicas
-from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
+from torchft_ckpt.checkpointing.durable.saving import capture
+from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, Layout
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state import samples
+from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import RanksDifferError, StorageError
 from torchft_ckpt.manager.saving import SaveIdentity
 from torchft_ckpt.manager.volatile import capture_for_save
@@ -516,6 +520,33 @@ def test_a_rank_whose_save_failed_once_still_compares_the_same_windows_as_the_ot
             found.append(errors[0] is not None)
     assert 1 <= sum(found) <= 2, "once in eight saves"
     assert caplog.text.count("do not hold alike") >= sum(found)
+
+
+def test_tensors_that_other_ranks_share_with_this_one_do_not_change_where_windows_lie(tmp_path: Path) -> None:
+    """An adapter names the holders of each: rank 0 holds two tensors, rank 1 one of these."""
+    both, alone = [(Box((0,), (20_000,)), (0, 1))], [(Box((0,), (20_000,)), (0,))]
+    shown: list[list[bytes]] = []
+    real = samples.windows
+    with (
+        mock.patch.multiple(samples, WHOLE_BYTES=64 * 1024, WINDOW_BYTES=32 * 1024),
+        mock.patch.object(capture, "windows", lambda *of: (shown.append(real(*of)), shown[-1])[1]),
+        mock.patch.object(capture, "layout_of", lambda name, one, **_: layouts[name]),
+    ):
+        layouts = {
+            name: Layout(name, (20_000,), 4, False, declared=said) for name, said in (("one", both), ("two", alone))
+        }
+        for rank, names in enumerate((["one", "two"], ["one"])):
+            captured = capture.CapturedState(
+                {name: torch.ones(20_000) for name in names},
+                step=1,
+                own={},
+                lock=StateDictLock(),
+                pool=BufferPool(64 * 1024),
+                index=HoldingsIndex(rank, 2),
+                turn=5,
+            )
+            captured.close()
+    assert shown[0][0] == shown[1][0]
 
 
 def as_of_earlier_versions(job: Job, directory: Path, table_of: Callable[[list[bytes]], bytes]) -> None:

@@ -108,7 +108,7 @@ class CapturedState:
                 for path, tensor in tensors
             ]
             replicas = {
-                place: ((layout.mesh, layout.placements, layout.is_whole), tensors[place][1])
+                place: ((layout.mesh, layout.placements, repr(layout.declared)), tensors[place][1])
                 for place, layout in enumerate(self._layouts)
                 if index.num_ranks > 1 and layout.may_have_replicas and (index.is_replicated or not layout.is_whole)
             }
