@@ -549,6 +549,27 @@ def test_tensors_that_other_ranks_share_with_this_one_do_not_change_where_window
     assert shown[0][0] == shown[1][0]
 
 
+def test_a_step_that_lags_in_a_rank_without_tokens_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Experts in shards: Adam counts for each parameter how often it had a gradient, in a plain tensor."""
+    owners: list[list[torch.optim.Optimizer]] = []
+
+    def state_of(rank: int) -> State:
+        weight, moment = (on_mesh(torch.arange(8.0), rank, [0, 1], 0) for _ in range(2))
+        state = {"exp_avg": moment, "step": torch.tensor(7.0 - 2 * rank)}
+        parameter = torch.nn.Parameter(weight)
+        owners.append([torch.optim.SGD([parameter], lr=0.1)])
+        owners[-1][0].state[parameter] = state
+        return {"experts": weight, "optim": state}
+
+    states = made(state_of, 2)
+    job = Job(tmp_path, 2)
+    assert not job.save(states.__getitem__, optimizers_of=owners.__getitem__)
+    assert "what each of them should: optim.step (rank 1" in caplog.text
+    assert not job.checkpoint.drifted(owned=True)
+
+
 def as_of_earlier_versions(job: Job, directory: Path, table_of: Callable[[list[bytes]], bytes]) -> None:
     """Have the manifests of a checkpoint show less of what ranks hold alike."""
     for part in job.checkpoint.parts:

@@ -19,7 +19,7 @@ import torch
 from torchft_ckpt.checkpointing.serving.unchanged import MARKED_WHOLE_BYTES
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
 from torchft_ckpt.checkpointing.state.parameters import Names
-from torchft_ckpt.checkpointing.state.shards import is_dtensor, memory_of
+from torchft_ckpt.checkpointing.state.shards import adapter_of, is_dtensor, memory_of
 from torchft_ckpt.checkpointing.state.tree import is_flat
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 
@@ -39,7 +39,7 @@ class StateToSave(NamedTuple):
     versions: StateVersions | None = None
     """Of its tensors, when it was captured."""
     owned_ids: frozenset[int] = frozenset()
-    """`id` of the tensors that optimizers own."""
+    """`id` of the tensors that optimizers own, and that ranks are to hold alike if they all hold them."""
     owners: Mapping[str, Names] = MappingProxyType({})
     """Which parameters its optimizers have, see `parameters.names_of`."""
 
@@ -123,6 +123,15 @@ def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Opt
     copied = {id(copy) for copy in copies.values()}
     foreign: set[int] = set()
     owned_ids: set[int] = set()
+    of_shards = {
+        part.data_ptr()
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        if isinstance(parameter, torch.Tensor) and adapter_of(parameter) is not None
+        for tensor in tensors_in(state)
+        if adapter_of(tensor) is None  # Adam's step lags if a rank's experts had no tokens
+        for part in memory_of(tensor)
+    }
     unguarded_addresses: set[int] = set()
     unannounced_changes = False
     for leaf in leaves_in(held, (torch.Tensor, np.ndarray)):
@@ -134,7 +143,7 @@ def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Opt
             if id(leaf) not in copied:
                 unguarded_addresses.update(part.data_ptr() for part in data)
                 unannounced_changes = unannounced_changes or any(not part.is_cpu for part in data)
-        else:
+        elif not of_shards or all(part.data_ptr() not in of_shards for part in memory_of(leaf)):
             owned_ids.add(id(leaf))
     versions = StateVersions(tensors_in(held), owned)
     unguarded = frozenset(unguarded_addresses)
