@@ -379,6 +379,7 @@ def test_a_save_fails_by_name_if_ranks_differ_in_what_their_optimizers_own_and_t
                 in str(error)
             )
             assert "copy one rank's to the others" in str(error)
+            assert str(error).endswith("They are compared again at the next step's save")
     assert "was not saved by this rank" not in caplog.text
     for state in job.load(empty(trained())):
         assert plain(state)["linear"] in ([0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0])

@@ -255,8 +255,9 @@ class SaveWorker:
         try:
             if is_closed and self._state.owned_replicas and task.storage.size(path):
                 told = bytes(task.storage.read(path)).decode(errors="replace")
+                again = "They are compared again at the next step's save"
                 self.future.set_exception(
-                    RanksDifferError(f"checkpoint {task.name} is whole and stays, but {told}", path)
+                    RanksDifferError(f"checkpoint {task.name} is whole and stays, but {told}. {again}", path)
                 )
         except StorageError as error:
             logger.warning("checkpoint %s: it is not known whether ranks differ: %s", task.name, error)
