@@ -106,7 +106,7 @@ class FaultTolerantAccelerator(Accelerator):
         self._refuse()
         self.dataloader_config.dispatch_batches = False  # its default would read all of an iterable in each group
         manager.register_state_dict_fn(KEY, self._load_prepared, self._prepared)
-        super().register_for_checkpointing(manager, _Places(self._loaders))
+        super().register_for_checkpointing(manager)
 
     def _refuse(self) -> None:
         kind, ranks, processes = self.distributed_type, self._manager.group_world_size, self.state.num_processes
@@ -205,8 +205,10 @@ class FaultTolerantAccelerator(Accelerator):
                 type(data_loader.dataset if is_read_on else data_loader.batch_sampler).__name__,
             )
             return loader
-        self._loaders.append(JobLoader(loader, sampler, self))
-        return self._loaders[-1]
+        job_loader = JobLoader(loader, sampler, self)
+        self._loaders.append(job_loader)
+        super().register_for_checkpointing(job_loader)
+        return job_loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Of a loader that is trained on, return the loader itself: it goes on where the job is, as `load_state` says."""
@@ -282,7 +284,7 @@ class FaultTolerantAccelerator(Accelerator):
             "schedulers": [scheduler.scheduler for scheduler in self._schedulers],
             "scaler": [] if self.scaler is None else [self.scaler],
             "custom": [
-                one for one in self._custom_objects if one is not self._manager and not isinstance(one, _Places)
+                one for one in self._custom_objects if one is not self._manager and not isinstance(one, JobLoader)
             ],
             "loaders": [*self._loaders],
         }
@@ -621,24 +623,6 @@ class JobLoader:
                 yield given
         finally:
             _leave(source, batches)
-
-
-class _Places:
-    """The places of loaders in their data, for checkpoints.
-
-    Args:
-        loaders: all that there are when it is asked.
-    """
-
-    def __init__(self, loaders: list[JobLoader]) -> None:
-        self._loaders = loaders
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"loaders": [loader.state_dict() for loader in self._loaders]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for loader, saved in zip(self._loaders, state["loaders"], strict=False):
-            loader.load_state_dict(saved)
 
 
 def _leave(source: Any, batches: Any) -> None:
