@@ -158,6 +158,25 @@ def test_all_are_cleared_when_the_last_of_them_asks() -> None:
     assert a.hears() == b.hears() == c.hears() == ["cleared collective 1"]
 
 
+def test_one_that_asks_ahead_and_says_later_that_it_waits_in_an_earlier_one_has_asked() -> None:
+    """Else all stand still until their collectives time out, as nobody asks twice."""
+    _, (a, b, c) = three_in_a_step()
+    a.waits_in(1, deviates=True)
+    a.waits_in(0)
+    b.waits_in(1, deviates=True)
+    c.waits_in(1, deviates=True)
+    assert a.hears() == b.hears() == c.hears() == ["cleared collective 1"]
+
+
+def test_of_one_that_asks_ahead_both_collectives_are_compared_with_those_of_the_others() -> None:
+    for index in (0, 1):
+        job, (a, b, _) = three_in_a_step()
+        a.waits_in(1, deviates=True)
+        a.waits_in(0)
+        b.waits_in(index, digest="y", deviates=True)
+        assert "issues another collective" in " ".join(job.log)
+
+
 # ------------------------------------------------------------------------------- between the decision and the next step
 
 

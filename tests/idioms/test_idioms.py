@@ -108,7 +108,7 @@ def test_groups_come_back_in_another_way_and_all_compute_what_the_plain_loop_com
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_back_before", [5, 6, 7, 8])
-@pytest.mark.parametrize("key", ["wgan", "sac"])
+@pytest.mark.parametrize("key", ["dcgan", "wgan", "sac"])
 def test_a_group_whose_loop_takes_turns_by_a_counter_of_its_own_costs_one_step_as_it_dies_and_none_as_it_comes_back(
     key: str, is_back_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,8 +146,8 @@ class Round:
     """What was found before it: see `Verdict`."""
     waits: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
     """By group rank: the collective that a member's rank waits in, or asks to start, as it said last."""
-    asked: set[int] = field(default_factory=set)
-    """The group ranks of which some member's asks to start one."""
+    asks: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
+    """By group rank: the collective that a member's rank asks to start, as it asked last. It may wait in an earlier one yet."""
     earliest: dict[str, int] = field(default_factory=dict)
     """Of those that have approved, the two that did so after the fewest collectives."""
     late: dict[str, dict[int, CollectiveWait]] = field(default_factory=dict)
@@ -167,17 +167,22 @@ class Round:
 
     def may_start(self, group_rank: int) -> bool:
         """Return whether all living members ask to start the same collective."""
-        return may_start(self._waits_of_living(group_rank), self.living())
+        return may_start(self._of_living(self.asks, group_rank), self.living())
 
     def waits_in(self, replica_id: str, wait: CollectiveWait) -> tuple[str, str] | None:
         """A member waits in a collective. Return why another will not issue that, and on whose account; None: it may come."""
         self.furthest = max(self.furthest, wait.index)
         self.waits.setdefault(wait.group_rank, {})[replica_id] = wait
         if wait.deviates:
-            self.asked.add(wait.group_rank)
-        is_alone = wait.group_rank not in self.asked  # else it may meet another one
-        waits = {replica_id: wait} if is_alone else self._waits_of_living(wait.group_rank)
-        return None if replica_id in self.tally.lost else why_apart(waits, self.earliest)
+            self.asks.setdefault(wait.group_rank, {})[replica_id] = wait
+        asks = self._of_living(self.asks, wait.group_rank)
+        waits = (
+            self._of_living(self.waits, wait.group_rank) if asks else {replica_id: wait}
+        )  # who asks may meet another one
+        if replica_id in self.tally.lost:
+            return None
+        ahead = {m: ask for m, ask in asks.items() if ask.index > waits[m].index}
+        return why_apart(waits, self.earliest) or (why_apart({**waits, **ahead}, self.earliest) if ahead else None)
 
     def ends(self, replica_id: str) -> tuple[str, str] | None:
         """A member has voted. Return why another one waits for it in vain, as `waits_in` does."""
@@ -187,7 +192,7 @@ class Round:
         ended = {**self.earliest, replica_id: vote.num_collectives}
         self.earliest = dict(sorted(ended.items(), key=lambda one: one[1])[:2])
         ranks = self.waits if vote.num_collectives <= self.furthest else ()
-        found = (why_apart(self._waits_of_living(rank), {replica_id: vote.num_collectives}) for rank in ranks)
+        found = (why_apart(self._of_living(self.waits, rank), {replica_id: vote.num_collectives}) for rank in ranks)
         return next((apart for apart in found if apart is not None), None)
 
     def waits_late(self, replica_id: str, wait: CollectiveWait) -> tuple[str, str] | None:
@@ -237,6 +242,5 @@ class Round:
             raise RuntimeError(f"{named} are not all members: {self.tally.roles}")
         self.tally.validate()
 
-    def _waits_of_living(self, group_rank: int) -> dict[str, CollectiveWait]:
-        waits = self.waits.get(group_rank, {})
-        return {replica_id: wait for replica_id, wait in waits.items() if replica_id not in self.tally.lost}
+    def _of_living(self, waits: Mapping[int, Mapping[str, CollectiveWait]], rank: int) -> dict[str, CollectiveWait]:
+        return {m: wait for m, wait in waits.get(rank, {}).items() if m not in self.tally.lost}
