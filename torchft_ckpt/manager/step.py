@@ -597,8 +597,11 @@ class Steps:
         """See `QuorumRequest`."""
         steps = [*self._sharing.last, *([self._sharing.ending] if self._is_at_end else ())]
         guarded = self._registry.guarded()
-        kinds = (",".join(str(n) for n, optimizer in enumerate(guarded) if optimizer in step) for step in steps)
-        return [kind[:64] for kind in kinds if kind][-MAX_TURNS:]
+        named = (",".join(str(n) for n, optimizer in enumerate(guarded) if optimizer in step) for step in steps)
+        kinds = [kind[:64] for kind in named if kind][-MAX_TURNS:]
+        # Most loops have one optimizer, and ask in each step: so many times the same says no more than once.
+        is_one = len(kinds) == MAX_TURNS and len({*kinds}) == 1 and not self._client.view().is_behind
+        return kinds[-1:] if is_one else kinds
 
     def _may_keep(self, wishes: StepWishes) -> bool:
         """Whether the step that is asked for can be the one that is open."""
