@@ -4,7 +4,7 @@ Each group runs the script, with `FaultTolerantAccelerator` for its `Accelerator
 
     the loader gives the first batch of a step   `start_quorum`: what the loop does before it asks for that batch, after
                                                  `zero_grad` too, belongs to the step before
-    the last backward pass                       the accumulated gradients are averaged over the groups, once
+    the last backward pass                       the accumulated gradients are averaged over the groups
     optimizer.step                               asks whether the step counts, and steps if it does
 
 **A discarded step is tried again within the same iteration**, with the same batches: the group's own gradients are averaged
@@ -120,7 +120,9 @@ class FaultTolerantAccelerator(Accelerator):
             else "",
             "even_batches": "" if self.even_batches else "without it groups would have epochs of different lengths",
             "dispatch_batches": "all groups would read the same batches" if self.dispatch_batches else "",
-            "use_stateful_dataloader": "the batches follow from the job's step" if self.use_stateful_dataloader else "",
+            "use_stateful_dataloader": "the place in the data is state of the job"
+            if self.use_stateful_dataloader
+            else "",
         }
         for party, why in reasons.items():
             if why:
