@@ -24,11 +24,6 @@ class Lighthouse:
         with open(f"/proc/{self.pid}/status") as lines:
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
-    def logged(self) -> bytes:
-        """Return what it has written to its log so far."""
-        self.log.seek(0)
-        return self.log.read()
-
 
 @contextlib.contextmanager
 def running(*options: str) -> Iterator[Lighthouse]:

@@ -1,6 +1,6 @@
 """A lighthouse that says what no lighthouse should, and a trainer in a process of its own that has to live with it.
 
-It is no attack by itself: `f15_hostile_lighthouse.py` and `f15b_world_size.py` tell it what to say.
+It is no attack by itself: `f15_hostile_lighthouse.py` tells it what to say.
 """
 
 from __future__ import annotations

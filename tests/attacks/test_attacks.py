@@ -1,6 +1,6 @@
 """Each attack that once succeeded is tried again, as its author ran it: in a thorough run, as they take minutes together.
 
-The mend of each finding has its own, quicker tests beside the code that was mended.
+One that a test tries with the same bytes has no script. The mend of each other one has its own, quicker tests beside the code.
 """
 
 from __future__ import annotations
