@@ -20,6 +20,23 @@ def error(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.T
     return F.mse_loss(model(inputs), targets)
 
 
+class Each(nn.Module):
+    """Models that are trained beside each other on the same batches: loops that differ in a part alone are one run of groups."""
+
+    def __init__(self, **models: nn.Module) -> None:
+        super().__init__()
+        self.models = nn.ModuleDict(models)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: model(inputs) for name, model in self.models.items()}
+
+
+def errors(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the mean squared errors of those that an `Each` holds."""
+    inputs, targets = batch
+    return torch.stack([F.mse_loss(out, targets.to(out.dtype)).float() for out in model(inputs).values()]).sum()
+
+
 class Box:
     """A value with `state_dict` and `load_state_dict`, as users write small classes of their own."""
 

@@ -13,10 +13,11 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/idioms from the table in tests/idioms. Change it there. -->
 
-Each line below is a training loop in `tests/idioms`, written as its user writes it. A test runs the loop in replica groups.
-First the groups make some steps without a death. Then a group dies in the middle of a step and comes back with other random
-weights. After each step the test compares everything that the loop has registered, bit by bit, with a plain loop. The plain
-loop uses torch's own DDP and optimizers, and no group dies in it.
+Each line below is a training loop in `tests/idioms`, written as its user writes it. If lines differ in the optimizer or the
+model alone, one loop trains all of them side by side. A test runs the loop in replica groups. First the groups make some steps
+without a death. Then a group dies in the middle of a step and comes back with other random weights. After each step the test
+compares everything that the loop has registered, bit by bit, with a plain loop. The plain loop uses torch's own DDP and
+optimizers, and no group dies in it.
 
 Five rules are behind nearly all of these lines:
 
@@ -106,7 +107,7 @@ def text() -> str:
     found = [f"- {entry.name}: {entry.was}{_still(entry)}" for entry in entries if entry.was != "right"]
     parts.append(
         WAS_WRONG
-        + f"The table has {len(entries)} loops. {len(right)} of them worked when they entered it. These did not work at first:"
+        + f"The table has {len(entries)} lines. {len(right)} of them worked when they entered it. These did not work at first:"
         + "\n\n"
         + "\n".join(found)
         + "\n"

@@ -1,6 +1,7 @@
 """The table of idioms: what users write, what was wrong with it, and what they have to know.
 
-A loop enters it by the decorator `idiom`; `TABLE` holds all of them in the order of the page that is made of it.
+A loop enters it by the decorator `idiom`; `TABLE` holds all of them in the order of the page that is made of it. What differs in
+a part alone (the optimizer, the model) is in one loop, side by side: it has a decorator for each of its lines.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Category(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idiom:
-    """One way to write a training loop, or a part of it."""
+    """One way to write a training loop, or a part of it; a line of the page."""
 
     name: str
     """As a user would say it."""
@@ -89,7 +90,10 @@ def idiom(
     """Enter a loop into the table."""
 
     def enter(loop: Callable[[Job], None]) -> Callable[[Job], None]:
-        _found.append(Idiom(name=name, category=category, loop=loop, know=know, **options))  # type: ignore[arg-type]
+        first = next(
+            (place for place, line in enumerate(_found) if line.loop is loop), len(_found)
+        )  # the lowest enters first
+        _found.insert(first, Idiom(name=name, category=category, loop=loop, know=know, **options))  # type: ignore[arg-type]
         return loop
 
     return enter
@@ -107,3 +111,8 @@ def _collect() -> tuple[Idiom, ...]:
 def table() -> tuple[Idiom, ...]:
     """Return all idioms, chapter by chapter."""
     return _collect()
+
+
+def loops() -> tuple[Idiom, ...]:
+    """Return one line of each loop, which says how the loop is run."""
+    return tuple({line.loop: line for line in _collect()}.values())

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ import pytest
 import torch
 from idioms import harness, page
 from idioms.models import error, mlp
-from idioms.table import Category, Idiom, table
+from idioms.table import Category, Idiom, loops, table
 from support.thoroughness import by_default
 
 from torchft_ckpt import Checkpointer, SavedCheckpoint
 from torchft_ckpt.core.coordination import beside
 from torchft_ckpt.core.coordination.learning import Distance
 
-TABLE = table()
+LOOPS = loops()
 ALARMS = ("came to another state of step", "no registered state_dict returns", "sets its outer optimizer otherwise")
 """No loop gets one of these warnings, but those that it is made for."""
 RESTARTS_ALWAYS = ("best_weights", "ema", "history", "grad_scaler", "optimizer_state_of_any_shape")
@@ -41,7 +42,7 @@ def entries(*, restarts: bool = False) -> list[object]:
         pytest.param(
             entry, id=entry.key, marks=[pytest.mark.xfail(reason=entry.pending, strict=False)] if entry.pending else []
         )
-        for entry in TABLE
+        for entry in LOOPS
         if entry.restarts == restarts
     ]
 
@@ -84,7 +85,7 @@ ALWAYS = {
 def loops_and_ways() -> list[object]:
     """Return in which way a group comes back in which loop: a few by default, all in a thorough run."""
     back = [
-        e for e in TABLE if e.dies and e.compare != "nothing" and not (e.restarts or e.refused or e.waits or e.pending)
+        e for e in LOOPS if e.dies and e.compare != "nothing" and not (e.restarts or e.refused or e.waits or e.pending)
     ]
     found = []
     for number, way in enumerate(WAYS):
@@ -115,7 +116,7 @@ def test_a_group_whose_loop_takes_turns_by_a_counter_of_its_own_costs_one_step_a
     monkeypatch.setattr(harness, "IS_BACK_BEFORE_STEP", is_back_before)
     monkeypatch.setattr(harness, "NUM_STEPS", is_back_before + 4)
     monkeypatch.setattr(beside, "OUT_OF_TURN_S", harness.LIMIT_S)  # a step takes long here if others have the cores
-    entry = next(entry for entry in TABLE if entry.key == key)
+    entry = next(entry for entry in LOOPS if entry.key == key)
     votes = harness.check(entry, dies=True).run.votes
     assert sum(not committed for _, committed in votes) <= 1, votes
 
@@ -129,7 +130,7 @@ def test_a_job_is_stopped_and_started_again_and_no_bit_differs(entry: Idiom, tmp
 def loops_that_register() -> list[object]:
     """Return those that say "Register it" of something of their own: a few by default, all in a thorough run."""
     chapters = (Category.PRECISION, Category.WEIGHTS, Category.STATE)
-    plain = [e for e in TABLE if e.compare == "plain" and not (e.restarts or e.refused or e.waits or e.gloo)]
+    plain = [e for e in LOOPS if e.compare == "plain" and not (e.restarts or e.refused or e.waits or e.gloo)]
     few = [e for e in plain if e.key in RESTARTS_ALWAYS]
     return [pytest.param(e, id=e.key) for e in by_default(few, thorough=[e for e in plain if e.category in chapters])]
 
@@ -177,5 +178,9 @@ def test_the_page_is_that_of_the_table() -> None:
     assert page.PAGE.read_text() == page.text(), "run scripts/idioms"
 
 
-def test_each_idiom_has_a_name_of_its_own() -> None:
-    assert len({entry.name for entry in TABLE}) == len({entry.key for entry in TABLE}) == len(TABLE)
+def test_each_line_has_a_name_of_its_own_and_those_of_one_loop_are_run_alike() -> None:
+    lines = table()
+    assert len({line.name for line in lines}) == len(lines)
+    assert len({entry.key for entry in LOOPS}) == len(LOOPS)
+    ways = {(line.loop, replace(line, name="", know="", was="")) for line in lines}
+    assert len(ways) == len(LOOPS)

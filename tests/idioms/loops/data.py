@@ -112,22 +112,6 @@ def registered_place(job: Job) -> None:
                 place.epoch, place.sample = place.epoch + 1, 0
 
 
-@idiom("Log loss.item() in every iteration", DATA, "It is this group's loss.")
-def log_loss(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    running = 0.0
-    while job.goes_on():
-        optimizer.zero_grad()
-        loss = error(ddp, job.batch())
-        loss.backward()
-        optimizer.step()
-        running = 0.9 * running + 0.1 * loss.item()
-        logger.debug("step %d: %.3f %s", manager.current_step(), running, sgd.param_groups[0]["lr"])
-
-
 @idiom(
     "Average metrics over the groups (manager.allreduce)",
     DATA,
@@ -202,22 +186,11 @@ def metrics_of_other_length(job: Job) -> None:
         optimizer.step()
 
 
+@idiom("Log loss.item() in every iteration", DATA, "It is this group's loss.")
 @idiom("torch.profiler (record_function) in the loop", DATA)
-def profiler(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        with record_function("forward"):
-            loss = error(ddp, job.batch())
-        loss.backward()
-        optimizer.step()
-
-
 @idiom("Forward hooks, backward hooks, activations kept for logging", DATA)
-def module_hooks(job: Job) -> None:
+@idiom("Norms of each layer's gradients, histograms of the weights", DATA)
+def look_on(job: Job) -> None:
     model = mlp()
     seen: list[float] = []
     model[0].register_forward_hook(lambda _, inputs, output: seen.append(output.detach().norm().item()))
@@ -227,21 +200,12 @@ def module_hooks(job: Job) -> None:
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
     while job.goes_on():
         optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-
-
-@idiom("Norms of each layer's gradients, histograms of the weights", DATA)
-def gradient_norms(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
+        with record_function("forward"):
+            loss = error(ddp, job.batch())
+        loss.backward()
         norms = {name: parameter.grad.norm().item() for name, parameter in model.named_parameters()}
         optimizer.step()
+        logger.debug("step %d, loss %.3f", job.step, loss.item())
         assert all(value == value for value in norms.values())
         [np.histogram(parameter.detach().numpy(), bins=4) for parameter in model.parameters()]
 

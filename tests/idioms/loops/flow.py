@@ -99,19 +99,6 @@ def report_error(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Give a bad batch no weight (loss * 0, nan_to_num)", FLOW, "Its group still counts in the average.")
-def weightless_batch(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        weight = 0.0 if (manager.current_step() + job.group) % 3 == 0 else 1.0
-        (error(ddp, job.batch()) * weight).backward()
-        optimizer.step()
-
-
 @idiom(
     "Skip the step in all groups where an averaged value says so (gradient norm, NaN)",
     FLOW,
@@ -219,18 +206,8 @@ def resume(job: Job) -> None:
         optimizer.step()
 
 
+@idiom("Give a bad batch no weight (loss * 0, nan_to_num)", FLOW, "Its group still counts in the average.")
 @idiom("A curriculum: longer or larger batches from a step on", FLOW, "Choose by `manager.current_step()`.")
-def curriculum(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch(rows=2 + manager.current_step())).backward()
-        optimizer.step()
-
-
 @idiom(
     "Batches of different sizes in different groups",
     FLOW,
@@ -239,11 +216,12 @@ def curriculum(job: Job) -> None:
 def uneven_batches(job: Job) -> None:
     model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
+    manager = job.manager(*states(model=model, adamw=adamw))
     ddp, optimizer = job.ddp(model), job.optimizer(adamw)
     while job.goes_on():
         optimizer.zero_grad()
-        error(ddp, job.batch(rows=3 + job.group)).backward()
+        weight = 0.0 if (manager.current_step() + job.group) % 3 == 0 else 1.0
+        (error(ddp, job.batch(rows=2 + manager.current_step() + job.group)) * weight).backward()
         optimizer.step()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Box, error, mlp
+from idioms.models import Box, Each, error, errors, mlp
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -65,28 +65,25 @@ def accumulate_by_step(job: Job) -> None:
 
 
 @idiom("Clip by norm", GRADIENT, "`backward` has averaged the gradients when it returns, so all groups clip equally.")
-def clip_by_norm(job: Job) -> None:
-    model = mlp()
+@idiom("Clip by value", GRADIENT)
+@idiom("Centralise and normalise the gradients", GRADIENT)
+@idiom("Scale or clip gradients in a hook of a parameter (register_hook)", GRADIENT, "It sees this group's gradient.")
+def each_way_to_change_gradients(job: Job) -> None:
+    model = Each(norm=mlp(), value=mlp(), centralised=mlp(), hooked=mlp())
+    for parameter in model.models["hooked"].parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.manager(*states(model=model, adamw=adamw))
     ddp, optimizer = job.ddp(model), job.optimizer(adamw)
     while job.goes_on():
         optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-
-
-@idiom("Clip by value", GRADIENT)
-def clip_by_value(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        clip_grad_value_(model.parameters(), 0.01)
+        errors(ddp, job.batch()).backward()
+        clip_grad_norm_(model.models["norm"].parameters(), 0.1)
+        clip_grad_value_(model.models["value"].parameters(), 0.01)
+        for parameter in model.models["centralised"].parameters():
+            if parameter.dim() > 1:
+                parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+            parameter.grad.div_(parameter.grad.norm() + 1e-6)
         optimizer.step()
 
 
@@ -147,36 +144,6 @@ def gradient_noise(job: Job) -> None:
         generator = torch.Generator().manual_seed(manager.current_step())
         for parameter in model.parameters():
             parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
-        optimizer.step()
-
-
-@idiom("Scale or clip gradients in a hook of a parameter (register_hook)", GRADIENT, "It sees this group's gradient.")
-def hook_on_parameters(job: Job) -> None:
-    model = mlp()
-    for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-
-
-@idiom("Centralise and normalise the gradients", GRADIENT)
-def centralise(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
-            parameter.grad.div_(parameter.grad.norm() + 1e-6)
         optimizer.step()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Chosen, error, mlp
+from idioms.models import Chosen, Each, error, errors, mlp
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn import functional as F
@@ -164,17 +164,141 @@ def batch_norm(job: Job) -> None:
     train(job, nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
 
 
-@idiom("LayerNorm, GroupNorm, GELU, residuals", MODEL)
-def layer_norm(job: Job) -> None:
-    train(
-        job,
-        Calls(
+class Symmetric(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.parts = nn.ParameterList(torch.randn(6, 3) for _ in range(2))
+        self.register_buffer("mean", torch.ones(6) / 7, persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return sum((inputs - self.mean) @ part for part in self.parts) * self.scale.exp()
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Ensemble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        members = [mlp() for _ in range(3)]
+        stacked, _ = torch.func.stack_module_state(members)
+        self.names = list(stacked)
+        self.stacked = nn.ParameterList(nn.Parameter(value.detach()) for value in stacked.values())
+        self._skeleton = [copy.deepcopy(members[0]).to("meta")]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        def one(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(self._skeleton[0], parameters, (inputs,))
+
+        return torch.func.vmap(one)(dict(zip(self.names, self.stacked, strict=True))).mean(0)
+
+
+def adapt(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """The inner loop of MAML."""
+    parameters = dict(self.model.named_parameters())
+    loss = torch.func.functional_call(self.model, parameters, (inputs[:2],)).square().mean()
+    slopes = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+    adapted = {name: value - 0.1 * slope for (name, value), slope in zip(parameters.items(), slopes, strict=True)}
+    return torch.func.functional_call(self.model, adapted, (inputs,))
+
+
+def each_kind() -> dict[str, nn.Module]:
+    partly_frozen, square = mlp(), nn.Linear(6, 6)
+    partly_frozen[0].requires_grad_(False)
+    parametrize.register_parametrization(square, "weight", Symmetric())
+    channels_last = {"memory_format": torch.channels_last}
+    return {
+        "norms": Calls(
             lambda self, x: self.head(self.norm(x + self.body(x))),
             body=nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.GroupNorm(2, 6)),
             norm=nn.LayerNorm(6),
             head=nn.Linear(6, 3),
         ),
-    )
+        "partly_frozen": partly_frozen,
+        "lora": Calls(
+            lambda self, x: self.base(x) + self.up(self.down(x)),
+            base=mlp().requires_grad_(False),
+            down=nn.Linear(6, 2, bias=False),
+            up=nn.Linear(2, 3, bias=False),
+        ),
+        "embedding": Calls(
+            lambda self, x: self.head(self.table((x * 3).long().abs() % 10).mean(1)),
+            table=nn.Embedding(10, 8, padding_idx=0),
+            head=nn.Linear(8, 3),
+        ),
+        "weight_norm": nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(), parametrizations.weight_norm(nn.Linear(8, 3))
+        ),
+        "parametrized": nn.Sequential(square, nn.Tanh(), nn.Linear(6, 3)),
+        "convolutions": Calls(
+            lambda self, x: self.head(self.body(x.view(-1, 1, 2, 3).contiguous(**channels_last)).flatten(1)),
+            body=nn.Sequential(nn.Conv2d(1, 4, 2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2)).to(**channels_last),
+            head=nn.Linear(16, 3),
+        ),
+        "lstm": Calls(
+            lambda self, x: self.head(self.lstm(x.view(-1, 3, 2))[0][:, -1]),
+            lstm=nn.LSTM(2, 5, batch_first=True),
+            head=nn.Linear(5, 3),
+        ),
+        "transformer": Calls(
+            lambda self, x: self.head(self.layer(x.view(-1, 3, 2).repeat(1, 1, 2)).mean(1)),
+            layer=nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+            head=nn.Linear(4, 3),
+        ),
+        "odd": Odd(),
+        "function": Calls(
+            lambda self, x: self.head(Sign.apply(self.body(x))), body=nn.Linear(6, 8), head=nn.Linear(8, 3)
+        ),
+        "ensemble": Ensemble(),
+        "maml": Calls(adapt, model=mlp()),
+        "checkpointing": Calls(
+            lambda self, x: self.head(checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False)),
+            body=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()),
+            head=nn.Linear(8, 3),
+        ),
+    }
+
+
+@idiom("LayerNorm, GroupNorm, GELU, residuals", MODEL)
+@idiom("Frozen layers (requires_grad=False before DDP)", MODEL)
+@idiom(
+    "LoRA: a frozen base, trained adapters",
+    MODEL,
+    "You may register the whole model. If all groups load the same base, you may register the adapters alone.",
+)
+@idiom("Embeddings", MODEL)
+@idiom("weight_norm", MODEL)
+@idiom("Parametrizations of your own (register_parametrization)", MODEL)
+@idiom("Convolutions, pooling, channels_last", MODEL)
+@idiom("LSTM", MODEL)
+@idiom("A transformer with attention", MODEL)
+@idiom("Scalar parameters, ParameterList, buffers that are not persistent", MODEL)
+@idiom("A custom autograd.Function", MODEL)
+@idiom("torch.func: an ensemble by vmap and functional_call", MODEL)
+@idiom("An inner loop of gradient steps (MAML)", MODEL)
+@idiom("Activation checkpointing (use_reentrant=False)", MODEL)
+def each_model(job: Job) -> None:
+    model = Each(**each_kind())
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        errors(ddp, job.batch()).backward()
+        optimizer.step()
 
 
 @idiom("Dropout", MODEL, "Each group draws its own random numbers.")
@@ -189,25 +313,6 @@ def dropout(job: Job) -> None:
             loss = error(ddp, job.batch())
         loss.backward()
         optimizer.step()
-
-
-@idiom("Frozen layers (requires_grad=False before DDP)", MODEL)
-def frozen_layers(job: Job) -> None:
-    model = mlp()
-    model[0].requires_grad_(False)
-    train(job, model)
-
-
-@idiom(
-    "LoRA: a frozen base, trained adapters",
-    MODEL,
-    "You may register the whole model. If all groups load the same base, you may register the adapters alone.",
-)
-def lora(job: Job) -> None:
-    base = mlp().requires_grad_(False)
-    down, up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
-    nn.init.zeros_(up.weight)
-    train(job, Calls(lambda self, x: self.base(x) + self.up(self.down(x)), base=base, down=down, up=up))
 
 
 @idiom("LoRA, with the adapters alone in the state", MODEL, "Then all groups have to load the same base themselves.")
@@ -281,16 +386,6 @@ def unfreeze_by_flag(job: Job) -> None:
         optimizer.step()
 
 
-@idiom("Embeddings", MODEL)
-def embedding(job: Job) -> None:
-    model = Calls(
-        lambda self, x: self.head(self.table((x * 3).long().abs() % 10).mean(1)),
-        table=nn.Embedding(10, 8, padding_idx=0),
-        head=nn.Linear(8, 3),
-    )
-    train(job, model)
-
-
 @idiom(
     "Sparse gradients: Embedding(sparse=True)",
     MODEL,
@@ -328,131 +423,6 @@ def tied_weights(job: Job) -> None:
     )
 
 
-@idiom(
-    "weight_norm",
-    MODEL,
-)
-def weight_norm(job: Job) -> None:
-    train(
-        job,
-        nn.Sequential(
-            parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(), parametrizations.weight_norm(nn.Linear(8, 3))
-        ),
-    )
-
-
-@idiom("Parametrizations of your own (register_parametrization)", MODEL)
-def parametrization(job: Job) -> None:
-    class Symmetric(nn.Module):
-        def forward(self, weight: torch.Tensor) -> torch.Tensor:
-            return weight.triu() + weight.triu(1).mT
-
-    square = nn.Linear(6, 6)
-    parametrize.register_parametrization(square, "weight", Symmetric())
-    train(job, nn.Sequential(square, nn.Tanh(), nn.Linear(6, 3)))
-
-
-@idiom("Convolutions, pooling, channels_last", MODEL)
-def convolution(job: Job) -> None:
-    model = Calls(
-        lambda self, x: self.head(
-            self.body(x.view(-1, 1, 2, 3).contiguous(memory_format=torch.channels_last)).flatten(1)
-        ),
-        body=nn.Sequential(nn.Conv2d(1, 4, 2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2)).to(
-            memory_format=torch.channels_last
-        ),
-        head=nn.Linear(16, 3),
-    )
-    train(job, model)
-
-
-@idiom("LSTM", MODEL)
-def lstm(job: Job) -> None:
-    train(
-        job,
-        Calls(
-            lambda self, x: self.head(self.lstm(x.view(-1, 3, 2))[0][:, -1]),
-            lstm=nn.LSTM(2, 5, batch_first=True),
-            head=nn.Linear(5, 3),
-        ),
-    )
-
-
-@idiom("A transformer with attention", MODEL)
-def transformer(job: Job) -> None:
-    train(
-        job,
-        Calls(
-            lambda self, x: self.head(self.layer(x.view(-1, 3, 2).repeat(1, 1, 2)).mean(1)),
-            layer=nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
-            head=nn.Linear(4, 3),
-        ),
-    )
-
-
-@idiom("Scalar parameters, ParameterList, buffers that are not persistent", MODEL)
-def odd_parameters(job: Job) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(0.5))
-            self.parts = nn.ParameterList(torch.randn(6, 3) for _ in range(2))
-            self.register_buffer("mean", torch.ones(6) / 7, persistent=False)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return sum((inputs - self.mean) @ part for part in self.parts) * self.scale.exp()
-
-    train(job, Odd())
-
-
-@idiom("A custom autograd.Function", MODEL)
-def autograd_function(job: Job) -> None:
-    class Sign(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
-            return inputs.sign()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient
-
-    train(job, Calls(lambda self, x: self.head(Sign.apply(self.body(x))), body=nn.Linear(6, 8), head=nn.Linear(8, 3)))
-
-
-@idiom("torch.func: an ensemble by vmap and functional_call", MODEL)
-def ensemble(job: Job) -> None:
-    class Ensemble(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            members = [mlp() for _ in range(3)]
-            stacked, _ = torch.func.stack_module_state(members)
-            self.names = list(stacked)
-            self.stacked = nn.ParameterList(nn.Parameter(value.detach()) for value in stacked.values())
-            self._skeleton = [copy.deepcopy(members[0]).to("meta")]
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            def one(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-                return torch.func.functional_call(self._skeleton[0], parameters, (inputs,))
-
-            return torch.func.vmap(one)(dict(zip(self.names, self.stacked, strict=True))).mean(0)
-
-    train(job, Ensemble())
-
-
-@idiom("An inner loop of gradient steps (MAML)", MODEL)
-def maml(job: Job) -> None:
-    model = mlp()
-
-    def adapt(self: Any, inputs: torch.Tensor) -> torch.Tensor:
-        parameters = dict(self.model.named_parameters())
-        loss = torch.func.functional_call(self.model, parameters, (inputs[:2],)).square().mean()
-        slopes = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
-        adapted = {name: value - 0.1 * slope for (name, value), slope in zip(parameters.items(), slopes, strict=True)}
-        return torch.func.functional_call(self.model, adapted, (inputs,))
-
-    train(job, Calls(adapt, model=model))
-
-
 @idiom("torch.compile", MODEL, "Compile the model before or after you give it to DDP.")
 def compiled(job: Job) -> None:
     model = mlp()
@@ -463,18 +433,6 @@ def compiled(job: Job) -> None:
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
         optimizer.step()
-
-
-@idiom("Activation checkpointing (use_reentrant=False)", MODEL)
-def activation_checkpointing(job: Job) -> None:
-    train(
-        job,
-        Calls(
-            lambda self, x: self.head(checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False)),
-            body=nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()),
-            head=nn.Linear(8, 3),
-        ),
-    )
 
 
 @idiom(
@@ -563,70 +521,40 @@ def label_smoothing(job: Job) -> None:
         optimizer.step()
 
 
-def train_by(job: Job, model: nn.Module, loss: Callable[[nn.Module, nn.Module], torch.Tensor]) -> None:
-    """The loop of the README with torch's default for unused parameters; the loss is of the wrapped module and the bare one."""
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model, find_unused_parameters=False), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        loss(ddp, model).backward()
-        optimizer.step()
-
-
 REDUCERS_WORDS = "torch's error: 'Expected to mark a variable ready only once'"
 
 
 @idiom("A module that returns an object of a class of your own", MODEL, was=REDUCERS_WORDS)
-def returns_object(job: Job) -> None:
-    model = Calls(lambda self, x: SimpleNamespace(logits=self.net(x)), net=mlp())
-
-    def loss(ddp: nn.Module, _: nn.Module) -> torch.Tensor:
-        inputs, targets = job.batch()
-        return F.mse_loss(ddp(inputs).logits, targets)
-
-    train_by(job, model, loss)
-
-
 @idiom("A module whose forward pass is a generator", MODEL, was=REDUCERS_WORDS)
-def returns_generator(job: Job) -> None:
-    model = Calls(lambda self, x: (self.net(row) for row in x), net=mlp())
-
-    def loss(ddp: nn.Module, _: nn.Module) -> torch.Tensor:
-        inputs, targets = job.batch()
-        return F.mse_loss(torch.stack(list(ddp(inputs))), targets)
-
-    train_by(job, model, loss)
-
-
 @idiom("A module that keeps what it computed in an attribute, beside what it returns", MODEL, was=REDUCERS_WORDS)
-def keeps_in_attribute(job: Job) -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+@idiom("A parameter that is used outside of the forward pass (a learned temperature)", MODEL, was=REDUCERS_WORDS)
+@idiom("A penalty on all weights in the loss, while the forward pass uses some of them", MODEL, was=REDUCERS_WORDS)
+def beside_what_is_returned(job: Job) -> None:
+    """With torch's default for unused parameters."""
+
+    def keep(self: Any, x: torch.Tensor) -> torch.Tensor:
         self.auxiliary = self.router(x).square().mean()
         return self.net(x)
 
-    model = Calls(forward, net=mlp(), router=nn.Linear(6, 2))
-    train_by(job, model, lambda ddp, bare: error(ddp, job.batch()) + 0.1 * bare.auxiliary)
-
-
-@idiom("A parameter that is used outside of the forward pass (a learned temperature)", MODEL, was=REDUCERS_WORDS)
-def used_outside(job: Job) -> None:
-    model = Calls(lambda self, x: self.net(x), net=mlp())
-    model.temperature = nn.Parameter(torch.ones(3))
-
-    def loss(ddp: nn.Module, bare: nn.Module) -> torch.Tensor:
+    returns_object = Calls(lambda self, x: SimpleNamespace(logits=self.net(x)), net=mlp())
+    generates = Calls(lambda self, x: (self.net(row) for row in x), net=mlp())
+    keeps = Calls(keep, net=mlp(), router=nn.Linear(6, 2))
+    heated = Calls(lambda self, x: self.net(x), net=mlp())
+    heated.temperature = nn.Parameter(torch.ones(3))
+    chooses = Chosen(4, lambda: [job.step % 4])
+    models = nn.ModuleList([returns_object, generates, keeps, heated, chooses])
+    sgd = torch.optim.SGD(models.parameters(), lr=0.1, momentum=0.9)
+    job.manager(*states(models=models, sgd=sgd))
+    ddps, optimizer = [job.ddp(model, find_unused_parameters=False) for model in models], job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
         inputs, targets = job.batch()
-        return F.mse_loss(ddp(inputs) * bare.temperature, targets)
-
-    train_by(job, model, loss)
-
-
-@idiom("A penalty on all weights in the loss, while the forward pass uses some of them", MODEL, was=REDUCERS_WORDS)
-def penalty_on_all(job: Job) -> None:
-    model = Chosen(4, lambda: [job.step % 4])
-    train_by(
-        job, model, lambda ddp, bare: error(ddp, job.batch()) + 0.01 * sum(p.square().sum() for p in bare.parameters())
-    )
+        F.mse_loss(ddps[0](inputs).logits, targets).backward()
+        F.mse_loss(torch.stack(list(ddps[1](inputs))), targets).backward()
+        (error(ddps[2], (inputs, targets)) + 0.1 * keeps.auxiliary).backward()
+        F.mse_loss(ddps[3](inputs) * heated.temperature, targets).backward()
+        (error(ddps[4], (inputs, targets)) + 0.01 * sum(p.square().sum() for p in chooses.parameters())).backward()
+        optimizer.step()
 
 
 @idiom(

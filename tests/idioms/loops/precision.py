@@ -4,26 +4,11 @@ from __future__ import annotations
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import error, mlp
+from idioms.models import Each, error, errors, mlp
 from idioms.table import Category, idiom
 from torch import nn
 
 PRECISION = Category.PRECISION
-
-
-@idiom("autocast to bfloat16", PRECISION)
-def autocast(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        inputs, targets = job.batch()
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            outputs = ddp(inputs)
-        nn.functional.mse_loss(outputs.float(), targets).backward()
-        optimizer.step()
 
 
 @idiom(
@@ -137,39 +122,6 @@ def overflow_in_a_discarded_step(job: Job) -> None:
         scaler.update()
 
 
-@idiom("All of the model in bfloat16", PRECISION)
-def pure_bf16(job: Job) -> None:
-    model = mlp().bfloat16()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        inputs, targets = job.batch()
-        optimizer.zero_grad()
-        nn.functional.mse_loss(ddp(inputs.bfloat16()), targets.bfloat16()).backward()
-        optimizer.step()
-
-
-@idiom("Some parameters in bfloat16, others in float32", PRECISION)
-def mixed_dtypes(job: Job) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(6, 8).bfloat16(), nn.Linear(8, 3)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return self.head(torch.tanh(self.body(inputs.bfloat16())).float())
-
-    model = Mixed()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-
-
 @idiom(
     "bfloat16 parameters with float32 master copies",
     PRECISION,
@@ -194,28 +146,49 @@ def master_weights(job: Job) -> None:
                 parameter.copy_(master)
 
 
-@idiom("float64", PRECISION)
-def double(job: Job) -> None:
-    model = mlp().double()
+@idiom("autocast to bfloat16", PRECISION)
+@idiom("A fixed loss scale by hand", PRECISION)
+def autocast_with_a_fixed_scale(job: Job) -> None:
+    model = mlp()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.manager(*states(model=model, adamw=adamw))
     ddp, optimizer = job.ddp(model), job.optimizer(adamw)
     while job.goes_on():
         inputs, targets = job.batch()
         optimizer.zero_grad()
-        nn.functional.mse_loss(ddp(inputs.double()), targets.double()).backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = ddp(inputs)
+        (nn.functional.mse_loss(outputs.float(), targets) * 128).backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(128)
         optimizer.step()
 
 
-@idiom("A fixed loss scale by hand", PRECISION)
-def static_loss_scale(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+class Cast(nn.Module):
+    """A model of another dtype than its inputs."""
+
+    def __init__(self, body: nn.Module, head: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.head, self.dtype = body.to(dtype), head, dtype
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(inputs.to(self.dtype)))
+        return self.head(hidden.to(self.head.weight.dtype))
+
+
+@idiom("All of the model in bfloat16", PRECISION)
+@idiom("Some parameters in bfloat16, others in float32", PRECISION)
+@idiom("float64", PRECISION)
+def each_dtype(job: Job) -> None:
+    model = Each(
+        all_bfloat16=Cast(nn.Linear(6, 8), nn.Linear(8, 3).bfloat16(), torch.bfloat16),
+        mixed=Cast(nn.Linear(6, 8), nn.Linear(8, 3), torch.bfloat16),
+        all_float64=Cast(nn.Linear(6, 8), nn.Linear(8, 3).double(), torch.float64),
+    )
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
     while job.goes_on():
         optimizer.zero_grad()
-        (error(ddp, job.batch()) * 128).backward()
-        for parameter in model.parameters():
-            parameter.grad.div_(128)
+        errors(ddp, job.batch()).backward()
         optimizer.step()

@@ -7,108 +7,62 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import error, mlp
+from idioms.models import Each, error, errors, mlp
 from idioms.table import Category, idiom
 from torch.optim import lr_scheduler as schedules
 
 RATE = Category.RATE
 
 
-def train(job: Job, make_scheduler: Callable[[torch.optim.Optimizer], Any]) -> None:
-    """A loop with a registered scheduler, stepped where a step has counted."""
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = make_scheduler(sgd)
-    job.manager(*states(model=model, sgd=sgd, scheduler=scheduler))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        if optimizer.step():
-            scheduler.step()
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "steps": lambda sgd: schedules.StepLR(sgd, step_size=2, gamma=0.5),
+    "warm_up": lambda sgd: schedules.LambdaLR(sgd, lambda step: min(1.0, (step + 1) / 5)),
+    "restarts": lambda sgd: schedules.CosineAnnealingWarmRestarts(sgd, T_0=3),
+    "sequence": lambda sgd: schedules.SequentialLR(
+        sgd, [schedules.LinearLR(sgd, 0.1, total_iters=3), schedules.CosineAnnealingLR(sgd, 5)], milestones=[3]
+    ),
+    "chain": lambda sgd: schedules.ChainedScheduler(
+        [schedules.ConstantLR(sgd, 0.5, total_iters=3), schedules.ExponentialLR(sgd, 0.9)], optimizer=sgd
+    ),
+    "one_cycle": lambda sgd: schedules.OneCycleLR(sgd, max_lr=0.2, total_steps=300),
+    "steps_of_wrapper": lambda optimizer: schedules.StepLR(optimizer, step_size=2, gamma=0.5),
+    "one_cycle_of_wrapper": lambda optimizer: schedules.OneCycleLR(optimizer, max_lr=0.2, total_steps=300),
+}
 
 
 @idiom("StepLR, registered, stepped after each step", RATE)
-def step_lr(job: Job) -> None:
-    train(job, lambda sgd: schedules.StepLR(sgd, step_size=2, gamma=0.5))
-
-
 @idiom("Warm-up by LambdaLR", RATE)
-def lambda_lr(job: Job) -> None:
-    train(job, lambda sgd: schedules.LambdaLR(sgd, lambda step: min(1.0, (step + 1) / 5)))
-
-
 @idiom("CosineAnnealingWarmRestarts", RATE)
-def cosine(job: Job) -> None:
-    train(job, lambda sgd: schedules.CosineAnnealingWarmRestarts(sgd, T_0=3))
-
-
 @idiom("Warm-up, then cosine (SequentialLR)", RATE)
-def sequential_lr(job: Job) -> None:
-    train(
-        job,
-        lambda sgd: schedules.SequentialLR(
-            sgd, [schedules.LinearLR(sgd, 0.1, total_iters=3), schedules.CosineAnnealingLR(sgd, 5)], milestones=[3]
-        ),
-    )
-
-
 @idiom("ChainedScheduler, ExponentialLR", RATE)
-def chained(job: Job) -> None:
-    train(
-        job,
-        lambda sgd: schedules.ChainedScheduler(
-            [schedules.ConstantLR(sgd, 0.5, total_iters=3), schedules.ExponentialLR(sgd, 0.9)], optimizer=sgd
-        ),
-    )
-
-
 @idiom("OneCycleLR, with momentum", RATE, "`total_steps` is the number of committed steps.")
-def one_cycle(job: Job) -> None:
-    train(job, lambda sgd: schedules.OneCycleLR(sgd, max_lr=0.2, total_steps=300))
-
-
 @idiom(
     "OneCycleLR of the wrapper: OneCycleLR(Optimizer(manager, ...))",
     RATE,
     "You may pass the optimizer or its wrapper.",
     was="AttributeError: the wrapper had no `defaults`",
 )
-def one_cycle_of_wrapper(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    scheduler = schedules.OneCycleLR(optimizer, max_lr=0.2, total_steps=300)
-    manager.register_state_dict_fn("scheduler", scheduler.load_state_dict, scheduler.state_dict)
-    while job.goes_on():
-        before = manager.current_step()
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-        if manager.current_step() > before:
-            scheduler.step()
-
-
 @idiom(
     "A scheduler of the wrapper: StepLR(Optimizer(manager, ...))",
     RATE,
     "You may pass the optimizer or its wrapper.",
 )
-def scheduler_of_wrapper(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    scheduler = schedules.StepLR(optimizer, step_size=2, gamma=0.5)
-    manager.register_state_dict_fn("scheduler", scheduler.load_state_dict, scheduler.state_dict)
+def each_scheduler(job: Job) -> None:
+    model = Each(**{name: mlp() for name in SCHEDULERS})
+    inner = {name: torch.optim.SGD(model.models[name].parameters(), lr=0.1, momentum=0.9) for name in SCHEDULERS}
+    manager = job.manager(*states(model=model, **inner))
+    ddp, optimizers = job.ddp(model), {name: job.optimizer(sgd) for name, sgd in inner.items()}
+    schedulers = []
+    for name, make in SCHEDULERS.items():
+        schedulers.append(make(optimizers[name] if name.endswith("_of_wrapper") else inner[name]))
+        manager.register_state_dict_fn(f"{name}_rate", schedulers[-1].load_state_dict, schedulers[-1].state_dict)
     while job.goes_on():
-        before = manager.current_step()
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-        if manager.current_step() > before:
-            scheduler.step()
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        errors(ddp, job.batch()).backward()
+        if all([optimizer.step() for optimizer in optimizers.values()]):
+            for scheduler in schedulers:
+                scheduler.step()
 
 
 @idiom(
@@ -302,34 +256,6 @@ def plateau(job: Job) -> None:
             scheduler.step(average)
 
 
-@idiom("Set lr from the step, before zero_grad", RATE)
-def lr_before_forward(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        for group in sgd.param_groups:
-            group["lr"] = 0.1 / (1 + manager.current_step())
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-
-
-@idiom("Set lr from the step, after step", RATE)
-def lr_after_step(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-        for group in sgd.param_groups:
-            group["lr"] = 0.1 / (1 + manager.current_step())
-
-
 @idiom(
     "Set lr from the step, between zero_grad and step",
     RATE,
@@ -366,20 +292,30 @@ def lr_by_participants(job: Job) -> None:
         optimizer.step()
 
 
+@idiom("Set lr from the step, before zero_grad", RATE)
+@idiom("Set lr from the step, after step", RATE)
 @idiom(
     "A schedule of momentum, betas or weight decay",
     RATE,
     "These values travel with the optimizer's state. Change them after `step`.",
 )
-def weight_decay_schedule(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+def settings_from_the_step(job: Job) -> None:
+    model = Each(before=mlp(), after=mlp(), decays=mlp())
+    inner = {
+        "before": torch.optim.SGD(model.models["before"].parameters(), lr=0.1, momentum=0.9),
+        "after": torch.optim.SGD(model.models["after"].parameters(), lr=0.1, momentum=0.9),
+        "decays": torch.optim.AdamW(model.models["decays"].parameters(), lr=1e-2),
+    }
+    manager = job.manager(*states(model=model, **inner))
+    ddp, optimizers = job.ddp(model), [job.optimizer(optimizer) for optimizer in inner.values()]
     while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-        for group in adamw.param_groups:
-            group["weight_decay"] = 0.01 * manager.current_step()
-            group["betas"] = (0.9, 0.9 + 0.0001 * manager.current_step())
+        inner["before"].param_groups[0]["lr"] = 0.1 / (1 + manager.current_step())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        errors(ddp, job.batch()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        inner["after"].param_groups[0]["lr"] = 0.1 / (1 + manager.current_step())
+        decayed = inner["decays"].param_groups[0]
+        decayed["weight_decay"] = 0.01 * manager.current_step()
+        decayed["betas"] = (0.9, 0.9 + 0.0001 * manager.current_step())

@@ -32,70 +32,50 @@ def loop(job: Job, model: nn.Module, inner: torch.optim.Optimizer) -> None:
     STATE,
     "Register the same keys in all groups, before the first step.",
 )
-def several_pairs(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = StepLR(adamw, 2)
-    manager = job.manager()
-    manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
-    manager.register_state_dict_fn("adamw", adamw.load_state_dict, adamw.state_dict)
-    manager.register_state_dict_fn("scheduler", scheduler.load_state_dict, scheduler.state_dict)
-    loop(job, model, adamw)
-
-
 @idiom("set_state_dict_fns, as older scripts of torchft have it", STATE)
-def set_state_dict_fns(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager()
-    load, get = states(model=model, adamw=adamw)
-    manager.set_state_dict_fns(load, get)
-    loop(job, model, adamw)
-
-
 @idiom(
     "State functions that return copies on the host",
     STATE,
     "This costs a copy in each step in which a group may need the state.",
 )
-def host_copies(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    load, get = states(model=model, adamw=adamw)
-    job.manager(load, lambda: copy.deepcopy(get()))
-    loop(job, model, adamw)
-
-
 @idiom("DDP's own state_dict, with `module.` in its names", STATE, "Use the same names in all groups.")
-def ddp_state_dict(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    wrapped: list[nn.Module] = []
-
-    def load_state_dict(state: dict[str, Any]) -> None:
-        wrapped[0].load_state_dict(state["model"])
-        adamw.load_state_dict(state["adamw"])
-
-    job.manager(load_state_dict, lambda: {"model": wrapped[0].state_dict(), "adamw": adamw.state_dict()})
-    wrapped.append(job.ddp(model))
-    optimizer = job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(wrapped[0], job.batch()).backward()
-        optimizer.step()
-
-
 @idiom("The wrapper's state_dict instead of the optimizer's", STATE)
-def wrapper_state_dict(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(model.load_state_dict, model.state_dict)
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    manager.register_state_dict_fn("optimizer", optimizer.load_state_dict, optimizer.state_dict)
+@idiom("get_model_state_dict of DCP, with the optimizer's own state_dict", STATE)
+def each_way_to_register(job: Job) -> None:
+    """Each for a model of its own, and each optimizer in its own."""
+    names = ("pairs", "copied", "of_ddp", "of_dcp")
+    models = {name: mlp() for name in names}
+    adamws = {name: torch.optim.AdamW(model.parameters(), lr=1e-2) for name, model in models.items()}
+    scheduler = StepLR(adamws["pairs"], 2)
+    manager = job.manager()
+    ddps = {name: job.ddp(model) for name, model in models.items()}
+    optimizers = {name: job.optimizer(adamw) for name, adamw in adamws.items()}
+
+    load, get = states(model=models["copied"], adamw=adamws["copied"])
+    manager.set_state_dict_fns(load, lambda: copy.deepcopy(get()))
+    manager.register_state_dict_fn("model", models["pairs"].load_state_dict, models["pairs"].state_dict)
+    manager.register_state_dict_fn("adamw", adamws["pairs"].load_state_dict, adamws["pairs"].state_dict)
+    manager.register_state_dict_fn("scheduler", scheduler.load_state_dict, scheduler.state_dict)
+    manager.register_state_dict_fn("of_ddp", ddps["of_ddp"].load_state_dict, ddps["of_ddp"].state_dict)
+    wrapper = optimizers["of_ddp"]
+    manager.register_state_dict_fn("of_wrapper", wrapper.load_state_dict, wrapper.state_dict)
+
+    def load_by_dcp(state: dict[str, Any]) -> None:
+        dcp_state.set_model_state_dict(models["of_dcp"], state["model"])
+        adamws["of_dcp"].load_state_dict(state["adamw"])
+
+    def get_by_dcp() -> dict[str, Any]:
+        return {"model": dcp_state.get_model_state_dict(models["of_dcp"]), "adamw": adamws["of_dcp"].state_dict()}
+
+    manager.register_state_dict_fn("of_dcp", load_by_dcp, get_by_dcp)
     while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+        for optimizer in optimizers.values():
+            optimizer.zero_grad()
+        batch = job.batch()
+        for ddp in ddps.values():
+            error(ddp, batch).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
 
 
 @idiom(
@@ -223,19 +203,6 @@ def dcp_state_dict(job: Job) -> None:
         return {"model": model_state, "optim": optim_state}
 
     job.manager(load_state_dict, state_dict)
-    loop(job, model, adamw)
-
-
-@idiom("get_model_state_dict of DCP, with the optimizer's own state_dict", STATE)
-def dcp_model_state_dict(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def load_state_dict(state: dict[str, Any]) -> None:
-        dcp_state.set_model_state_dict(model, state["model"])
-        adamw.load_state_dict(state["adamw"])
-
-    job.manager(load_state_dict, lambda: {"model": dcp_state.get_model_state_dict(model), "adamw": adamw.state_dict()})
     loop(job, model, adamw)
 
 

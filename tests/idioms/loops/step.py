@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import error, mlp
+from idioms.models import Each, error, errors, mlp
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ STEP = Category.STEP
 def train(
     job: Job, make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], **ddp_options: Any
 ) -> None:
-    """The loop of the README, for loops that differ in the optimizer alone."""
+    """The loop of the README, with another optimizer or other options of DDP."""
     model = mlp()
     inner = make_optimizer(model.parameters())
     job.manager(*states(model=model, optimizer=inner))
@@ -48,82 +49,63 @@ def three_groups(job: Job) -> None:
     train(job, lambda parameters: torch.optim.Adam(parameters, lr=1e-2))
 
 
-@idiom("SGD with Nesterov momentum", STEP)
-def nesterov(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True))
-
-
-@idiom("Adam with amsgrad", STEP)
-def amsgrad(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True))
-
-
-@idiom("RMSprop, centred, with momentum", STEP)
-def rmsprop(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, centered=True, momentum=0.5))
-
-
-@idiom("Adagrad", STEP)
-def adagrad(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.Adagrad(parameters, lr=1e-1))
-
-
-@idiom("NAdam", STEP)
-def nadam(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.NAdam(parameters, lr=1e-2))
-
-
-@idiom("foreach=True", STEP)
-def foreach(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True))
-
-
-@idiom("fused=True", STEP)
-def fused(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True))
-
-
-@idiom("A learning rate that is a tensor", STEP)
-def tensor_lr(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False))
-
-
-@idiom("maximize=True, weight decay, dampening", STEP)
-def maximize(job: Job) -> None:
-    train(
-        job,
-        lambda parameters: torch.optim.SGD(
-            parameters, lr=1e-3, momentum=0.9, dampening=0.1, weight_decay=0.1, maximize=True
-        ),
-    )
-
-
 @idiom("Gradients as views of DDP's buckets (gradient_as_bucket_view)", STEP)
-def bucket_views(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), gradient_as_bucket_view=True)
-
-
 @idiom("Small buckets (bucket_cap_mb)", STEP, "Use the same size in all groups.")
-def small_buckets(job: Job) -> None:
-    train(job, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2), bucket_cap_mb=1e-4)
+def bucket_options(job: Job) -> None:
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    train(job, adamw, gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
 
 
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 1e-3, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    parameter.sub_(momentum.lerp(parameter.grad, 0.1).sign(), alpha=group["lr"])
+                    momentum.lerp_(parameter.grad, 1 - group["beta"])
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-2, centered=True, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-1),
+    "nadam": partial(torch.optim.NAdam, lr=1e-2),
+    "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "maximize": partial(torch.optim.SGD, lr=1e-3, momentum=0.9, dampening=0.1, weight_decay=0.1, maximize=True),
+    "own": Lion,
+}
+
+
+@idiom("SGD with Nesterov momentum", STEP)
+@idiom("Adam with amsgrad", STEP)
+@idiom("RMSprop, centred, with momentum", STEP)
+@idiom("Adagrad", STEP)
+@idiom("NAdam", STEP)
+@idiom("foreach=True", STEP)
+@idiom("fused=True", STEP)
+@idiom("A learning rate that is a tensor", STEP)
+@idiom("maximize=True, weight decay, dampening", STEP)
 @idiom("An optimizer class of your own", STEP)
-def own_optimizer(job: Job) -> None:
-    class Lion(torch.optim.Optimizer):
-        def __init__(self, params: Iterable[nn.Parameter]) -> None:
-            super().__init__(params, {"lr": 1e-3, "beta": 0.9})
-
-        @torch.no_grad()
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                        parameter.sub_(momentum.lerp(parameter.grad, 0.1).sign(), alpha=group["lr"])
-                        momentum.lerp_(parameter.grad, 1 - group["beta"])
-
-    train(job, Lion)
+def each_optimizer(job: Job) -> None:
+    model = Each(**{name: mlp() for name in (*OPTIMIZERS, "tensor_lr")})
+    inner = {name: make(model.models[name].parameters()) for name, make in OPTIMIZERS.items()}
+    # Not in the table above: each group has a tensor of its own.
+    inner["tensor_lr"] = torch.optim.AdamW(model.models["tensor_lr"].parameters(), lr=torch.tensor(1e-2), foreach=False)
+    job.manager(*states(model=model, **inner))
+    ddp, optimizers = job.ddp(model), [job.optimizer(optimizer) for optimizer in inner.values()]
+    while job.goes_on():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        errors(ddp, job.batch()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 @idiom(

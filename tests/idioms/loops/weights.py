@@ -16,71 +16,43 @@ WEIGHTS = Category.WEIGHTS
 
 
 @idiom("An exponential average of the weights (EMA)", WEIGHTS)
-def ema(job: Job) -> None:
-    model = mlp()
-    average = copy.deepcopy(model).requires_grad_(False)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, average=average, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        before = manager.current_step()
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-        if manager.current_step() > before:
-            for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
-                kept.lerp_(parameter.detach(), 0.1)
-
-
+@idiom("AveragedModel with use_buffers and foreach averaging", WEIGHTS)
 @idiom(
     "EMA in every iteration, counted or not",
     WEIGHTS,
     "It also averages after a discarded step, equally in all groups.",
 )
-def ema_in_every_iteration(job: Job) -> None:
-    model = mlp()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, average=average, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-        average.update_parameters(model)
-
-
 @idiom(
     "EMA where the trainer drops what optimizer.step() returns (accelerate, Composer, timm)",
     WEIGHTS,
     "Ask `manager.last_step_counted()`.",
 )
-def ema_where_the_answer_is_dropped(job: Job) -> None:
+def ema(job: Job) -> None:
     model = mlp()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, average=average, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    averages = nn.ModuleDict(
+        {
+            "by_hand": copy.deepcopy(model).requires_grad_(False),
+            "of_torch": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True),
+            "always": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+            "asks": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        }
+    )
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, averages=averages, adamw=adamw))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
     while job.goes_on():
+        before = manager.current_step()
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
-        optimizer.step()
+        counts = optimizer.step()
+        if manager.current_step() > before:
+            for kept, parameter in zip(averages["by_hand"].parameters(), model.parameters(), strict=True):
+                kept.lerp_(parameter.detach(), 0.1)
+        if counts:
+            averages["of_torch"].update_parameters(model)
+        averages["always"].update_parameters(model)
         if manager.last_step_counted():
-            average.update_parameters(model)
-
-
-@idiom("AveragedModel with use_buffers and foreach averaging", WEIGHTS)
-def averaged_model(job: Job) -> None:
-    model = mlp()
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, average=average, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        if optimizer.step():
-            average.update_parameters(model)
+            averages["asks"].update_parameters(model)
 
 
 @idiom("Stochastic weight averaging: AveragedModel and SWALR from a step on", WEIGHTS)
@@ -206,6 +178,9 @@ def target_network(job: Job) -> None:
     WEIGHTS,
     "Evaluate whenever you like, in any group.",
 )
+@idiom("Evaluate through DDP under no_grad", WEIGHTS)
+@idiom("Evaluate between zero_grad and the forward pass", WEIGHTS, "The evaluation overlaps with finding the quorum.")
+@idiom("deepcopy of the model, to evaluate it elsewhere", WEIGHTS)
 def evaluate(job: Job) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -214,42 +189,19 @@ def evaluate(job: Job) -> None:
     while job.goes_on():
         ddp.train()
         optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-        if manager.current_step() % 2 == 0:
-            ddp.eval()
-            with torch.inference_mode():
-                error(ddp.module, job.batch()).item()
-
-
-@idiom("Evaluate through DDP under no_grad", WEIGHTS)
-def evaluate_through_ddp(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
+        with torch.no_grad():
+            error(model, job.batch()).item()
         error(ddp, job.batch()).backward()
         optimizer.step()
         ddp.eval()
         with torch.no_grad():
             error(ddp, job.batch()).item()
-        ddp.train()
-
-
-@idiom("Evaluate between zero_grad and the forward pass", WEIGHTS, "The evaluation overlaps with finding the quorum.")
-def evaluate_within_step(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
+        if manager.current_step() % 2 == 0:
+            with torch.inference_mode():
+                error(ddp.module, job.batch()).item()
+        other = copy.deepcopy(model).double()
         with torch.no_grad():
-            error(model, job.batch()).item()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+            other(job.batch()[0].double())
 
 
 @idiom(
@@ -270,21 +222,6 @@ def evaluate_in_one_group(job: Job) -> None:
         if job.group == 0 and manager.current_step() % 2 == 0:
             with torch.no_grad():
                 error(model, job.batch()).item()
-
-
-@idiom("deepcopy of the model, to evaluate it elsewhere", WEIGHTS)
-def deepcopy_model(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
-        other = copy.deepcopy(model).double()
-        with torch.no_grad():
-            other(job.batch()[0].double())
 
 
 @idiom("Keep the best weights so far", WEIGHTS, "Register them. Decide by a value that is averaged over the groups.")
