@@ -30,15 +30,9 @@ while manager.current_step() < 2:
     optimizer.zero_grad()
     wrapped(torch.ones(3, 4)).square().mean().backward()
     optimizer.step()
-"""
-
-SAVES = """
 checkpointer = Checkpointer(sys.argv[1], manager=manager, timeout=timedelta(seconds=60))
 checkpointer.save().result(60)
 checkpointer.shutdown()
-"""
-
-ENDS = """
 manager.shutdown()
 lighthouse.shutdown()
 """
@@ -61,52 +55,32 @@ DCP = """
 import torch, torchft_ckpt
 import torch.distributed.checkpoint as dcp
 
-dcp.save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1], no_dist=True)
+dcp.save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1] + "/dcp", no_dist=True)
 state = {"w": torch.zeros(3)}
-assert not [name for name in sys.modules if name.startswith("torchft_ckpt.integrations")]
-torchft_ckpt.load_checkpoint(sys.argv[1], state)
+assert "torchft_ckpt.integrations.dcp.reader" not in sys.modules
+torchft_ckpt.load_checkpoint(sys.argv[1] + "/dcp", state)
 assert state["w"].tolist() == [1, 1, 1]
 """
 
 
-def imported_by(program: str, *arguments: str) -> set[str]:
-    """Run a program in a fresh interpreter; return the modules of `integrations` that it has imported at its end."""
+@pytest.mark.processes
+def test_what_ties_this_library_to_others_is_imported_when_it_is_needed_and_not_before(tmp_path: Path) -> None:
+    """In one fresh interpreter, which says after each part what it has imported."""
+    program = FOUND.join([f"import sys\n{JOB}", XLA, "from torchft_ckpt import *", DCP, ""])
     done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{program}{FOUND}", *arguments],
+        [sys.executable, "-c", program, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=PACKAGE.parent,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2500:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    return {name.removeprefix("torchft_ckpt.integrations").removeprefix(".") for name in line.split()[1:]}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "program",
-    [
-        "from torchft_ckpt import *",
-        "import torchft_ckpt.checkpointing, torchft_ckpt.checkpointer, torchft_ckpt.manager",
-    ],
-)
-def test_importing_the_library_imports_no_integration(program: str) -> None:
-    found = imported_by(program)
+    prefix = "torchft_ckpt.integrations"
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    found = [{name.removeprefix(prefix).removeprefix(".") for name in line} for line in lines]
+    of_job, of_xla, of_all_names, of_dcp = found
+    assert of_job == set(), "a job that trains and saves durable checkpoints needs none"
+    assert of_xla == {"", "xla"}, "the first tensor on such a device finds its adapter"
     # The planners and the peer reader are public names of the package, so `*` asks for them.
-    assert found == (set() if "*" not in program else found - {"xla", "dcp.reader"})
-
-
-@pytest.mark.processes
-def test_a_job_that_trains_and_saves_durable_checkpoints_imports_none(tmp_path: Path) -> None:
-    assert imported_by(JOB + SAVES + ENDS, str(tmp_path)) == set()
-
-
-@pytest.mark.processes
-def test_the_first_tensor_on_an_xla_device_finds_its_adapter() -> None:
-    assert imported_by(XLA) == {"", "xla"}
-
-
-@pytest.mark.processes
-def test_a_directory_of_dcp_finds_its_reader(tmp_path: Path) -> None:
-    assert "dcp.reader" in imported_by(DCP, str(tmp_path / "checkpoint"))
+    assert "dcp.peer_reader" in of_all_names and "dcp.reader" not in of_all_names
+    assert "dcp.reader" in of_dcp, "a directory of DCP finds its reader"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -18,10 +16,9 @@ import faulty_proxy
 import pytest
 import torch
 from faulty_proxy import Answer, AnswerFault, FaultyProxy, Gate, ScriptedProxy, Wire, pass_on
-from support.processes import start
+from support.source_process import start_source
 from support.sources import BLOCK, make_transport
 from support.thoroughness import by_default
-from test_transfer_processes import SOURCE
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
@@ -369,12 +366,11 @@ def test_the_deadline_is_one_for_all_sources_together(scene):
 
 
 @pytest.mark.processes
-def test_a_source_process_that_is_killed_midway_is_replaced_by_the_other():
-    small_blocks = SOURCE.replace("HTTPTransport(", "HTTPTransport(block_bytes=16384, ")
-    process = start([sys.executable, "-c", small_blocks], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def test_a_source_process_that_is_killed_midway_is_replaced_by_the_other(tmp_path):
+    process, url = start_source(tmp_path / "log", 16384)
     other = make_transport(block_bytes=16384)
     other.send_checkpoint([1], 3, example_state(3), timedelta(minutes=1))
-    urls = [process.stdout.readline().strip(), other.metadata()]  # type: ignore[union-attr]
+    urls = [url, other.metadata()]
     ports = [parse_metadata(url).port for url in urls]
     killed = threading.Event()
 
@@ -397,7 +393,7 @@ def test_a_source_process_that_is_killed_midway_is_replaced_by_the_other():
         destination.shutdown()
         other.shutdown()
         process.kill()
-        process.communicate(timeout=30)
+        process.wait(30)
     assert differences(state, example_state(3)) == []
     assert killed.is_set()
 

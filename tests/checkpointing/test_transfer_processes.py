@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
-from support.processes import start
+from support.nursery import Forked
+from support.source_process import start_source
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.errors import SourceLostError, TransferStalledError
@@ -17,31 +17,16 @@ from torchft_ckpt.testing.transport_conformance import differences, example_stat
 
 pytestmark = pytest.mark.processes
 LONG = timedelta(seconds=30)
-SOURCE = """
-import sys
-from datetime import timedelta
-from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.testing.transport_conformance import example_state
-transport = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
-transport.send_checkpoint([1], 3, example_state(3), timedelta(seconds=60))
-print(transport.metadata(), flush=True)
-sys.stdin.read()
-transport.shutdown()
-"""
 
 
 @pytest.fixture
-def source() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    process = start([sys.executable, "-c", SOURCE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
+def source(tmp_path: Path) -> Iterator[tuple[Forked, str]]:
+    process, url = start_source(tmp_path / "log")
     try:
-        yield process, process.stdout.readline().strip()
+        yield process, url
     finally:
-        process.send_signal(signal.SIGCONT)
-        process.stdin.close()
-        process.stdout.close()
-        if process.wait(30) not in (0, -signal.SIGKILL):
-            pytest.fail(f"the source ended with {process.returncode}")
+        process.kill()
+        process.wait(30)
 
 
 @pytest.fixture

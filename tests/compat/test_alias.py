@@ -34,8 +34,12 @@ def printed(*arguments: str, path: Path | None = None) -> str:
 
 
 def test_every_class_exists_once_whichever_name_is_imported_first() -> None:
+    """By the hook for Ray's workers, which takes no arguments and may run twice."""
     program = """
-import torchft_ckpt.compat.torchft, sys
+import sys
+from torchft_ckpt.compat.torchft import install
+install()
+install()
 assert "torch" not in sys.modules
 from torchft.checkpointing.http_transport import HTTPTransport
 import torchft, torchft.optim, torchft._torchft
@@ -83,9 +87,9 @@ def test_torchft_itself_beside_us_is_not_imported_and_is_an_error_if_it_was(tmp_
 
 SCRIPT = """
 import sys, torchft, beside
-from torchft.optim import OptimizerWrapper
+from torchft.coordination import LighthouseServer
 if __name__ == "__main__":
-    assert sys.modules["__main__"].OptimizerWrapper is OptimizerWrapper
+    assert sys.modules["__main__"].LighthouseServer is LighthouseServer
     print(torchft.__name__, beside.NAME, sys.argv[1:], __file__.endswith("script.py"))
 """
 
@@ -149,9 +153,3 @@ def test_torchrun_runs_a_script_so(scripts: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     out = printed(*launcher, "-m", "torchft_ckpt.compat.torchft", str(scripts / "script.py"), "--steps", "3")
     assert out == "torchft_ckpt beside ['--steps', '3'] True\n"
-
-
-def test_the_hook_for_rays_workers_takes_no_arguments_and_may_run_twice() -> None:
-    printed(
-        "-c", "from torchft_ckpt.compat.torchft import install\ninstall()\ninstall()\nimport torchft; torchft.Manager"
-    )
