@@ -8,8 +8,6 @@ import os
 import queue
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -163,7 +161,7 @@ class Job:
 
 
 class LighthouseProcess:
-    """`python -m torchft_ckpt lighthouse` as a process, at a port that stays its own when it is dead."""
+    """The command `lighthouse` as a process, at a port that stays its own when it is dead."""
 
     def __init__(self, *, min_replicas: int = 2, heartbeat_timeout_ms: int = 1000) -> None:
         self.options = ["--min-replicas", str(min_replicas), "--heartbeat-timeout-ms", str(heartbeat_timeout_ms)]
@@ -173,25 +171,24 @@ class LighthouseProcess:
         self._start()
 
     def _start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "torchft_ckpt", "lighthouse", *self.options, "--bind", f"127.0.0.1:{self.port}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
+        errors, writable = os.pipe()
+        arguments = ["lighthouse", *self.options, "--bind", f"127.0.0.1:{self.port}"]
+        try:
+            self.process = Forked(Path(__file__).with_name("command_line.py"), arguments, dict(os.environ), writable)
+        finally:
+            os.close(writable)
         line = self.process.stdout.readline()
         match = re.search(r"http://([\d.]+):(\d+)", line)
         assert match, f"lighthouse did not start: {line!r}"
         self.address = f"{match[1]}:{match[2]}"
         self.log: list[str] = []
         note("lighthouse", self.process, lambda: "".join(self.log))
-        self._reader = threading.Thread(target=self._read, args=(self.process,), daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(errors,), daemon=True)
         self._reader.start()
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stderr is not None
-        self.log.extend(process.stderr)
+    def _read(self, errors: int) -> None:
+        with os.fdopen(errors) as lines:
+            self.log.extend(lines)
 
     def kill(self) -> None:
         self.process.kill()
