@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import get_args
 
 import msgspec
@@ -53,6 +54,12 @@ SHOWN = st.builds(
     common=DIGESTS,
     open=st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
 )
+
+
+@cache
+def any_of(union: object) -> st.SearchStrategy[object]:
+    """Made once: to make and look through the strategies of all fields takes longer than to draw from them."""
+    return st.one_of([strategy(kind) for kind in get_args(union)])
 
 
 def strategy(message: type) -> st.SearchStrategy[object]:
@@ -134,7 +141,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
 @settings(max_examples=by_default(40, thorough=100), deadline=None)
 @given(data=st.data())
 def test_every_message_comes_out_as_it_went_in(union: object, decode: object, data: st.DataObject) -> None:
-    message = data.draw(st.one_of([strategy(kind) for kind in get_args(union)]))
+    message = data.draw(any_of(union))
     assert decode(encode(message), "peer") == message  # type: ignore[operator]
 
 
