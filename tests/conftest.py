@@ -1,4 +1,5 @@
-"""For all tests: one that fails is named at once and shows the last lines of its processes; unknown names are looked up quickly.
+"""For all tests: one that fails is named at once and shows the last lines of its processes; unknown names are looked up quickly;
+the longest begin first.
 
 Drawn examples have no deadline: on a busy machine any of them may take long. They are the same in each run that is not thorough.
 
@@ -47,6 +48,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     terminal = session.config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(session.config, "workerinput"):
         session.config.pluginmanager.register(FailuresAtOnce(terminal))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin the share of each process (xdist deals equal ones) with some of the longest: the last one would hold up the end."""
+    if not hasattr(config, "workerinput"):
+        return
+    num_shares = config.workerinput["workercount"]
+    longest = [item for item in items if item.get_closest_marker("longest")]
+    others = [item for item in items if not item.get_closest_marker("longest")]
+    dealt: list[pytest.Item] = []
+    for number in range(num_shares):
+        share, first = (len(items) - len(dealt)) // (num_shares - number), longest[number::num_shares]
+        num_others = max(share - len(first), 0)
+        dealt += [*first, *others[:num_others]]
+        del others[:num_others]
+    items[:] = dealt
 
 
 @pytest.hookimpl(hookwrapper=True)
