@@ -278,6 +278,33 @@ def test_leaves_that_are_equal_after_a_discarded_step_are_not_common_before_one_
     assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
 
 
+def test_who_is_equal_before_its_first_step_has_no_voice_yet() -> None:
+    """So an outer loop's groups are compared, before their loops have made anything of what they have loaded."""
+    job = Job(least=1)
+    a, b = members = [job.join(name) for name in "ab"]
+    a.replica.restore(5)
+    for member in members:
+        member.asks()
+    b.loads()
+    ask(members, "xx")
+    assert roles(members) == [Role.HEALTHY] * 2
+    for member in members:
+        member.votes()
+    ask(members, "xx", n="12")
+    assert told_to_load(members) == {"b": {"a"}}, "its loop may have read another step before it had the state"
+
+
+def test_leaves_that_one_group_shows_by_itself_are_compared_when_all_have_shown_theirs() -> None:
+    _, members = at_work("ab")
+    members[0].asks(shows="x", late="1")
+    members[1].asks()
+    for member in members:
+        member.votes()
+    assert {member.replica.shows for member in members} == {Shows.SAMPLES}
+    ask(members, "xx", late="11")
+    assert [member.formed.common for member in members if member.formed] == [["late"]] * 2
+
+
 def test_a_group_that_came_in_is_given_an_unknown_leaf_once() -> None:
     job = Job(least=1)
     a = job.join("a")

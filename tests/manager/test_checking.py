@@ -122,6 +122,25 @@ def test_of_a_scripts_own_leaves_those_may_count_that_move_with_rounds_and_stand
     assert [name for name in sorted(of) if known.may_count(of[name])] == ["average"]
 
 
+def test_a_leaf_that_moves_with_each_third_round_is_news_once_and_one_that_moves_in_inner_steps_never() -> None:
+    known, state, news = KnownLeaves(), {"average": 0, "best": 9.0}, []
+    for number in range(1, 8):
+        known.look(leaves_to_compare(state, []), asks=False)
+        state["best"] -= number % 2  # in the inner steps of each second round
+        known.look(leaves_to_compare(state, []), asks=True)
+        news.append(known.has_news)
+        known.has_news = False  # it is shown
+        state["average"] += number % 3 == 0
+        state["best"] -= number == 6  # as the round ends
+    assert news == [False, False, False, True, False, False, False]
+    assert known.moved == {"average"}
+    known.look(leaves_to_compare(state, []), asks=False)
+    known.forget_round()
+    state["average"] = 9  # a state is loaded
+    known.look(leaves_to_compare(state, []), asks=True)
+    assert known.moved == {"average"} and not known.has_news
+
+
 def test_digests_tell_dtypes_shapes_and_signs_of_zero_apart() -> None:
     ones = torch.ones(4)
     others = [ones.double(), ones.view(2, 2), ones.int(), -ones, torch.zeros(4), -torch.zeros(4), ones.bfloat16()]

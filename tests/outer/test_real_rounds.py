@@ -81,6 +81,29 @@ def test_an_average_that_a_script_moves_with_the_rounds_is_equal_after_kills_how
     assert not asks or sum(report["corrected"] for report in reports) == 0
 
 
+def test_what_a_script_moves_with_the_rounds_is_compared_as_before_when_the_lighthouse_was_started_again(
+    tmp_path: Path,
+) -> None:
+    lighthouse = LighthouseProcess()
+    with outer_job(tmp_path, average="moved", lighthouse=lighthouse) as job:
+        groups = start_three(job)
+        for group in groups:
+            group.wait_for_step(3)
+        lighthouse.kill()
+        lighthouse.restart()
+        step = max(group.steps()[-1]["step"] for group in groups)
+        for group in groups:
+            group.wait_for_step(step + 2)
+        groups[1].kill()
+        again = job.start("group_1")[0]
+        again.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
+        reports = job.finish(ahead=4)
+    assert_equal_ends(reports)
+    assert_equal_rounds([*groups, again])
+    assert again.wait_for_event("done")["corrected"] == 1
+    assert sum(report["corrected"] for report in reports) == 1
+
+
 def test_a_discarded_round_takes_its_fragment_back_in_all_survivors_alike(tmp_path: Path) -> None:
     with outer_job(tmp_path, round_retries=0) as job:
         groups = start_three(job, victim=1, die={"groups": 3, "at": "allreduce"})

@@ -324,9 +324,10 @@ def test_a_group_that_begins_slowly_gets_the_state_of_the_first_quorum_from_a_so
         lighthouse.shutdown()
 
 
+@pytest.mark.parametrize("is_early", [False, True], ids=["after the first round", "before it"])
 @pytest.mark.parametrize("case", [Case("diloco"), Case("diloco", delay=1), Case("local_sgd")], ids=str)
 def test_a_script_that_moves_what_the_groups_agreed_on_loads_theirs_before_its_next_round(
-    case: Case, caplog: pytest.LogCaptureFixture
+    case: Case, is_early: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Group 1 overwrites the global parameters when it has come in. The round after that begins with the others' there, too."""
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000)
@@ -336,15 +337,16 @@ def test_a_script_that_moves_what_the_groups_agreed_on_loads_theirs_before_its_n
         try:
             with script.loop:
                 script.model(torch.zeros(1, 4))
+                held = list(script.loop.state_dict()["original_parameters"][0].values())
+                num_iterations = 0
                 while (step := script.manager.current_step()) < 5:
-                    script.iterate()
-                    if script.manager.current_step() == step:
-                        continue
-                    held = list(script.loop.state_dict()["original_parameters"][0].values())
-                    agreed_on[step + 1] = bits(held)
-                    if number == 1 and step == 0:
+                    if number == 1 and num_iterations == (1 if is_early else SYNC_EVERY):
                         with script.manager.state_dict_lock.write():
                             held[0].zero_()
+                    script.iterate()
+                    num_iterations += 1
+                    if script.manager.current_step() > step:
+                        agreed_on[step + 1] = bits(held)
             return agreed_on, script.manager.statistics().num_corrected
         finally:
             script.manager.shutdown()
@@ -375,6 +377,51 @@ def test_a_script_that_lacks_a_round_loads_its_count_from_one_that_has_trained_a
     (step, rounds, num_corrected), last = there[max(here)], here[max(here)]
     assert (step, rounds, num_corrected) == (step, step, 0)
     assert last == (step, step, 1)
+
+
+class Nudged(Script):
+    """Counts its rounds, right but for once in group 1, when nobody has come in for long."""
+
+    rounds = 0
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "rounds": self.rounds}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        super()._load(state)
+        self.rounds = state["rounds"]
+
+    def iterate(self) -> None:
+        super().iterate()
+        if self.loop.round_counted():
+            self.rounds += 1
+            if self.manager.current_step() == 6 and self.manager.replica_id().startswith("group_1"):
+                self.rounds += 1
+
+
+@pytest.mark.parametrize("case", [Case("diloco"), Case("diloco", delay=1), Case("local_sgd")], ids=str)
+def test_votes_show_what_a_script_moves_with_the_rounds_so_a_group_that_differs_loads_it_without_any_event(
+    case: Case,
+) -> None:
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000)
+
+    def run(number: int) -> tuple[int, int]:
+        script = Nudged(lighthouse.address(), number, case)
+        try:
+            with script.loop:
+                script.model(torch.zeros(1, 4))
+                while script.manager.current_step() < 9:
+                    script.iterate()
+            return script.rounds, script.manager.statistics().num_corrected
+        finally:
+            script.manager.shutdown()
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            ends = [pool.submit(run, number) for number in range(2)]
+            assert [end.result(LONG_S) for end in ends] == [(9, 0), (9, 1)]
+    finally:
+        lighthouse.shutdown()
 
 
 def test_a_state_of_a_round_that_is_given_up_is_a_round_older_when_the_next_one_is_decided() -> None:

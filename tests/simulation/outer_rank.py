@@ -223,7 +223,7 @@ class OuterRank(Trainer):
             return
         turn = self._leave()
         patience_s = self._patience_s if contributes else 0.0
-        shown = self._shown() if contributes and self.replica.is_between_steps else []
+        shown = self._shown() if contributes else []
         self._waits = not contributes or bool(shown)
         self._digest = f"{self.held:x}" if contributes and self.replica.is_checked else ""
         request = self.replica.begin(

@@ -338,9 +338,9 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         self._snapshots.detach_all()
 
-    def retire_checkpoint(self, *, keeps_awaited: bool = False) -> None:
+    def retire_checkpoint(self, *, keeps_awaited: bool = False) -> bool:
         """Give nothing that is served now to receivers that come from now on. See `CheckpointTransport.retire_checkpoint`."""
-        self._snapshots.retire_all(keeps_awaited=keeps_awaited)
+        return self._snapshots.retire_all(keeps_awaited=keeps_awaited)
 
     def withdraw_checkpoint(self) -> None:
         """Return once the state may be mutated; nothing is copied for the receivers that it was sent to, who get an error."""

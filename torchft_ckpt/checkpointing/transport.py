@@ -107,7 +107,7 @@ class CheckpointTransport(Generic[T], ABC):
         Never waits for a peer or the network. May be called when nothing is served, and more than once.
         """
 
-    def retire_checkpoint(self, *, keeps_awaited: bool = False) -> None:
+    def retire_checkpoint(self, *, keeps_awaited: bool = False) -> bool:
         """Give nothing that is served now to receivers that come from now on: its name will be that of another send.
 
         Those who were sent to and have not received it are not waited for. Others, who have begun, go on. Returns at once. By
@@ -115,7 +115,11 @@ class CheckpointTransport(Generic[T], ABC):
 
         Args:
             keeps_awaited: leave alone what somebody receives, or was sent and has not come for.
+
+        Returns:
+            whether anything was left alone.
         """
+        return False
 
     def withdraw_checkpoint(self) -> None:
         """Return once the state may be mutated; whoever has not received it by now gets an error.

@@ -108,16 +108,25 @@ class StateServing:
                 raise  # a job whose state cannot be moved should say so when it starts
             logger.exception("%s cannot serve step %d", self._party, version.step)
 
-    def serve_shown(self, version: StateVersion, captured: StateToServe) -> None:
+    def serve_shown(self, version: StateVersion, captured: StateToServe, *, keeps_awaited: bool) -> bool:
         """Serve the state of now, which is shown, before its quorum, for replicas that turn out to hold another one.
 
         On the training thread, between two steps. Nothing is copied or staged before one comes, and nothing is kept for one that
         has not come when the state changes. What a quorum wants served is served anew.
+
+        Args:
+            keeps_awaited: do not serve it beside what is served under its name, if somebody receives that, or is to.
+
+        Returns:
+            whether it may be asked for.
         """
+        if keeps_awaited and self._transport.retire_checkpoint(keeps_awaited=True):
+            return False
         try:
             self._send(version, captured, [])
         except Exception:  # whatever a transport raises, it is the loss of those that come in
             logger.exception("%s cannot serve step %d before its quorum", self._party, version.step)
+        return True
 
     def serve_held(
         self, version: StateVersion, captured: StateToServe | None, counted: Sequence[Counted], num_held: int

@@ -6,6 +6,7 @@ all is to be shown.
 
 With every vote (`Glance`): a digest of optimizers' settings, and one of some samples of parameters and of optimizer state.
 Each step takes other samples, so all of them have their turn. They are read as the step begins, on a device without a wait.
+In an outer loop it is a digest of the common leaves that no optimizer owns, as they are captured for each exchange anyhow.
 
 Where a sample lies follows from the step alone, so that all groups take the same.
 """
@@ -84,10 +85,14 @@ class KnownLeaves:
     own: set[str] = field(default_factory=set)
     """Each group has its own."""
     moved: set[str] | None = None
-    """In an outer loop: those that moved with its rounds, and stood still in the inner steps of one. What moves in these is a
-    group's own, and of what has never moved (a loss scale) nobody knows. None: groups train together."""
+    """In an outer loop: those that moved with its rounds, and stood still in their inner steps. What moves in these is a group's
+    own, and of what has never moved (a loss scale) nobody knows. None: groups train together."""
     still: set[str] = field(default_factory=set)
-    """In an outer loop: those that stood still in the inner steps before the last exchange that was compared."""
+    """In an outer loop: those that stood still in the inner steps before the last exchange."""
+    has_news: bool = False
+    """One has moved of which nobody has found out whether it has to be equal: the next exchange shows it."""
+    _loose: set[str] = field(default_factory=set)
+    """Those that have moved in inner steps here."""
     _asked: dict[str, str | bytes] = field(default_factory=dict)
     _began: dict[str, str | bytes] = field(default_factory=dict)
     """The leaves as a round was asked for last, and as the first inner step after it was over."""
@@ -115,13 +120,19 @@ class KnownLeaves:
         if not asks:
             self._began = now
             return
+        moved = self.moved or set()
         if self._began:  # else the round is tried again
             self.still = {key for key in now if now[key] == self._began.get(key)}
-            self.moved = (self.moved or set()) | {
-                key for key in self.still if now[key] != self._asked.get(key, now[key])
-            }
-        self.moved = now.keys() & (self.moved or ())
+            self._loose |= self._began.keys() - self.still
+            new = {key for key in self.still - self._loose if now[key] != self._asked.get(key, now[key])}
+            self.has_news = self.has_news or not new <= moved | self.common | self.own
+            moved = (moved | new) - self._loose
+        self.moved = now.keys() & moved
         self._asked, self._began = now, {}
+
+    def forget_round(self) -> None:
+        """A state is loaded: what it moves has moved neither with a round nor in inner steps."""
+        self._began = {}
 
 
 def shown(
@@ -198,6 +209,11 @@ class Glance:
             for number, part in enumerate(parts):
                 add_sample(hasher, part, place_of(part, step, number))
             self._digest = hasher.hexdigest()
+
+    def take_leaves(self, step: int, leaves: Sequence[CheckedLeaf]) -> None:
+        """Look at what a script moves with the rounds of an outer loop, and all groups have alike as they exchange."""
+        self._words = "".join(f"{leaf.key} {_digest(leaf.value, step)};" for leaf in leaves)
+        self._is_copied, self._digest = None, ""
 
     def forget(self) -> None:
         """The step begins with a state that is not compared."""

@@ -494,6 +494,7 @@ class OwnState:
             "place": [self.place.num_ends_left, self.place.retries_left],
             "common": "\n".join(sorted(self.known.common)),
             "own": "\n".join(sorted(self.known.own)),
+            "moved": "\n".join(sorted(self.known.moved or ())),
         }
 
     def saved(self, step: int, *, is_before: bool = False) -> dict[str, int]:
@@ -505,7 +506,7 @@ class OwnState:
         batches = own.get("batches_committed", 0)
         if type(batches) is not int or not 0 <= batches < 2**63:
             return "a number of committed batches that is none"
-        if not all(isinstance(own.get(names, ""), str) for names in ("common", "own")):
+        if not all(isinstance(own.get(names, ""), str) for names in ("common", "own", "moved")):
             return "names of what groups have in common that are none"
         place = own.get("place", [0, 0])
         if not isinstance(place, list) or len(place) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in place):
@@ -516,9 +517,11 @@ class OwnState:
         """Take what `served` returned at the source; `Healing.wait` has checked it by `complaint_about`."""
         self.batches_committed = own.get("batches_committed", 0)
         self.place = RoundPlace(*own.get("place", ()))
-        self.known.common, self.known.own = (
-            set(filter(None, own.get(names, "").split("\n"))) for names in ("common", "own")
+        self.known.common, self.known.own, moved = (
+            set(filter(None, own.get(names, "").split("\n"))) for names in ("common", "own", "moved")
         )
+        self.known.moved = moved or self.known.moved
+        self.known.forget_round()
 
     def take_saved(self, state_dict: dict[str, int]) -> int:
         """Take what `saved` returned, and return the step.

@@ -472,29 +472,33 @@ class Steps:
         now, registry, began_at = self._client.view(), self._registry, time.monotonic()
         has_to_wait, has_to_capture = self._client.wants()
         # What a loop has written to is not the state any more with which the step begins.
-        is_comparable = not (self._is_at_end or self._has_written)
-        is_shown = now.shows is not Shows.NOTHING and self._may_show(wishes) and is_comparable
-        has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
-        has_to_wait = has_to_wait or self._is_at_end
+        is_comparable = not (self._is_at_end or self._has_written) and self._may_show(wishes)
+        is_told_to_show = now.shows is not Shows.NOTHING and is_comparable
         self._transport.advance_to(now.version.step)
         has_pending_request = self._transport.has_pending_request(now.version.step)
         can_capture_later = self._can_capture_later(wishes)
         # In an outer loop the script goes on at once: what is captured later would be of another place of it than it says.
         captures = has_to_capture or has_pending_request or registry.trains_apart
-        captures = ((captures and not can_capture_later) or is_shown) and not self._has_written
+        captures = ((captures and not can_capture_later) or is_told_to_show) and not self._has_written
         captured = registry.capture_to_serve() if captures else None
         is_compared = now.version.proven and wishes.contributes and not self._has_written
         is_new = now.is_checked or now.shows is not Shows.NOTHING
         leaves: list[CheckedLeaf] = []
         is_looked_at = now.version.proven and registry.trains_apart and not registry.is_explicitly_locked
-        if is_shown or is_looked_at or (is_compared and (is_new or self._check.is_due(now.version.step))):
+        if is_told_to_show or is_looked_at or (is_compared and (is_new or self._check.is_due(now.version.step))):
             leaves = registry.leaves_to_compare(None if captured is None else captured.returned)
         if is_looked_at:
             self._own.known.look(leaves, asks=True)
+        is_shown = is_told_to_show or (self._own.known.has_news and is_comparable and now.version.proven)
+        has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
+        has_to_wait = has_to_wait or self._is_at_end
         parts: list[StateShown] = []
         if is_shown and captured is not None:
             parts = [self._show(leaves, now)]
-            self._serving.serve_shown(now.version, captured)
+            self._own.known.has_news = False
+            # Where an outer loop begins, others may still receive the state as it was then.
+            if not self._serving.serve_shown(now.version, captured, keeps_awaited=not self._follows_decision):
+                captured = None
         # What is shown whole is compared before the step.
         is_new = now.is_checked or (is_new and not (parts and not parts[0].is_sampled))
         self._look_at(now, leaves, is_compared=is_compared, is_new=is_new)
@@ -511,13 +515,16 @@ class Steps:
         return has_to_wait, prepared, parts
 
     def first_inner_step(self) -> None:
-        """See what of the script's own state moves with the rounds of its outer loop, if the next one shows it."""
-        if self._client.view().shows is not Shows.NOTHING and not self._registry.is_explicitly_locked:
+        """See what of the script's own state moves with the rounds of its outer loop, and what in their inner steps."""
+        if not self._registry.is_explicitly_locked:
             self._own.known.look(self._registry.leaves_to_compare(), asks=False)
 
     def _look_at(self, now: ReplicaView, leaves: Sequence[CheckedLeaf], *, is_compared: bool, is_new: bool) -> None:
         """Have what the vote shows read of the state with which the step begins."""
-        if is_compared:
+        if is_compared and self._registry.trains_apart:
+            common = [leaf for leaf in leaves if leaf.key in self._own.known.common]
+            self._check.glance.take_leaves(now.version.step, common)
+        elif is_compared:
             self._registry.glance(self._check.glance, now.version.step)
         else:
             self._check.glance.forget()
@@ -527,18 +534,16 @@ class Steps:
             self._check.forget()
 
     def _may_show(self, wishes: StepWishes) -> bool:
-        """Whether what is here can be compared before the quorum, and loaded then where it differs.
-
-        An outer loop asks for the quorum of its first round with a state that others may still receive, as it was before.
-        """
+        """Whether what is here can be compared before the quorum, and loaded then where it differs."""
         registry = self._registry
         in_loop = registry.is_used_by_loops and wishes.waits is None and not self._has_computed
-        can_load = in_loop or (registry.trains_apart and self._follows_decision)
+        can_load = in_loop or registry.trains_apart
         return can_load and self._transport.uses_memory_of_state and wishes.contributes and not registry.is_empty
 
     def _show(self, leaves: Sequence[CheckedLeaf], now: ReplicaView) -> StateShown:
         size = self._rank_config.group_world_size
-        return shown(leaves, self._own.known, now.version.step, now.shows, group_world_size=size)
+        shows = Shows.SAMPLES if now.shows is Shows.NOTHING else now.shows
+        return shown(leaves, self._own.known, now.version.step, shows, group_world_size=size)
 
     def _ask(
         self,

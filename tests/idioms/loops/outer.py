@@ -525,6 +525,22 @@ def averaged_if_step_moved(job: Job) -> None:
 
 
 @idiom(
+    "Averaged weights, moved with each third round, by current_step()",
+    OUTER,
+    f"A group that comes back with such a round lacks it, and loads the others' average before its next round. {ASKS}",
+    was="it was compared if it moved in one of the rounds in which groups are compared, and nothing was said",
+    says=DIFFERED,
+    compare="groups",
+)
+def averaged_each_third_round(job: Job) -> None:
+    def follow(followed: Followed, _loop: Any, _inner: Any, model: nn.Module, _step: int) -> None:
+        if job.step % 3 == 0:
+            followed.update(model.parameters())
+
+    followed_loop(job, follow, asks=False)
+
+
+@idiom(
     "Streaming DiLoCo with a delay, and averages that move if `inner.step()` has moved current_step()",
     OUTER,
     f"As with one fragment. {ASKS}",

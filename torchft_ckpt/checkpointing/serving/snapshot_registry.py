@@ -222,8 +222,10 @@ class SnapshotRegistry:
             else:
                 snapshot.detach()
 
-    def retire_all(self, *, keeps_awaited: bool = False) -> None:
+    def retire_all(self, *, keeps_awaited: bool = False) -> bool:
         """Give no snapshot to new receivers; close those of a step for which nobody waits any more. Nothing is copied.
+
+        Return whether any was left alone.
 
         Args:
             keeps_awaited: leave those alone that somebody receives, or was told to come for.
@@ -235,8 +237,10 @@ class SnapshotRegistry:
             for lease in retired:
                 lease.is_retired = True
             over = [lease.snapshot for lease in retired if lease.snapshot.is_of_its_step_alone]
+            is_any_left = len(retired) < len(self._leases)
         for snapshot in over:
             snapshot.close()
+        return is_any_left
 
     def lapse(self, silent_since: float) -> None:
         """End the leases of receivers that have not been heard of since."""

@@ -76,6 +76,8 @@ class Trials:
         """Members that were found equal after a step since they joined, the longest in the job first."""
         self._joined: dict[str, bool] = {}
         """Members that take part and were not found equal yet: whether their loops may have read another step before that."""
+        self._joined_at: dict[str, int] = {}
+        """The steps with which they came in: an outer loop's groups are compared before they have made it, too."""
         self._loaded: dict[str, int] = {}
         """Members that were told to load, and at which step, the last time."""
         self._corrected: set[str] = set()
@@ -105,6 +107,7 @@ class Trials:
             if replica_id not in self._voices and replica_id not in self._joined:
                 moved = not assignment.is_first or member.asked.version.step != assignment.version.step
                 self._joined[replica_id], self._same_at = moved, assignment.version.step
+                self._joined_at[replica_id] = assignment.version.step
 
     def ended(self, step: int, approvers: Collection[str], others: Collection[str], *, differs: bool) -> None:
         """A step counts for these members, and not for others of its quorum. `differs`: their votes show different states."""
@@ -123,6 +126,7 @@ class Trials:
         """A member is gone, or was left behind: it is compared anew when it is back."""
         self._voices.pop(replica_id, None)
         self._joined.pop(replica_id, None)
+        self._joined_at.pop(replica_id, None)
         self._loaded.pop(replica_id, None)
         self._corrected.discard(replica_id)
 
@@ -151,6 +155,8 @@ class Trials:
                 self._differed = step, Shows.ALL  # all show all after this step
             elif any(member.replica_id in self._voices for member in those) or not silent & self._voices.keys():
                 self._judge_alike({member.replica_id: member for member in those}, step, verdict)
+        if silent and self._differed[0] != step and any(s.open for m in members for s in m.asked.shown):
+            self._differed = step, Shows.SAMPLES  # the leaves of which nobody knows are compared when all show theirs
         found = {*verdict.common, *verdict.own}
         self._left_out |= {*verdict.common}
         verdict.common, verdict.own = _told(verdict.common), _told(verdict.own)
@@ -161,7 +167,8 @@ class Trials:
             by_name = {member.replica_id: member for member in members}
             for replica_id in sorted(verdict.equal):
                 is_new = replica_id not in self._voices and not by_name[replica_id].asked.came_in
-                if self._loaded.get(replica_id, -1) < step and is_new:
+                since = max(self._loaded.get(replica_id, -1), self._joined_at.get(replica_id, -1))
+                if since < step and is_new:
                     self._voices[replica_id] = None
                     self._joined.pop(replica_id, None)
         return verdict
@@ -211,7 +218,7 @@ class Trials:
         what: str,
     ) -> str:
         """Have those load that can, and say so; the others are looked at once more after the next step."""
-        sources = [m for m in right if members[m].asked.can_serve][:MAX_SOURCES]
+        sources = [m for m in right if members[m].asked.can_serve and m not in wrong][:MAX_SOURCES]
         for replica_id in wrong:
             asked = members[replica_id].asked
             has_loaded = self._loaded.get(replica_id) == step  # and holds another state nevertheless
