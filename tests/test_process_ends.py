@@ -25,7 +25,8 @@ def test_a_process_ends_with_and_without_shutdown_and_by_an_exception(name: str,
         for way in WAYS:
             with (tmp_path / way).open("wb") as said:
                 arguments = [name, "--way", way]
-                started.append((way, Forked(Path(process_ends.__file__), arguments, ENVIRONMENT, said.fileno())))
+                script = Path(process_ends.__file__)
+                started.append((way, Forked(script, arguments, ENVIRONMENT, said.fileno(), ends_whole=True)))
         ends = []
         for way, process in started:
             try:

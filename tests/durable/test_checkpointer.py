@@ -109,7 +109,8 @@ def run_ranks(directory: Path, num_ranks: int, script: str, *arguments: str | Pa
     try:
         for rank, log in enumerate(logs):
             with log.open("wb") as errors:
-                ranks.append(Forked(path, [*map(str, arguments), str(rank)], dict(os.environ), errors.fileno()))
+                given = [*map(str, arguments), str(rank)]
+                ranks.append(Forked(path, given, dict(os.environ), errors.fileno(), ends_whole=True))
         statuses = [rank.wait(120) for rank in ranks]
     except subprocess.TimeoutExpired as error:
         raise AssertionError([log.read_text()[-2000:] for log in logs]) from error

@@ -168,7 +168,7 @@ def test_what_a_forked_child_configures_itself_it_shuts_down(tmp_path: Path) -> 
     script, log = tmp_path / "configures_itself.py", tmp_path / "log"
     script.write_text(CONFIGURES_ITSELF)
     with log.open("wb") as stderr:
-        process = Forked(script, [], dict(os.environ), stderr.fileno())
+        process = Forked(script, [], dict(os.environ), stderr.fileno(), ends_whole=True)
     try:
         assert process.wait(60) == 0, log.read_text()
     finally:

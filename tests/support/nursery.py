@@ -1,8 +1,9 @@
 """A process that has imported torch, and forks itself for each rank that a test starts: importing takes a rank some seconds.
 
 What is forked is a process of its own: it runs a script from the beginning, with its own arguments, environment and output,
-ends as any process does, and can be killed. The nursery only reaps it and says how it ended. It has no threads and no sockets
-but the one to the test, which its children close.
+and can be killed. It ends as any process does: threads are waited for, and what was registered with `atexit` is done. But its
+interpreter does not take apart what it has imported, as that takes a third of a second of CPU. The nursery only reaps it and says
+how it ended. It has no threads and no sockets but the one to the test, which its children close.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +28,23 @@ from typing import Any
 class Forked:
     """A process that the nursery forked; as much of `subprocess.Popen` as tests use. `stdout` is a text stream.
 
-    Its parent is the nursery. It begins in this process's directory.
+    Its parent is the nursery. It begins in this process's directory. `ends_whole`: its interpreter is taken apart at its end.
     """
 
-    def __init__(self, script: Path, arguments: list[str], environment: dict[str, str], stderr: int) -> None:
+    def __init__(
+        self,
+        script: Path,
+        arguments: list[str],
+        environment: dict[str, str],
+        stderr: int,
+        *,
+        ends_whole: bool = False,
+    ) -> None:
         readable, writable = os.pipe()
         try:
-            self.pid, self._ended = _nursery().fork(script, arguments, environment, writable, stderr)
+            self.pid, self._ended = _nursery().fork(
+                script, arguments, environment, writable, stderr, ends_whole=ends_whole
+            )
         finally:
             os.close(writable)
         self.stdout = os.fdopen(readable, "r")
@@ -111,10 +123,23 @@ class Nursery:
         atexit.register(self._end)
 
     def fork(
-        self, script: Path, arguments: list[str], environment: dict[str, str], stdout: int, stderr: int
+        self,
+        script: Path,
+        arguments: list[str],
+        environment: dict[str, str],
+        stdout: int,
+        stderr: int,
+        *,
+        ends_whole: bool = False,
     ) -> tuple[int, queue.SimpleQueue[int]]:
         """Return the pid of a new process, and where its exit status will be."""
-        request = {"script": str(script), "arguments": arguments, "environment": environment, "directory": os.getcwd()}
+        request = {
+            "script": str(script),
+            "arguments": arguments,
+            "environment": environment,
+            "directory": os.getcwd(),
+            "ends_whole": ends_whole,
+        }
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [stdout, stderr])
             # The first one waits until torch is imported. To give up would leave the next one with this one's pid.
@@ -199,7 +224,34 @@ def _reap() -> tuple[int, int] | None:
     return (pid, os.waitstatus_to_exitcode(status)) if pid else None
 
 
+_statuses: list[int] = []
+"""Of a child whose script has ended."""
+
+
+def _end_at_once() -> None:
+    """End a child, after all else that was registered with `atexit`."""
+    if _statuses:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(_statuses[0])
+
+
+def _run(script: str) -> None:
+    """Run a child's script, and note its status."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        _statuses.append(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
+    except Exception:
+        _statuses.append(1)
+        raise
+    _statuses.append(0)
+
+
 def main() -> None:
+    atexit.register(_end_at_once)  # the first one is called last
     _import_what_ranks_import()
     # At its end an interpreter looks for cycles in all that it holds. What was imported here is nobody's garbage, and to look at
     # it copies its memory: a second for each child.
@@ -214,7 +266,9 @@ def main() -> None:
     sys.path[1:1] = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [request["script"], *request["arguments"]]
     sys.path[0] = str(Path(request["script"]).parent)
-    runpy.run_path(request["script"], run_name="__main__")
+    if request["ends_whole"]:
+        atexit.unregister(_end_at_once)
+    _run(request["script"])
 
 
 if __name__ == "__main__":
