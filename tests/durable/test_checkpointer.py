@@ -8,7 +8,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 import threading
 from collections import Counter, OrderedDict
 from datetime import timedelta
@@ -930,9 +929,9 @@ def test_the_last_save_is_not_lost_with_the_end_of_the_script(tmp_path: Path) ->
         "import sys, torch; from torchft_ckpt import Checkpointer; "
         "Checkpointer(sys.argv[1]).save({'w': torch.ones(20_000_000)}, step=3)"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert checkpoints_in(tmp_path) == [3]
+    [(status, _, errors)] = run_ranks(tmp_path, 1, script, tmp_path / "saved")
+    assert status == 0, errors[-2000:]
+    assert checkpoints_in(tmp_path / "saved") == [3]
 
 
 @pytest.mark.processes
