@@ -1,4 +1,7 @@
-"""The demo as a user starts it: real processes, a real kill, and no process left behind."""
+"""The demo as a user starts it: real processes, a real kill, and no process left behind.
+
+How it ends is tested with small groups (`demo_of_small_groups.py`); the one that trains is killed and comes back.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ import time
 from pathlib import Path
 
 import pytest
+from demo import cli
 from support.processes import note
 
 REPO = Path(__file__).resolve().parents[2]
+DEMO = REPO / "examples" / "demo"
+OF_SMALL_GROUPS = Path(__file__).with_name("demo_of_small_groups.py")
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
-def start_demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
+def start_demo(out: Path, script: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     demo = subprocess.Popen(
-        [sys.executable, str(REPO / "examples" / "demo"), "--out", str(out), *arguments],
+        [sys.executable, str(script), "--out", str(out), *arguments],
         cwd=out,
         env=environment,
         stdout=subprocess.PIPE,
@@ -65,9 +71,10 @@ def wait_until_ended(pids: list[int], *, timeout_s: float) -> list[int]:
     return alive
 
 
+@pytest.mark.longest
 def test_a_killed_group_comes_back_and_all_end_bit_equal(tmp_path: Path) -> None:
     figures_path = tmp_path / "figures.json"
-    demo = start_demo(tmp_path, "--steps", "60", "--kills", "1", "--seed", "7", "--json", str(figures_path))
+    demo = start_demo(tmp_path, DEMO, "--steps", "60", "--kills", "1", "--seed", "7", "--json", str(figures_path))
 
     output, _ = demo.communicate(timeout=300)
 
@@ -84,7 +91,7 @@ def test_a_killed_group_comes_back_and_all_end_bit_equal(tmp_path: Path) -> None
 
 
 def test_an_interrupt_ends_every_group(tmp_path: Path) -> None:
-    demo = start_demo(tmp_path, "--steps", "5000", "--kills", "0", "--groups", "2")
+    demo = start_demo(tmp_path, OF_SMALL_GROUPS, "--steps", "5000", "--kills", "0", "--groups", "2")
     read_until(demo, "starts contributing")
     groups = groups_in(tmp_path)
 
@@ -95,7 +102,7 @@ def test_an_interrupt_ends_every_group(tmp_path: Path) -> None:
 
 
 def test_a_group_that_dies_by_itself_ends_the_demo_with_its_name(tmp_path: Path) -> None:
-    demo = start_demo(tmp_path, "--steps", "5000", "--kills", "0", "--groups", "2")
+    demo = start_demo(tmp_path, OF_SMALL_GROUPS, "--steps", "5000", "--kills", "0", "--groups", "2")
     read_until(demo, "starts contributing")
     groups = groups_in(tmp_path)
 
@@ -108,7 +115,7 @@ def test_a_group_that_dies_by_itself_ends_the_demo_with_its_name(tmp_path: Path)
 
 
 def test_groups_leave_when_the_demo_itself_is_killed(tmp_path: Path) -> None:
-    demo = start_demo(tmp_path, "--steps", "5000", "--kills", "0", "--groups", "2")
+    demo = start_demo(tmp_path, OF_SMALL_GROUPS, "--steps", "5000", "--kills", "0", "--groups", "2")
     read_until(demo, "starts contributing")
     groups = groups_in(tmp_path)
 
@@ -118,9 +125,8 @@ def test_groups_leave_when_the_demo_itself_is_killed(tmp_path: Path) -> None:
     assert wait_until_ended(groups, timeout_s=10) == []
 
 
-def test_a_plan_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    demo = start_demo(tmp_path, "--groups", "1")
+def test_a_plan_that_cannot_be_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["--groups", "1"])
 
-    output, _ = demo.communicate(timeout=60)
-
-    assert (demo.returncode, "somebody must survive a kill" in output) == (2, True)
+    assert (error.value.code, "somebody must survive a kill" in capsys.readouterr().err) == (2, True)
