@@ -28,7 +28,7 @@ def assert_equal_ends(reports: list[dict]) -> None:
 
 
 def test_survivors_of_kills_discard_one_step_each_and_all_end_equal(tmp_path: Path) -> None:
-    with running_job(tmp_path) as job:
+    with running_job(tmp_path, pause_s=PAUSE_S) as job:
         groups = start_three(job)
         for group in groups:
             group.wait_for_step(5)
@@ -50,7 +50,7 @@ def test_survivors_of_kills_discard_one_step_each_and_all_end_equal(tmp_path: Pa
 
 
 def test_groups_whose_shells_name_one_master_port_do_without_the_one_that_dies(tmp_path: Path) -> None:
-    with running_job(tmp_path) as job, reserved_port() as port:
+    with running_job(tmp_path, pause_s=PAUSE_S) as job, reserved_port() as port:
         shell = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         groups = start_three(job, environment=shell)
         for group in groups:
@@ -107,7 +107,7 @@ def test_a_restarted_lighthouse_costs_nobody_their_life_and_quorum_ids_rise(tmp_
 
 
 def test_survivors_wait_for_a_slow_newcomer_no_longer_than_the_limit(tmp_path: Path) -> None:
-    transfer_s, limit_s = 60, 3.0
+    transfer_s, limit_s = 60, 1.0
     with running_job(tmp_path, pause_s=PAUSE_S, join_stall_limit_s=limit_s) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         for group in groups:
