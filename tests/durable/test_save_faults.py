@@ -7,6 +7,7 @@ machine would that lost its power at that moment.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import re
@@ -235,8 +236,15 @@ def taken_over(story: Story) -> list[SavingRank]:
     return [story.plan.writers.share_of(SavingRank(*part[:2]), part.fill) for part in parts_in(names) if part.fill]
 
 
-@pytest.mark.parametrize("member", range(4))
-@pytest.mark.parametrize("death", DEATHS)
+EACH_DEATH_AND_EACH_MEMBER = [
+    *((0, death) for death in DEATHS),
+    *((member, Fault.DEATH_WITHIN) for member in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("member", "death"), by_default(EACH_DEATH_AND_EACH_MEMBER, thorough=list(itertools.product(range(4), DEATHS)))
+)
 def test_one_of_four_dies_at_any_operation_and_the_others_complete_the_checkpoint(member: int, death: Fault) -> None:
     for number in places_of(TWO_BY_TWO, member):
         story = save(TWO_BY_TWO, faults={member: {number: death}})
