@@ -27,6 +27,8 @@ def tell(event, **values):
 tell("Started", pid=os.getpid())
 tell("Imported")
 tell("Connected")
+while sum(other.stat().st_size > 0 for other in life.parent.glob("group_*_life_0.jsonl")) < {num_groups}:
+    time.sleep(0.01)  # they contribute together
 together = {{"committed": True, "contributed": True, "participants": 2, "quorum_id": 1, "loss": 3.0}}
 for step in range(1, 2000):
     time.sleep(0.05)
@@ -39,7 +41,7 @@ class SmallGroups(supervisor.RunOptions):
 
     def command(self) -> list[str]:
         program = self.folder / "program.py"
-        program.write_text(PROGRAM.format(events=str(self.events)))
+        program.write_text(PROGRAM.format(events=str(self.events), num_groups=self.num_groups))
         numbers = {"num_groups": self.num_groups, "num_all_groups": self.num_groups}
         plan = {**numbers, "min_replicas": max(1, self.num_groups - 1), "max_restarts": 0}
         settings = {"plan": plan, "folder": str(self.folder / "ranks"), "program": str(program)}
