@@ -9,8 +9,6 @@ import resource
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +23,9 @@ import torch
 import trustme
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support import command_line
 from support.certificates import server_context
+from support.nursery import Forked
 from support.ports import reserved_port
 from support.processes import note
 
@@ -463,21 +463,15 @@ def test_a_peer_that_drips_its_answer_is_left_at_the_deadline() -> None:
 
 
 @pytest.mark.processes
-def test_whoever_reads_the_output_may_stop_early(peer: HTTPTransport[Any]) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchft_ckpt", "inspect", peer.metadata()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+def test_whoever_reads_the_output_may_stop_early(peer: HTTPTransport[Any], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        script = Path(command_line.__file__)
+        process = Forked(script, ["inspect", peer.metadata()], dict(os.environ), errors.fileno(), ends_whole=True)
+    note("inspect", process, log)
     process.stdout.close()
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    note("inspect", process, lambda: errors)
-    assert errors == ""
-    process.stderr.close()
     assert process.wait(30) == 1
+    assert log.read_text() == ""
 
 
 # What a state becomes in a file
