@@ -21,7 +21,7 @@ import re
 import subprocess
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,8 +160,13 @@ def _run_shell(block: Block, text: str, situation: Situation) -> None:
     situation.after({"stdout": done.stdout})
 
 
-def run_story(page: Path, directory: Path) -> str:
+def run_story(page: Path, directory: Path, **shorter: Mapping[str, str]) -> str:
     """Run all blocks of a story in one directory, as its reader does, in one shell; return what they printed.
+
+    Args:
+        page: which has the story.
+        directory: where to.
+        shorter: what is replaced in which of its files, by the file's name without `.py`; it has to stand there.
 
     Raises:
         AssertionError: a command failed; with what all of them said.
@@ -169,7 +174,11 @@ def run_story(page: Path, directory: Path) -> str:
     lines = ["set -euo pipefail"]
     for block in blocks_of(page):
         if block.how.startswith("file "):
-            (directory / block.how.removeprefix("file ")).write_text(block.text)
+            path, text = directory / block.how.removeprefix("file "), block.text
+            for old, new in shorter.get(path.stem, {}).items():
+                assert old in text, f"{path.name} has no {old!r} any more"
+                text = text.replace(old, new)
+            path.write_text(text)
         elif block.how == "story" and block.language == "python":
             cell = f"cell_{block.line}.py"
             (directory / cell).write_text("\n" * block.line + block.text)
