@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
     started_s = time.monotonic()
     num_characters = corpus.write_tokens(out / "tokens.bin")
     console.print(
-        f"{options.groups} replica groups, {options.kills} kills, seed {options.seed}; "
+        f"{options.groups} replica groups, {options.kills} kill{'' if options.kills == 1 else 's'}, seed {options.seed}; "
         f"text: Python's standard library, {num_characters / 1e6:.1f} million characters; log: {out / 'log.txt'}",
         highlight=False,
         soft_wrap=True,

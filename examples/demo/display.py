@@ -89,7 +89,9 @@ class Display:
                 str(discarded),
             )
         elapsed_s = time.monotonic() - timeline.started_s
-        head = Text(f"step {newest} of about {self._num_steps}, {len(timeline.kills)} kills, {elapsed_s:.0f} s")
+        num_kills = len(timeline.kills)
+        kills = f"{num_kills} kill{'' if num_kills == 1 else 's'}"
+        head = Text(f"step {newest} of about {self._num_steps}, {kills}, {elapsed_s:.0f} s")
         bar = ProgressBar(total=self._num_steps, completed=min(newest, self._num_steps), width=40)
         progress = Table.grid(padding=(0, 1))
         progress.add_row(bar, head)

@@ -543,15 +543,35 @@ def _server_at_an_address() -> Iterator[Situation]:
         yield Situation(replaced={":29510": f":{port}"}, serves=True)
 
 
-@_situation
-def _job_that_was() -> Iterator[Situation]:
+@contextmanager
+def _forgettable_job() -> Iterator[str]:
     """A lighthouse that knows a job NAME, whose group has left."""
     with _lighthouse() as address:
         manager = Manager(ProcessGroupDummy(0, 1), None, None, 1, replica_id="group_0", job="NAME")
         manager.start_quorum()
         manager.should_commit()
         manager.shutdown()
+        yield address
+
+
+@_situation
+def _job_that_was() -> Iterator[Situation]:
+    with _forgettable_job() as address:
         yield Situation(environment=shell_environment(TORCHFT_LIGHTHOUSE=address))
+
+
+@_situation
+def _job_at_host() -> Iterator[Situation]:
+    """The same, for a shell that does not know the lighthouse's address."""
+    with _forgettable_job() as address:
+        environment = shell_environment(TORCHFT_LIGHTHOUSE="", TORCHFT_CKPT_TOKEN="")
+        yield Situation(replaced={"host:29510": address.removeprefix("http://")}, environment=environment)
+
+
+@_situation
+def _empty_directory() -> Iterator[Situation]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Situation(directory=Path(name))
 
 
 @_situation
