@@ -1,6 +1,6 @@
 """Draws the diagrams of the pages as SVG: `scripts/diagrams`. That of a step is made from the table in the code, the others here.
 
-Text is dark on a light card, so that they can be read on light and on dark pages.
+Text is dark on a light card, or light on a dark one where the reader's pages are dark: so it can be read on both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torchft_ckpt.core.coordination.replica import TRANSITIONS, StepEvent, StepP
 
 FOLDER = Path(__file__).resolve().parents[1] / "diagrams"
 _WIDTH, _BOX_WIDTH, _BOX_HEIGHT, _LINE = 900, 128, 46, 19
-_INK, _SOFT, _LINE_COLOUR, _CARD, _BOX, _EDGE = "#1f2937", "#4b5563", "#64748b", "#f8fafc", "#e0e7ff", "#6366f1"
+_LIGHT = {
+    "ink": "#1f2937",
+    "soft": "#4b5563",
+    "line": "#64748b",
+    "card": "#f8fafc",
+    "box": "#e0e7ff",
+    "edge": "#6366f1",
+}
+_DARK = {"ink": "#e5e7eb", "soft": "#a3adbb", "line": "#8b98a9", "card": "#1a1c20", "box": "#2a2d55", "edge": "#7f84f5"}
 
 
 def step_diagram() -> str:
@@ -40,7 +48,7 @@ def step_diagram() -> str:
     for (phase, target), events in between.items():
         near, far = places[phase], places[target]
         if phase == target:
-            drawing.text(near + _BOX_WIDTH / 2, top + _BOX_HEIGHT + 24, [f"↻ {event}" for event in events], _SOFT)
+            drawing.text(near + _BOX_WIDTH / 2, top + _BOX_HEIGHT + 24, [f"↻ {event}" for event in events], "soft")
         elif phases.index(target) == phases.index(phase) + 1:
             drawing.arrow(near + _BOX_WIDTH, far, top + _BOX_HEIGHT / 2)
             drawing.text((near + _BOX_WIDTH + far) / 2, top + _BOX_HEIGHT / 2 - 9, events)
@@ -49,7 +57,7 @@ def step_diagram() -> str:
             # The longer an arc, the higher, and the further out it ends.
             end = far + _BOX_WIDTH / 2 + 34 - 22 * steps
             drawing.arc(near + _BOX_WIDTH / 2, end, top, 20 + 58 * steps, ", ".join(events))
-    drawing.text(40, 326, always, _SOFT, anchor="start")
+    drawing.text(40, 326, always, "soft", anchor="start")
     return drawing.svg()
 
 
@@ -79,11 +87,11 @@ def replica_diagram() -> str:
         drawing.box(x, top, name, what, width=160, height=58)
     for index, label in enumerate(REPLICA_FORWARD):
         drawing.arrow(places[index] + 160, places[index + 1], top + 29)
-        drawing.text((places[index] + 160 + places[index + 1]) / 2, top + 78, label, _SOFT)
+        drawing.text((places[index] + 160 + places[index + 1]) / 2, top + 78, label, "soft")
     for near, far, level, label in REPLICA_ARCS:
         outwards = 40 * level
         drawing.arc(places[near] + 80 - outwards, places[far] + 80 + outwards, top, 50 + 95 * level, label)
-    drawing.text(40, 298, [REPLICA_END], _SOFT, anchor="start")
+    drawing.text(40, 298, [REPLICA_END], "soft", anchor="start")
     return drawing.svg()
 
 
@@ -98,7 +106,7 @@ def job_diagram() -> str:
         drawing.path(f"M450 87 L{place + 100} {first_rank - 5}")
         for rank in (0, 1):
             drawing.box(place + 36, first_rank + between_ranks * rank, f"rank {rank}")
-    drawing.text(620, 88, ["one connection", "from rank 0 of each group"], _SOFT, anchor="start")
+    drawing.text(620, 88, ["one connection", "from rank 0 of each group"], "soft", anchor="start")
     for left, right in itertools.pairwise(places):
         for rank in (0, 1):
             y = first_rank + between_ranks * rank + _BOX_HEIGHT / 2
@@ -108,6 +116,14 @@ def job_diagram() -> str:
         drawing.path(f"M{place + 100} 367 C{place + 130} 423 {places[2] + 40} 423 {places[2] + 95} 369", is_dashed=True)
     drawing.label(450, 434, "weights over HTTP, from rank i to rank i: only while a group heals")
     return drawing.svg()
+
+
+def _colours(of: dict[str, str]) -> str:
+    return (
+        f" .ground {{ fill: {of['card']} }} .box {{ fill: {of['box']}; stroke: {of['edge']} }}"
+        f" .ink, .name {{ fill: {of['ink']} }} .label {{ fill: {of['ink']}; stroke: {of['card']} }}"
+        f" .soft {{ fill: {of['soft']} }} .line, .card {{ stroke: {of['line']} }} .head {{ fill: {of['line']} }}"
+    )
 
 
 class _Drawing:
@@ -121,18 +137,14 @@ class _Drawing:
     def box(
         self, x: float, y: float, name: str, what: str = "", *, width: float = _BOX_WIDTH, height: float = _BOX_HEIGHT
     ) -> None:
-        self._parts.append(
-            f'<rect x="{x:.0f}" y="{y}" width="{width}" height="{height}" rx="8" fill="{_BOX}" stroke="{_EDGE}"/>'
-        )
+        self._parts.append(f'<rect x="{x:.0f}" y="{y}" width="{width}" height="{height}" rx="8" class="box"/>')
         middle = y + height / 2 + (5 if not what else -4)
         self._parts.append(f'<text x="{x + width / 2:.0f}" y="{middle:.0f}" class="name">{escape(name)}</text>')
         if what:
-            self.text(x + width / 2, middle + 18, [what], _SOFT)
+            self.text(x + width / 2, middle + 18, [what], "soft")
 
     def card(self, x: float, y: float, name: str, *, width: float, height: float) -> None:
-        self._parts.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="10" fill="none" stroke="{_LINE_COLOUR}"/>'
-        )
+        self._parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="10" class="card"/>')
         self._parts.append(f'<text x="{x + width / 2:.0f}" y="{y + height - 14}" class="name">{escape(name)}</text>')
 
     def path(self, points: str, *, is_two_way: bool = False, is_dashed: bool = False) -> None:
@@ -143,10 +155,10 @@ class _Drawing:
         """Write a text over the lines that cross it."""
         self._labels.append(f'<text x="{x:.0f}" y="{y:.0f}" class="label">{escape(text)}</text>')
 
-    def text(self, x: float, y: float, lines: Iterable[str], colour: str = _INK, *, anchor: str = "middle") -> None:
+    def text(self, x: float, y: float, lines: Iterable[str], style: str = "ink", *, anchor: str = "middle") -> None:
         for index, line in enumerate(lines):
             self._parts.append(
-                f'<text x="{x:.0f}" y="{y + index * _LINE:.0f}" fill="{colour}" text-anchor="{anchor}">{escape(line)}</text>'
+                f'<text x="{x:.0f}" y="{y + index * _LINE:.0f}" class="{style}" text-anchor="{anchor}">{escape(line)}</text>'
             )
 
     def arrow(self, start: float, end: float, y: float) -> None:
@@ -165,13 +177,15 @@ class _Drawing:
             f' font-family="system-ui, sans-serif" font-size="14">'
         )
         style = (
-            f".name {{ font-weight: 600; text-anchor: middle; fill: {_INK} }}"
-            f" .label {{ text-anchor: middle; fill: {_INK}; stroke: {_CARD}; stroke-width: 6; paint-order: stroke }}"
-            f" .line {{ fill: none; stroke: {_LINE_COLOUR}; stroke-width: 1.5; marker-end: url(#head) }}"
+            " .name { font-weight: 600; text-anchor: middle }"
+            " .label { text-anchor: middle; stroke-width: 6; paint-order: stroke }"
+            " .card { fill: none }"
+            " .line { fill: none; stroke-width: 1.5; marker-end: url(#head) }"
+            f"{_colours(_LIGHT)} @media (prefers-color-scheme: dark) {{{_colours(_DARK)} }}"
         )
         marker = (
             '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto-start-reverse">'
-            f'<path d="M0 0 L8 4 L0 8 z" fill="{_LINE_COLOUR}"/></marker>'
+            '<path d="M0 0 L8 4 L0 8 z" class="head"/></marker>'
         )
         return "\n".join(
             [
@@ -180,7 +194,7 @@ class _Drawing:
                 f"<title>{escape(self._title)}</title>",
                 f"<style>{style}</style>",
                 f"<defs>{marker}</defs>",
-                f'<rect width="{_WIDTH}" height="{self._height}" rx="12" fill="{_CARD}"/>',
+                f'<rect width="{_WIDTH}" height="{self._height}" rx="12" class="ground"/>',
                 *self._parts,
                 *self._labels,
                 "</svg>",
