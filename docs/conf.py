@@ -52,5 +52,9 @@ html_title = f"torchft_ckpt {release}"
 html_extra_path = ["_root"]
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+html_js_files = ["pages.js"]
+html_logo = html_favicon = "_static/logo.svg"
+_QUIET = {"color-sidebar-link-text--top-level": "var(--color-sidebar-link-text)"}
+html_theme_options = {"light_css_variables": _QUIET, "dark_css_variables": _QUIET}
 html_copy_source = False
 html_show_sphinx = False

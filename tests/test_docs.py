@@ -93,6 +93,36 @@ def test_commands_of_the_library_are_taken(page: Path, capsys: pytest.CaptureFix
             _parser().parse_args(shlex.split(re.split(r" [>&]", line)[0], comments=True))
 
 
+def entries_of(page: Path) -> list[Path]:
+    """Return the pages that a page puts into the sidebar."""
+    tables = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    entries = [line for table in tables for line in table.splitlines() if line and not line.startswith(":")]
+    return [(page.parent / f"{entry.rpartition('<')[2].strip('>')}.md").resolve() for entry in entries]
+
+
+def test_each_page_is_in_the_sidebar_once() -> None:
+    door = REPO / "docs/index.md"
+    listed = [entry for page in (door, REPO / "docs/reference/index.md") for entry in entries_of(page)]
+    assert sorted(listed) == [page for page in PAGES if page != door]
+
+
+def test_the_door_takes_its_story_from_the_readme() -> None:
+    readme = (REPO / "README.md").read_text()
+    parts = re.findall(r':start-after: "(.*)"\n:end-before: "(.*)"', (REPO / "docs/index.md").read_text())
+    benefit, code, figures, whom = (readme.partition(begin)[2].partition(end)[0] for begin, end in parts)
+    assert benefit.strip().startswith("**")
+    assert code.count("```") == 2
+    assert figures.count("\n|") == 5
+    assert whom.count("\n## ") == 2
+
+
+def test_the_figures_of_the_readme_are_measured() -> None:
+    pages = (REPO / name for name in ("README.md", "docs/benchmarks.md"))
+    readme, measured = (re.sub(r"(\d),(\d{3})", r"\1\2", page.read_text()) for page in pages)
+    rows = re.findall(r"^\| .* \| (\d[\d.]*(?: ms| s|x)) \| (.*) \|$", readme.partition("## Figures")[2], re.MULTILINE)
+    assert len(rows) == 5 and [row for row in rows if not all(figure in measured for figure in row)] == []
+
+
 def test_every_error_is_explained() -> None:
     page = (REPO / "docs/errors.md").read_text()
     tree = [
