@@ -25,6 +25,7 @@ from support.pages import (
 import torchft_ckpt
 from torchft_ckpt import config, errors
 from torchft_ckpt.__main__ import _parser
+from torchft_ckpt.core.coordination.messages import Role
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -121,6 +122,11 @@ def test_the_figures_of_the_readme_are_measured() -> None:
     readme, measured = (re.sub(r"(\d),(\d{3})", r"\1\2", page.read_text()) for page in pages)
     rows = re.findall(r"^\| .* \| (\d[\d.]*(?: ms| s|x)) \| (.*) \|$", readme.partition("## Figures")[2], re.MULTILINE)
     assert len(rows) == 5 and [row for row in rows if not all(figure in measured for figure in row)] == []
+
+
+def test_the_glossary_has_the_parts_that_logs_and_status_name() -> None:
+    glossary = (REPO / "docs/glossary.md").read_text()
+    assert [role.value for role in Role if f"**{role.value}**" not in glossary] == []
 
 
 def test_every_error_is_explained() -> None:
