@@ -227,6 +227,12 @@ def test_inside_of_checkpointing_imports_point_down_too(folder: str) -> None:
             )
 
 
+@pytest.mark.parametrize("folder", ["fetching", "resharding"])
+def test_who_receives_does_not_import_who_serves(folder: str) -> None:
+    for module, name in imports_inside(f"checkpointing/{folder}/"):
+        assert not name.startswith("torchft_ckpt.checkpointing.serving"), f"{module} imports {name}"
+
+
 DURABLE_FLOORS = [["names"], ["storage"], ["format"], ["reading"], ["saving", "cooperative_read"]]
 
 

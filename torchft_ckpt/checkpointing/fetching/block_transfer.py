@@ -14,11 +14,11 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping
+from typing import Protocol
 
 from torchft_ckpt.checkpointing.fetching.receive import Destination
 from torchft_ckpt.checkpointing.fetching.transfer_state import WAIT_S, TransferState
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS
-from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.state.blocks import format_ranges
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer.scheduler import (
@@ -34,6 +34,16 @@ from torchft_ckpt.errors import DigestMismatchError
 
 logger = logging.getLogger(__name__)
 _PRIMARY_PATIENCE_S = 2.0
+
+
+class PassedOn(Protocol):
+    """Serves blocks that are here to other receivers."""
+
+    def add(self, block: int, digest: bytes) -> None:
+        """Serve a block from now on; it has been verified."""
+
+    def close(self) -> None:
+        """End it; returns once nothing is lent."""
 
 
 class _Announced:
@@ -75,7 +85,7 @@ class BlockTransfer(TransferState):
         self._asked = 0
         """Blocks whose BLAKE3 digest the primary was asked for, as a bit set."""
         self._reported: dict[str, int] = {}
-        self._relay: Relay | None = None
+        self._relay: PassedOn | None = None
         self._divergent: dict[str, str] = {}
         self._peers: dict[str, int] = {}
         """What they hold, as a bit set."""
@@ -441,7 +451,7 @@ class BlockTransfer(TransferState):
         with self.changed:
             return list(self._peers)
 
-    def attach(self, relay: Relay, destination: Destination) -> None:
+    def attach(self, relay: PassedOn, destination: Destination) -> None:
         """Serve the blocks that are here, and those that come, to other receivers, unless it has begun anew meanwhile."""
         with self.changed:
             if destination is not self._destination:
@@ -453,7 +463,7 @@ class BlockTransfer(TransferState):
             self._relay = relay
 
     @property
-    def relay(self) -> Relay | None:
+    def relay(self) -> PassedOn | None:
         """What is served on, if anything."""
         return self._relay
 

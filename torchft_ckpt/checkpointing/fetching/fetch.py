@@ -17,7 +17,7 @@ from itertools import compress
 import numpy as np
 
 from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
+from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer, PassedOn
 from torchft_ckpt.checkpointing.fetching.connection import Answer
 from torchft_ckpt.checkpointing.fetching.engine import FetchEngine
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
@@ -27,7 +27,6 @@ from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.fetching.swarm import run_swarm
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS
-from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.state.format import Manifest, has_same_layout
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import LocalState
@@ -74,7 +73,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         local_state: object = None,
         in_place: bool = False,
         on_progress: ProgressCallback | None = None,
-        serve_on: Callable[[Manifest, Destination], Relay] | None = None,
+        serve_on: Callable[[Manifest, Destination], PassedOn] | None = None,
     ) -> None:
         by_name = {str(source): source for source in sources}
         super().__init__(

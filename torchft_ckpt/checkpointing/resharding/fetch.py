@@ -21,11 +21,11 @@ from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_DIGESTED_BYTES, MAX_PARTS
 from torchft_ckpt.checkpointing.resharding.plan import SAMPLE_ELEMENTS, Plan, SourceGroup, candidates_among, plan_parts
 from torchft_ckpt.checkpointing.resharding.transfer import BoxTransfer
-from torchft_ckpt.checkpointing.serving.parts import regions_of
-from torchft_ckpt.checkpointing.state.blocks import count_blocks, format_ranges
+from torchft_ckpt.checkpointing.state.blocks import blocks_in, count_blocks, format_ranges
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import some_of, warn_of_values
+from torchft_ckpt.checkpointing.state.regions import region_in_chunk
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of, units_of
 from torchft_ckpt.errors import (
@@ -484,9 +484,9 @@ def _to_digest_at_once(plan: Plan, asked: Sequence[int], max_bytes: int) -> Iter
 
 def _blocks_by_part(plan: Plan, name: str, manifest: Manifest) -> dict[int, range]:
     """Return, for each part that a source can give, the blocks of its byte space that it lies in."""
-    parts = list(plan.holders[name])
     blocks = {}
-    for part, region in zip(parts, regions_of(manifest, plan.ask_for(name, parts)), strict=True):
-        first = region.start // manifest.block_bytes
-        blocks[part] = range(first, count_blocks(region.stop, manifest.block_bytes))
+    for part, place in plan.holders[name].items():
+        entry = manifest.tensors[place.tensor]
+        region = region_in_chunk(manifest, entry, entry.chunks[place.chunk], plan.parts[part].box)
+        blocks[part] = blocks_in(region.start, region.stop, manifest.block_bytes)
     return blocks

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from torchft_ckpt.checkpointing.protocol import BoxRequest
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.state.blocks import start_blake3
-from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
-from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
+from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.local_state import box_of
-from torchft_ckpt.checkpointing.state.regions import Region, c_strides, gather, region_of, slices
-from torchft_ckpt.core.boxes.geometry import Box, contains, relative_to
+from torchft_ckpt.checkpointing.state.regions import Region, gather, region_in_chunk, slices
+from torchft_ckpt.core.boxes.geometry import contains
 
 SLICE_BYTES = 1024 * 1024
 _PADDING_BYTES = 64
@@ -36,13 +35,6 @@ def _region(manifest: Manifest, part: BoxRequest) -> Region:
     if not len(box.offsets) == len(box.sizes) == len(held.sizes) or not box.volume or not contains(held, box):
         raise ValueError(f"{box} is not within {held} of tensor {part.tensor}")
     return region_in_chunk(manifest, entry, chunk, box)
-
-
-def region_in_chunk(manifest: Manifest, entry: WireTensor, chunk: Chunk, box: Box) -> Region:
-    """Return where in the byte space a box of a tensor lies that is within one of its chunks."""
-    strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
-    base = manifest.segments[chunk.segment][0] + chunk.byte_offset
-    return region_of(base, strides, relative_to(box, box_of(chunk)), parse_dtype(entry.dtype).itemsize)
 
 
 def digest_parts(served: Served, regions: Sequence[Region]) -> Iterator[bytes | None]:

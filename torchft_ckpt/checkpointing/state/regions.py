@@ -1,7 +1,8 @@
 """Finds the elements of a box in memory, and copies them to and from a run of bytes in C order.
 
 A region is what a box of a strided array covers: some dimensions to step over, and runs of bytes that are contiguous. It is
-cut into slices of bounded size, so that neither a copy nor a lending takes long. It knows addresses and strides, no tensors.
+cut into slices of bounded size, so that neither a copy nor a lending takes long. It knows addresses and strides, and what a
+manifest says of them; no memory of a tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchft_ckpt.core.boxes.geometry import Box
+from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
+from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
+from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.core.boxes.geometry import Box, relative_to
 
 _WORDS: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
@@ -58,6 +62,13 @@ def region_of(base: int, strides: Sequence[int], box: Box, itemsize: int) -> Reg
     while steps and steps[-1][1] == run:
         run *= steps.pop()[0]
     return Region(start, tuple(steps), run)
+
+
+def region_in_chunk(manifest: Manifest, entry: WireTensor, chunk: Chunk, box: Box) -> Region:
+    """Return where in the byte space a box of a tensor lies that is within one of its chunks."""
+    strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
+    base = manifest.segments[chunk.segment][0] + chunk.byte_offset
+    return region_of(base, strides, relative_to(box, box_of(chunk)), parse_dtype(entry.dtype).itemsize)
 
 
 def c_strides(sizes: Sequence[int]) -> tuple[int, ...]:

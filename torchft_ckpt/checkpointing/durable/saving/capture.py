@@ -28,14 +28,14 @@ from torchft_ckpt.checkpointing.durable.format.records import value_record
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, Layout, TensorHoldings, layout_of
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.parts import read_region, region_in_chunk, slices_of
+from torchft_ckpt.checkpointing.serving.parts import read_region, slices_of
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import count_blocks
 from torchft_ckpt.checkpointing.state.containers import flattened
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import box_of
-from torchft_ckpt.checkpointing.state.regions import Region, slices
+from torchft_ckpt.checkpointing.state.regions import Region, region_in_chunk, slices
 from torchft_ckpt.checkpointing.state.samples import windows
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes.geometry import Box, contains
