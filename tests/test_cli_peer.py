@@ -31,7 +31,7 @@ from support.processes import note
 
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
+from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.cli.output import format_bytes
 from torchft_ckpt.cli.safetensors_file import Content, SafetensorsFile, flatten, unused_name
 from torchft_ckpt.errors import CheckpointError, ConfigError, TransferTimeoutError
@@ -455,8 +455,8 @@ def test_a_peer_that_drips_its_answer_is_left_at_the_deadline() -> None:
         listener.settimeout(10)
         thread = threading.Thread(target=drip, args=(listener,), daemon=True)
         thread.start()
-        client = CheckpointClient(f"127.0.0.1:{listener.getsockname()[1]}")
-        with pytest.raises(TransferTimeoutError, match="had not sent the index when the timeout was over"):
+        client = JobPeers([[f"127.0.0.1:{listener.getsockname()[1]}"]])
+        with pytest.raises(TransferTimeoutError, match="did not serve the index within the timeout"):
             client.index(timeout=timedelta(seconds=0.3))
         thread.join(20)
     assert ended_by == ["the client"]

@@ -22,9 +22,9 @@ from torchft_ckpt.checkpointing import HTTPTransport, http_transport
 from torchft_ckpt.checkpointing.address import Route, parse_metadata, proof_of
 from torchft_ckpt.checkpointing.fetching import connection as connection_module
 from torchft_ckpt.checkpointing.fetching import engine
-from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.checkpointing.state import format as format_module
 from torchft_ckpt.checkpointing.state.format import Elsewhere
@@ -285,7 +285,7 @@ def test_a_source_names_its_other_addresses_unless_its_user_chose_one(monkeypatc
     for hostname in (Host("127.0.0.1", is_chosen=False), Host("127.0.0.1", is_chosen=True), "127.0.0.1"):
         transport = make_transport(token=TOKEN, hostname=hostname, bind=None)
         transport.send_checkpoint([], STEP, make_state(), LONG)
-        manifest = CheckpointClient(transport.metadata(), token=TOKEN).manifest(STEP)
+        manifest = JobPeers([[transport.metadata()]], token=TOKEN).manifest(STEP)
         transport.shutdown()
         named.append(manifest.elsewhere.hosts if manifest.elsewhere is not None else None)
     assert named == [["10.1.0.5", "fd00::5"], None, None]

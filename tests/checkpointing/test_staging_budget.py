@@ -20,7 +20,7 @@ from support.sources import BLOCK, make_transport
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
+from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.errors import ConfigError, LeaseRevokedError, SourceRefusedError
 from torchft_ckpt.memory import memory_bytes
@@ -100,7 +100,7 @@ class Scene:
     def pull(self, num_blocks: int) -> tuple[Held, Any]:
         """Start a receiver that serves nothing itself; return once it has so many blocks."""
         held = Held(num_blocks)
-        client = CheckpointClient(self.gate(held).url)
+        client = JobPeers([[self.gate(held).url]])
         future = self.threads.submit(lambda: client.pull(STEP, timeout=LONG).state)
         assert held.reached.wait(20)
         return held, future

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchft_ckpt import Checkpointer, HTTPTransport, PeerReader, load_checkpoint
-from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.errors import ConfigError, StateMismatchError, UnsupportedValueError
@@ -172,8 +171,7 @@ def test_negative_timeouts_are_refused_at_every_door(
         lambda: destination.fetch_sharded([urls], 0, 1, STEP, NEGATIVE, local_state={}),
         lambda: PeerReader(urls, timeout=NEGATIVE),
         lambda: JobPeers([urls]).pull(None, timeout=NEGATIVE),
-        lambda: CheckpointClient(urls[0]).pull(None, timeout=NEGATIVE),
-        lambda: CheckpointClient(urls[0]).manifest(timeout=NEGATIVE),
+        lambda: JobPeers([urls]).manifest(timeout=NEGATIVE),
         lambda: Checkpointer(tmp_path).wait(NEGATIVE),
         lambda: StateDictLock().acquire_write(NEGATIVE),
     ]

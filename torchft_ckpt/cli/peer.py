@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchft_ckpt.cli.options import add_token, count, seconds
-from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError
+from torchft_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
     from torchft_ckpt.checkpointing.protocol import Index
     from torchft_ckpt.checkpointing.resharding.peers import JobPeers
-    from torchft_ckpt.checkpointing.state.format import Manifest
 
 _URL_HELP = "http://HOST:PORT of the peer's transport, as its HTTPTransport.metadata() returns it"
-_ANSWER_TIMEOUT = timedelta(seconds=30)
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -82,28 +79,21 @@ def _add_peer(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
 def _run_inspect(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli import summary
 
-    client = _client(options, options.url)
-    index = client.index()
+    peer = _peers(options, [options.url])
+    index = peer.index()
     # What it only passes on while it receives it has no manifest here.
     step = next((entry.step for entry in index.snapshots if entry.phase != "relay"), None)
     if step is None and options.wait is None:
-        print(_nothing_served(client.url, index, options))
+        print(_nothing_served(peer.urls, index, options))
         return 0
-    manifest = _next_manifest(client, options.wait) if step is None else client.manifest(step, timeout=_ANSWER_TIMEOUT)
+    manifest = peer.manifest(None, timeout=options.wait) if step is None else peer.manifest(step)
     if step is None:
-        index = client.index()
+        index = peer.index()
     if options.json:
-        print(json.dumps(summary.as_json(client.url, index, manifest, options.tensors), indent=2))
+        print(json.dumps(summary.as_json(peer.urls, index, manifest, options.tensors), indent=2))
     else:
-        print(summary.as_text(client.url, index, manifest, 5 if options.tensors is None else options.tensors))
+        print(summary.as_text(peer.urls, index, manifest, 5 if options.tensors is None else options.tensors))
     return 0
-
-
-def _next_manifest(client: CheckpointClient, wait: timedelta) -> Manifest:
-    try:
-        return client.manifest(None, timeout=wait)
-    except TransferTimeoutError as error:
-        raise TransferTimeoutError(f"{error}; is it training?", client.url) from error
 
 
 def _nothing_served(url: str, index: Index, options: argparse.Namespace) -> str:
@@ -126,22 +116,14 @@ def _run_pull(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile, describe_renamed, flatten
     from torchft_ckpt.core.text import one_line
 
-    urls = options.url
-    source = _client(options, urls[0]) if len(urls) == 1 else _peers(options)
-    named = ", ".join(urls)
+    peers = _peers(options, options.url)
     with SafetensorsFile(options.output, force=options.force) as file:
         if not options.quiet:
             wanted = "the newest state" if options.step is None else f"step {options.step}"
-            print(f"asking {named} for {wanted}", file=sys.stderr)
+            print(f"asking {peers.urls} for {wanted}", file=sys.stderr)
         with contextlib.ExitStack() as stack:
             on_progress = None if options.quiet else stack.enter_context(ProgressBar())
-            pulled = source.pull(options.step, timeout=options.timeout, on_progress=on_progress)
-        if pulled.parts_of:
-            raise StateMismatchError(
-                f"{named} holds only parts of {len(pulled.parts_of)} tensors, such as {pulled.parts_of[0][:120]}: name all ranks "
-                "of its replica group, in their order; nothing was saved",
-                party=named,
-            )
+            pulled = peers.pull(options.step, timeout=options.timeout, on_progress=on_progress)
         is_one_leaf = options.root is None and not isinstance(pulled.state, dict)
         content = flatten(pulled.state if is_one_leaf else below_root(pulled.state, options.root))
         num_bytes = file.write(content, pulled.step)
@@ -157,16 +139,10 @@ def _run_pull(options: argparse.Namespace) -> int:
     return 0
 
 
-def _client(options: argparse.Namespace, url: str) -> CheckpointClient:
-    from torchft_ckpt.checkpointing.fetching.client import CheckpointClient
-
-    return CheckpointClient(url, token=options.token, ssl_context=_ssl_context(url, options.ca))
-
-
-def _peers(options: argparse.Namespace) -> JobPeers:
+def _peers(options: argparse.Namespace, urls: list[str]) -> JobPeers:
     from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 
-    return JobPeers([options.url], token=options.token, ssl_context=_ssl_context(options.url[0], options.ca))
+    return JobPeers([urls], token=options.token, ssl_context=_ssl_context(urls[0], options.ca))
 
 
 def _ssl_context(url: str, ca: str | None) -> ssl.SSLContext | None:

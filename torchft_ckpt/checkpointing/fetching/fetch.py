@@ -147,10 +147,11 @@ class Fetch(FetchEngine[BlockTransfer]):
         self._to_touch.put(None)
 
     @property
-    def manifest(self) -> Manifest | None:
-        """What the state that was received is described by, once that is known."""
-        destination = self._state.destination
-        return None if destination is None else destination.manifest
+    def manifest(self) -> Manifest:
+        """What the state that was received is described by."""
+        if self._state.destination is None:
+            raise TransferError(f"nothing of {self._what} was received from {self._party}", self._party)
+        return self._state.destination.manifest
 
     def received_in_words(self) -> str:
         """Say what came of a state most of which was here; empty: all of it came, or nothing."""

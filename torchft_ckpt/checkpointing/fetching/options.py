@@ -19,8 +19,8 @@ class FetchOptions:
     """Durations in seconds, lengths in bytes.
 
     `num_streams` are connections to each source of blocks, or to all sources of boxes together. `receiver` names this receiver
-    over all its connections. `address` is where it serves what it holds to other receivers, or None. Where that is https,
-    it takes nothing from sources that do not speak it.
+    over all its connections; for one without a name nothing is kept. `address` is where it serves what it holds to other
+    receivers, or None. Where that is https, it takes nothing from sources that do not speak it.
     """
 
     connect_timeout_s: float

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 import xxhash
@@ -31,10 +32,12 @@ from torchft_ckpt.checkpointing.protocol import (
     RECEIVER_HEADER,
     SHARE_HEADER,
     BoxRequest,
+    Index,
     PartsRequest,
     Peers,
     Refusal,
     decode_digests,
+    decode_index,
     decode_part_digests,
     decode_peers,
 )
@@ -49,6 +52,7 @@ from torchft_ckpt.errors import (
     TransferCancelledError,
 )
 
+_T = TypeVar("_T")
 DONE_TIMEOUT_S = 1.0
 _PAUSE_S = 0.1
 _UNANSWERED_PAUSES_S = (0.1, 0.2, 0.4, 0.8)
@@ -58,6 +62,7 @@ _MARGIN_S = 0.2
 _SHARE = re.compile(r"\A([0-9]{1,6})/([0-9]{1,6})\Z")
 _MAX_DIGESTS_BYTES = 96 * MAX_DIGESTS
 _MAX_PEERS_BYTES = 4 * 1024 * 1024
+_MAX_INDEX_BYTES = 1024 * 1024
 
 
 class SourceClient:
@@ -85,12 +90,12 @@ class SourceClient:
             self._manifest_headers["Accept-Encoding"] = "deflate"
         self._options = options
         self._closed = threading.Event()
+        headers = {RECEIVER_HEADER: options.receiver}
+        if options.token is not None and not options.server_identity:
+            headers["Authorization"] = f"Bearer {options.token}"
         self._connection = SourceConnection(
             route or address,
-            headers={
-                RECEIVER_HEADER: options.receiver,
-                **request_headers(None if options.server_identity else options.token),
-            },
+            headers=headers,
             proved_to=options.server_identity if options.token else "",
             token=options.token or "",
             connect_timeout_s=options.connect_timeout_s,
@@ -111,6 +116,17 @@ class SourceClient:
     def release(self) -> None:
         """Close the socket. By the thread that uses it."""
         self._connection.release()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait for some seconds; return False, at once, where it was closed."""
+        return not self._closed.wait(seconds)
+
+    def fetch_index(self) -> Index:
+        """Return what the source serves now."""
+        answer = self._connection.get(PREFIX)
+        if answer.status != 200:
+            raise _as_error(answer, answer.refusal())
+        return self._decoded(answer, decode_index, "an index", _MAX_INDEX_BYTES)
 
     def fetch_manifest(
         self, *, deadline: float, pause: Callable[[float], bool], on_refused: Callable[[SourceRefusedError], None]
@@ -179,13 +195,7 @@ class SourceClient:
     ) -> dict[int, bytes]:
         """Return digests of this length, of no other blocks than these."""
         answer = self._get(manifest, f"{what}?blocks={format_runs(blocks)}")
-        try:
-            digests = decode_digests(answer.read(_MAX_DIGESTS_BYTES + 4096))
-            found = {int(block): bytes.fromhex(digest) for block, digest in digests.items()}
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise StateFormatError(
-                f"source {self.name} sent digests that cannot be read: {error}", self.name
-            ) from error
+        found = self._decoded(answer, _read_digests, "digests", _MAX_DIGESTS_BYTES + 4096)
         if not found.keys() <= set(blocks) or any(len(digest) != digest_bytes for digest in found.values()):
             raise StateFormatError(f"source {self.name} sent {len(found)} digests, not those asked for", self.name)
         return found
@@ -195,11 +205,7 @@ class SourceClient:
         headers = {RECEIVED_HEADER: received} if received else {}
         if address is not None:
             headers[ADDRESS_HEADER] = address
-        answer = self._get(manifest, "peers", headers)
-        try:
-            peers = decode_peers(answer.read(_MAX_PEERS_BYTES))
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise StateFormatError(f"source {self.name} sent peers that cannot be read: {error}", self.name) from error
+        peers = self._decoded(self._get(manifest, "peers", headers), decode_peers, "peers", _MAX_PEERS_BYTES)
         if len(peers.peers) > MAX_PEERS:
             raise StateFormatError(f"source {self.name} named {len(peers.peers)} peers", self.name)
         return peers
@@ -209,37 +215,31 @@ class SourceClient:
         headers = {RECEIVED_HEADER: received} if received else {}
         answer = self._get(manifest, f"blocks/{run.start}-{run.stop - 1}", headers)
         stop = min(run.stop * manifest.block_bytes, manifest.total_bytes)
-        expected = stop - run.start * manifest.block_bytes + DIGEST_BYTES * len(run)
-        if answer.length != expected or answer.header("ETag") != f'"{manifest.snapshot}"':
-            raise StateFormatError(
-                f"source {self.name} answered blocks {run.start} to {run.stop - 1} with {answer.length} bytes of "
-                f'{answer.header("ETag")[:70]}, {expected} of "{manifest.snapshot}" were asked for',
-                party=self.name,
-            )
+        num_bytes = stop - run.start * manifest.block_bytes
+        self._check_follows(answer, manifest, num_bytes, len(run), f"blocks {run.start} to {run.stop - 1}")
         return ((block, answer) for block in run)
 
     def open_parts(self, manifest: Manifest, parts: Sequence[BoxRequest], num_bytes: int, received: str = "") -> Answer:
         """Ask for parts of `num_bytes` in all; the caller reads each part and its digest from the answer, in order."""
         answer = self._post(manifest, "parts", parts, received)
         answer.check_parts_follow()
-        expected = num_bytes + DIGEST_BYTES * len(parts)
+        self._check_follows(answer, manifest, num_bytes, len(parts), f"{len(parts)} parts")
+        return answer
+
+    def _check_follows(self, answer: Answer, manifest: Manifest, num_bytes: int, num_digests: int, what: str) -> None:
+        """See that so many bytes of the snapshot follow, with so many digests."""
+        expected = num_bytes + DIGEST_BYTES * num_digests
         if answer.length != expected or answer.header("ETag") != f'"{manifest.snapshot}"':
             raise StateFormatError(
-                f"source {self.name} answered {len(parts)} parts with {answer.length} bytes of "
+                f"source {self.name} answered {what} with {answer.length} bytes of "
                 f'{answer.header("ETag")[:70]}, {expected} of "{manifest.snapshot}" were asked for',
                 party=self.name,
             )
-        return answer
 
     def fetch_part_digests(self, manifest: Manifest, parts: Sequence[BoxRequest]) -> list[bytes]:
         """Return the BLAKE3 digests of parts."""
         answer = self._post(manifest, "parts/digests", parts, "")
-        try:
-            digests = [bytes.fromhex(digest) for digest in decode_part_digests(answer.read(_MAX_DIGESTS_BYTES))]
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise StateFormatError(
-                f"source {self.name} sent digests that cannot be read: {error}", self.name
-            ) from error
+        digests = self._decoded(answer, _read_part_digests, "digests", _MAX_DIGESTS_BYTES)
         if len(digests) != len(parts) or any(len(digest) != BLAKE3_BYTES for digest in digests):
             raise StateFormatError(f"source {self.name} sent {len(digests)} digests for {len(parts)} parts", self.name)
         return digests
@@ -270,12 +270,33 @@ class SourceClient:
                 break
         raise _as_error(answer, refusal)
 
+    def _decoded(self, answer: Answer, decode: Callable[[bytes], _T], what: str, max_bytes: int) -> _T:
+        body = answer.read(max_bytes)
+        try:
+            return decode(body)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StateFormatError(f"source {self.name} sent {what} that cannot be read: {error}", self.name) from error
+
     def _path(self, manifest: Manifest, what: str) -> str:
         return f"{PREFIX}/{manifest.step}/{what}"
 
     def _read_manifest(self, answer: Answer) -> Manifest:
-        options = self._options
-        manifest = read_manifest(answer, self.name, options.max_manifest_bytes, options.max_total_bytes)
+        """Return the manifest that an answer carries, checked."""
+        max_bytes = self._options.max_manifest_bytes
+        if (answer.length or 0) > max_bytes:
+            raise StateFormatError(
+                f"the manifest from {self.name} has {answer.length} bytes, the limit is {max_bytes}: put large values that are "
+                "no tensors into tensors, or give all groups a larger HTTPTransport(max_manifest_bytes=...)",
+                self.name,
+            )
+        body = _inflated(answer.read(max_bytes), answer.header("Content-Encoding"), self.name, max_bytes)
+        announced = answer.header(DIGEST_HEADER)
+        if xxhash.xxh3_128_hexdigest(body) != announced:
+            raise DigestMismatchError(
+                f"the manifest from {self.name} does not have the digest {announced[:40]!r} that came with it",
+                self.name,
+            )
+        manifest = decode_manifest(body, max_total_bytes=self._options.max_total_bytes)
         match = _SHARE.match(answer.header(SHARE_HEADER))
         if match is not None and int(match[1]) < int(match[2]):
             self.share = (int(match[1]), int(match[2]))
@@ -286,34 +307,12 @@ class SourceClient:
         return manifest
 
 
-def request_headers(token: str | None) -> dict[str, str]:
-    """Return the headers of every request, whoever asks."""
-    headers = {"Accept-Encoding": "identity"}
-    if token is not None:
-        headers["Authorization"] = f"Bearer {token}"
-    return headers
+def _read_digests(body: bytes) -> dict[int, bytes]:
+    return {int(block): bytes.fromhex(digest) for block, digest in decode_digests(body).items()}
 
 
-def read_manifest(answer: Answer, party: str, max_bytes: int, max_total_bytes: int | None = None) -> Manifest:
-    """Return the manifest that an answer carries, checked.
-
-    Raises:
-        DigestMismatchError: it does not have the digest that came with it.
-        StateFormatError: it breaks a rule of the format, or is longer than allowed.
-    """
-    if (answer.length or 0) > max_bytes:
-        raise StateFormatError(
-            f"the manifest from {party} has {answer.length} bytes, the limit is {max_bytes}: put large values that are no tensors"
-            " into tensors, or give all groups a larger HTTPTransport(max_manifest_bytes=...)",
-            party,
-        )
-    body = _inflated(answer.read(max_bytes), answer.header("Content-Encoding"), party, max_bytes)
-    announced = answer.header(DIGEST_HEADER)
-    if xxhash.xxh3_128_hexdigest(body) != announced:
-        raise DigestMismatchError(
-            f"the manifest from {party} does not have the digest {announced[:40]!r} that came with it", party=party
-        )
-    return decode_manifest(body, max_total_bytes=max_total_bytes)
+def _read_part_digests(body: bytes) -> list[bytes]:
+    return [bytes.fromhex(digest) for digest in decode_part_digests(body)]
 
 
 def _inflated(body: bytes, encoding: str, party: str, max_bytes: int) -> bytes:

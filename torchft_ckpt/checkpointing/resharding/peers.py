@@ -1,41 +1,45 @@
-"""The ranks of a running job, seen from outside: finds a step that all of them can serve, and keeps it from going.
+"""The ranks of a running job, seen from outside, without a Manager or a training loop: what they serve, and their state.
 
-A job that trains serves nothing until somebody wants it, and its ranks do not hear of that in the same step. So a step is
-chosen that is still to come, and each rank is asked for it ahead. Where all of them have one step open already, as outer
-loops have, that one is taken.
+It finds a step that all of them can serve, and keeps it from going. A job that trains serves nothing until somebody wants it,
+and its ranks do not hear of that in the same step. So a step is chosen that is still to come, and each rank is asked for it
+ahead. Where all of them have one step open already, as outer loops have, that one is taken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import ssl
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
-from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.fetching.client import CheckpointClient, PulledState
+from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
+from torchft_ckpt.checkpointing.fetching.fetch import Fetch
 from torchft_ckpt.checkpointing.fetching.options import (
     FetchOptions,
     default_num_streams,
 )
+from torchft_ckpt.checkpointing.fetching.receive import BufferCache
 from torchft_ckpt.checkpointing.fetching.source import DONE_TIMEOUT_S, SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback
+from torchft_ckpt.checkpointing.protocol import Index
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup
-from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES, Manifest
+from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES, Manifest, names_of_parts
 from torchft_ckpt.checkpointing.state.target import StateTarget
-from torchft_ckpt.config import not_negative
+from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
     SourceLostError,
     SourceRefusedError,
+    StateMismatchError,
     TransferCancelledError,
     TransferError,
     TransferStalledError,
@@ -49,6 +53,15 @@ _MAX_THREADS = 32
 _MAX_LEAD = 4096
 _LEAD_FACTOR = 4
 _GRACE_S = 0.5
+_ANSWER_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PulledState:
+    """A state, and the step that it is the state of."""
+
+    step: int
+    state: object
 
 
 class JobPeers:
@@ -57,14 +70,15 @@ class JobPeers:
     What ranks keep for us they copy aside when they train on, so whatever is not used is given back.
 
     Args:
-        groups: for each replica group, what the `HTTPTransport.metadata()` of each rank returned, in the order of ranks.
+        groups: for each replica group, what the `HTTPTransport.metadata()` of each rank returned, in the order of ranks:
+            `http://HOST:PORT`; `HOST:PORT` is taken for it.
         token: shared secret of the job; default: `TORCHFT_CKPT_TOKEN`, else none.
-        ssl_context: for clients; whom to believe, and who we are, where the urls are `https`.
+        ssl_context: for clients; whom to believe, and who we are, where the urls are `https`; default: the system's certificates.
         connect_timeout: limit for a connection to be accepted.
         stall_timeout: limit for each wait for a byte.
 
     Raises:
-        ConfigError: a url cannot be used, or is there twice.
+        ConfigError: a timeout or a url cannot be used, or a url is there twice.
     """
 
     def __init__(
@@ -76,22 +90,15 @@ class JobPeers:
         connect_timeout: timedelta = timedelta(seconds=10),
         stall_timeout: timedelta = timedelta(seconds=15),
     ) -> None:
-        self._clients = [
-            [
-                CheckpointClient(
-                    url,
-                    token=token,
-                    ssl_context=ssl_context,
-                    connect_timeout=connect_timeout,
-                    stall_timeout=stall_timeout,
-                )
-                for url in group
-            ]
-            for group in groups
-        ]
-        urls = [client.url for group in self._clients for client in group]
-        if not urls or not self._clients[0]:
+        for name, value in (("connect_timeout", connect_timeout), ("stall_timeout", stall_timeout)):
+            if value <= timedelta(0):
+                raise ConfigError(f"{name}={value!r} cannot be used; expected a positive duration", party=name)
+        scheme = "http" if ssl_context is None else "https"
+        self._groups = [[_parse_url(url, scheme) for url in group] for group in groups]
+        self._ranks = [address for group in self._groups for address in group]
+        if not self._groups or not self._groups[0]:
             raise ConfigError("urls is empty; name the ranks of a replica group", party="urls")
+        urls = list(map(str, self._ranks))
         twice = sorted({url for url in urls if urls.count(url) > 1})
         if twice:
             raise ConfigError(f"urls names {', '.join(twice[:5])} more than once", party="urls")
@@ -101,7 +108,7 @@ class JobPeers:
             num_streams=default_num_streams(),
             max_manifest_bytes=MAX_MANIFEST_BYTES,
             max_total_bytes=memory_bytes(),
-            token=self._clients[0][0].token,
+            token=resolve(token, TOKEN, "", str) or None,
             receiver=uuid.uuid4().hex,
             ssl_context=ssl_context,
             deflated_manifests=True,
@@ -113,15 +120,38 @@ class JobPeers:
     @property
     def urls(self) -> str:
         """All of them, for messages."""
-        return ", ".join(client.url for group in self._clients for client in group)
+        return ", ".join(map(str, self._ranks))
+
+    def index(self, *, timeout: timedelta = _ANSWER_TIMEOUT) -> Index:
+        """Return what the first rank serves now. Asks it for nothing more and keeps nothing there.
+
+        Raises:
+            TransferError: a subclass says why there is no answer.
+            StateFormatError: the answer is none.
+        """
+        return self._index_of(self._ranks[0], _deadline(timeout))
+
+    def manifest(self, step: int | None = None, *, timeout: timedelta = _ANSWER_TIMEOUT) -> Manifest:
+        """Return all of the first rank's state but its bytes. Keeps nothing there.
+
+        Args:
+            step: the step; None for the newest that is served. If none is, the rank is asked to serve its next one.
+            timeout: the overall deadline; a step that is not served yet is waited for until then.
+
+        Raises:
+            TransferError: a subclass says why there is none.
+            StateFormatError: what the rank sends is not a manifest.
+        """
+        return self._manifest_of(self._ranks[0], step, _deadline(timeout))
 
     def pull(self, step: int | None, *, timeout: timedelta, on_progress: ProgressCallback | None = None) -> PulledState:
         """Fetch the state of a step whole, every tensor put together from the ranks that hold parts of it.
 
-        Values that are no tensors are those of the first rank.
+        It is on the CPU, in fresh memory; what is one tensor there is one here. Values that are no tensors are those of the
+        first rank.
 
         Args:
-            step: the step; None for one that all ranks can serve soon.
+            step: the step; None for one that all ranks can serve soon: of one rank alone, the newest that it serves, or its next.
             timeout: the overall deadline.
             on_progress: told how far it is.
 
@@ -130,7 +160,9 @@ class JobPeers:
             StateMismatchError: the ranks do not hold all of it.
             StateFormatError: what a rank sends is not a state.
         """
-        deadline = time.monotonic() + not_negative(timeout).total_seconds()
+        deadline = _deadline(timeout)
+        if len(self._ranks) == 1:
+            return self._pull_alone(step, deadline, on_progress)
         held = self.hold(step, deadline)
         target = StateTarget(None)
         try:
@@ -145,6 +177,26 @@ class JobPeers:
         finally:
             self.give_back()
         return PulledState(step=held.step, state=target.finish(source.description(0)))
+
+    def _pull_alone(self, step: int | None, deadline: float, on_progress: ProgressCallback | None) -> PulledState:
+        """Fetch the state of the only rank, which has to hold all of it, as blocks."""
+        fetch = Fetch(
+            self._ranks,
+            step=step,
+            deadline=deadline,
+            options=self.options,
+            cache=BufferCache(),
+            on_progress=on_progress,
+        )
+        state, manifest = fetch.run(), fetch.manifest
+        parts = names_of_parts(manifest)
+        if parts:
+            raise StateMismatchError(
+                f"{self.urls} holds only parts of {len(parts)} tensors, such as {parts[0][:120]}: name all ranks of its replica "
+                "group, in their order; nothing was saved",
+                party=self.urls,
+            )
+        return PulledState(step=manifest.step, state=state)
 
     def give_back(self) -> None:
         """Tell ranks that nothing they keep for us is needed any more; without effect where nothing is. Any thread.
@@ -206,9 +258,9 @@ class JobPeers:
     def _present_step(self, deadline: float) -> int:
         """Return the step at which some rank is now."""
         failure: CheckpointError | None = None
-        for client in (client for group in self._clients for client in group):
+        for address in self._ranks:
             try:
-                return client.manifest(None, timeout=_left(deadline, client.url)).step
+                return self._manifest_of(address, None, deadline).step
             except (SourceLostError, TransferStalledError) as error:
                 failure = failure or error
         raise failure or TransferError("no rank answers", party=self.urls)
@@ -218,14 +270,12 @@ class JobPeers:
 
         What is passed on does not count, nor what is only kept for others, and was left by its owner long ago.
         """
-        for group in self._clients:
+        for group in self._groups:
             served: list[set[int]] = []
             try:
-                for client in group:
-                    index = client.index(timeout=_left(deadline, client.url))
-                    served.append(
-                        {entry.step for entry in index.snapshots if entry.phase != "relay" and entry.is_fresh}
-                    )
+                for address in group:
+                    entries = self._index_of(address, deadline).snapshots
+                    served.append({entry.step for entry in entries if entry.phase != "relay" and entry.is_fresh})
             except (SourceLostError, TransferStalledError) as error:
                 logger.info("a rank does not answer: %s", error)
                 continue
@@ -242,27 +292,18 @@ class JobPeers:
         over = threading.Event()
         sources: list[SourceClient] = []
 
-        def pause(seconds: float) -> bool:
-            return not over.wait(seconds) and time.monotonic() < deadline
+        def ask(address: SourceAddress) -> Manifest:
+            with self._asking(address, step, deadline, f"step {step}", self.options) as source:
+                sources.append(source)
+                if over.is_set():
+                    source.close()
+                manifest = _wait_for_manifest(source, deadline)
+            with self._kept_lock:
+                self._kept.append((address, manifest))
+            return manifest
 
-        def ask(client: CheckpointClient) -> Manifest:
-            source = SourceClient(client.address, step, self.options)
-            sources.append(source)
-            try:
-                manifest = source.fetch_manifest(deadline=deadline, pause=pause, on_refused=lambda error: None)
-                with self._kept_lock:
-                    self._kept.append((client.address, manifest))
-                return manifest
-            except TransferCancelledError as error:
-                raise TransferTimeoutError(
-                    f"{client.url} did not serve step {step} within the timeout; is it training?", client.url
-                ) from error
-            finally:
-                source.release()
-
-        num_ranks = sum(map(len, self._clients))
-        with Threads("torchft_ckpt-peers", min(num_ranks, _MAX_THREADS)) as threads:
-            asked = [[threads.submit(ask, client) for client in group] for group in self._clients]
+        with Threads("torchft_ckpt-peers", min(len(self._ranks), _MAX_THREADS)) as threads:
+            asked = [[threads.submit(ask, address) for address in group] for group in self._groups]
             try:
                 first = _first_whole(asked)
                 if first is not None:
@@ -277,14 +318,48 @@ class JobPeers:
         order = [first, *(number for number in range(len(asked)) if number != first)]
         addresses = [
             [
-                None if future.exception() is not None else client.address
-                for client, future in zip(self._clients[number], asked[number], strict=True)
+                None if future.exception() is not None else address
+                for address, future in zip(self._groups[number], asked[number], strict=True)
             ]
             for number in order
         ]
         manifests: list[Manifest | None] = [future.result() for future in asked[first]]
-        names = [client.url for client in self._clients[first]]
-        return HeldStep(step, addresses, SourceGroup(names, manifests))
+        return HeldStep(step, addresses, SourceGroup(list(map(str, self._groups[first])), manifests))
+
+    def _index_of(self, address: SourceAddress, deadline: float) -> Index:
+        with self._asking(address, None, deadline, "the index") as client:
+            return client.fetch_index()
+
+    def _manifest_of(self, address: SourceAddress, step: int | None, deadline: float) -> Manifest:
+        what = "a state" if step is None else f"step {step}"
+        with self._asking(address, step, deadline, what) as client:
+            return _wait_for_manifest(client, deadline)
+
+    @contextlib.contextmanager
+    def _asking(
+        self, address: SourceAddress, step: int | None, deadline: float, what: str, options: FetchOptions | None = None
+    ) -> Iterator[SourceClient]:
+        """Give a client that is closed at the deadline, however the rank drips its bytes.
+
+        By default it asks as nobody, so that nothing is kept for us there, and of a state of any length.
+        """
+        client = SourceClient(address, step, options or replace(self.options, receiver="", max_total_bytes=None))
+        alarm = threading.Timer(max(deadline - time.monotonic(), 0.0), client.close)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            yield client
+        except (SourceLostError, TransferStalledError, TransferCancelledError) as error:
+            if time.monotonic() < deadline:
+                raise
+            said = f": {error.__cause__}" if isinstance(error.__cause__, SourceRefusedError) else ""
+            raise TransferTimeoutError(
+                f"source {address} did not serve {what} within the timeout{said}; is it training?", str(address)
+            ) from error
+        finally:
+            alarm.cancel()
+            client.release()
+            alarm.join()
 
 
 class HeldStep(NamedTuple):
@@ -315,8 +390,24 @@ def _why_none(asked: Sequence[Sequence[Future[Manifest]]]) -> BaseException:
     return next((error for error in failures if isinstance(error, SourceRefusedError)), failures[0])
 
 
-def _left(deadline: float, party: str) -> timedelta:
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TransferTimeoutError(f"{party} did not answer within the timeout", party)
-    return timedelta(seconds=left_s)
+def _wait_for_manifest(client: SourceClient, deadline: float) -> Manifest:
+    """Ask until it is served, or the client is closed: then what the rank said last is the cause of the error."""
+    refusals: list[SourceRefusedError] = []
+    try:
+        return client.fetch_manifest(deadline=deadline, pause=client.pause, on_refused=refusals.append)
+    except TransferCancelledError as error:
+        raise error from (refusals[-1] if refusals else None)
+
+
+def _parse_url(url: str, default_scheme: str) -> SourceAddress:
+    text = url.strip()
+    try:
+        return parse_metadata(text if "://" in text else f"{default_scheme}://{text}")
+    except SourceLostError as error:
+        raise ConfigError(
+            f"url={url[:120]!r} cannot be used; expected http://HOST:PORT or https://HOST:PORT", party="url"
+        ) from error
+
+
+def _deadline(timeout: timedelta) -> float:
+    return time.monotonic() + not_negative(timeout).total_seconds()
