@@ -19,7 +19,7 @@ from support.ports import reserved_port
 from support.sources import BLOCK, make_transport
 
 from torchft_ckpt.checkpointing import HTTPTransport, http_transport
-from torchft_ckpt.checkpointing.address import Route, parse_metadata, proof_of
+from torchft_ckpt.checkpointing.address import parse_metadata, proof_of
 from torchft_ckpt.checkpointing.fetching import connection as connection_module
 from torchft_ckpt.checkpointing.fetching import engine
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
@@ -236,7 +236,7 @@ def test_who_passes_on_the_proof_of_a_source_does_not_pass_for_it(source: HTTPTr
     url, key = parse_metadata(source.metadata()), source._server.proof_key
 
     def prove(host: str, key: str) -> None:
-        connection = SourceConnection(Route(url, host, key), headers={}, connect_timeout_s=20, stall_timeout_s=20)
+        connection = SourceConnection(url.further(host, key), headers={}, connect_timeout_s=20, stall_timeout_s=20)
         try:
             connection.open()
         finally:
@@ -255,7 +255,7 @@ def test_who_passes_on_the_proof_of_a_source_does_not_pass_for_it(source: HTTPTr
 
 
 def test_a_connection_over_which_nothing_was_proved_carries_no_request(source: HTTPTransport[Any]) -> None:
-    route = Route(parse_metadata(source.metadata()), "127.0.0.1", "0" * 32)
+    route = parse_metadata(source.metadata()).further("127.0.0.1", "0" * 32)
     connection = SourceConnection(
         route, headers={"Authorization": f"Bearer {TOKEN}"}, connect_timeout_s=20, stall_timeout_s=20
     )

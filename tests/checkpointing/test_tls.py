@@ -16,7 +16,7 @@ import trustme
 from support.certificates import client_context, server_context
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import Route, SourceAddress, parse_metadata
+from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
@@ -182,11 +182,11 @@ def test_a_certificate_that_does_not_verify_is_refused_with_the_reason(authority
 def test_another_address_of_a_source_has_a_certificate_for_the_name_that_the_source_is_known_by(authority):
     context = server_context(authority, "a.source")
     with serving(context) as there:
-        server = Route(SourceAddress("a.source", there.port, "https"), there.host, "0" * 32)
+        server = SourceAddress("a.source", there.port, "https").further(there.host, "0" * 32)
         with connecting(server, client_context(authority)) as connection:
             with pytest.raises(SourceRefusedError, match="does not prove that it is source https:"):
                 connection.open()
-        stranger = Route(SourceAddress("another.source", there.port, "https"), there.host, "0" * 32)
+        stranger = SourceAddress("another.source", there.port, "https").further(there.host, "0" * 32)
         with connecting(stranger, client_context(authority)) as connection:
             with pytest.raises(SourceRefusedError, match="its certificate does not verify"):
                 connection.open()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torchft_ckpt.errors import SourceLostError
@@ -22,31 +22,27 @@ Scheme = Literal["http", "https"]
 
 @dataclass(frozen=True, slots=True)
 class SourceAddress:
-    """The place where a source listens, and whether it speaks TLS there."""
+    """The place where a source listens, and whether it speaks TLS there: its own address, or a further one."""
 
     host: str
     port: int
     scheme: Scheme = "http"
+    known_by: str = ""
+    """Of a further address: the host of the source's own, which has the same port."""
+    key: str = ""
+    """By it the source proves at a further address that it is the source."""
+
+    @property
+    def source(self) -> SourceAddress:
+        """The source's own address."""
+        return SourceAddress(self.known_by, self.port, self.scheme) if self.known_by else self
+
+    def further(self, host: str, key: str) -> SourceAddress:
+        """Return a further address of a source, given its own."""
+        return replace(self, host=host, known_by=self.host, key=key)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{join_host_port(self.host, self.port)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Another host at which a source listens on the same port, and the key by which it proves that it is the source."""
-
-    source: SourceAddress
-    host: str
-    key: str
-
-    @property
-    def address(self) -> SourceAddress:
-        """The address to connect to."""
-        return SourceAddress(self.host, self.source.port, self.source.scheme)
-
-    def __str__(self) -> str:
-        return str(self.address)
 
 
 def proof_of(key: str, nonce: str, host: str, port: int) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 import xxhash
 
-from torchft_ckpt.checkpointing.address import Route, SourceAddress, proof_of
+from torchft_ckpt.checkpointing.address import SourceAddress, proof_of
 from torchft_ckpt.checkpointing.protocol import (
     MAX_REFUSAL_BYTES,
     NONCE_DIGITS,
@@ -60,7 +60,7 @@ class SourceConnection:
     """A kept-alive connection to one source.
 
     Args:
-        source: where to connect, or another route to a source: then it has to prove first, over each connection, that it is it.
+        source: where to connect; at a further address of a source it has to prove first, over each connection, that it is it.
         headers: sent with every request.
         proved_to: identity of the server that has to be there: over each connection the token is proved to it, and by it.
             Empty: nothing is proved beside what `headers` say.
@@ -77,7 +77,7 @@ class SourceConnection:
 
     def __init__(
         self,
-        source: SourceAddress | Route,
+        source: SourceAddress,
         *,
         headers: Mapping[str, str],
         proved_to: str = "",
@@ -90,9 +90,8 @@ class SourceConnection:
         if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_SERVER:
             raise ConfigError("ssl_context is one for servers; fetching needs PROTOCOL_TLS_CLIENT", party="ssl_context")
         self.party = str(source)
-        self._source = source.address if isinstance(source, Route) else source
-        self._route = source if isinstance(source, Route) else None
-        self._name = source.source.host if isinstance(source, Route) else source.host
+        self._source = source
+        self._name = source.source.host
         """That its certificate has."""
         self._headers = dict(headers)
         self._proved_to = proved_to
@@ -165,8 +164,8 @@ class SourceConnection:
                 continue
             http_connection = _OpenSocketConnection(self._source.host, self._source.port)
             http_connection.sock = sock
-            if self._route is not None:
-                self._have_it_proved(http_connection, self._route)
+            if self._source.known_by:
+                self._have_it_proved(http_connection)
             if self._proved_to:
                 self._session = self._begin_session(http_connection)
             self._http = http_connection
@@ -176,21 +175,21 @@ class SourceConnection:
             raise SourceLostError(f"the connection to source {self.party} was closed by this side", self.party)
         raise SourceLostError(f"source {self.party} does not accept connections: {failure}", self.party) from failure
 
-    def _have_it_proved(self, http_connection: _OpenSocketConnection, route: Route) -> None:
-        nonce = secrets.token_hex(NONCE_DIGITS // 2)
+    def _have_it_proved(self, http_connection: _OpenSocketConnection) -> None:
+        there, nonce = self._source, secrets.token_hex(NONCE_DIGITS // 2)
         with self._named_failures("waiting for its proof"), self._unanswered():
             http_connection.request("GET", f"{PROOF_PATH}?nonce={nonce}", headers={"Accept-Encoding": "identity"})
             response = http_connection.getresponse()
             proof = response.read(PROOF_DIGITS + 1)
             if response.status == 429:
                 raise SourceLostError(
-                    f"{self.party} is asked too often to prove that it is source {route.source}", self.party
+                    f"{self.party} is asked too often to prove that it is source {there.source}", self.party
                 )
             if response.status != 200 or not hmac.compare_digest(
-                proof, proof_of(route.key, nonce, route.host, route.source.port).encode()
+                proof, proof_of(there.key, nonce, there.host, there.port).encode()
             ):
                 raise SourceRefusedError(
-                    f"{self.party} does not prove that it is source {route.source}; nothing was asked of it", self.party
+                    f"{self.party} does not prove that it is source {there.source}; nothing was asked of it", self.party
                 )
             response.close()
 

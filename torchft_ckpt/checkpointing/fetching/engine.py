@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from torchft_ckpt.checkpointing.address import Route, SourceAddress
+from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.options import MAX_STREAMS, FetchOptions
-from torchft_ckpt.checkpointing.fetching.routes import Routes
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import RunTakenBackError, Stream
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
@@ -83,10 +82,11 @@ class FetchEngine(ABC, Generic[State]):
         self._options = options
         self._on_progress = on_progress
         self._started_at = time.monotonic()
-        self._routes = Routes(sources.values())
         self._last_refusal: SourceRefusedError | None = None
         self._lock = threading.Lock()
         # All below belong to `_lock`.
+        self._addresses = {str(address): address for address in sources.values()}
+        """By their names, all that are known of the sources, their further ones as well; they stay."""
         self._clients: set[SourceClient] = set()
         self._streaming: dict[int, SourceClient] = {}
         self._cut: set[int] = set()
@@ -214,9 +214,9 @@ class FetchEngine(ABC, Generic[State]):
             manifest = client.fetch_manifest(deadline=self._deadline, pause=state.pause, on_refused=self._note_refusal)
             if not self._take_part(client, manifest):
                 return
-            self._open_routes(address, manifest)
+            self._open_further(address, manifest)
             for _ in range(self._num_streams() - 1):
-                self._spawn(functools.partial(self._bring_more, address, manifest), client.name)
+                self._spawn(functools.partial(self._bring, address, manifest, is_first=False), client.name)
             with self._lock:
                 self._finishing.add(client)
             try:
@@ -224,9 +224,9 @@ class FetchEngine(ABC, Generic[State]):
                     self._tell_done(client, manifest)
                     return
             except (SourceLostError, TransferStalledError) as error:
-                self._lose_path(client.path, error)
+                self._lose_path(address, error)
         while state.await_use(str(address), str(address)):
-            self._bring_over(address, None, manifest)
+            self._bring(address, manifest)
         self._over_any(address, functools.partial(self._tell_done, manifest=manifest))
 
     @abstractmethod
@@ -241,73 +241,93 @@ class FetchEngine(ABC, Generic[State]):
     def _stream(self) -> Stream | None:
         """Return what brings units over a connection; None where nothing is to be brought."""
 
-    def _open_routes(self, address: SourceAddress, manifest: Manifest) -> None:
+    def _open_further(self, own: SourceAddress, manifest: Manifest) -> None:
         """Have units come over the further addresses that a source names, too."""
-        routes = self._routes.learn(address, manifest)[: MAX_STREAMS - self._num_streams()]
-        if routes:
-            self._state.add_path(str(address), str(address))
-        for route in routes:
-            self._spawn(functools.partial(self._try_route, route, manifest, len(routes) + 1), str(address))
+        if manifest.elsewhere is None:
+            return
+        named = [own.further(host, manifest.elsewhere.key) for host in manifest.elsewhere.hosts]
+        with self._lock:  # none that leads to another source, or to the same over another network
+            fresh = {str(address): address for address in named if str(address) not in self._addresses}
+            self._addresses.update(fresh)
+        further = list(fresh.values())[: MAX_STREAMS - self._num_streams()]
+        if further:
+            self._state.add_path(str(own), str(own))
+        for address in further:
+            self._spawn(functools.partial(self._try_further, address, manifest, len(further)), str(own))
 
-    def _try_route(self, route: Route, manifest: Manifest, num_paths: int) -> None:
+    def _try_further(self, address: SourceAddress, manifest: Manifest, num_further: int) -> None:
         """Connect to another address of a source; where it proves to be one, bring units over it."""
-        address = route.source
         try:
-            with self._connected(address, route) as client:
+            with self._connected(address) as client:
                 client.connect()
         except TransferError as error:
-            logger.info("source %s is not reached at its address %s: %s", address, route.host, error)
+            logger.info("source %s is not reached at its address %s: %s", address.source, address.host, error)
             return
-        self._routes.proved(route)
-        self._state.add_path(str(address), str(route))
+        self._state.add_path(str(address.source), str(address))
         # All further addresses together get as many connections as the first, within what one receiver may have: a source has
         # some for each of its receivers.
         num_streams = min(self._num_streams(), MAX_STREAMS - self._num_streams())
-        for _ in range(num_streams // (num_paths - 1) - 1):
-            self._spawn(functools.partial(self._bring_more, address, manifest, route), str(address))
-        self._bring_over(address, route, manifest)
+        for _ in range(num_streams // num_further - 1):
+            self._spawn(functools.partial(self._bring, address, manifest, is_first=False), str(address.source))
+        self._bring(address, manifest)
 
-    def _bring_over(self, address: SourceAddress, route: Route | None, manifest: Manifest) -> None:
-        """Bring units over one path until it is over, or the path is dropped or lost and others are left."""
+    def _bring(self, address: SourceAddress, manifest: Manifest, *, is_first: bool = True) -> None:
+        """Bring units over one path until it is over, or the path is dropped, or lost and others are left.
+
+        Over another connection where one was cut that had brought some. What it means that a further stream over the path is lost
+        is the first one's to find out.
+        """
         try:
-            self._bring(address, manifest, route)
-        except (SourceLostError, TransferStalledError) as error:
-            self._lose_path(str(route or address), error)
+            while not self._state.over and self._state.is_used(str(address)):
+                with self._connected(address) as client:
+                    if self._run_stream(client, manifest):
+                        return
         except TransferError as error:
-            if route is None:
+            # At a further address it is perhaps the network's fault; else all paths end so.
+            if not address.known_by and not isinstance(error, (SourceLostError, TransferStalledError)):
                 raise
-            self._lose_path(str(route), error)  # perhaps the network's fault; else all paths end so
+            if is_first:
+                self._lose_path(address, error)
+            else:
+                logger.info("a further connection to %s ended: %s", address, error)
 
-    def _lose_path(self, path: str, error: TransferError) -> None:
+    def _lose_path(self, address: SourceAddress, error: TransferError) -> None:
         """Go on over the other paths to a source; raises the error where there is none."""
-        self._use_again(self._routes.instead_of(path, self._state.lose_path(path), error))
+        again = self._state.lose_path(str(address))
+        if again is None:
+            raise error
+        logger.warning("going on without %s, over other addresses of its source: %s", address, error)
+        self._use_again(again)
 
     def _use_again(self, paths: Sequence[str]) -> None:
-        """Bring units over paths that were dropped."""
-        for route in self._routes.to_use_again(paths):
-            manifest = self._state.manifest_of(str(route.source))
-            if manifest is not None:
-                self._spawn(functools.partial(self._bring_over, route.source, route, manifest), str(route.source))
+        """Bring units over paths that were dropped; a source's own address has a thread that waits for it."""
+        for path in paths:
+            logger.info("asking at %s again", path)
+            address = self._addresses[path]
+            manifest = self._state.manifest_of(str(address.source))
+            if address.known_by and manifest is not None:
+                self._spawn(functools.partial(self._bring, address, manifest), str(address.source))
 
-    def _over_any(self, address: SourceAddress, work: Callable[[SourceClient], object]) -> None:
-        """Do something over a connection to a source, at whichever of its addresses."""
-        self._routes.try_each(address, functools.partial(self._connected, address), self._state.is_used, work)
+    def _over_any(self, own: SourceAddress, work: Callable[[SourceClient], object]) -> None:
+        """Do something over a connection to a source: at its own address, or, if it is lost there, at a further one of it.
 
-    def _bring(self, address: SourceAddress, manifest: Manifest, route: Route | None = None) -> None:
-        """Bring units until it is over, or the path is; over another connection where one was cut that had brought some."""
-        while not self._state.over and self._state.is_used(str(route or address)):
-            with self._connected(address, route) as client:
-                if self._run_stream(client, manifest):
-                    return
+        At those that have led to it alone. It may be done again from the beginning.
 
-    def _bring_more(self, address: SourceAddress, manifest: Manifest, route: Route | None = None) -> None:
-        """Be another stream over a path; where it is lost, what that means is the first stream's to find out."""
-        try:
-            self._bring(address, manifest, route)
-        except TransferError as error:
-            if route is None and not isinstance(error, (SourceLostError, TransferStalledError)):
-                raise
-            logger.info("a further connection to %s ended: %s", route or address, error)
+        Raises:
+            CheckpointError: what it raised over the last of them.
+        """
+        known = [self._addresses[path] for path in self._state.paths_to(str(own))] or [own]
+        known.sort(key=lambda address: not self._state.is_used(str(address)))
+        for number, address in enumerate(known, 1):
+            try:
+                with self._connected(address) as client:
+                    work(client)
+                return
+            except TransferError as error:
+                is_lost = address.known_by or isinstance(error, (SourceLostError, TransferStalledError))
+                if number == len(known) or not is_lost:
+                    raise
+                logger.info("trying another address of source %s: %s", own, error)
 
     def _run_stream(self, client: SourceClient, manifest: Manifest) -> bool:
         """Bring units over one connection; False where another one is to go on.
@@ -361,8 +381,8 @@ class FetchEngine(ABC, Generic[State]):
     # Beginning and ending
 
     @contextmanager
-    def _connected(self, address: SourceAddress, route: Route | None = None) -> Iterator[SourceClient]:
-        client = SourceClient(address, self._step, self._options, route)
+    def _connected(self, address: SourceAddress) -> Iterator[SourceClient]:
+        client = SourceClient(address, self._step, self._options)
         with self._lock:
             self._clients.add(client)
         if self._state.outcome is not None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from torchft_ckpt.checkpointing.address import Route, SourceAddress
+from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.connection import Answer, SourceConnection, UnansweredError
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.protocol import (
@@ -69,21 +69,18 @@ class SourceClient:
     """One connection to one source.
 
     Args:
-        address: where it is.
+        address: where to connect to.
         step: the step wanted, or None for the newest.
         options: how to fetch.
-        route: how to get there, where it is not by its address.
     """
 
-    def __init__(
-        self, address: SourceAddress, step: int | None, options: FetchOptions, route: Route | None = None
-    ) -> None:
-        self.address = address
-        self.path = str(route or address)
-        """Names the route over all sources."""
+    def __init__(self, address: SourceAddress, step: int | None, options: FetchOptions) -> None:
+        self.address = address.source
+        self.path = str(address)
+        """Names the address over all sources."""
         self.share = (0, 1)
         """Which receiver of the state this is, from 0 on, and of how many; known with the manifest."""
-        self.name = str(address)
+        self.name = str(address.source)
         self._step = step
         self._manifest_headers = {GROUP_HEADER: str(options.group_size)} if options.group_size > 1 else {}
         if options.deflated_manifests:
@@ -94,7 +91,7 @@ class SourceClient:
         if options.token is not None and not options.server_identity:
             headers["Authorization"] = f"Bearer {options.token}"
         self._connection = SourceConnection(
-            route or address,
+            address,
             headers=headers,
             proved_to=options.server_identity if options.token else "",
             token=options.token or "",
