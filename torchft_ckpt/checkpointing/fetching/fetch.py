@@ -24,7 +24,6 @@ from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import Stream
-from torchft_ckpt.checkpointing.fetching.swarm import run_swarm
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS
 from torchft_ckpt.checkpointing.state.format import Manifest, has_same_layout
@@ -41,6 +40,8 @@ from torchft_ckpt.threads import NUM_COPY_THREADS, parallel_map
 
 logger = logging.getLogger(__name__)
 _SWARM_AFTER_S = 0.25
+_POLL_S = 0.15
+_MAX_PEER_STREAMS = 8
 _ASK_AGAIN_S = 1.0
 _BATCH_BLOCKS = 64
 _BLAKE3_AT_ONCE_BYTES = 64 * 1024 * 1024
@@ -186,7 +187,8 @@ class Fetch(FetchEngine[BlockTransfer]):
         self._served_on = destination
         self._state.attach(self._serve_on(manifest, destination), destination)
         self._ask_for_blake3s()
-        self._spawn(lambda: self._run_swarm(self._sources[primary], manifest, destination, own), None)
+        poll = functools.partial(self._poll_peers, manifest, destination, own)
+        self._spawn(functools.partial(self._over_any, self._sources[primary], poll), None)
 
     # The worker threads
 
@@ -307,17 +309,26 @@ class Fetch(FetchEngine[BlockTransfer]):
         while manifest is not None and (blocks := self._state.await_uncheckable(primary, num_at_once)):
             self._state.learn_blake3s(primary, client.fetch_blake3s(manifest, blocks))
 
-    def _run_swarm(self, address: SourceAddress, manifest: Manifest, destination: Destination, own: str) -> None:
-        state = self._state
+    def _poll_peers(self, manifest: Manifest, destination: Destination, own: str, client: SourceClient) -> None:
+        """Tell the source what is held and served here, and hear the same of others, until it is over or has begun anew.
 
-        def start(peer: SourceAddress) -> None:
-            if peer.scheme != address.scheme:
-                logger.warning("%s names %s as a peer: not over %s, left alone", address, peer, address.scheme)
-                state.fail_peer(str(peer))
-                return
-            self._spawn(lambda: self._bring(peer, manifest), str(peer), is_peer=True)
-
-        self._over_any(address, lambda client: run_swarm(state, client, manifest, destination, own, start))
+        Nothing that a peer sends is trusted: a block counts only with the BLAKE3 digest that the source announces for it.
+        """
+        state, num_started = self._state, 0
+        while not state.over and state.destination is destination:
+            held_by, sent = client.fetch_peers(manifest, state.unreported(client.name), own)
+            peers = {str(peer): peer for peer in held_by}
+            known = set(state.peer_names())
+            fresh = [name for name in peers if name not in known][: max(_MAX_PEER_STREAMS - num_started, 0)]
+            for name in state.meet_peers({n: held_by[peers[n]] for n in peers if n in known or n in fresh}, sent):
+                num_started += 1
+                if peers[name].scheme == client.address.scheme:
+                    logger.debug("taking blocks from %s as well, which receives the same state", name)
+                    self._spawn(functools.partial(self._bring, peers[name], manifest), name, is_peer=True)
+                else:
+                    logger.warning("%s names %s as a peer: not over its scheme, left alone", client.name, name)
+                    state.fail_peer(name)
+            state.pause(_POLL_S)
 
     def _touch_ahead(self) -> None:
         """Have memory ready for what was asked for, and for no more: what a source announces is only a claim."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from torchft_ckpt.checkpointing.address import SourceAddress
+from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.fetching.connection import Answer, SourceConnection, UnansweredError
 from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.protocol import (
@@ -34,14 +34,13 @@ from torchft_ckpt.checkpointing.protocol import (
     BoxRequest,
     Index,
     PartsRequest,
-    Peers,
     Refusal,
     decode_digests,
     decode_index,
     decode_part_digests,
     decode_peers,
 )
-from torchft_ckpt.checkpointing.state.blocks import BLAKE3_BYTES, DIGEST_BYTES, format_runs
+from torchft_ckpt.checkpointing.state.blocks import BLAKE3_BYTES, DIGEST_BYTES, count_blocks, format_runs, parse_mask
 from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
 from torchft_ckpt.errors import (
     DigestMismatchError,
@@ -197,15 +196,25 @@ class SourceClient:
             raise StateFormatError(f"source {self.name} sent {len(found)} digests, not those asked for", self.name)
         return found
 
-    def fetch_peers(self, manifest: Manifest, received: str, address: str | None) -> Peers:
-        """Tell what this receiver holds and where it serves it; return who else holds what."""
+    def fetch_peers(
+        self, manifest: Manifest, received: str, address: str | None
+    ) -> tuple[dict[SourceAddress, int], int]:
+        """Tell what this receiver holds and where it serves it; return who else holds what, and what was sent to anybody.
+
+        Blocks are bit sets.
+        """
         headers = {RECEIVED_HEADER: received} if received else {}
         if address is not None:
             headers[ADDRESS_HEADER] = address
         peers = self._decoded(self._get(manifest, "peers", headers), decode_peers, "peers", _MAX_PEERS_BYTES)
         if len(peers.peers) > MAX_PEERS:
             raise StateFormatError(f"source {self.name} named {len(peers.peers)} peers", self.name)
-        return peers
+        num_blocks = count_blocks(manifest.total_bytes, manifest.block_bytes)
+        try:
+            held_by = {parse_metadata(peer.address): parse_mask(peer.held, num_blocks) for peer in peers.peers}
+            return held_by, parse_mask(peers.sent, num_blocks)
+        except (SourceLostError, ValueError) as error:
+            raise StateFormatError(f"source {self.name} sent peers that cannot be read: {error}", self.name) from error
 
     def open_blocks(self, manifest: Manifest, run: range, received: str = "") -> Iterator[tuple[int, Answer]]:
         """Ask for a run of blocks; yield each with the answer at its beginning. The caller reads block and digest."""

@@ -67,11 +67,11 @@ from torchft_ckpt.checkpointing.serving.sending import (
 )
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import Availability, SnapshotRegistry
-from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_runs, start_digest
+from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_mask, parse_runs, start_digest
 from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.services.admission import client_of_address
 from torchft_ckpt.core.services.proofs import PROOF_HEADER, PartDigest, ProvedSession
-from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of
+from torchft_ckpt.core.transfer.scheduler import blocks_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
 from torchft_ckpt.front.limits import acknowledged_bytes, showed_token
 from torchft_ckpt.network import bearer_matches, keep_from_forked_children, without_mapping
@@ -496,8 +496,7 @@ class CheckpointHandlers:
         received = 0
         # What cannot be read only means that less is freed, and that nobody is sent there.
         with contextlib.suppress(ValueError):
-            for run in parse_runs(request.headers.get(RECEIVED_HEADER, ""), served.num_blocks):
-                received |= mask_of(run)
+            received = parse_mask(request.headers.get(RECEIVED_HEADER, ""), served.num_blocks)
         address = None
         with contextlib.suppress(SourceLostError):
             address = (

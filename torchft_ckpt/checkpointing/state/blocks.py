@@ -17,6 +17,8 @@ from collections.abc import Iterable
 import xxhash
 from blake3 import blake3
 
+from torchft_ckpt.core.transfer.scheduler import mask_of
+
 DIGEST_BYTES = 16
 BLAKE3_BYTES = 32
 SAMPLE_BYTES = 256
@@ -95,3 +97,11 @@ def parse_runs(text: str, num_blocks: int) -> list[range]:
             raise ValueError(f"run {first}-{last} is not within {num_blocks} blocks")
         runs.append(range(first, last + 1))
     return runs
+
+
+def parse_mask(text: str, num_blocks: int) -> int:
+    """Read what `format_runs` wrote, as a bit set. Raises as `parse_runs`."""
+    mask = 0
+    for run in parse_runs(text, num_blocks):
+        mask |= mask_of(run)
+    return mask
