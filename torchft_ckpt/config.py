@@ -79,7 +79,10 @@ NOT_TAKEN = {
         "join_budget": _JOINS,
         "warm_up": "each group that lacks the state computes one iteration for itself before it receives it",
     },
-    "HTTPTransport.__init__": {"redo_budget_bytes": _NO_REDO},
+    "HTTPTransport.__init__": {
+        "redo_budget_bytes": _NO_REDO,
+        "reuse_buffers": "only the memory of a failed receive is kept; a receive in place needs none",
+    },
 }
 """Arguments that functions of this library once took, and why they change nothing."""
 

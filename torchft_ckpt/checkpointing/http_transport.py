@@ -95,8 +95,6 @@ class HTTPTransport(CheckpointTransport[T]):
         block_bytes: unit of digests and of copying aside.
         max_manifest_bytes: refuse a longer manifest.
         max_total_bytes: refuse a longer state; default: the memory, this machine's or the container's.
-        reuse_buffers: keep the memory of a finished receive for the next one, as far as nobody refers to it by then. After a
-            failed receive it is always kept for the next attempt.
         staging_budget_bytes: at most so much is copied aside for receivers that are not done when the trainer goes on; beyond
             it the slowest of them lose their lease and are told so. Default: a quarter of the memory, this
             machine's or the container's.
@@ -133,7 +131,6 @@ class HTTPTransport(CheckpointTransport[T]):
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         max_manifest_bytes: int = MAX_MANIFEST_BYTES,
         max_total_bytes: int | None = None,
-        reuse_buffers: bool = False,
         staging_budget_bytes: int | None = None,
         ssl_context: ssl.SSLContext | None = None,
         client_ssl_context: ssl.SSLContext | None = None,
@@ -164,7 +161,6 @@ class HTTPTransport(CheckpointTransport[T]):
         self._snapshots = SnapshotRegistry()
         self._served_before: Marked | None = None
         self._buffer_cache = BufferCache()
-        self._reuse_buffers = reuse_buffers
         self._on_progress = on_progress
         self._state_dict = state_dict
         self._receives_in_place = False
@@ -481,10 +477,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 level = logging.INFO if isinstance(error, TransferCancelledError) else logging.WARNING
                 logger.log(level, "step %d was not received from %s: %s", step, name, error)
                 raise
-        if self._reuse_buffers:
-            self._buffer_cache.keep(fetch.buffers())
-        else:
-            self._buffer_cache.clear()
+        self._buffer_cache.clear()
         what = fetch.received_in_words()
         came = f": {what}" if what else ""
         logger.info("received step %d from %s in %.3f s%s", step, name, time.monotonic() - started, came)
@@ -562,13 +555,5 @@ def _group(addresses: Sequence[str]) -> list[SourceAddress | None]:
 
 def _readable(sources: Sequence[str]) -> list[SourceAddress]:
     """Return the addresses that can be read, in order; one that cannot does not keep others from being asked."""
-    readable, failure = [], None
-    for metadata in sources:
-        try:
-            readable.append(parse_metadata(metadata))
-        except SourceLostError as error:
-            logger.warning("%s", error)
-            failure = failure or error
-    if not readable and failure is not None:
-        raise failure
-    return readable
+    readable = [address for address in _group(sources) if address is not None]
+    return readable or [parse_metadata(sources[0])]

@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 
-import numpy as np
-
 from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer, PassedOn
 from torchft_ckpt.checkpointing.fetching.connection import Answer
@@ -157,11 +155,6 @@ class Fetch(FetchEngine[BlockTransfer]):
     def received_in_words(self) -> str:
         """Say what came of a state most of which was here; empty: all of it came, or nothing."""
         return self._state.received_in_words()
-
-    def buffers(self) -> list[np.ndarray]:
-        """The memory that the state was received into, but that of local tensors."""
-        destination = self._state.destination
-        return [] if destination is None else destination.buffers()
 
     # The calling thread
 

@@ -254,10 +254,6 @@ class Destination:
         self._buffers, self._views = {}, []
         return buffers
 
-    def buffers(self) -> list[np.ndarray]:
-        """The memory that is not that of local tensors."""
-        return list(self._buffers.values())
-
     def assemble(self) -> object:
         """Return the state; call it once every block is in. Tensors of one segment share its memory.
 
