@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.transfer.scheduler import Batches, SourceKind, TransferLedger, blocks_of, mask_of, mask_of_each
-
-PRIMARY, REPLICA, PEER = SourceKind.PRIMARY, SourceKind.REPLICA, SourceKind.PEER
+from torchft_ckpt.core.transfer.scheduler import Batches, TransferLedger, blocks_of, mask_of, mask_of_each
 
 
 def blocks(num_blocks: int, seed: int = 1) -> TransferLedger:
@@ -23,7 +21,7 @@ def blocks(num_blocks: int, seed: int = 1) -> TransferLedger:
 def ledger_of(num_blocks: int, *names: str) -> TransferLedger:
     ledger = blocks(num_blocks)
     for name in names:
-        ledger.add_source(name, PRIMARY if name == names[0] else REPLICA)
+        ledger.add_source(name)
     return ledger
 
 
@@ -83,13 +81,13 @@ def test_what_a_lost_stream_had_in_flight_is_given_to_another():
     while run := ledger.next_batch(other, 1.0):
         seen += run
         bring(ledger, other, run)
-    assert (seen, ledger.is_done, ledger.counts().num_requeued) == (list(range(1, 10)), True, 1)
+    assert (seen, ledger.is_done) == (list(range(1, 10)), True)
 
 
 def test_blocks_on_which_two_sources_disagree_come_from_the_primary_alone():
     ledger = blocks(6)
-    ledger.add_source("a", PRIMARY)
-    ledger.add_source("b", REPLICA, eligible=0b010101)
+    ledger.add_source("a")
+    ledger.add_source("b", eligible=0b010101)
     first, second = ledger.open_stream("a", 0.0), ledger.open_stream("b", 0.0)
     taken: dict[str, list[int]] = {"a": [], "b": []}
     for name, stream in (("b", second), ("a", first)):
@@ -117,7 +115,7 @@ def test_blocks_that_are_held_already_are_not_asked_for():
     while run := ledger.next_batch(stream, 0.0):
         seen += run
         bring(ledger, stream, run)
-    assert (seen, ledger.is_done, ledger.counts().num_arrived) == ([0, 3], True, 2)
+    assert (seen, ledger.is_done) == ([0, 3], True)
 
 
 def test_blocks_that_turn_out_to_be_others_than_wanted_are_asked_for_again():
@@ -140,8 +138,8 @@ def test_a_slow_stream_at_the_end_is_cut_when_an_idle_one_would_be_done_much_soo
 
 def test_a_slow_stream_is_not_cut_where_nobody_else_has_its_block():
     ledger = blocks(2)
-    ledger.add_source("fast", PRIMARY, eligible=0b01)
-    ledger.add_source("slow", REPLICA, eligible=0b10)
+    ledger.add_source("fast", eligible=0b01)
+    ledger.add_source("slow", eligible=0b10)
     fast, slow = ledger.open_stream("fast", 0.0), ledger.open_stream("slow", 0.0)
     ledger.next_batch(slow, 0.0)
     bring(ledger, fast, ledger.next_batch(fast, 0.0), 0.01)
@@ -169,8 +167,8 @@ def test_a_path_that_was_cut_is_asked_last_and_another_path_to_the_same_source_i
 
 def test_from_the_source_a_receiver_among_others_takes_first_what_nobody_was_sent():
     ledger = blocks(8, 3)
-    ledger.add_source("source", PRIMARY)
-    ledger.add_source("peer", PEER, eligible=0b1)
+    ledger.add_source("source")
+    ledger.add_source("peer", eligible=0b1, is_peer=True)
     ledger.note_sent("source", 0b01111111, 0.0)
     assert ledger.next_batch(ledger.open_stream("source", 0.0), 0.0) == [7]
 
@@ -186,8 +184,8 @@ def test_receivers_that_start_together_ask_the_source_for_different_blocks():
 
 def test_what_is_on_its_way_to_another_receiver_is_waited_for_but_not_for_ever():
     ledger = blocks(4)
-    ledger.add_source("source", PRIMARY)
-    ledger.add_source("peer", PEER, eligible=0b0111)
+    ledger.add_source("source")
+    ledger.add_source("peer", eligible=0b0111, is_peer=True)
     ledger.note_sent("source", 0b1111, 10.0)
     stream = ledger.open_stream("source", 10.0)
     assert (ledger.next_batch(stream, 10.5), ledger.next_batch(stream, 11.5)) == ([], [3])
@@ -224,7 +222,7 @@ def check_that_every_block_arrives(seed):
     for index in range(rng.randint(1, 5)):
         name = f"s{index}"
         eligible = (1 << num_blocks) - 1 if index == 0 else rng.getrandbits(num_blocks)
-        ledger.add_source(name, PRIMARY if index == 0 else rng.choice([REPLICA, PEER]), eligible)
+        ledger.add_source(name, eligible, is_peer=index > 0 and rng.choice([False, True]))
         rates[name] = rng.uniform(0.001, 0.2)
         for _ in range(rng.randint(1, 3)):
             streams[ledger.open_stream(name, 0.0)] = name
@@ -277,10 +275,10 @@ def test_eight_receivers_of_one_source_are_done_in_little_more_than_the_time_of_
     ledgers = [blocks(num_blocks, seed * 100 + r) for r in range(num_receivers)]
     streams: list[dict[str, int]] = []
     for receiver, ledger in enumerate(ledgers):
-        ledger.add_source("source", PRIMARY)
+        ledger.add_source("source")
         for other in range(num_receivers):
             if other != receiver:
-                ledger.add_source(f"r{other}", PEER, 0)
+                ledger.add_source(f"r{other}", 0, is_peer=True)
         ledger.take_share(receiver, num_receivers)
         names = ["source", *(f"r{other}" for other in range(num_receivers) if other != receiver)]
         streams.append({name: ledger.open_stream(name, 0.0) for name in names})

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.transfer.scheduler import Batches, SourceKind, TransferLedger, mask_of_each, units_of
+from torchft_ckpt.core.transfer.scheduler import Batches, TransferLedger, mask_of_each, units_of
 
 MB = 1024 * 1024
 
@@ -23,7 +23,7 @@ class Ledger(TransferLedger):
         super().__init__(sizes, batches=batches, pick=random.Random(1).randrange)
         self.streams: dict[str, int] = {}
         for name, units in able.items():
-            self.add_source(name, SourceKind.REPLICA, mask_of_each(units))
+            self.add_source(name, mask_of_each(units))
             self.streams[name] = self.open_stream(name, 0.0)
 
     def ask(self, name: str) -> list[int]:

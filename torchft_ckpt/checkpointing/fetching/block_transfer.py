@@ -23,7 +23,6 @@ from torchft_ckpt.checkpointing.state.blocks import format_ranges
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer.scheduler import (
     Batches,
-    SourceKind,
     TransferLedger,
     blocks_of,
     mask_of,
@@ -91,8 +90,6 @@ class BlockTransfer(TransferState):
         """What they hold, as a bit set."""
         self.has_seen_peers = False
         """Whether there were other receivers."""
-        self._skipped = 0
-        """Blocks that were here already, as a bit set."""
 
     # How it ends
 
@@ -170,15 +167,15 @@ class BlockTransfer(TransferState):
             self.wasted_bytes += self.received_bytes  # of what was begun before
             self.received_bytes = 0
             self._peers = {}
-            self._ledger.add_source(name, SourceKind.PRIMARY)
+            self._ledger.add_source(name)
             self._ledger.take_share(*share)
             self._digests = dict(digests)
             self._known = mask_of_each(digests)
             self._forget_blake3s()
             self._verified = dict(held)
             self._ledger.hold(mask_of_each(held))
-            self._skipped = self._ledger.held
-            self.skipped_bytes = self._ledger.num_bytes(held)
+            self._skipped = self.skipped_bytes = 0
+            self._note_skipped(self._ledger.held)
             self._ready = True
             self.ready_at = self._last_arrival_at = time.monotonic()
             self._end_if_done()
@@ -258,7 +255,7 @@ class BlockTransfer(TransferState):
     def add_replica(self, name: str) -> None:
         """Let blocks come from another whole source, as far as its digests turn out to agree."""
         with self.changed:
-            self._ledger.add_source(name, SourceKind.REPLICA, 0)
+            self._ledger.add_source(name, 0)
             self._announced.setdefault(name, _Announced())
             self.changed.notify_all()
 
@@ -311,7 +308,7 @@ class BlockTransfer(TransferState):
             self.primary, self._successor = name, None
             destination.retarget(self._manifests[name])
             self._announced.pop(name, None)
-            self._ledger.add_source(name, SourceKind.PRIMARY)
+            self._ledger.add_source(name)
             self._forget_blake3s()
             for other, announced in self._announced.items():
                 announced.agreed = 0
@@ -336,16 +333,6 @@ class BlockTransfer(TransferState):
             if not self._ready or self._over or self.primary is None or silent_s < stall_timeout_s:
                 return None
             return self.primary if any(name in self._announced for name in self._expected) else None
-
-    def _invalidate(self, blocks: int) -> None:
-        """Blocks that are held are not those that are wanted."""
-        blocks &= self._ledger.held
-        received_bytes = self._ledger.num_bytes(units_of(blocks & ~self._skipped))
-        self.received_bytes -= received_bytes
-        self.wasted_bytes += received_bytes
-        self.skipped_bytes -= self._ledger.num_bytes(units_of(blocks & self._skipped))
-        self._skipped &= ~blocks
-        self._ledger.invalidate(blocks)
 
     def _some_of(self, mask: int, limit: int) -> int:
         """Return up to `limit` blocks of a set, missing ones first."""
@@ -438,7 +425,7 @@ class BlockTransfer(TransferState):
                 if name in self._names:
                     continue  # a source is no peer of its receivers, whoever says so
                 if name not in self._peers:
-                    self._ledger.add_source(name, SourceKind.PEER, 0)
+                    self._ledger.add_source(name, 0, is_peer=True)
                     new.append(name)
                     self.has_seen_peers = True
                 self._peers[name] = held
@@ -539,7 +526,7 @@ class BlockTransfer(TransferState):
         with self.changed:
             if not self._ready:
                 return "nothing"
-            return f"{self._ledger.counts().num_held} of {self.num_blocks()} blocks"
+            return f"{self._ledger.held.bit_count()} of {self.num_blocks()} blocks"
 
     def _end_if_done(self) -> None:
         if self._ledger.is_done:

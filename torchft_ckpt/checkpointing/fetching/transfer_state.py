@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer.paths import Path, Paths
-from torchft_ckpt.core.transfer.scheduler import Batches, TransferLedger
+from torchft_ckpt.core.transfer.scheduler import Batches, TransferLedger, units_of
 from torchft_ckpt.errors import CheckpointError
 
 WAIT_S = 1.0
@@ -45,6 +45,8 @@ class TransferState(ABC):
         self.received_bytes = 0
         self.skipped_bytes = 0
         """Were here already."""
+        self._skipped = 0
+        """Units that were, as a bit set."""
         self.wasted_bytes = 0
         self.brought_bytes = 0
         """Came from sources and peers, verified or not."""
@@ -189,6 +191,21 @@ class TransferState(ABC):
         self._arrived_over[path] = self._arrived_over.get(path, 0) + 1
         self.received_bytes += self._ledger.size(unit)
         return self._ledger.arrived(stream, unit)
+
+    def _note_skipped(self, units: int) -> None:
+        """With `changed` held: units that are held were here already."""
+        self._skipped |= units
+        self.skipped_bytes += self._ledger.num_bytes(units_of(units))
+
+    def _invalidate(self, units: int) -> None:
+        """With `changed` held: of these units, those that are held are not those that are wanted."""
+        units &= self._ledger.held
+        received_bytes = self._ledger.num_bytes(units_of(units & ~self._skipped))
+        self.received_bytes -= received_bytes
+        self.wasted_bytes += received_bytes
+        self.skipped_bytes -= self._ledger.num_bytes(units_of(units & self._skipped))
+        self._skipped &= ~units
+        self._ledger.invalidate(units)
 
     def give_back(self, stream: int) -> None:
         """Have others bring what a stream was asked for and has not arrived; it does not write there any more."""

@@ -200,12 +200,10 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         """
         patient_until = time.monotonic() + _PRIMARY_PATIENCE_S
         while True:
-            is_patient = time.monotonic() < patient_until
-            for number in candidates[:1] if is_patient else candidates:
+            for number in candidates[:1] if time.monotonic() < patient_until else candidates:
                 if self._state.have_settled(self._names[number]):
                     return number
-            names = self._names[candidates[0]]
-            self._await_manifests(names, patient_until if is_patient else time.monotonic() + TICK_S)
+            self._await_manifests(self._names[candidates[0]], time.monotonic() + TICK_S)
 
     def _no_source(self, failure: CheckpointError | None) -> CheckpointError:
         failures = self._state.failures()

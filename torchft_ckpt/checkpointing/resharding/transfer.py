@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torchft_ckpt.checkpointing.fetching.transfer_state import WAIT_S, TransferState
 from torchft_ckpt.checkpointing.resharding.plan import Plan
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.core.transfer.scheduler import Batches, SourceKind, TransferLedger, mask_of_each, units_of
+from torchft_ckpt.core.transfer.scheduler import Batches, TransferLedger, mask_of_each, units_of
 from torchft_ckpt.errors import DigestMismatchError
 
 _FIRST_BYTES = 8 * 1024 * 1024
@@ -45,8 +45,7 @@ class BoxTransfer(TransferState):
         """By source of the primary group, a bit set of what another rank gives, until it is known to hold the same."""
         self._is_comparing_copies = False
         self._claimed = 0
-        """Bit sets, as `_held_here`: held in the ledger, and being compared."""
-        self._held_here = 0
+        """A bit set: held in the ledger, and being compared with what is here."""
 
     def join(self, name: str, manifest: Manifest) -> bool:
         """Note what a source holds and wait for the plan; return whether parts are to come from it.
@@ -86,7 +85,7 @@ class BoxTransfer(TransferState):
             self._givable = {name: mask_of_each(places) for name, places in plan.holders.items()}
             for name, parts in self._givable.items():
                 if name not in self._failures:
-                    self._ledger.add_source(name, SourceKind.REPLICA, parts)
+                    self._ledger.add_source(name, parts)
             self._take_from_first(ranks)
             self.total_bytes = sum(sizes)
             self._ready = True
@@ -160,13 +159,7 @@ class BoxTransfer(TransferState):
             if group != self.primary or not self._is_promoting:
                 return
             self._is_promoting = False
-            lost = mask_of_each(differing)
-            self.skipped_bytes -= self._ledger.num_bytes(units_of(lost & self._held_here))
-            num_bytes = self._ledger.num_bytes(units_of(lost & ~self._held_here))
-            self._held_here &= ~lost
-            self.received_bytes -= num_bytes
-            self.wasted_bytes += num_bytes
-            self._ledger.invalidate(lost)
+            self._invalidate(mask_of_each(differing))
             self._check_sources()
             self._end_if_done()
             self.changed.notify_all()
@@ -249,8 +242,7 @@ class BoxTransfer(TransferState):
             here = self._claimed & mask_of_each(equal if group == self.primary else ())
             self._ledger.invalidate(self._claimed & ~here)
             self._claimed = 0
-            self._held_here |= here
-            self.skipped_bytes += self._ledger.num_bytes(units_of(here))
+            self._note_skipped(here)
             self._check_sources()
             self._end_if_done()
             self.changed.notify_all()

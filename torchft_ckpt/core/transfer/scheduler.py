@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 _CUT_FACTOR = 3.0
 _TRANSIT_FACTOR = 3.0
@@ -33,14 +32,6 @@ _UNKNOWN_RATE = 1e6
 _MEMORY = 0.7
 """How much of the older measure of a stream's rate is kept with each unit that arrives."""
 _WINDOW = 1024
-
-
-class SourceKind(Enum):
-    """What a source is to this receiver."""
-
-    PRIMARY = "primary"
-    REPLICA = "replica"
-    PEER = "peer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +49,7 @@ class Batches:
 
 @dataclass(slots=True)
 class _Source:
-    kind: SourceKind
+    is_peer: bool
     eligible: int
     sent: int = 0
     sent_changed_at: float = 0.0
@@ -80,15 +71,6 @@ class _Stream:
     def rate(self) -> float | None:
         """Bytes a second; None where nothing has come."""
         return self.bytes_brought / self.seconds_taken if self.seconds_taken else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferCounts:
-    """Units so far."""
-
-    num_held: int
-    num_arrived: int
-    num_requeued: int
 
 
 class TransferLedger:
@@ -114,16 +96,14 @@ class TransferLedger:
         """Paths."""
         self._next_stream = 0
         self._share = self._all
-        self._num_arrived = 0
-        self._num_requeued = 0
         self._by_rarity: list[int] | None = None
         """The units that one source can give, those that two can, and so on; None: to be worked out again."""
 
     # Sources
 
-    def add_source(self, name: str, kind: SourceKind, eligible: int | None = None) -> None:
-        """Let units come from a source: all of them, or the eligible ones."""
-        self._sources[name] = _Source(kind, self._all if eligible is None else eligible & self._all)
+    def add_source(self, name: str, eligible: int | None = None, *, is_peer: bool = False) -> None:
+        """Let units come from a source: all of them, or the eligible ones. A peer is a receiver of the same state."""
+        self._sources[name] = _Source(is_peer, self._all if eligible is None else eligible & self._all)
         self._demoted -= {name, *(stream.path for stream in self._streams.values() if stream.source == name)}
         self._by_rarity = None
 
@@ -170,7 +150,7 @@ class TransferLedger:
 
     def has_peers(self) -> bool:
         """Whether another receiver is a source."""
-        return any(source.kind is SourceKind.PEER for source in self._sources.values())
+        return any(source.is_peer for source in self._sources.values())
 
     # Streams
 
@@ -220,7 +200,6 @@ class TransferLedger:
         It does not where the source was dropped or the rest of the batch was given to others.
         """
         this = self._streams[stream]
-        self._num_arrived += 1
         if unit in this.asked:
             del this.asked[unit]
         else:
@@ -237,7 +216,6 @@ class TransferLedger:
         """Note that a stream brings nothing more of its batch: what it has not brought is missing again."""
         this = self._streams[stream]
         left = [unit for unit in this.asked if not self._held >> unit & 1]
-        self._num_requeued += len(left)
         self._missing |= mask_of_each(left)
         self._missing_bytes += self.num_bytes(left)
         this.asked = {}
@@ -320,14 +298,6 @@ class TransferLedger:
             reachable |= source.eligible
         return reachable != self._all
 
-    def counts(self) -> TransferCounts:
-        """Units so far."""
-        return TransferCounts(
-            num_held=self._held.bit_count(),
-            num_arrived=self._num_arrived,
-            num_requeued=self._num_requeued,
-        )
-
     def validate(self) -> None:
         """Check the invariants; for tests.
 
@@ -409,7 +379,7 @@ class TransferLedger:
     def _among_many(self, source: _Source, candidates: int, stream: _Stream, now: float) -> int:
         """Return the best of the candidates where others receive the same state; none where it is better to wait."""
         once, twice = self._held_by_peers()
-        if source.kind is SourceKind.PEER:
+        if source.is_peer:
             return candidates & ~twice or candidates
         unsent = candidates & ~source.sent & ~once
         if unsent:
@@ -426,7 +396,7 @@ class TransferLedger:
         """Return the units that at least one, and at least two other receivers hold."""
         once = twice = 0
         for source in self._sources.values():
-            if source.kind is SourceKind.PEER:
+            if source.is_peer:
                 twice |= once & source.eligible
                 once |= source.eligible
         return once, twice
