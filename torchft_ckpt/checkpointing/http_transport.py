@@ -345,7 +345,8 @@ class HTTPTransport(CheckpointTransport[T]):
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Fetch a state whole. See `CheckpointTransport.recv_checkpoint`."""
         local = None if self._state_dict is None else self._state_dict()
-        return self._fetch([metadata], step, timeout, f"rank {src_rank}", local, self._receives_in_place, None)
+        in_place = self._receives_in_place
+        return HTTPTransport.fetch_checkpoint(self, [metadata], step, timeout, local_state=local, in_place=in_place)
 
     def fetch_checkpoint(
         self,
@@ -369,7 +370,35 @@ class HTTPTransport(CheckpointTransport[T]):
         """
         _check(bool(sources), "sources", sources, "at least one")
         what = sources[0] if len(sources) == 1 else f"{sources[0]} and {len(sources) - 1} more"
-        return self._fetch(sources, step, timeout, what, local_state, in_place, on_progress)
+        started = time.monotonic()
+        _check(step >= 0, "step", step, "a step that is not negative")
+        not_negative(timeout)
+        fetch = Fetch(
+            _readable(sources),
+            step=step,
+            deadline=started + timeout.total_seconds(),
+            options=self._options,
+            cache=self._buffer_cache,
+            local_state={} if local_state is None else local_state,  # not even a shard may pass for what it is not
+            in_place=in_place and local_state is not None,
+            on_progress=together(self._on_progress, on_progress),
+            serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
+        )
+        with self._fetching(fetch):
+            if in_place:
+                self._lock.announce_write()  # what is served or saved here may be what is written to
+            try:
+                state = fetch.run()
+            except TransferError as error:
+                level = logging.INFO if isinstance(error, TransferCancelledError) else logging.WARNING
+                logger.log(level, "step %d was not received from %s: %s", step, what, error)
+                raise
+        self._buffer_cache.clear()
+        came = fetch.received_in_words()
+        logger.info(
+            "received step %d from %s in %.3f s%s", step, what, time.monotonic() - started, came and f": {came}"
+        )
+        return cast(T, state)
 
     def fetch_sharded(
         self,
@@ -443,45 +472,6 @@ class HTTPTransport(CheckpointTransport[T]):
         finally:
             with self._fetches_lock:
                 self._fetches.discard(fetch)
-
-    def _fetch(
-        self,
-        sources: Sequence[str],
-        step: int,
-        timeout: timedelta,
-        name: str,
-        local_state: T | None,
-        in_place: bool,
-        on_progress: ProgressCallback | None,
-    ) -> T:
-        started = time.monotonic()
-        _check(step >= 0, "step", step, "a step that is not negative")
-        not_negative(timeout)
-        fetch = Fetch(
-            _readable(sources),
-            step=step,
-            deadline=started + timeout.total_seconds(),
-            options=self._options,
-            cache=self._buffer_cache,
-            local_state={} if local_state is None else local_state,  # not even a shard may pass for what it is not
-            in_place=in_place and local_state is not None,
-            on_progress=together(self._on_progress, on_progress),
-            serve_on=functools.partial(self._serve_on, ends=started + 2 * timeout.total_seconds()),
-        )
-        with self._fetching(fetch):
-            if in_place:
-                self._lock.announce_write()  # what is served or saved here may be what is written to
-            try:
-                state = fetch.run()
-            except TransferError as error:
-                level = logging.INFO if isinstance(error, TransferCancelledError) else logging.WARNING
-                logger.log(level, "step %d was not received from %s: %s", step, name, error)
-                raise
-        self._buffer_cache.clear()
-        what = fetch.received_in_words()
-        came = f": {what}" if what else ""
-        logger.info("received step %d from %s in %.3f s%s", step, name, time.monotonic() - started, came)
-        return cast(T, state)
 
     def _serve_on(self, manifest: Manifest, destination: Destination, ends: float) -> Relay:
         relay = Relay(manifest, destination.views, self._lock)
