@@ -93,8 +93,6 @@ class Fetch(FetchEngine[BlockTransfer]):
         self._served_on: Destination | None = None
         self._begun: list[Destination] = []
         """Belongs to `_lock`."""
-        self._asks_for_blake3s = False
-        """Belongs to `_lock`."""
         self._to_touch: queue.SimpleQueue[tuple[Destination, list[int]] | None] = queue.SimpleQueue()
 
     def run(self) -> object:
@@ -121,6 +119,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         state = self._state
         with self._running():
             self._spawn(self._touch_ahead, None)
+            self._spawn(self._learn_blake3s, None)
             # While the sources are being asked.
             self._local = None if self._local_state is None else LocalState(self._local_state)
             self._knows_local.set()
@@ -179,7 +178,6 @@ class Fetch(FetchEngine[BlockTransfer]):
             return
         self._served_on = destination
         self._state.attach(self._serve_on(manifest, destination), destination)
-        self._ask_for_blake3s()
         poll = functools.partial(self._poll_peers, manifest, destination, own)
         self._spawn(functools.partial(self._over_any, self._sources[primary], poll), None)
 
@@ -219,7 +217,6 @@ class Fetch(FetchEngine[BlockTransfer]):
             if manifest.tree != destination.manifest.tree:
                 state.note_divergence(client.name, "values that are no tensors differ")
             state.add_replica(client.name)
-            self._ask_for_blake3s()
             self._spawn(lambda: self._compare_digests(client.address, manifest), client.name)
         return True
 
@@ -277,15 +274,8 @@ class Fetch(FetchEngine[BlockTransfer]):
         except Exception as error:  # noqa: BLE001 - its own streams notice that, too, and say what it means
             logger.debug("the digests of %s cannot be compared: %s", primary, error)
 
-    def _ask_for_blake3s(self) -> None:
-        """Have a thread ask the primary for BLAKE3 digests from now on, of what others than it could give."""
-        with self._lock:
-            if self._asks_for_blake3s:
-                return
-            self._asks_for_blake3s = True
-        self._spawn(self._learn_blake3s, None)
-
     def _learn_blake3s(self) -> None:
+        """Ask the primary for BLAKE3 digests of what others than it could give."""
         while (primary := self._state.await_primary()) is not None:
             try:
                 self._over_any(self._sources[primary], functools.partial(self._learn_blake3s_of, primary))
