@@ -54,6 +54,7 @@ _MAX_LEAD = 4096
 _LEAD_FACTOR = 4
 _GRACE_S = 0.5
 _ANSWER_TIMEOUT = timedelta(seconds=30)
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +75,10 @@ class JobPeers:
             `http://HOST:PORT`; `HOST:PORT` is taken for it.
         token: shared secret of the job; default: `TORCHFT_CKPT_TOKEN`, else none.
         ssl_context: for clients; whom to believe, and who we are, where the urls are `https`; default: the system's certificates.
-        connect_timeout: limit for a connection to be accepted.
         stall_timeout: limit for each wait for a byte.
 
     Raises:
-        ConfigError: a timeout or a url cannot be used, or a url is there twice.
+        ConfigError: the timeout or a url cannot be used, or a url is there twice.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class JobPeers:
         *,
         token: str | None = None,
         ssl_context: ssl.SSLContext | None = None,
-        connect_timeout: timedelta = timedelta(seconds=10),
         stall_timeout: timedelta = timedelta(seconds=15),
     ) -> None:
-        for name, value in (("connect_timeout", connect_timeout), ("stall_timeout", stall_timeout)):
-            if value <= timedelta(0):
-                raise ConfigError(f"{name}={value!r} cannot be used; expected a positive duration", party=name)
+        if stall_timeout <= timedelta(0):
+            raise ConfigError(
+                f"stall_timeout={stall_timeout!r} cannot be used; expected a positive duration", "stall_timeout"
+            )
         scheme = "http" if ssl_context is None else "https"
         self._groups = [[_parse_url(url, scheme) for url in group] for group in groups]
         self._ranks = [address for group in self._groups for address in group]
@@ -103,7 +103,7 @@ class JobPeers:
         if twice:
             raise ConfigError(f"urls names {', '.join(twice[:5])} more than once", party="urls")
         self.options = FetchOptions(
-            connect_timeout_s=connect_timeout.total_seconds(),
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
             stall_timeout_s=stall_timeout.total_seconds(),
             num_streams=default_num_streams(),
             max_manifest_bytes=MAX_MANIFEST_BYTES,
