@@ -161,19 +161,6 @@ def flip_bit_at(byte: int, bit: int = 0) -> Fault:
     return fault
 
 
-def replace_from(byte: int, other: bytes) -> Fault:
-    """Put other bytes in the place of what is sent from one byte on."""
-
-    def fault(connection: Connection, passed: int, data: bytes) -> bytes:
-        if passed + len(data) <= byte:
-            return data
-        kept = data[: max(byte - passed, 0)]
-        start = max(passed - byte, 0)
-        return kept + other[start : start + len(data) - len(kept)].ljust(len(data) - len(kept), b"\0")
-
-    return fault
-
-
 # What follows understands HTTP: it hands whole answers to a fault, which sends on of them what it likes.
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)", re.IGNORECASE)
