@@ -225,7 +225,8 @@ class BlockTransfer(TransferState):
         """Return up to `limit` blocks, as a bit set, whose digest of a source is not known, missing ones first."""
         with self.changed:
             announced = self._announced.get(name)
-            return self._some_of(-1 if announced is None else ~announced.known, limit)
+            unknown = ((1 << self.num_blocks()) - 1) & ~(0 if announced is None else announced.known)
+            return _lowest(unknown & ~self._ledger.held or unknown, limit)
 
     def unknown_of(self, blocks: int) -> int:
         """Return those of a bit set of blocks whose digest of the primary is not known."""
@@ -333,12 +334,6 @@ class BlockTransfer(TransferState):
             if not self._ready or self._over or self.primary is None or silent_s < stall_timeout_s:
                 return None
             return self.primary if any(name in self._announced for name in self._expected) else None
-
-    def _some_of(self, mask: int, limit: int) -> int:
-        """Return up to `limit` blocks of a set, missing ones first."""
-        mask &= (1 << self.num_blocks()) - 1
-        first = _lowest(mask & ~self._ledger.held, limit)
-        return first | _lowest(mask & ~first, limit - first.bit_count())
 
     def _compare(self, name: str, announced: _Announced, digests: Mapping[int, bytes]) -> None:
         """Let blocks come from a source where its digest is the primary's; `digests` are new, of either."""
