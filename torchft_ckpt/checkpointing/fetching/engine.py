@@ -395,16 +395,16 @@ class FetchEngine(ABC, Generic[State]):
                 self._clients.discard(client)
                 self._finishing.discard(client)
 
-    def _spawn(self, work: Callable[[], None], name: str | None, *, is_peer: bool = False) -> None:
-        thread = Thread(self._work, "torchft_ckpt-fetch", (work, name, is_peer))
+    def _spawn(self, work: Callable[[], None], name: str | None) -> None:
+        thread = Thread(self._work, "torchft_ckpt-fetch", (work, name))
         with self._lock:
             if self._state.over:
                 return
             thread.start()
             self._threads.append(thread)
 
-    def _work(self, work: Callable[[], None], name: str | None, is_peer: bool) -> None:
-        """Run a worker; what it raises is the end of its source, or of the fetch where the fault is on this side."""
+    def _work(self, work: Callable[[], None], name: str | None) -> None:
+        """Run a worker of a source, a peer or neither; what it raises is the end of that, or of the fetch if it is our fault."""
         failure: CheckpointError
         try:
             work()
@@ -424,7 +424,7 @@ class FetchEngine(ABC, Generic[State]):
             self._state.end(failure)
         elif name is None:
             logger.info("a helper of the fetch of %s ended: %s", self._what, failure)
-        elif is_peer:
+        elif name not in self._sources:
             logger.info("taking nothing more from receiver %s: %s", name, failure)
             self._state.fail_peer(name)
         else:

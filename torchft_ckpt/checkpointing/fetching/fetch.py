@@ -307,7 +307,7 @@ class Fetch(FetchEngine[BlockTransfer]):
                 num_started += 1
                 if peers[name].scheme == client.address.scheme:
                     logger.debug("taking blocks from %s as well, which receives the same state", name)
-                    self._spawn(functools.partial(self._bring, peers[name], manifest), name, is_peer=True)
+                    self._spawn(functools.partial(self._bring, peers[name], manifest), name)
                 else:
                     logger.warning("%s names %s as a peer: not over its scheme, left alone", client.name, name)
                     state.fail_peer(name)
