@@ -315,18 +315,6 @@ def answers(marker_pickle: bytes) -> dict[str, bytes]:
         "not found": refused("404 Not Found", error="not_found"),
         "429": refused("429 Too Many Requests", error="too_many_requests"),
         "429 for ever": of("429 Too Many Requests", b"{}", "Retry-After: 999999999999999999999"),
-        "429 at once": of(
-            "429 Too Many Requests", json.dumps({**refusal, "error": "too_many_requests"}).encode()
-        ).replace(b"\r\n\r\n", b"\r\nRetry-After: 0\r\n\r\n", 1),
-        "429 before": of(
-            "429 Too Many Requests", json.dumps({**refusal, "error": "too_many_requests"}).encode()
-        ).replace(b"\r\n\r\n", b"\r\nRetry-After: -5\r\n\r\n", 1),
-        "429 not a number": of(
-            "429 Too Many Requests", json.dumps({**refusal, "error": "too_many_requests"}).encode()
-        ).replace(b"\r\n\r\n", b"\r\nRetry-After: nan\r\n\r\n", 1),
-        "429 infinity": of(
-            "429 Too Many Requests", json.dumps({**refusal, "error": "too_many_requests"}).encode()
-        ).replace(b"\r\n\r\n", b"\r\nRetry-After: inf\r\n\r\n", 1),
         "500": of("500 Internal Server Error", b"<html>oops</html>"),
         "503": of("503 Service Unavailable", b"", "Retry-After: 3600"),
         "599": of("599 ?"),
