@@ -126,8 +126,8 @@ def say_that_it_is_over(passing: Passing) -> None:
 @pytest.mark.parametrize(
     ("alter", "error", "said"),
     [
-        (poison, DigestMismatchError, "another digest than it announced"),
-        (put_in_place_of_each_other, DigestMismatchError, "another digest than it announced"),
+        (poison, DigestMismatchError, "does not have the digest that came with it"),
+        (put_in_place_of_each_other, DigestMismatchError, "does not have the digest that came with it"),
         (name_another_tensor, SourceRefusedError, "/manifest.*does not prove that it comes from who knows our token"),
         (say_a_header("X-Ckpt-Share", "1/9", "/manifest"), SourceRefusedError, "/manifest.*does not prove"),
         (say_a_header("ETag", '"0"', "/parts"), SourceRefusedError, "/parts.*does not prove"),

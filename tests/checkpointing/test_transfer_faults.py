@@ -268,15 +268,15 @@ def test_recoveries_under_a_stepping_optimizer_are_never_torn(monkeypatch):
                     source.send_checkpoint([1], step, {"tensors": tensors, "step": step}, LONG)
                 served.release()
 
-    def check_after_a_step(*arguments) -> None:
+    def arrived_after_a_step(*arguments) -> bool:
         """Slow the receiver down: after every block it waits until the trainer has stepped."""
         with stepped:
             seen = step
             assert stepped.wait_for(lambda: step > seen or over.is_set(), LONG_S)
-        real_check(*arguments)
+        return arrived(*arguments)
 
-    real_check = BlockTransfer.check_digest
-    monkeypatch.setattr(BlockTransfer, "check_digest", check_after_a_step)
+    arrived = BlockTransfer.arrived
+    monkeypatch.setattr(BlockTransfer, "arrived", arrived_after_a_step)
     trainer = threading.Thread(target=train)
     trainer.start()
     torn = []

@@ -42,7 +42,9 @@ def test_who_comes_late_with_digests_does_not_take_the_place_of_the_primary():
     state.promote("b", OF_B)
     state.promote("c", OF_C)
     assert state.primary == "b"
-    state.check_digest("b", 0, OF_B[0], OF_B[0])  # it is not to blame for what it sends
+    stream = state.open_stream("b", "b")
+    state.arrived(stream, "b", "b", 0, OF_B[0])  # it is not to blame for what it sends
+    assert state.arrived_text() == "1 of 2 blocks"
 
 
 def test_a_heir_that_fails_makes_room_for_the_next():

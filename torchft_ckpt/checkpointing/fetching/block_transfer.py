@@ -402,12 +402,6 @@ class BlockTransfer(TransferState):
         for name in (*self._peers, *self._announced):
             self._ledger.forbid(name, -1)
 
-    def _is_of_primary(self, source: str, block: int, digest: bytes, blake3: bytes | None) -> bool:
-        """Whether a block that a source has sent is the primary's."""
-        if self._digests.get(block, digest) != digest:
-            return False
-        return source == self.primary or (blake3 is not None and self._blake3s.get(block) == blake3)
-
     # Peers
 
     def meet_peers(self, held_by: Mapping[str, int], sent: int) -> list[str]:
@@ -451,54 +445,42 @@ class BlockTransfer(TransferState):
 
     # Streams
 
-    def check_digest(
-        self, source: str, unit: int, actual: bytes, announced: bytes, blake3: bytes | None = None
-    ) -> None:
-        """Check a block that has been received; see `TransferState`.
-
-        Raises:
-            DigestMismatchError: it is not what came with it, or not the primary's.
-        """
-        if actual != announced:
-            raise DigestMismatchError(
-                f"block {unit} from {source} does not have the digest that came with it: it was changed on the way",
-                party=source,
-            )
-        with self.changed:
-            wanted = self._digests.get(unit, actual)
-            own = self._announced.get(source)
-            is_honest = own is not None and own.digests.get(unit) == actual
-            is_forged = actual == wanted and blake3 is not None and self._blake3s.get(unit, blake3) != blake3
-        # A source whose block was asked for before another primary was adopted is not to blame: `arrived` leaves it out.
-        if actual != wanted and not is_honest:
-            raise DigestMismatchError(
-                f"block {unit} from {source} is not the one that it announced before", party=source
-            )
-        if is_forged:
-            what = (
-                f"block {unit} from {source} does not have the BLAKE3 digest that its primary source announces: it was forged, "
-                "or damaged there, and does not count"
-            )
-            logger.warning("taking nothing more from %s: %s", source, what)
-            raise DigestMismatchError(what, party=source)
+    def name_of(self, unit: int) -> str:
+        return f"block {unit}"
 
     def arrived(
         self, stream: int, source: str, path: str, unit: int, digest: bytes, blake3: bytes | None = None
     ) -> bool:
-        """Note a block that was checked, with both digests; whether the stream goes on with its run."""
+        """Note a block that has come whole; see `TransferState`. It counts if it is the primary's."""
         with self.changed:
             if self._destination is None or self._over:
                 return False
-            if not self._is_of_primary(source, unit, digest, blake3):  # the primary has changed since it was asked for
-                return False
-            self._verified[unit] = digest
-            now = time.monotonic()
-            self._ledger.came(stream, unit, now)
-            goes_on = self._note_arrival(stream, path, unit, now)
-            if self._relay is not None:
-                self._relay.add(unit, digest)
-            self._end_if_done()
-            return goes_on
+            wanted, known = self._digests.get(unit, digest), self._blake3s.get(unit)
+            if digest != wanted:
+                own = self._announced.get(source)
+                if own is not None and own.digests.get(unit) == digest:
+                    return False  # it was asked for before another primary was adopted
+                raise DigestMismatchError(
+                    f"block {unit} from {source} is not the one that it announced before", party=source
+                )
+            is_forged = blake3 is not None and known is not None and blake3 != known
+            if not is_forged:
+                if source != self.primary and (blake3 is None or blake3 != known):
+                    return False  # the primary has changed since it was asked for
+                self._verified[unit] = digest
+                now = time.monotonic()
+                self._ledger.came(stream, unit, now)
+                goes_on = self._note_arrival(stream, path, unit, now)
+                if self._relay is not None:
+                    self._relay.add(unit, digest)
+                self._end_if_done()
+                return goes_on
+        what = (
+            f"block {unit} from {source} does not have the BLAKE3 digest that its primary source announces: it was forged, or "
+            "damaged there, and does not count"
+        )
+        logger.warning("taking nothing more from %s: %s", source, what)
+        raise DigestMismatchError(what, party=source)
 
     # What is said of it
 

@@ -16,7 +16,7 @@ from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.errors import SourceLostError
+from torchft_ckpt.errors import DigestMismatchError, SourceLostError
 
 Ask = Callable[[SourceClient, Manifest, list[int]], Iterator[tuple[int, Answer]]]
 Settle = Callable[[int, SourceClient, Mapping[int, bytes]], None]
@@ -121,10 +121,13 @@ class Stream:
             self._memory.receive(unit, read_into, self._scratch, _both(hasher.update, also.update))
             blake3 = from_others[unit] = also.digest()
         answer.read_into(self._digest)
-        actual = hasher.digest()
-        state.check_digest(client.name, unit, actual, bytes(self._digest), blake3)
+        digest = hasher.digest()
+        if digest != self._digest:
+            what = f"{state.name_of(unit)} from {client.name} does not have the digest that came with it"
+            raise DigestMismatchError(f"{what}: it was changed on the way", client.name)
+        goes_on = state.arrived(number, client.name, client.path, unit, digest, blake3)
         self._num_unfinished = 0
-        return state.arrived(number, client.name, client.path, unit, actual, blake3)
+        return goes_on
 
     def _came(self, num_bytes: int) -> None:
         self._num_unfinished += num_bytes

@@ -132,27 +132,24 @@ class TransferState(ABC):
         """Whether the state that counts is a source's own: what it sends needs no BLAKE3 digest."""
 
     @abstractmethod
-    def check_digest(
-        self, source: str, unit: int, actual: bytes, announced: bytes, blake3: bytes | None = None
-    ) -> None:
-        """Check a unit that has been received.
-
-        Args:
-            source: who sent it.
-            unit: which one.
-            actual: its digest.
-            announced: the digest that came with it.
-            blake3: its BLAKE3 digest; None where the source's own state counted when the unit came.
-
-        Raises:
-            DigestMismatchError: the source is to blame for what it sent.
-        """
+    def name_of(self, unit: int) -> str:
+        """What a unit is called in messages."""
 
     @abstractmethod
     def arrived(
         self, stream: int, source: str, path: str, unit: int, digest: bytes, blake3: bytes | None = None
     ) -> bool:
-        """Note a unit that was checked, with both digests; whether the stream goes on with its batch."""
+        """Note a unit that has come whole; whether the stream goes on with its batch.
+
+        Args:
+            stream, source, path: who brought it, over which path.
+            unit: which one.
+            digest: its digest, which came with it.
+            blake3: its BLAKE3 digest; None where the source's own state counted when the unit came.
+
+        Raises:
+            DigestMismatchError: the source is to blame for what it sent.
+        """
 
     def open_stream(self, source: str, path: str) -> int:
         """Add a stream from a source over a path."""

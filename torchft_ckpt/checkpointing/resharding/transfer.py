@@ -20,7 +20,6 @@ from torchft_ckpt.checkpointing.fetching.transfer_state import WAIT_S, TransferS
 from torchft_ckpt.checkpointing.resharding.plan import Plan
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer.scheduler import Batches, TransferLedger, mask_of_each, units_of
-from torchft_ckpt.errors import DigestMismatchError
 
 _FIRST_BYTES = 8 * 1024 * 1024
 _MAX_BYTES = 64 * 1024 * 1024
@@ -185,20 +184,13 @@ class BoxTransfer(TransferState):
         """Whether a source is of the group whose state counts."""
         return self.plan.group_of[name] == self.primary
 
-    def check_digest(
-        self, source: str, unit: int, actual: bytes, announced: bytes, blake3: bytes | None = None
-    ) -> None:
-        """Check a part that has been received; see `TransferState`."""
-        if actual != announced:
-            part = self.plan.parts[unit]
-            raise DigestMismatchError(
-                f"source {source} sent {part.box} of {part.name[:120]} with another digest than it announced", source
-            )
+    def name_of(self, unit: int) -> str:
+        return f"{self.plan.parts[unit].box} of {self.plan.parts[unit].name[:120]}"
 
     def arrived(
         self, stream: int, source: str, path: str, unit: int, digest: bytes, blake3: bytes | None = None
     ) -> bool:
-        """Note a part that was checked. One of another group than the primary counts only when it is `confirmed`."""
+        """Note a part that has come whole. One of another group than the primary counts only when it is `confirmed`."""
         with self.changed:
             now = time.monotonic()
             self._ledger.came(stream, unit, now)
