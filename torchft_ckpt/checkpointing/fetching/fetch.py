@@ -290,7 +290,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         manifest = self._state.manifest_of(primary)
         num_at_once = 1 if manifest is None else min(_BLAKE3_AT_ONCE_BYTES // manifest.block_bytes, MAX_DIGESTS)
         while manifest is not None and (blocks := self._state.await_uncheckable(primary, num_at_once)):
-            self._state.learn_blake3s(primary, client.fetch_blake3s(manifest, blocks))
+            self._state.learn_blake3s(primary, client.fetch_digests(manifest, blocks, "blake3"))
 
     def _poll_peers(self, manifest: Manifest, destination: Destination, own: str, client: SourceClient) -> None:
         """Tell the source what is held and served here, and hear the same of others, until it is over or has begun anew.
@@ -346,7 +346,7 @@ def _probe_local_blocks(
     likely: list[int] = []
     for first in range(0, destination.num_blocks, MAX_DIGESTS):
         batch = range(first, min(first + MAX_DIGESTS, destination.num_blocks))
-        samples = client.fetch_samples(manifest, batch)
+        samples = client.fetch_digests(manifest, batch, "samples")
         likely += [block for block in batch if samples[block] in destination.samples(block)]
 
     def take(block: int) -> bool:

@@ -168,31 +168,17 @@ class SourceClient:
             pause_s = _PAUSE_S if time.monotonic() - asked_at < max(wait_s / 2, _PAUSE_S) else 0.0
         raise TransferCancelledError(f"fetch from {self.name}: it is over", party="receiver")
 
-    def fetch_digests(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
-        """Return the digests of blocks; at most `MAX_DIGESTS` of them."""
-        return self._fetch_all_digests(manifest, "digests", blocks)
+    def fetch_digests(self, manifest: Manifest, blocks: Sequence[int], what: str = "digests") -> dict[int, bytes]:
+        """Return the digests of blocks, or of their `samples`, or of all of them by `blake3`; at most `MAX_DIGESTS`.
 
-    def fetch_samples(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
-        """Return the digests of the samples of blocks; at most `MAX_DIGESTS` of them."""
-        return self._fetch_all_digests(manifest, "samples", blocks)
-
-    def fetch_blake3s(self, manifest: Manifest, blocks: Sequence[int]) -> dict[int, bytes]:
-        """Return the BLAKE3 digests of blocks, at most `MAX_DIGESTS` of them, but of those that the source has freed."""
-        return self._fetch_digests(manifest, "blake3", blocks, BLAKE3_BYTES)
-
-    def _fetch_all_digests(self, manifest: Manifest, what: str, blocks: Sequence[int]) -> dict[int, bytes]:
-        found = self._fetch_digests(manifest, what, blocks, DIGEST_BYTES)
-        if len(found) != len(set(blocks)):
-            raise StateFormatError(f"source {self.name} sent {len(found)} digests, not those asked for", self.name)
-        return found
-
-    def _fetch_digests(
-        self, manifest: Manifest, what: str, blocks: Sequence[int], digest_bytes: int
-    ) -> dict[int, bytes]:
-        """Return digests of this length, of no other blocks than these."""
+        Of the latter, those of blocks that the source has freed are left out.
+        """
         answer = self._get(manifest, f"{what}?blocks={format_runs(blocks)}")
         found = self._decoded(answer, _read_digests, "digests", _MAX_DIGESTS_BYTES + 4096)
-        if not found.keys() <= set(blocks) or any(len(digest) != digest_bytes for digest in found.values()):
+        wanted, is_blake3 = set(blocks), what == "blake3"
+        num_bytes = BLAKE3_BYTES if is_blake3 else DIGEST_BYTES
+        are_those = found.keys() <= wanted if is_blake3 else found.keys() == wanted
+        if not are_those or any(len(digest) != num_bytes for digest in found.values()):
             raise StateFormatError(f"source {self.name} sent {len(found)} digests, not those asked for", self.name)
         return found
 
