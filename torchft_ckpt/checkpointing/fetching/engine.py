@@ -368,15 +368,12 @@ class FetchEngine(ABC, Generic[State]):
         return self._state.num_arrived_over(path) != num_before
 
     def _tell_done(self, client: SourceClient, manifest: Manifest) -> None:
-        """All is in: tell the source, so that it may free what it keeps. The telling may fail."""
+        """All is in: tell the source, so that it may free what it keeps."""
         if self._state.outcome is not None:
             return
         with self._lock:
             self._finishing.add(client)
-        try:
-            client.tell_done(manifest)
-        except CheckpointError as error:
-            logger.info("could not tell %s that step %d has arrived: %s", client.name, manifest.step, error)
+        client.tell_done(manifest)
 
     # Beginning and ending
 

@@ -6,6 +6,7 @@ It knows the protocol of `protocol`; it does not know which blocks are wanted, n
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -43,6 +44,7 @@ from torchft_ckpt.checkpointing.protocol import (
 from torchft_ckpt.checkpointing.state.blocks import BLAKE3_BYTES, DIGEST_BYTES, count_blocks, format_runs, parse_mask
 from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
 from torchft_ckpt.errors import (
+    CheckpointError,
     DigestMismatchError,
     LeaseRevokedError,
     SourceLostError,
@@ -51,6 +53,7 @@ from torchft_ckpt.errors import (
     TransferCancelledError,
 )
 
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 DONE_TIMEOUT_S = 1.0
 _PAUSE_S = 0.1
@@ -241,10 +244,13 @@ class SourceClient:
         return self._get(manifest, what, headers, body=msgspec.json.encode(PartsRequest(parts=list(parts))))
 
     def tell_done(self, manifest: Manifest) -> None:
-        """Say that this receiver needs nothing more."""
+        """Say that this receiver needs nothing more. That may fail: the source finds out by itself, as we are silent."""
         self._connection.set_stall_timeout(min(DONE_TIMEOUT_S, self._options.stall_timeout_s))
         path = self._path(manifest, "done")
-        self._connection.get(path, {"If-Match": f'"{manifest.snapshot}"'}, method="POST").read(0)
+        try:
+            self._connection.get(path, {"If-Match": f'"{manifest.snapshot}"'}, method="POST").read(0)
+        except CheckpointError as error:
+            logger.info("could not tell %s that nothing more of step %d is needed: %s", self.name, manifest.step, error)
 
     def _get(
         self, manifest: Manifest, what: str, headers: dict[str, str] | None = None, *, body: bytes | None = None

@@ -254,10 +254,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
     def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
         if self._state.join(client.name, manifest):
             return True
-        try:
-            client.tell_done(manifest)  # else it would keep all of it for this receiver
-        except CheckpointError as error:
-            logger.info("could not tell %s that step %d is not needed: %s", client.name, manifest.step, error)
+        client.tell_done(manifest)  # else it would keep all of it for this receiver
         return False
 
     def _num_streams(self) -> int:

@@ -207,18 +207,13 @@ class JobPeers:
             kept, self._kept = self._kept, []
         if not kept:
             return
-        limit_s = min(DONE_TIMEOUT_S, self.options.connect_timeout_s)
-        options = replace(self.options, connect_timeout_s=limit_s, stall_timeout_s=limit_s)
+        options = replace(self.options, connect_timeout_s=DONE_TIMEOUT_S)
 
         def tell(one: tuple[SourceAddress, Manifest]) -> None:
             address, manifest = one
             source = SourceClient(address, manifest.step, options)
-            try:
-                source.tell_done(manifest)
-            except CheckpointError as error:
-                logger.info("could not tell %s that step %d is not needed: %s", address, manifest.step, error)
-            finally:
-                source.release()
+            source.tell_done(manifest)
+            source.release()
 
         parallel_map(tell, kept, _MAX_THREADS, "torchft_ckpt-peers")
 
