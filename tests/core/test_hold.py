@@ -608,6 +608,21 @@ def test_one_that_cost_others_time_and_failed_stays_outside_for_eight_times_as_l
     assert tried_at[0] == pytest.approx(0.8 * 9 + 1.5, abs=1.0)
 
 
+def test_one_that_could_not_receive_the_state_again_and_again_costs_the_others_a_thirtieth_of_their_time() -> None:
+    """A firewall that drops all packets cost the healthy groups an eighth of their time for ever."""
+    job, members, c, _ = in_hold()
+    pauses_s = []
+    for _ in range(3):
+        job.passes(0.8)
+        c.comes_in(load=False)
+        c.asks(at_end=True, reach_s=0.1)
+        failed_at = job.now
+        while not held_for(job):
+            trains(job, members)
+        pauses_s.append(job.now - failed_at)
+    assert pauses_s == pytest.approx([8 * 0.8, 2 * 0.8 / 0.03, 0.8 / 0.03], abs=3.0)
+
+
 def test_one_that_turned_out_to_need_longer_than_it_had_said_is_expected_to_do_so_again() -> None:
     job, members, c, _ = in_hold(join_stall_limit_s=4.0)
     job.passes(0.9)

@@ -38,6 +38,7 @@ from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, Stat
 from torchft_ckpt.core.coordination.recovery import Assignment
 
 LOOK_AGAIN_S = 0.25
+_COULD_NOT = "it could not receive or load the state"
 BEGINS_WITHIN_S = 0.5
 """So long, or half as long again as it says that its loop takes, a group that has the state may take to ask for the step."""
 
@@ -191,7 +192,7 @@ class Holds:
         if member is None:
             return "it is gone"
         if member.request is not None or not member.is_beside or member.warms_up:
-            return "it could not receive or load the state"
+            return _COULD_NOT
         if self._is_needed:
             return ""
         said, since_s = awaited.said, now - awaited.said_at
@@ -212,6 +213,9 @@ class Holds:
         is_slow = awaited.has_loaded and awaited.begins_within_s == BEGINS_WITHIN_S and replica_id in self._job.members
         if is_slow and self._joining.excuses(replica_id, now):
             return  # nobody could know how long its loop takes this time; it tells that the next time
+        if why == _COULD_NOT:
+            self._joining.could_not(replica_id, stood_s, now, why)
+            return
         is_far = awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0
         self._joining.failed([replica_id], stood_s, now, why, {replica_id} if is_far else frozenset())
 

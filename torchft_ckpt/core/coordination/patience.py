@@ -9,7 +9,7 @@ PENDING_NOTICE_S = 1.0
 """How often the lighthouse looks at those who wait for a quorum, and whether to tell them why."""
 NOTICE_AGAIN_S = 5.0
 """How often it tells them the same again."""
-_SHARE_OF_REFUSALS = 0.03
+SHARE_OF_REFUSALS = 0.03
 _MAX_DEBTORS = 4096
 
 
@@ -36,8 +36,8 @@ class Debt:
     """Keeps a group outside that failed to come in, so that a hopeless one cannot tax the others at every step.
 
     An attempt costs the others what they waited, or the step that they discarded. One that came too late stays out for eight
-    times that, so that it costs them about a tenth of their time; one that could not come in, until it is about a thirtieth. A
-    failure that cost nobody anything is tried again soon, less and less often.
+    times that, so that it costs them about a tenth of their time; one that could not come in, for the second time if it was
+    waited for, until it is about a thirtieth. A failure that cost nobody anything is tried again soon, less and less often.
     """
 
     failures: int = 0
@@ -64,7 +64,7 @@ class Debt:
     def refused(self, cost_s: float, reason: str, now: float, *, is_sure: bool) -> None:
         """It could not come in. `is_sure`: that is nobody else's fault."""
         is_first = not is_sure and not self.refusals
-        self.failed(cost_s if is_first else (cost_s + self.owed_s) / _SHARE_OF_REFUSALS, reason, now)
+        self.failed(cost_s if is_first else (cost_s + self.owed_s) / SHARE_OF_REFUSALS, reason, now)
         self.hold_until = now if is_first else self.hold_until
         self.owed_s = cost_s if is_first else 0.0
         self.refusals += 1
