@@ -218,15 +218,17 @@ class Member:
         top_s: float = 0.0,
         frozen: str = "",
         shows: str = "",
+        still: Collection[str] = (),
         **leaves: str,
     ) -> None:
-        """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself.
-        `at_end`: an iteration ends instead, that did not count.
+        """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself;
+        `still`: which of these have not moved. `at_end`: an iteration ends instead, that did not count.
         """
         self.is_at_end = at_end
         serve = (self.replica.capture_wanted or bool(shows)) if can_serve is None else can_serve
-        found = [Leaf(name=name, digest=digest) for name, digest in leaves.items()]
-        of_rank = StateShown(owned=shows, open=found)
+        names = sorted(leaves, key=lambda name: name in still)
+        found = [Leaf(name=name, digest=leaves[name]) for name in names]
+        of_rank = StateShown(owned=shows, open=found, num_still=len(still))
         request = self.replica.begin(
             StepWishes(allow_heal=allow_heal, shrink_only=shrink_only),
             StepFacts(

@@ -294,6 +294,38 @@ def test_who_is_equal_before_its_first_step_has_no_voice_yet() -> None:
     assert told_to_load(members) == {"b": {"a"}}, "its loop may have read another step before it had the state"
 
 
+def test_of_a_leaf_that_has_moved_nowhere_nothing_is_found_out_before_it_has() -> None:
+    """BatchNorm that is frozen at first, a best loss that is looked for later: equal in all groups, and then each group's own."""
+    job = Job(least=1)
+    members = [job.join(name) for name in "ab"]
+    job.step(*members)
+    for member in members:
+        member.asks(shows="x", mean="1", ema="1", still=["mean"])
+    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [(["ema"], [])] * 2
+    for member in members:
+        member.votes()
+    discards(members)
+    ask(members, "xx", mean="23")
+    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [([], ["mean"])] * 2
+    assert not told_to_load(members)
+
+
+def test_a_group_in_which_a_leaf_has_moved_that_stood_still_in_the_others_loads_theirs_each_time() -> None:
+    job, members = at_work("abc")
+    discards(members)
+    for member, n in zip(members, "112", strict=True):
+        member.asks(shows="x", n=n, still=["n"] * (n == "1"))
+    assert told_to_load(members) == {"c": {"a", "b"}}
+    load(members[2], "x", n="1")
+    for member in members:
+        member.votes()
+    for member, n in zip(members, "113", strict=True):
+        member.asks(shows="x", n=n, still=["n"] * (n == "1"))
+    assert told_to_load(members) == {"c": {"a", "b"}}
+    assert sum("c:1 came to another state of step" in line for line in job.log) == 2
+    assert not any(member.formed.own for member in members if member.formed)
+
+
 def test_leaves_that_one_group_shows_by_itself_are_compared_when_all_have_shown_theirs() -> None:
     _, members = at_work("ab")
     members[0].asks(shows="x", late="1")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.core.coordination.messages import MAX_LEAVES, LeavesWanted, StateVersion
+from torchft_ckpt.core.coordination.messages import MAX_LEAVES, LeavesWanted, Shows, StateVersion
 from torchft_ckpt.manager.checking import (
     MOST_PARTS,
     PART_BYTES,
@@ -22,7 +22,7 @@ from torchft_ckpt.manager.checking import (
     layout_of,
     leaves_to_compare,
 )
-from torchft_ckpt.manager.showing import CheckedLeaf, KnownLeaves
+from torchft_ckpt.manager.showing import CheckedLeaf, KnownLeaves, shown
 from torchft_ckpt.manager.state_registry import StateRegistry
 
 
@@ -104,7 +104,7 @@ def test_of_a_scripts_own_leaves_those_may_count_that_move_with_rounds_and_stand
 
     def look(*, asks: bool) -> set[str]:
         known.look(leaves_to_compare(state, []), asks=asks)
-        return known.moved or set()
+        return set(known.moved)
 
     for _ in range(2):
         assert look(asks=True) == set(), "what is only seen as rounds are asked for may move in inner steps"
@@ -135,10 +135,33 @@ def test_a_leaf_that_moves_with_each_third_round_is_news_once_and_one_that_moves
     assert news == [False, False, False, True, False, False, False]
     assert known.moved == {"average"}
     known.look(leaves_to_compare(state, []), asks=False)
-    known.forget_round()
+    known.loaded()
     state["average"] = 9  # a state is loaded
     known.look(leaves_to_compare(state, []), asks=True)
     assert known.moved == {"average"} and not known.has_news
+
+
+def test_what_has_stood_still_since_it_was_looked_at_first_is_shown_last_and_is_news_when_it_moves() -> None:
+    known, state = KnownLeaves(), {"average": 0, "frozen": torch.zeros(3), "best": 9.0}
+
+    def look() -> list[str]:
+        leaves = leaves_to_compare(state, [])
+        known.watch(leaves)
+        said = shown(leaves, known, 1, Shows.SAMPLES, group_world_size=1)
+        return [leaf.name for leaf in said.open[len(said.open) - said.num_still :]]
+
+    assert look() == [], "nobody knows what moves"
+    state["average"] = 1
+    assert look() == ["best", "frozen"] and known.has_news
+    known.has_news = False
+    known.learn(["average"], [])
+    state["average"] = 2
+    assert look() == ["best", "frozen"] and not known.has_news, "what is known is no news"
+    state["best"] = 1.0
+    assert look() == ["frozen"] and known.has_news
+    known.loaded()
+    state["frozen"], state["best"] = torch.ones(3), 9.0
+    assert look() == ["best", "frozen"], "what stood still in the others was loaded"
 
 
 def test_digests_tell_dtypes_shapes_and_signs_of_zero_apart() -> None:

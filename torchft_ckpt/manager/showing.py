@@ -84,18 +84,24 @@ class KnownLeaves:
     common: set[str] = field(default_factory=set)
     own: set[str] = field(default_factory=set)
     """Each group has its own."""
-    moved: set[str] | None = None
-    """In an outer loop: those that moved with its rounds, and stood still in their inner steps. What moves in these is a group's
-    own, and of what has never moved (a loss scale) nobody knows. None: groups train together."""
+    moved: set[str] = field(default_factory=set)
+    """Those that were seen to move. In an outer loop: that moved with its rounds, and stood still in their inner steps.
+    What moves in these is a group's own."""
+    by_rounds: bool = False
+    """Groups train apart, in an outer loop: of what has never moved (a loss scale) nothing is shown."""
     still: set[str] = field(default_factory=set)
-    """In an outer loop: those that stood still in the inner steps before the last exchange."""
+    """In an outer loop: those that stood still in the inner steps before the last exchange. Else: that have not moved since they
+    were looked at first."""
+    late: set[str] = field(default_factory=set)
+    """Those that have moved here for the first time since a state was loaded."""
     has_news: bool = False
     """One has moved of which nobody has found out whether it has to be equal: the next exchange shows it."""
     _loose: set[str] = field(default_factory=set)
     """Those that have moved in inner steps here."""
+    has_looked: bool = False
     _asked: dict[str, str | bytes] = field(default_factory=dict)
     _began: dict[str, str | bytes] = field(default_factory=dict)
-    """The leaves as a round was asked for last, and as the first inner step after it was over."""
+    """The leaves as they were looked at last, as a round was asked for; and as the first inner step after it was over."""
 
     def learn(self, common: Iterable[str], own: Iterable[str]) -> list[str]:
         """Take what the lighthouse has found; return which leaves are known to be each group's own since."""
@@ -110,17 +116,28 @@ class KnownLeaves:
 
     def may_count(self, leaf: CheckedLeaf) -> bool:
         """Whether a leaf has to be equal in all groups, or it may turn out that it has to be."""
-        return self.counts(leaf) or (leaf.key not in self.own and (self.moved is None or leaf.key in self.moved))
+        return self.counts(leaf) or (leaf.key not in self.own and (not self.by_rounds or leaf.key in self.moved))
+
+    def watch(self, leaves: Iterable[CheckedLeaf], *, came_in: bool = False) -> None:
+        """See which leaves have moved since they were looked at last, where groups train together.
+
+        `came_in`: this group has just done so, and its loop may have moved by mistake what it moves in no other step.
+        """
+        now = _marks_of(leaves)
+        new = {key for key in now if now[key] != self._asked.get(key, now[key])}
+        self.has_news = self.has_news or not new <= self.moved | self.common | self.own
+        self.late |= set() if came_in else new - self.moved
+        self.moved |= new
+        self.still = now.keys() & (self._asked.keys() | self.still) - self.moved
+        self._asked, self.has_looked = now, True
 
     def look(self, leaves: Iterable[CheckedLeaf], *, asks: bool) -> None:
         """See which leaves move with the rounds of an outer loop: as one is asked for, or as its first inner step is over."""
-        looked_at = [leaf for leaf in leaves if not leaf.is_owned]
-        sampled = iter(marks(leaf.value for leaf in looked_at if isinstance(leaf.value, torch.Tensor)))
-        now = {leaf.key: leaf.value if isinstance(leaf.value, str) else next(sampled) for leaf in looked_at}
+        now, self.by_rounds = _marks_of(leaves), True
         if not asks:
             self._began = now
             return
-        moved = self.moved or set()
+        moved = self.moved
         if self._began:  # else the round is tried again
             self.still = {key for key in now if now[key] == self._began.get(key)}
             self._loose |= self._began.keys() - self.still
@@ -130,9 +147,19 @@ class KnownLeaves:
         self.moved = now.keys() & moved
         self._asked, self._began = now, {}
 
-    def forget_round(self) -> None:
-        """A state is loaded: what it moves has moved neither with a round nor in inner steps."""
-        self._began = {}
+    def loaded(self) -> None:
+        """A state is loaded: what differs in it has not moved by that."""
+        self._began, self._asked = {}, {}
+        self.moved -= self.late  # the others have them as they stood
+        self.still |= self.late
+        self.late = set()
+
+
+def _marks_of(leaves: Iterable[CheckedLeaf]) -> dict[str, str | bytes]:
+    """Return, by key, by what it is seen whether the leaves that no optimizer owns have moved."""
+    looked_at = [leaf for leaf in leaves if not leaf.is_owned]
+    sampled = iter(marks(leaf.value for leaf in looked_at if isinstance(leaf.value, torch.Tensor)))
+    return {leaf.key: leaf.value if isinstance(leaf.value, str) else next(sampled) for leaf in looked_at}
 
 
 def shown(
@@ -142,7 +169,7 @@ def shown(
     num_bytes = sum(leaf.value.nbytes for leaf in leaves if isinstance(leaf.value, torch.Tensor))
     sampled_at = step if shows is Shows.SAMPLES and num_bytes > MAX_STATE_BYTES else None
     owned, common = xxhash.xxh3_128(), xxhash.xxh3_128()
-    still_open: list[Leaf] = []
+    open_leaves: tuple[list[Leaf], list[Leaf]] = [], []
     for leaf in leaves:
         if not known.may_count(leaf):
             continue
@@ -152,13 +179,15 @@ def shown(
         elif leaf.key in known.common:
             common.update(f"{leaf.key} {digest};".encode())
         else:
-            still_open.append(Leaf(name=leaf.key, digest=digest))
+            open_leaves[leaf.key in known.still and not known.by_rounds].append(Leaf(name=leaf.key, digest=digest))
     most = max(16, MAX_LEAVES // group_world_size)  # the others are shown when these are known
+    moved, still = open_leaves[0][:most], open_leaves[1][: max(0, most - len(open_leaves[0]))]
     return StateShown(
         is_sampled=sampled_at is not None,
         owned=owned.hexdigest(),
         common=common.hexdigest(),
-        open=still_open[:most],
+        open=[*moved, *still],
+        num_still=len(still),
     )
 
 

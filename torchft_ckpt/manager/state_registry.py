@@ -387,7 +387,11 @@ class StateRegistry:
         there = {path: leaf for path, leaf in found.items() if leaf is not None}
         # The settings of optimizers are owned, and in what the functions return as well, under other names.
         has_settings = self.knows_optimizers and not self._agreed_on
-        of_all = [p for p, leaf in there.items() if known.counts(leaf) or (has_settings and ".param_groups." in p)]
+        of_all = [
+            path
+            for path, leaf in there.items()
+            if known.counts(leaf) or leaf.key in known.late or (has_settings and ".param_groups." in path)
+        ]
         return kept, list(there), of_all
 
     def take_settings(self, own: Mapping[str, Any]) -> list[str]:
@@ -494,7 +498,7 @@ class OwnState:
             "place": [self.place.num_ends_left, self.place.retries_left],
             "common": "\n".join(sorted(self.known.common)),
             "own": "\n".join(sorted(self.known.own)),
-            "moved": "\n".join(sorted(self.known.moved or ())),
+            "moved": "\n".join(sorted(self.known.moved - self.known.common - self.known.own)),
         }
 
     def saved(self, step: int, *, is_before: bool = False) -> dict[str, int]:
@@ -520,8 +524,8 @@ class OwnState:
         self.known.common, self.known.own, moved = (
             set(filter(None, own.get(names, "").split("\n"))) for names in ("common", "own", "moved")
         )
-        self.known.moved = moved or self.known.moved
-        self.known.forget_round()
+        self.known.moved |= moved
+        self.known.loaded()
 
     def take_saved(self, state_dict: dict[str, int]) -> int:
         """Take what `saved` returned, and return the step.

@@ -485,17 +485,23 @@ class Steps:
         is_new = now.is_checked or now.shows is not Shows.NOTHING
         leaves: list[CheckedLeaf] = []
         is_looked_at = now.version.proven and registry.trains_apart and not registry.is_explicitly_locked
-        if is_told_to_show or is_looked_at or (is_compared and (is_new or self._check.is_due(now.version.step))):
+        known = self._own.known
+        is_first = not (known.has_looked or registry.trains_apart or registry.is_empty or self._has_written)
+        has_to_look = is_told_to_show or (is_compared and is_new)
+        if has_to_look or is_first or is_looked_at or (is_compared and self._check.is_due(now.version.step)):
             leaves = registry.leaves_to_compare(None if captured is None else captured.returned)
         if is_looked_at:
-            self._own.known.look(leaves, asks=True)
-        is_shown = is_told_to_show or (self._own.known.has_news and is_comparable and now.version.proven)
+            known.look(leaves, asks=True)
+        elif not registry.trains_apart and (has_to_look or is_first):
+            known.watch(leaves, came_in=now.is_on_trial)
+        is_shown = is_told_to_show or (known.has_news and is_comparable and now.version.proven)
         has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
         has_to_wait = has_to_wait or self._is_at_end
         parts: list[StateShown] = []
-        if is_shown and captured is not None:
+        if is_shown:
+            captured = captured or registry.capture_to_serve()
             parts = [self._show(leaves, now)]
-            self._own.known.has_news = False
+            known.has_news = False
             # Where an outer loop begins, others may still receive the state as it was then.
             if not self._serving.serve_shown(now.version, captured, keeps_awaited=not self._follows_decision):
                 captured = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Chosen, Each, error, errors, mlp
+from idioms.models import Box, Chosen, Each, error, errors, mlp
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn import functional as F
@@ -162,6 +162,28 @@ def pure_ddp_unused(job: Job) -> None:
 )
 def batch_norm(job: Job) -> None:
     train(job, nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)))
+
+
+@idiom(
+    "BatchNorm that is frozen (eval) in the first steps, and trained later",
+    MODEL,
+    "From then on its running statistics are each group's own, as with any BatchNorm.",
+    was="equal at first, they were taken for something that has to be equal, and a group ended with a ReplicasDifferError",
+    compare="groups",
+    own=("/1.running", "/1.num_batches"),
+    num_groups=3,
+)
+def batch_norm_frozen_first(job: Job) -> None:
+    model, count = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)), Box(steps=0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd, count=count))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        model[1].train(count.steps >= 3)
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step():
+            count.steps += 1
 
 
 class Symmetric(nn.Module):

@@ -329,3 +329,25 @@ def load_zeroes_first(job: Job) -> None:
 
     job.manager(load, lambda: {"model": model.state_dict(), "sgd": sgd.state_dict()}, min_replica_size=2)
     loop(job, model, sgd)
+
+
+@idiom(
+    "The best loss on a group's own data, which is looked for from a step on",
+    STATE,
+    "Each group has its own from then on, and a group that comes back takes it over from another one.",
+    was="equal at first, it was taken for something that has to be equal, and a group ended with a ReplicasDifferError",
+    compare="groups",
+    own=("/best/",),
+    num_groups=3,
+)
+def own_best_loss(job: Job) -> None:
+    model, best = mlp(), Box(loss=float("inf"))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.manager(*states(model=model, sgd=sgd, best=best))
+    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    while job.goes_on():
+        optimizer.zero_grad()
+        loss = error(ddp, job.batch())
+        loss.backward()
+        if optimizer.step() and job.step > 3:
+            best.loss = min(best.loss, loss.item())

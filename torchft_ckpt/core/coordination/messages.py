@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -168,7 +168,9 @@ class StateShown(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     common: Digest = ""
     """Of what else is known to be equal in all groups."""
     open: Leaves = []
-    """Of the rest, where it is not known yet whether it has to be equal: each by itself, ordered by name."""
+    """Of the rest, where it is not known yet whether it has to be equal: each by itself."""
+    num_still: Count = 0
+    """So many of these, the last ones, were seen to have stood still since the job began: that they are equal says nothing."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):

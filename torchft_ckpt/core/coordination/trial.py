@@ -15,10 +15,12 @@ Who is right: only groups that were found equal after a step since they joined h
 begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. A
 group with a voice is told to load as `on_replicas_differ` says.
 
-What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once: one that is equal in all
-groups after a step is *common* from then on; one that differs, although all groups began the step with the same, is *own* to each
-group, as BatchNorm's running statistics are. A group that came in has computed with what it had read before, so it is given such
-a leaf once, and the leaf is looked at again after a step. Both lists are kept by the groups, and travel with the state.
+What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once: one that has moved, and is
+equal in all groups after a step, is *common* from then on; one that differs, although all groups began the step with the same, is
+*own* to each group, as BatchNorm's running statistics are. A group that came in has computed with what it had read before, so it
+is given such a leaf once, and the leaf is looked at again after a step. A group in which one has moved that stood still in the
+others loads theirs. Of one that has moved nowhere nothing is found out. Both lists are kept by the groups, and travel with the
+state.
 """
 
 from __future__ import annotations
@@ -194,17 +196,17 @@ class Trials:
     def _decide(
         self, members: dict[str, Member], right: Sequence[str], wrong: list[str], step: int, verdict: Verdict
     ) -> None:
-        what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
         policy = _strictest(members.values())
         drifted = [m for m in wrong if m in self._voices and _owned(members[m]) != _owned(members[right[0]])]
         if drifted and policy is not OnReplicasDiffer.HEAL:
             verdict.stops = list(members) if policy is OnReplicasDiffer.STOP else []
+            what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
             verdict.said.append(f"{what}. on_replicas_differ is {policy.value!r}")
             wrong = [m for m in wrong if m not in drifted]
-        elif self._voices.keys() & wrong and 2 * len(right) <= sum(m in self._voices for m in members):
-            what += ". No state has a majority, so that of the longest in the job is taken"
         if wrong and not verdict.stops:
-            verdict.said.append(self._give(members, right, wrong, step, verdict, what))
+            verdict.said.append(
+                self._give(members, right, wrong, step, verdict, self._what(wrong, right, members, step))
+            )
             values = _open(members, right)
             self._note_given(name for name, of in values.items() if len({of.get(m) for m in members}) > 1)
 
@@ -246,25 +248,42 @@ class Trials:
         """Find out which of the leaves that are shown by themselves have to be equal."""
         given: set[str] = set()
         late: set[str] = set()
+        wrong: set[str] = set()
+        stood = {m: _stood(member) for m, member in members.items()}
+        right = sorted(right, key=[*self._voices, *right].index)
         for name, by_member in _open(members, right).items():
             usual, _ = Counter(by_member[m] for m in right if m in by_member).most_common(1)[0]
             differing = [m for m in members if by_member.get(m) != usual]
             moved = [m for m in differing if self._joined.get(m, False)]
+            alike = [m for m in by_member if m not in differing]
             if not differing:
-                verdict.common.append(name)
+                verdict.common += [] if any(name in stood[m] for m in alike) else [name]
+            elif not moved and all(name in stood[m] for m in alike):
+                wrong.update(differing)
             elif moved and name not in self._given:
                 given.add(name)
                 late.update(moved)
             elif name not in self._left_out:
                 verdict.own.append(name)
-        if not given:
+        if not (given or wrong):
             for name in (*verdict.common, *verdict.own):
                 self._given.pop(name, None)
-        else:
-            verdict.common, verdict.own = [], []
-            self._note_given(sorted(given))
+            return
+        verdict.common, verdict.own = [], []
+        others = [m for m in right if m not in wrong] or right[:1]
+        if those := sorted(wrong - {*others}):
+            what = self._what(those, others, members, step)
+            verdict.said.append(self._give(members, others, those, step, verdict, what))
+        self._note_given(sorted(given))
+        if late := late - verdict.loads.keys():
             what = f"{name_some(sorted(late))} has come in, and differs from {name_some(right)} in {name_some(sorted(given))}"
             verdict.noted.append(self._give(members, right, sorted(late), step, verdict, what))
+
+    def _what(self, wrong: Sequence[str], right: Sequence[str], members: Collection[str], step: int) -> str:
+        what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
+        if self._voices.keys() & wrong and 2 * len(right) <= sum(m in self._voices for m in members):
+            what += ". No state has a majority, so that of the longest in the job is taken"
+        return what
 
     def _note_given(self, names: Iterable[str]) -> None:
         self._given |= dict.fromkeys(names)
@@ -315,6 +334,13 @@ def _has_trained(member: Member) -> bool:
 
 def _known(shown: StateShown) -> str:
     return f"{shown.owned} {shown.common}"
+
+
+def _stood(member: Member) -> set[str]:
+    """Return the leaves that have stood still in a member since the job began, as far as it has seen them."""
+    return {
+        leaf.name for of_rank in member.asked.shown for leaf in of_rank.open[len(of_rank.open) - of_rank.num_still :]
+    }
 
 
 def _owned(member: Member) -> list[str]:
