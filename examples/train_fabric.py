@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -79,10 +80,13 @@ def get_lr(iter_num: int, max_iters: int, warmup_iters: int = 10) -> float:
     return 5e-4 * (1.0 + math.cos(math.pi * iter_num / max_iters))
 
 
-def cycle(loader: Any, sampler: DistributedSampler) -> Iterator[Any]:
+def cycle(loader: Any, sampler: DistributedSampler, num_read: int) -> Iterator[Any]:
+    """Yield all batches of all epochs, but for the first `num_read`."""
+    epoch, begin = divmod(num_read, len(loader))
     while True:
-        yield from loader
-        sampler.set_epoch(sampler.epoch + 1)
+        sampler.set_epoch(epoch)
+        yield from itertools.islice(loader, begin, None)
+        epoch, begin = epoch + 1, 0
 
 
 def main() -> None:
@@ -90,6 +94,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of the job")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, to have time to watch")
     parser.add_argument("--output", default="train-fabric-out", help="for checkpoints, the same of all groups")
+    parser.add_argument("--resume", help="a checkpoint to go on from, the same of all groups")
     parser.add_argument(
         "--strategy", default="auto", help="Fabric's; with `ddp` the first forward pass raises ConfigError"
     )
@@ -119,13 +124,15 @@ def main() -> None:
     sampler = DistributedSampler(dataset, replica_rank=group, num_replica_groups=num_groups, shuffle=True, seed=SEED)
     loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler, drop_last=True))
 
-    state = {"model": model, "optimizer": optimizer, "iter_num": 0, "step_count": 0}
-    for input_ids, targets in cycle(loader, sampler):
-        state["step_count"] = manager.current_step()  # was: += 1 after optimizer.step()
-        if state["step_count"] >= options.steps:
+    state = {"model": model, "optimizer": optimizer, "iter_num": 0, "job": manager}  # was: "step_count": 0
+    if options.resume:
+        fabric.load(options.resume, state)
+    for input_ids, targets in cycle(loader, sampler, manager.current_step() * ACCUMULATE):
+        step_count = manager.current_step()  # was: state["step_count"] += 1 after optimizer.step()
+        if step_count >= options.steps:
             break
         num_accumulated = state["iter_num"] % ACCUMULATE
-        state["iter_num"] = state["step_count"] * ACCUMULATE + num_accumulated  # was: it went on counting
+        state["iter_num"] = step_count * ACCUMULATE + num_accumulated  # was: it went on counting
         for param_group in optimizer.param_groups:
             param_group["lr"] = get_lr(state["iter_num"], options.steps * ACCUMULATE)
         state["iter_num"] += 1

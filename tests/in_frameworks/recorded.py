@@ -40,7 +40,7 @@ class Recorder:
         self._path, self._gates, self._held_at = path, gates, held_at
         self._read: list[int] = []
         self._counted: dict[str, Any] | None = None
-        self._manager: Manager | None = None
+        self._has_begun = False
 
     def watch(self) -> None:
         """Have all that happens from now on recorded."""
@@ -49,7 +49,8 @@ class Recorder:
 
         def forward_recorded(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
-                self._write()
+                self._has_begun = True
+                self._write(ddp._manager)
                 self._pass_gates(ddp._manager.current_step())
             output = forward(ddp, *inputs, **kwargs)
             if torch.is_grad_enabled():
@@ -59,7 +60,7 @@ class Recorder:
         def vote_recorded(manager: Manager, *args: Any, **kwargs: Any) -> bool:
             before, counts = manager.current_step(), vote(manager, *args, **kwargs)
             if manager.current_step() > before or not counts:  # otherwise another optimizer shares the step
-                self._counted, self._manager = None, manager
+                self._counted = None
                 if counts:
                     view = manager.view()
                     who = {
@@ -71,21 +72,21 @@ class Recorder:
             return counts
 
         def shutdown_recorded(manager: Manager, *args: Any, **kwargs: Any) -> None:
-            self._write()
+            self._write(manager)
             shutdown(manager, *args, **kwargs)
 
         def fetch_recorded(fetcher: _MapDatasetFetcher, numbers: Any) -> Any:
-            self._read += numbers
+            self._read = [*self._read, *numbers] if self._has_begun else numbers  # it was passed over before that
             return fetch(fetcher, numbers)
 
         DistributedDataParallel.forward, Manager.should_commit = forward_recorded, vote_recorded
         Manager.shutdown, _MapDatasetFetcher.fetch = shutdown_recorded, fetch_recorded
 
-    def _write(self) -> None:
+    def _write(self, manager: Manager) -> None:
         if self._counted is None:
             return
         line, self._counted = self._counted, None
-        line["values"] = dict(leaves("", self._manager.registry.capture()))
+        line["values"] = dict(leaves("", manager.registry.capture()))
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if line["num_participants"] == 1:

@@ -34,21 +34,24 @@ def run_with_a_kill(
     script: Path,
     *arguments: str,
     num_steps: int,
+    begins_at: int = 0,
     runner: Path = RUNNER,
-    environment: dict[str, str] | None = None,
 ) -> list[Step]:
     """Kill group 1 in the middle of a step, when a third of the steps is made, and start it again when half of them is.
 
+    Args:
+        begins_at: the step of the checkpoint from which both go on, as `arguments` say.
+
     Returns:
-        the steps of the job, from 1 to `num_steps`, in which each group's values were equal to the other's.
+        the steps of the job, after that one and up to `num_steps`, in which each group's values were equal to the other's.
     """
     record, is_there, is_back = folder / "record", folder / "is_there", folder / "is_back"
-    record.mkdir()
+    record.mkdir(parents=True)
+    middle, third = (begins_at + num_steps) // 2, (num_steps - begins_at) // 3
     environment = {
         "RECORD": str(record),
-        "GATES": f"2:{is_there} {num_steps // 2}:{is_back}",
-        "HELD": f"1:{num_steps // 3}",
-        **(environment or {}),
+        "GATES": f"{begins_at + 2}:{is_there} {middle}:{is_back}",
+        "HELD": f"1:{begins_at + third}",
     }
     with FrameworkJob(folder, runner, str(script), *arguments, environment=environment) as job:
         survivor, killed = job.start(0), job.start(1)
@@ -57,20 +60,54 @@ def run_with_a_kill(
         is_there.touch()
         killed.wait_for("HELD")
         killed.kill()
-        survivor.wait_for_step(num_steps // 2, participants=1)
+        survivor.wait_for_step(middle, participants=1)
         again = job.start(1)
         again.wait_for("verdict=left_behind")  # its first iteration, which it computes alone, is over
         is_back.touch()
         for group in (survivor, again):
             code = group.process.wait(timeout=240)
             assert code == 0, f"{group.log_path.name} ended with {code}"
-    steps = _steps_of(record, num_steps)
+    steps = _steps_of(record, range(begins_at + 1, num_steps + 1))
     num_with_two = [len(step.read) for step in steps].count(2)
     came_in_at = min(step for step, num in again.steps() if num == 2)
-    assert num_steps // 2 <= came_in_at < num_steps and num_with_two > num_steps // 3, (came_in_at, num_with_two)
+    assert middle <= came_in_at < num_steps and num_with_two > third, (came_in_at, num_with_two)
     assert len(survivor.steps("discard")) == 1, "but for the step in which the other one was killed, none was discarded"
     assert said_of_differences(survivor, killed, again) == []
     return steps
+
+
+def run_from_a_checkpoint(
+    folder: Path,
+    script: Path,
+    *arguments: str,
+    resume: str,
+    saved_at: int,
+    num_steps: int,
+    runner: Path = RUNNER,
+) -> list[Step]:
+    """Kill both groups two steps after one of them has saved; start both from that, and kill one of them as above.
+
+    Args:
+        resume: the argument that says so. The group that comes back has it as well, while the job goes on.
+        saved_at: the step of the checkpoint.
+
+    Returns:
+        the steps up to the checkpoint, and those after it of the second life, in which groups were equal.
+    """
+    record = folder / "first"
+    record.mkdir()
+    environment = {"RECORD": str(record), "GATES": f"{saved_at + 2}:{folder / 'never'}"}
+    with FrameworkJob(folder, runner, str(script), *arguments, min_replicas=2, environment=environment) as job:
+        groups = [job.start(number) for number in (0, 1)]
+        for group in groups:
+            group.wait_for_step(saved_at + 2, participants=2)
+        for group in groups:
+            group.kill()
+    before = _steps_of(record, range(1, saved_at + 1))
+    after = run_with_a_kill(
+        folder / "resumed", script, *arguments, resume, num_steps=num_steps, begins_at=saved_at, runner=runner
+    )
+    return before + after
 
 
 def said_of_differences(*groups: Group) -> list[str]:
@@ -79,13 +116,14 @@ def said_of_differences(*groups: Group) -> list[str]:
     return [line for line in lines if re.search(r"torchft_ckpt\.\S+ WARNING", line) and "without a token" not in line]
 
 
-def _steps_of(record: Path, num_steps: int) -> list[Step]:
+def _steps_of(record: Path, numbers: range) -> list[Step]:
     lines: dict[int, dict[int, Any]] = {}
     for group in (0, 1):
         for text in (record / f"group_{group}.jsonl").read_text().splitlines():
             line = json.loads(text)
-            lines.setdefault(line["step"], {})[group] = line
-    assert sorted(lines) == list(range(1, num_steps + 1))
+            if line["step"] <= numbers[-1]:
+                lines.setdefault(line["step"], {})[group] = line
+    assert sorted(lines) == list(numbers)
     steps = []
     for number, of_groups in sorted(lines.items()):
         first, *others = of_groups.values()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fingerprints import leaves
 from framework_jobs import FrameworkJob
-from recorded_jobs import Step, run_with_a_kill
+from recorded_jobs import Step, run_from_a_checkpoint, run_with_a_kill
 from support.launched import REPO
 from torch import nn
 
@@ -108,6 +108,20 @@ def test_each_step_of_litgpts_loop_is_that_of_a_plain_one_although_a_group_is_ki
     steps = run_with_a_kill(tmp_path, SCRIPT, f"--steps={STEPS}", f"--output={out}", num_steps=STEPS)
     assert_as_plain(steps, run_litgpts(steps))
     assert [path.name for path in out.iterdir()] == ["step-00000020.pth"]
+
+
+def test_all_groups_go_on_from_a_checkpoint_of_fabrics(tmp_path: Path) -> None:
+    """One of them wrote it before all were killed: each step before it and after it is that of one plain loop."""
+    out = tmp_path / "out"
+    resume = f"--resume={out / 'step-00000020.pth'}"
+    arguments = [f"--steps={STEPS}", f"--output={out}"]
+    steps = run_from_a_checkpoint(tmp_path, SCRIPT, *arguments, resume=resume, saved_at=20, num_steps=STEPS)
+    assert_as_plain(steps, run_litgpts(steps))
+    before, after = (
+        {number for step in part for of_group in step.read.values() for number in of_group}
+        for part in (steps[:20], steps[20:])
+    )
+    assert not before & after, "it reads on in the epoch"
 
 
 def test_two_optimizers_that_fabric_has_set_up_share_each_step(tmp_path: Path) -> None:
