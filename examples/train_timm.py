@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from timm import create_model
 from timm.data import create_loader
+from timm.models import load_checkpoint, resume_checkpoint
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, random_seed
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of the job")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, to have time to watch")
     parser.add_argument("--output", default="train-timm-out", help="for checkpoints, the same of all groups")
+    parser.add_argument("--resume", help="a checkpoint to go on from, the same of all groups")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,7 +104,13 @@ def main() -> None:
     random_seed(SEED)  # another one in each group is as good: the first weights are those of one of them
     model = make_model().to(device)
     optimizer, lr_scheduler, model_ema, loss_scaler = make_training(model, options.steps, device)
-    saver = CheckpointSaver(model, optimizer, model_ema=model_ema, checkpoint_dir=options.output)
+    saver = CheckpointSaver(
+        model, optimizer, model_ema=model_ema, amp_scaler=loss_scaler, checkpoint_dir=options.output
+    )
+    if options.resume:
+        num_updates = resume_checkpoint(model, options.resume, optimizer, loss_scaler) - 1  # it returns the next one
+        load_checkpoint(model_ema.module, options.resume, use_ema=True)
+        manager.load_state_dict({"step": num_updates, "batches_committed": 0})
 
     for name, part in {"model": model, "optimizer": optimizer, "model_ema": model_ema}.items():
         manager.register_state_dict_fn(name, part.load_state_dict, part.state_dict)

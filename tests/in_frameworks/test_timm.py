@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fingerprints import leaves
-from recorded_jobs import Step, run_with_a_kill
+from recorded_jobs import Step, run_from_a_checkpoint, run_with_a_kill
 from support.launched import REPO
 from torch.utils.data import Subset
 
@@ -22,6 +22,7 @@ if importlib.util.find_spec("timm") is None:
 from timm_group import stand_in_for_operators
 
 SCRIPT = REPO / "examples" / "train_timm.py"
+RUNNER = Path(__file__).with_name("timm_group.py")
 STEPS = 36
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -68,17 +69,31 @@ def run_plain(steps: list[Step]) -> list[dict[str, str]]:
     return found
 
 
-def test_each_step_is_that_of_timms_own_loop_although_a_group_is_killed(tmp_path: Path) -> None:
-    """Weights, AdamW's state, learning rate, averaged weights and scale, of each of the steps that counted."""
-    steps = run_with_a_kill(
-        tmp_path,
-        SCRIPT,
-        f"--steps={STEPS}",
-        f"--output={tmp_path / 'out'}",
-        num_steps=STEPS,
-        runner=Path(__file__).with_name("timm_group.py"),
-    )
+def assert_as_plain(steps: list[Step]) -> None:
     for step, plain in zip(steps, run_plain(steps), strict=True):
         different = [path for path in plain if plain[path] != step.values.get(path)]
         assert different == [] and step.values.keys() == plain.keys(), f"step {step.number}"
-    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-20.pth.tar"]
+
+
+def test_each_step_is_that_of_timms_own_loop_although_a_group_is_killed(tmp_path: Path) -> None:
+    """Weights, AdamW's state, learning rate, averaged weights and scale, of each of the steps that counted."""
+    out = tmp_path / "out"
+    steps = run_with_a_kill(tmp_path, SCRIPT, f"--steps={STEPS}", f"--output={out}", num_steps=STEPS, runner=RUNNER)
+    assert_as_plain(steps)
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-20.pth.tar"]
+
+
+def test_all_groups_go_on_from_a_checkpoint_of_timms_saver(tmp_path: Path) -> None:
+    """One of them wrote it before all were killed: each step before it and after it is that of one plain loop."""
+    out = tmp_path / "out"
+    steps = run_from_a_checkpoint(
+        tmp_path,
+        SCRIPT,
+        f"--steps={STEPS}",
+        f"--output={out}",
+        resume=f"--resume={out / 'checkpoint-20.pth.tar'}",
+        saved_at=20,
+        num_steps=STEPS,
+        runner=RUNNER,
+    )
+    assert_as_plain(steps)
