@@ -60,19 +60,24 @@ class Tokenizer:
 
 
 class Checkpointer:
-    """Begins with random weights, and writes a file for each epoch."""
+    """Begins with random weights or the newest file that one can go on from, and writes a file for each epoch."""
 
     def __init__(self, output_dir: str, model_type: str, should_load_recipe_state: bool) -> None:
-        self._folder = Path(output_dir)
+        self._folder, self._resumes = Path(output_dir), should_load_recipe_state
 
     def load_checkpoint(self) -> dict[str, Any]:
+        for path in sorted(self._folder.glob("epoch_*.pt"), reverse=True) if self._resumes else ():
+            state = torch.load(path)
+            if training.OPT_KEY in state:
+                return state
         return {training.MODEL_KEY: torchtune.config.instantiate(make_config(0, ".").model).state_dict()}
 
     def save_checkpoint(self, state_dict: dict[str, Any], epoch: int, intermediate_checkpoint: bool) -> None:
-        torch.save(state_dict, self._folder / f"epoch_{epoch}.pt")
+        torch.save(state_dict, self._folder / "unfinished")
+        os.replace(self._folder / "unfinished", self._folder / f"epoch_{epoch:06d}.pt")
 
 
-def make_config(num_epochs: int, folder: str) -> DictConfig:
+def make_config(num_epochs: int, folder: str, resumes: bool = False) -> DictConfig:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tiny = {"vocab_size": 257, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 64, "max_seq_len": 128}
     config = {
@@ -88,7 +93,7 @@ def make_config(num_epochs: int, folder: str) -> DictConfig:
         "shuffle": True,
         "compile": False,
         "optimizer_in_bwd": False,
-        "resume_from_checkpoint": False,
+        "resume_from_checkpoint": resumes,
         "model": {"_component_": "torchtune.models.llama2.llama2", **tiny},
         "tokenizer": {"_component_": "train_torchtune.Tokenizer"},
         "dataset": {"_component_": "train_torchtune.Questions"},
@@ -124,6 +129,8 @@ class GroupRecipe(Recipe):
 
     def setup(self, cfg: DictConfig) -> None:
         super().setup(cfg)
+        if self.global_step:  # it was resumed
+            self._manager.load_state_dict({"step": self.global_step, "batches_committed": 0})
         for name, part in {"model": self._model, "optimizer": self._optimizer}.items():
             self._manager.register_state_dict_fn(name, part.load_state_dict, part.state_dict)
         self._lr_scheduler = self._manager.scheduler(self._lr_scheduler)
@@ -131,6 +138,7 @@ class GroupRecipe(Recipe):
         self._model = DistributedDataParallel(self._manager, self._model)
 
     def _setup_data(self, cfg_dataset: DictConfig, shuffle: bool, batch_size: int, **others: Any) -> StatefulDataLoader:
+        others["dataloader_state_dict"] = None  # a checkpoint is of the end of an epoch
         loader = super()._setup_data(cfg_dataset, shuffle, batch_size, **others)
         data, collate_fn = loader.dataset, loader.collate_fn
         place = {"num_replicas": self._num_groups, "rank": self._group}  # was: 1 and 0
@@ -187,10 +195,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20, help="of nine steps each, with two groups")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step, to have time to watch")
     parser.add_argument("--output", default="train-torchtune-out", help="for checkpoints, the same of all groups")
+    parser.add_argument("--resume", action="store_true", help="from the newest checkpoint there")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     os.makedirs(options.output, exist_ok=True)
-    cfg = make_config(options.epochs, options.output)
+    cfg = make_config(options.epochs, options.output, options.resume)
     group, num_groups = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["NUM_REPLICA_GROUPS"])  # of the launcher
     recipe = GroupRecipe(cfg, group, num_groups, options.pause)
     recipe.setup(cfg)

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from fingerprints import leaves
-from recorded_jobs import Step, run_with_a_kill
+from recorded_jobs import Step, run_from_a_checkpoint, run_with_a_kill
 from support.launched import REPO
 
 if importlib.util.find_spec("torchtune") is None:
     pytest.skip("torchtune is not installed; scripts/test-integrations runs this", allow_module_level=True)
 
 SCRIPT = REPO / "examples" / "train_torchtune.py"
-EPOCHS, STEPS = 4, 36
+EPOCHS, STEPS = 5, 45
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
@@ -61,6 +61,13 @@ def run_plain(steps: list[Step], folder: Path) -> Iterator[dict[str, str]]:
         yield dict(leaves("", {name: part.state_dict() for name, part in parts.items()}))
 
 
+def assert_as_plain(steps: list[Step], folder: Path) -> None:
+    for step, plain in zip(steps, run_plain(steps, folder), strict=True):
+        different = [path for path in plain if plain[path] != step.values.get(path)]
+        assert different == [] and step.values.keys() == plain.keys(), f"step {step.number}"
+    assert sorted(path.name for path in folder.glob("epoch_*")) == [f"epoch_{n:06d}.pt" for n in range(EPOCHS)]
+
+
 def test_each_step_is_that_of_the_recipe_although_a_group_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +75,16 @@ def test_each_step_is_that_of_the_recipe_although_a_group_is_killed(
     monkeypatch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
     out = tmp_path / "out"
     steps = run_with_a_kill(tmp_path, SCRIPT, f"--epochs={EPOCHS}", f"--output={out}", num_steps=STEPS)
-    for step, plain in zip(steps, run_plain(steps, out), strict=True):
-        different = [path for path in plain if plain[path] != step.values.get(path)]
-        assert different == [] and step.values.keys() == plain.keys(), f"step {step.number}"
-    assert sorted(path.name for path in out.glob("epoch_*")) == [f"epoch_{number}.pt" for number in range(EPOCHS)]
+    assert_as_plain(steps, out)
+
+
+def test_all_groups_go_on_from_what_the_recipe_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them saved after two epochs, before all were killed: each step before and after is that of one plain loop."""
+    monkeypatch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
+    out = tmp_path / "out"
+    arguments = [f"--epochs={EPOCHS}", f"--output={out}"]
+    steps = run_from_a_checkpoint(tmp_path, SCRIPT, *arguments, resume="--resume", saved_at=18, num_steps=STEPS)
+    # The recipe makes its schedule anew: so many calls of it were made in this process, which nothing but a warning reads.
+    made_anew = "/scheduler/_step_count"
+    steps = [step._replace(values={**step.values, made_anew: repr(step.number + 1)}) for step in steps]
+    assert_as_plain(steps, out)
