@@ -32,7 +32,6 @@ FLOORS = {
     "process_group": 2,
     "integrations": 3,
     "integrations/accelerate": 5,
-    "integrations/retried_step": 5,
     "integrations/transformers": 5,
     "integrations/lightning": 5,
     "manager": 3,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from fingerprints import digest, say
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
@@ -56,13 +56,49 @@ class Average:
         self.num_updates = state["num_updates"]
 
 
+class EightBit(torch.optim.Optimizer):
+    """Momentum in eight bits, and what scales it beside, as in bitsandbytes' optimizers."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, scale=torch.zeros(()), state1=torch.zeros_like(parameter, dtype=torch.int8))
+                momentum = 0.9 * state["scale"] * state["state1"] + parameter.grad
+                state["step"] += 1
+                state["scale"] = momentum.abs().max() / 127 + 1e-12
+                state["state1"] = (momentum / state["scale"]).round().to(torch.int8)
+                parameter -= group["lr"] * momentum
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)  # it gives all tensors the parameter's dtype
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, state in state_dict["state"].items():
+            given = {name: state[name].clone() for name in ("scale", "state1")}
+            self.state[parameters[number]] = {"step": state["step"], **given}
+
+
+def make_optimizers(model: torch.nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    if kind == "eight-bit":
+        return [EightBit(model.parameters(), lr=0.01)]
+    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
+    if kind == "two":
+        return [torch.optim.AdamW(matrices, lr=0.01), torch.optim.SGD(others, lr=0.01, momentum=0.9)]
+    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
+
+
 def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
 
 
-def digest_of(model: torch.nn.Module, optimizer: Any, scheduler: Any, average: Average) -> str:
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "average": average.state_dict()}
-    return digest(**states, lr=scheduler.get_last_lr())
+def digest_of(model: torch.nn.Module, optimizers: list[Any], scheduler: Any, average: Average) -> str:
+    states = {"model": model.state_dict(), "average": average.state_dict()}
+    return digest(**states, optimizers=[one.state_dict() for one in optimizers], lr=scheduler.get_last_lr())
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -77,6 +113,8 @@ def main(options: argparse.Namespace) -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=options.accumulate,
         cpu=True,
+        dynamo_backend=options.dynamo,
+        dataloader_config=DataLoaderConfiguration(split_batches=options.split_batches),
         project_config=ProjectConfiguration(
             project_dir=str(options.folder), automatic_checkpoint_naming=options.automatic, total_limit=options.limit
         ),
@@ -86,14 +124,14 @@ def main(options: argparse.Namespace) -> None:
     set_seed(options.seed)
     model = make_model()
     ema_model = Average(list(model.parameters()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizers = make_optimizers(model, options.optimizers)
     sampler = SubsetRandomSampler(range(options.samples)) if options.subset else None
     train_dataloader = DataLoader(
         Numbered(options.samples), batch_size=4, shuffle=sampler is None, sampler=sampler, num_workers=options.workers
     )
-    lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
-    model, optimizer, train_dataloader, lr_scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, lr_scheduler
+    lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], schedule)
+    model, train_dataloader, *optimizers, lr_scheduler = accelerator.prepare(
+        model, train_dataloader, *optimizers, lr_scheduler
     )
     if options.fp16:  # accelerate has it on a GPU alone
         accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
@@ -114,15 +152,16 @@ def main(options: argparse.Namespace) -> None:
                 if accelerator.sync_gradients:
                     clip = torch.nn.utils.clip_grad_norm_ if options.torch_clip else accelerator.clip_grad_norm_
                     clip(model.parameters(), 0.5)
-                optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.step()
                 lr_scheduler.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
             if accelerator.sync_gradients:
                 ema_model.step(list(model.parameters()))
                 global_step += 1
-                say(
-                    f"STEP {global_step} {digest_of(accelerator.unwrap_model(model), optimizer, lr_scheduler, ema_model)}"
-                )
+                trained = accelerator.unwrap_model(model, keep_torch_compile=False)
+                say(f"STEP {global_step} {digest_of(trained, optimizers, lr_scheduler, ema_model)}")
                 for step, file in options.wait:
                     while global_step >= int(step) and not Path(file).exists():
                         time.sleep(0.05)
@@ -151,6 +190,9 @@ if __name__ == "__main__":
     parser.add_argument("--subset", action="store_true", help="draw by a sampler that has no generator of its own")
     parser.add_argument("--two-losses", action="store_true", help="go back twice")
     parser.add_argument("--torch-clip", action="store_true", help="clip by torch, of which nothing is told")
+    parser.add_argument("--optimizers", default="one", help="one, two or eight-bit")
+    parser.add_argument("--dynamo", help="compile by this backend")
+    parser.add_argument("--split-batches", action="store_true", help="divide each batch among the groups")
     parser.add_argument("--resume", help="a checkpoint")
     parser.add_argument("--name", default="group")
     parser.add_argument("--seed", type=int, default=7)

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ if importlib.util.find_spec("accelerate") is None:
     pytest.skip("accelerate is not installed; scripts/test-integrations runs this", allow_module_level=True)
 
 import accelerate_plain as plain
+from accelerate import skip_first_batches
 from accelerate.commands import launch
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DataLoaderConfiguration, DistributedType
 from torch.utils.data import DataLoader
 
 from torchft_ckpt.ddp import PureDistributedDataParallel
@@ -32,6 +35,8 @@ from torchft_ckpt.integrations.accelerate import FaultTolerantAccelerator
 
 SCRIPT, PLAIN = (Path(__file__).with_name(f"accelerate_{name}.py") for name in ("group", "plain"))
 STEP = r"step=(\d+) quorum=\d+ participants=(\d+)/\d+ verdict=(\w+)"
+WARM = "verdict=left_behind"
+"""The first iteration of a group that comes in is over, which it computes alone."""
 Batches = list[list[int]]
 
 
@@ -79,13 +84,18 @@ def plain_digests(
     seed: int,
     fp16: int | None = None,
     two_losses: bool = False,
+    optimizers: str = "one",
+    schedules: int = 2,
 ) -> list[str]:
-    """Return the digest after each step of a plain loop in which the groups' batches of the step are one larger batch."""
+    """Return the digest after each step of a plain loop in which the groups' batches of the step are one larger batch.
+
+    `schedules`: the schedule steps so often in each, as accelerate has it: once for each process.
+    """
     torch.manual_seed(seed)
     model = plain.make_model()
     average = plain.Average(list(model.parameters()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, plain.schedule)
+    of_job = plain.make_optimizers(model, optimizers)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(of_job[0], plain.schedule)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (fp16 or 0), growth_interval=5, enabled=fp16 is not None)
     data = plain.Numbered(samples)
     digests = []
@@ -98,19 +108,21 @@ def plain_digests(
                 for part in [loss / 4, 3 * loss / 4] if two_losses else [loss]:
                     scaler.scale(part / accumulate).backward(retain_graph=two_losses)
             gradients.append([parameter.grad for parameter in model.parameters()])
-            optimizer.zero_grad()
+            model.zero_grad()
         for parameter, *of_groups in zip(model.parameters(), *gradients, strict=True):
             parameter.grad = sum(of_groups[1:], of_groups[0]) / len(of_groups)
-        scaler.unscale_(optimizer)
+        for optimizer in of_job:
+            scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         before = scaler.get_scale()
-        scaler.step(optimizer)
+        for optimizer in of_job:
+            scaler.step(optimizer)
         scaler.update()
-        for _ in range(2 if scaler.get_scale() >= before else 0):  # as accelerate: once for each process
+        for _ in range(schedules if scaler.get_scale() >= before else 0):
             scheduler.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         average.step(list(model.parameters()))
-        digests.append(plain.digest_of(model, optimizer, scheduler, average))
+        digests.append(plain.digest_of(model, of_job, scheduler, average))
     return digests
 
 
@@ -133,13 +145,13 @@ def train_and_kill(
     survivor = job.start(other, "--wait", str(joins_at), str(is_there), "--wait", str(back_at), str(is_back))
     survivor.wait_for(f"^STEP {joins_at} ")
     first = job.start(killed)
-    first.wait_for("^READ")
+    first.wait_for(WARM)
     is_there.touch()
     first.wait_for(f"^STEP {dies_at} ")
     first.kill()
     survivor.wait_for(f"^STEP {back_at} ")
     again = job.start(killed, *comes_with)
-    again.wait_for("^READ")
+    again.wait_for(WARM)
     is_back.touch()
     assert [group.process.wait(timeout=120) for group in (survivor, again)] == [0, 0], again.log()[-3000:]
     lives = [Lives(survivor), Lives(first, again)]
@@ -156,6 +168,10 @@ def train_and_kill(
         pytest.param({}, 0, id="the group that speaks"),
         pytest.param({"flags": ["--subset", "--torch-clip"]}, 1, id="another sampler, torch's clipping"),
         pytest.param({"flags": ["--two-losses"]}, 1, id="two losses"),
+        pytest.param({"flags": ["--optimizers=two"]}, 1, id="two optimizers that share each step"),
+        pytest.param({"flags": ["--optimizers=eight-bit"]}, 1, id="state of eight bits"),
+        pytest.param({"flags": ["--dynamo=eager"], "accumulate": 1}, 1, id="compiled"),
+        pytest.param({"flags": ["--split-batches"], "accumulate": 1}, 1, id="batches that are split"),
     ],
 )
 def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[str, Any], killed: int) -> None:
@@ -169,7 +185,8 @@ def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[st
     with FrameworkJob(tmp_path, SCRIPT, *arguments, *flags) as job:
         lives = train_and_kill(job, tmp_path, killed=killed)
 
-    num_steps = wanted["epochs"] * -(-wanted["samples"] // 8 // wanted["accumulate"])
+    splits = "--split-batches" in flags
+    num_steps = wanted["epochs"] * -(-wanted["samples"] // (4 if splits else 8) // wanted["accumulate"])
     digests = plain_digests(
         lives,
         samples=wanted["samples"],
@@ -177,6 +194,8 @@ def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[st
         seed=11 - killed,
         fp16=options.get("fp16"),
         two_losses="--two-losses" in flags,
+        optimizers=next((flag.partition("=")[2] for flag in flags if flag.startswith("--optimizers")), "one"),
+        schedules=1 if splits else 2,
     )
     assert len(digests) == num_steps
     for life in lives:
@@ -261,6 +280,35 @@ def test_checkpoints_that_accelerate_names_have_the_job_s_step(tmp_path: Path) -
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"checkpoint_30", "checkpoint_40"}
 
 
+def test_three_groups_have_the_same_bits(tmp_path: Path) -> None:
+    """One of them is killed and comes back; within an epoch no sample is read twice."""
+    with FrameworkJob(tmp_path, SCRIPT, *start_arguments(tmp_path, samples=120, epochs=8), num_groups=3) as job:
+        is_there, is_back = tmp_path / "is there", tmp_path / "is back"
+        waits = ["--wait", "2", str(is_there), "--wait", "20", str(is_back)]
+        others = [job.start(group, *waits) for group in (0, 1)]
+        for group in others:
+            group.wait_for("^STEP 2 ")
+        first = job.start(2)
+        first.wait_for(WARM)
+        is_there.touch()
+        first.wait_for("^STEP 9 ")
+        first.kill()
+        for group in others:
+            group.wait_for("^STEP 20 ")
+        again = job.start(2)
+        again.wait_for(WARM)
+        is_back.touch()
+        assert [group.process.wait(timeout=120) for group in (*others, again)] == [0] * 3, again.log()[-3000:]
+    lives = [Lives(others[0]), Lives(others[1]), Lives(first, again)]
+    digests = digests_of(*others, first, again)
+    assert sorted(digests) == list(range(1, 41)) and {len(of_step) for of_step in digests.values()} == {1}
+    assert list(lives[0].num_groups.values()).count(3) > 20
+    for epoch in range(8):
+        steps = range(epoch * 5, (epoch + 1) * 5)
+        seen = [n for life in lives for step in steps for batch in life.read.get(step, []) for n in batch]
+        assert len(seen) == len({*seen}) > 60
+
+
 @pytest.mark.parametrize("launcher", ["torchrun, two ranks", "accelerate launch"])
 def test_under_a_launcher(tmp_path: Path, launcher: str) -> None:
     """accelerate wraps the model into torch's DDP then; the average over the groups comes after that within a group."""
@@ -292,6 +340,25 @@ class Alone:
 
     group_world_size, speaks = 1, False
 
+    def current_step(self) -> int:
+        return 0
+
+    newest_step_of_peers = current_step
+
+    def begins_step(self, optimizer: object) -> bool:
+        return False
+
+    takes_step = took_step = begins_step
+
+    def is_warming_up(self) -> bool:
+        return False
+
+    def should_commit(self) -> bool:
+        return True
+
+    def taking_step(self, optimizer: object) -> nullcontext:
+        return nullcontext()
+
     def register_state_dict_fn(self, *args: object) -> None: ...
     def guard_optimizer(self, optimizer: object) -> None: ...
     def replica_id(self) -> str:
@@ -318,13 +385,83 @@ def test_the_loader_that_is_trained_on_is_divided_and_others_are_read_whole() ->
         assert [len(loader) for loader in (first, second, shuffled)] == [4, 8, 4]
 
 
+def test_what_was_prepared_is_prepared_once() -> None:
+    one = accelerator()
+    model = plain.make_model()
+    (optimizer,) = plain.make_optimizers(model, "one")
+    loader = a_loader(shuffle=True)
+    prepared = one.prepare(model, optimizer, loader)
+    assert all(first is second for first, second in zip(prepared, one.prepare(*prepared), strict=True))
+    assert len(prepared[0]._forward_pre_hooks) == len(one._models) == len(one._optimizers) == len(one._loaders) == 1
+    with pytest.raises(ConfigError, match="was prepared before"):
+        one.prepare(loader)
+
+
+def test_optimizers_share_each_step_and_those_that_take_turns_are_refused() -> None:
+    one = accelerator()
+    model = plain.make_model()
+    model, generator, discriminator = one.prepare(model, *plain.make_optimizers(model, "two"))
+    model(torch.ones(1, 8))
+    assert generator.step() and discriminator.step()
+    model(torch.ones(1, 8))
+    assert generator.step()
+    with pytest.raises(ConfigError, match="1 of 2 optimizers"):
+        model(torch.ones(1, 8))
+
+
+class Notes(GeneralTracker):
+    """A tracker that keeps what is logged."""
+
+    name, requires_logging_directory, tracker = "notes", False, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict] = []
+
+    def start(self) -> None: ...
+    def store_init_configuration(self, values: dict) -> None: ...
+    def log(self, values: dict, step: int | None = None, **kwargs: object) -> None:
+        self.logged.append(values)
+
+
+def test_a_tracker_that_was_kept_writes_while_its_group_speaks() -> None:
+    """Asked for before the first step, when nobody knows who will speak."""
+    notes = Notes()
+    one = accelerator(log_with=[notes])
+    one.init_trackers("run")
+    kept = one.get_tracker("notes")
+    kept.log({"loss": 1.0})
+    one.num_begun = 1
+    for speaks, loss in [(False, 2.0), (True, 3.0), (False, 4.0)]:
+        one._manager.speaks = speaks
+        kept.log({"loss": loss})
+    assert notes.logged == [{"loss": 3.0}]
+
+
+def test_a_function_that_skips_batches_and_knows_nothing_of_the_job_is_refused() -> None:
+    """The accelerator's own method returns the loader, which is where it should be."""
+    one = accelerator()
+    loader = one.prepare(a_loader(shuffle=True))
+    assert one.skip_first_batches(loader, 2) is loader
+    with pytest.raises(ConfigError, match=r"accelerator\.skip_first_batches"):
+        next(iter(skip_first_batches(loader, 2)))
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])
+def test_what_divides_a_model_is_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a plug-in, which needs a library of its own, or a launcher that sets the environment would have it."""
+    monkeypatch.setattr(FaultTolerantAccelerator, "distributed_type", DistributedType[kind])
+    with pytest.raises(ConfigError, match=DistributedType[kind].value):
+        accelerator()
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
         (lambda: accelerator(num_groups=None), "NUM_REPLICA_GROUPS"),
         (lambda: accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)), "even_batches"),
         (lambda: accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)), "dispatch_batches"),
-        (lambda: accelerator().prepare(*[torch.optim.SGD(plain.make_model().parameters()) for _ in "12"]), "one optim"),
+        (lambda: accelerator().join_uneven_inputs([], even_batches=False), "knows nothing of groups"),
         (lambda: accelerator().prepare(PureDistributedDataParallel(Alone(), plain.make_model())), "the model itself"),
         (lambda: accelerator().backward(torch.ones((), requires_grad=True)), "before its step has begun"),
     ],

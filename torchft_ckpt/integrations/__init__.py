@@ -5,5 +5,4 @@ dcp           torch.distributed.checkpoint: planners, a reader of a running job,
 accelerate    Hugging Face's Accelerator: one that its user imports
 transformers  Hugging Face's Trainer: a callback that its user imports
 lightning     Lightning's Trainer: strategies that its user imports
-retried_step  of accelerate and the Trainer: a discarded step is tried again with the same gradients
 """

@@ -5,15 +5,12 @@ Each group runs the script, with `FaultTolerantAccelerator` for its `Accelerator
     the loader gives the first batch of a step   `start_quorum`: what the loop does before it asks for that batch, after
                                                  `zero_grad` too, belongs to the step before
     the last backward pass                       the accumulated gradients are averaged over the groups
-    optimizer.step                               asks whether the step counts, and steps if it does
+    optimizer.step                               asks whether the step counts, and steps if it does. Several optimizers share
+                                                 the answer
 
-**A discarded step is tried again within the same iteration**, with the same batches: the group's own gradients are averaged
-and clipped once more, in another step of the job.
-
-**An iteration goes by without a step** only if its gradients are not of the state that the job trains from: it is the first one
-of a group that has come back, or the others went on without it. `sync_gradients` is False then, as within an accumulation. So
-what a loop does only after an optimizer step (an average of the weights, a checkpoint, a count) it does not do, and the schedule
-stays.
+**An iteration goes by without a step** if its step was discarded, if it is the first one of a group that has come back, or if the
+others went on without it. `sync_gradients` is False then, as within an accumulation. So what a loop does only after an optimizer
+step (an average of the weights, a checkpoint, a count) it does not do, and the schedule stays.
 
 **The place in the data is state**, as of the end of each step: a group that comes back goes on where the job is, in the same
 order and epoch, and its epochs end with those of the others. What a step that did not count has read is read again.
@@ -39,7 +36,6 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampl
 
 from torchft_ckpt.ddp import DistributedDataParallel, GradientAverage, PureDistributedDataParallel
 from torchft_ckpt.errors import ConfigError, JobFinishedError
-from torchft_ckpt.integrations.retried_step import RetriedStep
 from torchft_ckpt.optimizer import OptimizerWrapper
 
 if TYPE_CHECKING:
@@ -55,8 +51,8 @@ class FaultTolerantAccelerator(Accelerator):
     """An `Accelerator` that makes its script one replica group of a job.
 
     It registers with the manager what `prepare` and `register_for_checkpointing` are given. `save_state` writes the job's step
-    and place in the data as well, and `load_state` takes them. All groups have the same arguments, data sets of one size, and
-    one optimizer.
+    and place in the data as well, and `load_state` takes them. All groups have the same arguments, and data sets of one size.
+    Several optimizers step one after the other, after all backward passes of a step, and all of them in each step.
 
     `num_processes` counts the processes of all groups, and schedules step so often for each step, as accelerate has it. The
     first loader that is prepared, and each that shuffles, is divided among all of them. All others are read whole by each group.
@@ -87,9 +83,12 @@ class FaultTolerantAccelerator(Accelerator):
         self._is_whole = False
         """A loader is prepared that each group reads whole."""
         self._loaders: list[JobLoader] = []
-        self._average: GradientAverage | None = None
+        self._average = GradientAverage(manager, self._parameters)
         self._trackers_wanted: Callable[[], None] | None = None
-        self._step_of_job = RetriedStep(manager)
+        self.is_in_step = False
+        """Whether a step is open: the batches that come next are for it as well."""
+        self._to_step: set[int] = set()
+        """The prepared optimizers that have yet to take the step that was begun last, by id."""
         self.num_begun = 0
         """So many steps have begun in this process, or were begun too late."""
         self._is_warm = False
@@ -97,11 +96,7 @@ class FaultTolerantAccelerator(Accelerator):
         self._found_step: int | None = None
         """The step of the others, before that."""
         self._finished_at: int | None = None
-        self._has_skipped = self._has_averaged = self._is_redoing = False
-        self._redone: list[Callable[[], object]] = []
-        """What the loop has done with the averaged gradients of the open step, such as to clip them."""
-        self._gradients: list[tuple[int, int]] = []
-        """As they were left by that: which tensors they are, and how often these were written to."""
+        self._has_skipped = self._has_warned = False
         super().__init__(**kwargs)
         self._refuse()
         self.dataloader_config.dispatch_batches = False  # its default would read all of an iterable in each group
@@ -110,22 +105,18 @@ class FaultTolerantAccelerator(Accelerator):
 
     def _refuse(self) -> None:
         kind, ranks, processes = self.distributed_type, self._manager.group_world_size, self.state.num_processes
-        reasons = {
-            kind.value: "its groups are of plain processes"
-            if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-            else "",
-            "num_processes": f"the group has {ranks} ranks, and accelerate works with {processes} processes: all would"
-            " train on the same data. On CPUs cpu=True makes accelerate use torchrun's processes"
-            if ranks != processes
-            else "",
-            "even_batches": "" if self.even_batches else "without it groups would have epochs of different lengths",
-            "dispatch_batches": "all groups would read the same batches" if self.dispatch_batches else "",
-            "use_stateful_dataloader": "the place in the data is state of the job"
-            if self.use_stateful_dataloader
-            else "",
+        kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        found = {
+            kind.value: kind in kinds or "its groups are of plain processes",
+            "num_processes": ranks == processes
+            or f"the group has {ranks} ranks, and accelerate works with {processes} processes: all would train on the same"
+            " data. On CPUs cpu=True makes accelerate use torchrun's processes",
+            "even_batches": self.even_batches or "without it groups would have epochs of different lengths",
+            "dispatch_batches": not self.dispatch_batches or "all groups would read the same batches",
+            "use_stateful_dataloader": not self.use_stateful_dataloader or "the place in the data is state of the job",
         }
-        for party, why in reasons.items():
-            if why:
+        for party, why in found.items():
+            if isinstance(why, str):
                 raise ConfigError(f"FaultTolerantAccelerator cannot train so ({party}): {why}", party=party)
 
     # ------------------------------------------------------------------------------------------ what a script may ask
@@ -185,6 +176,11 @@ class FaultTolerantAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(data_loader, JobLoader):
             return data_loader
+        self._refuse()  # what a script has set meanwhile
+        if isinstance(getattr(data_loader.batch_sampler, "sampler", None), JobSampler):
+            raise ConfigError(
+                "this loader was prepared before: use what `prepare` has returned", party="train_dataloader"
+            )
         is_read_on = isinstance(data_loader.dataset, IterableDataset)
         is_trained_on = not self._dataloaders or (not is_read_on and isinstance(data_loader.sampler, RandomSampler))
         is_known = is_trained_on and not is_read_on and type(data_loader.batch_sampler) is BatchSampler
@@ -212,6 +208,12 @@ class FaultTolerantAccelerator(Accelerator):
         super().register_for_checkpointing(job_loader)
         return job_loader
 
+    def join_uneven_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: groups would have epochs of different lengths."""
+        raise ConfigError(
+            "join_uneven_inputs knows nothing of groups: all of them make the same steps", "join_uneven_inputs"
+        )
+
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Of a loader that is trained on, return the loader itself: it goes on where the job is, as `load_state` says."""
         return dataloader if isinstance(dataloader, JobLoader) else super().skip_first_batches(dataloader, num_batches)
@@ -231,22 +233,26 @@ class FaultTolerantAccelerator(Accelerator):
     @torch.compiler.disable
     def _forward_begins(self, module: torch.nn.Module, inputs: object) -> None:
         """Begin a step in a loop that has its batches from elsewhere."""
-        if module.training and torch.is_grad_enabled() and self._optimizers:
-            self.begin_step()
+        if not (module.training and torch.is_grad_enabled() and self._optimizers) or self.is_in_step:
+            return
+        if self._loaders and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: a step begins by a forward pass, and not by the loader that is divided among the groups, which is the first"
+                " one that is prepared, and each that shuffles: its batch may be that of all groups, and its place is no state",
+                self._manager.replica_id(),
+            )
+        self.begin_step()
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(optimizer, OptimizerWrapper) or self._optimizers:
+        if isinstance(optimizer, OptimizerWrapper):
             raise ConfigError(
-                "FaultTolerantAccelerator takes one optimizer, which is not torchft_ckpt.Optimizer: give it the parameters of all"
-                " models, or wrap each of several in torchft_ckpt.Optimizer, in a loop of your own",
+                "prepare the optimizer itself, not torchft_ckpt.Optimizer: FaultTolerantAccelerator asks whether its steps count",
                 party="optimizer",
             )
         prepared: AcceleratedOptimizer = super().prepare_optimizer(optimizer, device_placement)
-        self._average = GradientAverage(
-            self._manager, lambda: (parameter for group in optimizer.param_groups for parameter in group["params"])
-        )
         self._manager.guard_optimizer(optimizer)
         steps, clears = prepared.step, prepared.zero_grad
 
@@ -257,12 +263,15 @@ class FaultTolerantAccelerator(Accelerator):
 
         def zero_grad(self_: object, *args: Any, **kwargs: Any) -> None:
             if self.sync_gradients:  # what was averaged is of no step
-                self._forget_averages()
+                self._average.forget()
             clears(*args, **kwargs)
 
         # Schedules want methods.
         prepared.step, prepared.zero_grad = types.MethodType(step, prepared), types.MethodType(zero_grad, prepared)
         return prepared
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         is_new = not getattr(scheduler, "_is_accelerate_prepared", False)
@@ -313,27 +322,35 @@ class FaultTolerantAccelerator(Accelerator):
         """Begin a step of the job, unless one is open. It has the newest state then, but in the first iteration of a process that
         lacks it: that warms up alone, and counts for nothing.
 
-        Nothing begins if the job is over. Raises as `Manager.start_quorum`.
+        Nothing begins if the job is over.
+
+        Raises:
+            ConfigError: not all optimizers have taken the last step.
+            Also as `Manager.start_quorum`.
         """
-        if self._step_of_job.is_open or self.is_over:
+        if self.is_in_step or self.is_over:
             return
+        if self._to_step:
+            raise ConfigError(
+                f"{len(self._to_step)} of {len(self._optimizers)} optimizers have not taken the last step, and the next one"
+                " begins: do all backward passes of a step before the first optimizer steps, and step all of them in each."
+                " Optimizers that take turns need a loop of your own, and torchft_ckpt.Optimizer around each",
+                party="optimizer",
+            )
         self.num_begun += 1
         manager = self._manager
         with self._over_at_end():
-            manager.start_quorum()
+            for prepared in self._optimizers:  # all of them share the step that the first one begins
+                if manager.begins_step(prepared.optimizer):
+                    manager.start_quorum()
             while self._is_warm and manager.is_warming_up():
                 manager.should_commit()  # nothing is computed, so the state is loaded here
                 manager.start_quorum()
-        self._step_of_job.begins()
-        self._forget_averages()
+        self.is_in_step = True
+        self._average.forget()
         if self._has_skipped:
             self._has_skipped = False
             self.gradient_state._set_sync_gradients(True)  # a loop without `accumulate` does not set it
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether a step is open: the batches that come next are for it as well."""
-        return self._step_of_job.is_open
 
     @contextlib.contextmanager
     def _over_at_end(self) -> Iterator[None]:
@@ -347,98 +364,51 @@ class FaultTolerantAccelerator(Accelerator):
     @property
     def trains(self) -> bool:
         """Whether the batches that come next are trained on: else they are looked at."""
-        return torch.is_grad_enabled() and any(model.training for model in self._models)
+        return bool(self._optimizers) and torch.is_grad_enabled() and any(model.training for model in self._models)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        average = self._average
-        if average is None or not (self.is_in_step or self.is_over):
+        if not (self.is_in_step or self.is_over):
             raise ConfigError(
                 "a backward pass comes before its step has begun: take the batch from a prepared loader, or compute the forward"
                 " pass by a prepared model in train mode",
                 party="backward",
             )
-        if self._has_averaged:  # a second loss in the same step
-            average.put_back()
-            self._forget_averages()
+        self._average.put_back()  # of the loss before, in the same step
         super().backward(loss, **kwargs)
         if self.sync_gradients:
-            self._has_averaged = True
             with self._over_at_end():  # as it may be heard only now
-                average.take()
-            self._gradients = self._marks()
-
-    def _forget_averages(self) -> None:
-        self._redone, self._has_averaged, self._gradients = [], False, []
-        if self._average is not None:
-            self._average.forget()
-
-    def _marks(self) -> list[tuple[int, int]]:
-        gradients = (
-            p.grad for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
-        )
-        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
-
-    def _of_averages(self, call: Callable[[], Any]) -> Any:
-        """Do something with averaged gradients; it is done again if the step is tried again."""
-        if self._is_redoing or not self._has_averaged:
-            return call()
-        is_known = self._gradients == self._marks()
-        self._redone.append(call)
-        result = self._redo([call])
-        self._gradients = self._marks() if is_known else []
-        return result
-
-    def _redo(self, calls: list[Callable[[], Any]]) -> Any:
-        self._is_redoing = True  # what they call is done by them
-        try:
-            return [call() for call in calls][-1] if calls else None
-        finally:
-            self._is_redoing = False
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        unscale = super().unscale_gradients
-        self._of_averages(lambda: unscale(optimizer))
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        clip, clipped = super().clip_grad_norm_, [*parameters]
-        return self._of_averages(lambda: clip(clipped, max_norm, norm_type))
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        clip, clipped = super().clip_grad_value_, [*parameters]
-        self._of_averages(lambda: clip(clipped, clip_value))
+                self._average.take()
 
     def _take_step(self, prepared: AcceleratedOptimizer, steps: Callable[[], None]) -> bool:
         """Let an optimizer step if the gradients count; return whether they do. Nothing happens within an accumulation."""
         if not self.sync_gradients:
             return False
-        average, optimizer = self._average, prepared.optimizer
-        if average is None or not (self.is_in_step or self.is_over):
+        if not (self.is_in_step or self.is_over or id(prepared) in self._to_step):
             raise ConfigError("the optimizer steps, and no step has begun", party="optimizer")
-
-        def forget_scaling() -> None:
-            if self.scaler is not None:  # it unscales gradients once in a step
-                self.scaler._per_optimizer_states.pop(id(optimizer), None)
-
-        def again() -> None:
-            average.again()
-            forget_scaling()
-            self._redo(self._redone)
-
-        counts, is_known = False, self._gradients == self._marks()
-        with self._manager.taking_step():
+        manager, counts = self._manager, False
+        with manager.taking_step(prepared.optimizer):
+            if self.is_in_step and not self.is_over:
+                for one in self._optimizers:  # if the step does not count the others do not ask
+                    manager.takes_step(one.optimizer)
             with self._over_at_end():
-                counts = not self.is_over and self._step_of_job.vote(again, may_try=lambda: is_known)
+                counts = not self.is_over and manager.should_commit()
             prepared._is_overflow = not counts  # the schedule stays then
+            if self.is_in_step:
+                self.is_in_step, self._is_warm = False, True
+                self._to_step = {id(one) for one in self._optimizers}
+                for loader in self._loaders:
+                    loader.ended(counts=counts)
             if counts:
+                self._to_step.discard(id(prepared))
                 steps()
-            for loader in self._loaders:
-                loader.ended(counts=counts)
-        self._is_warm = True
-        self._forget_averages()
+                manager.took_step(prepared.optimizer)
+        self._average.forget()
         if not counts:
-            forget_scaling()
-            optimizer.zero_grad()
-            self._has_skipped = True
+            for one in self._optimizers:
+                if self.scaler is not None:  # it unscales gradients once in a step
+                    self.scaler._per_optimizer_states.pop(id(one.optimizer), None)
+                one.optimizer.zero_grad()
+            self._has_skipped, self._to_step = True, set()
             self.gradient_state._set_sync_gradients(False)
         return counts
 
@@ -478,9 +448,14 @@ class FaultTolerantAccelerator(Accelerator):
             start()
 
     def get_tracker(self, *args: Any, **kwargs: Any) -> Any:
-        if self._speaks:
+        """Return what may be kept: it asks at each call whether its group speaks, and does nothing otherwise."""
+        find = super().get_tracker
+
+        def found() -> Any:
             self._start_trackers()
-        return super().get_tracker(*args, **kwargs)
+            return find(*args, **kwargs)
+
+        return JobTracker(lambda: found() if self._speaks else None)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         if self._speaks:
@@ -489,7 +464,6 @@ class FaultTolerantAccelerator(Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         self._loaders.clear()
-        self._average = None
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
@@ -499,8 +473,25 @@ class FaultTolerantAccelerator(Accelerator):
         super().end_training()
 
 
+class JobTracker:
+    """A tracker, in the group that speaks; in the others its methods do nothing.
+
+    Args:
+        find: returns the tracker, or None in the others.
+    """
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        self._find = find
+
+    def __getattr__(self, name: str) -> Any:
+        tracker = self._find()
+        return (lambda *args, **kwargs: None) if tracker is None else getattr(tracker, name)
+
+
 class JobSampler(Sampler[Any]):
     """A sampler whose order follows from a seed and the epoch, as that of the groups must. It is read whole when it begins.
+
+    Nobody but a `JobLoader` reads it: another loader would not move the place in the data.
 
     Args:
         sampler: of any kind that has a length.
@@ -510,6 +501,8 @@ class JobSampler(Sampler[Any]):
     def __init__(self, sampler: Any, seed: int) -> None:
         self._sampler = sampler
         self.seed = seed
+        self.num_readers = 0
+        """`JobLoader`s that are being iterated."""
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -522,6 +515,12 @@ class JobSampler(Sampler[Any]):
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self.num_readers:
+            raise ConfigError(
+                "what a prepared loader reads is read without it, and its place in the data would stay: call"
+                " accelerator.skip_first_batches, say, not accelerate.skip_first_batches",
+                party="train_dataloader",
+            )
         seed, others = (self.seed + self._epoch) % 2**63, random.getstate()
         generator = getattr(self._sampler, "generator", None)
         if generator is not None:
@@ -587,10 +586,15 @@ class JobLoader:
         return step // math.ceil(length / accumulated) if is_whole else step * accumulated // length
 
     def __iter__(self) -> Iterator[Any]:
+        accelerator = self._accelerator
+        self._sampler.num_readers += 1
+        try:
+            yield from self._batches() if accelerator.trains else self._loader
+        finally:
+            self._sampler.num_readers -= 1
+
+    def _batches(self) -> Iterator[Any]:
         accelerator, length = self._accelerator, len(self)
-        if not accelerator.trains:
-            yield from self._loader
-            return
         self._epoch_of_loop = (
             self.epoch_at(accelerator.job_step) if self._epoch_of_loop is None else self._epoch_of_loop + 1
         )

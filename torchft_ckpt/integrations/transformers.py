@@ -39,6 +39,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,9 +53,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_length
 
+from torchft_ckpt.core.training.discards import pauses_s
 from torchft_ckpt.ddp import BackwardAverage, GradientAverage
 from torchft_ckpt.errors import ConfigError, GroupBrokenError
-from torchft_ckpt.integrations.retried_step import RetriedStep
 from torchft_ckpt.optimizer import OptimizerWrapper
 
 if TYPE_CHECKING:
@@ -106,8 +107,10 @@ class FaultToleranceCallback(TrainerCallback):
         self._clips: Callable[[], object] = lambda: None
         self._trainer: Any = None
         self._tell_of_begin: Callable[[], None] = lambda: None
-        self._step = RetriedStep(manager)
-        self._is_committed = False
+        self._is_open = self._is_committed = False
+        """Of the step that an iteration is for: its gradients are computed, or will be; it counted."""
+        self._num_loaded = 0
+        """States that were loaded before the iteration, or as it began."""
         self._loss_before: torch.Tensor | None = None
         """The Trainer's sum of losses, before the iteration; None: it keeps it where nobody can have it."""
         self._speaks = False
@@ -238,12 +241,12 @@ class FaultToleranceCallback(TrainerCallback):
         self._average = GradientAverage(self._manager, model.parameters)
         gradients = optimizer.gradient_state
         backward = BackwardAverage(
-            model, self._average.take, is_wanted=lambda: self._step.is_open and gradients.sync_gradients
+            model, self._average.take, is_wanted=lambda: self._is_open and gradients.sync_gradients
         )
 
         @torch.compiler.disable
         def watch(module: torch.nn.Module, inputs: object, output: object) -> None:
-            if self._step.is_open and module.training and torch.is_grad_enabled():
+            if self._is_open and module.training and torch.is_grad_enabled():
                 backward.watch(output)
 
         model.register_forward_hook(watch)
@@ -355,7 +358,7 @@ class FaultToleranceCallback(TrainerCallback):
         while manager.is_warming_up() and not self._has_iterations_to_spare():
             manager.should_commit()  # nothing is computed, so the state is loaded here, at the end of no iteration
             manager.start_quorum()
-        self._step.begins()
+        self._is_open, self._num_loaded = True, self._count_loads()
         losses = getattr(self._trainer, "_tr_loss", None)
         self._loss_before = None if losses is None else losses.clone()
         state.global_step = manager.quorum_step() if manager.is_warming_up() else manager.current_step()
@@ -377,12 +380,30 @@ class FaultToleranceCallback(TrainerCallback):
         self._clips()
 
     def _vote(self) -> bool:
-        """Return whether the iteration's gradients count."""
+        """Return whether the iteration's gradients count, in this step of the job or in one after it.
+
+        False: they are not of the state that is here, or not of the newest one. A step that is open then goes on in the next
+        iteration.
+        """
+        manager, pauses = self._manager, pauses_s()
+        self._is_open = False
         try:
-            return self._step.vote(self._try_again)
+            while not manager.should_commit():
+                if manager.is_behind or self._count_loads() != self._num_loaded:
+                    return False
+                time.sleep(next(pauses))  # where groups are missing
+                manager.start_quorum()
+                if self._count_loads() != self._num_loaded:
+                    return False
+                self._try_again()
+            return True
         finally:
             if self._average is not None:
                 self._average.forget()
+
+    def _count_loads(self) -> int:
+        counts = self._manager.statistics()
+        return counts.num_healed + counts.num_corrected
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
