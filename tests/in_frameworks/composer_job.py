@@ -35,28 +35,51 @@ COUNTS = ("epoch", "batch", "sample", "token", "batch_in_epoch", "sample_in_epoc
 BATCH_SIZE, MICROBATCH_SIZE, NUM_SAMPLES = 8, 4, 160
 
 
-class FollowsJob(Callback):
-    """Composer's clock counts the steps of the job."""
+class AdamW(Optimizer):
+    """Composer names the state of an optimizer by its class: it saves this one's under the name of the one in it."""
 
-    def __init__(self, manager: Manager) -> None:
-        self.manager = manager
+
+class Batches(DataLoader):
+    """A loader that can be left: Composer then begins to read where its clock is."""
+
+    is_left = False
+
+    def __iter__(self) -> Any:
+        self.is_left = False
+        for batch in super().__iter__():
+            yield batch
+            if self.is_left:
+                return
+
+
+class FollowsJob(Callback):
+    """Composer's clock counts the steps of the job, and its place in the data is that of the clock."""
+
+    def __init__(self, manager: Manager, batches: Batches) -> None:
+        self.manager, self.batches = manager, batches
 
     def fit_start(self, state: Any, logger: Any) -> None:
         def load(counts: dict[str, int]) -> None:
             state.timestamp = self.clock = state.timestamp.copy(**counts)
+            self.batches.is_left = True
 
         def get() -> dict[str, int]:
             return {name: int(getattr(self.clock, name)) for name in COUNTS}
 
         self.clock = state.timestamp
         self.manager.register_state_dict_fn("clock", load, get)
+        if int(state.timestamp.batch) > self.manager.current_step():  # a checkpoint was loaded
+            self.manager.load_state_dict({"step": int(state.timestamp.batch), "batches_committed": 0})
 
     def batch_end(self, state: Any, logger: Any) -> None:
         if not self.manager.last_step_counted():
             state.timestamp = self.clock
+            self.batches.is_left = True
         self.clock = state.timestamp
 
     def epoch_end(self, state: Any, logger: Any) -> None:
+        if self.batches.is_left:  # the epoch goes on
+            state.timestamp = state.previous_timestamp = self.clock
         self.clock = state.timestamp
 
 
@@ -119,6 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--report-at", type=int, default=-1)
+    parser.add_argument("--load", help="a checkpoint")
     parser.add_argument("--wait", nargs=2, action="append", default=[])
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -130,21 +154,24 @@ def main() -> None:
     manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
     manager.register_state_dict_fn("optimizer", adamw.load_state_dict, adamw.state_dict)
     sampler = DistributedSampler(data, replica_rank=group, num_replica_groups=num_groups, shuffle=True, seed=3)
+    batches = Batches(data, batch_size=BATCH_SIZE, sampler=sampler, drop_last=True)
     trainer = Trainer(
         model=model,
-        optimizers=Optimizer(manager, adamw),
+        optimizers=adamw,
         schedulers=CosineAnnealingScheduler(),
-        train_dataloader=DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler, drop_last=True),
+        train_dataloader=batches,
         max_duration=f"{options.steps}ba",
         device="cpu",
         device_train_microbatch_size=MICROBATCH_SIZE,
-        callbacks=[FollowsJob(manager), Recorder(manager, model, adamw, options)],
+        callbacks=[FollowsJob(manager, batches), Recorder(manager, model, adamw, options)],
         save_folder=str(options.folder),
         save_interval=lambda state, event: manager.speaks and int(state.timestamp.batch) % 10 == 0,
         save_overwrite=True,
+        load_path=options.load,
         progress_bar=False,
     )
     trainer.state.model = DistributedDataParallel(manager, trainer.state.model)
+    trainer.state.optimizers = AdamW(manager, adamw)
     (scheduler,) = trainer.state.schedulers
     manager.scheduler(scheduler)
     try:

@@ -99,3 +99,48 @@ def test_a_group_is_killed_and_each_step_that_counts_is_that_of_a_plain_loop(tmp
     assert plain_digests(batches) == [digest for _, digest in done.values()]
     saved = sorted(int(path.name.split("-ba")[1].split("-")[0]) for path in folder.glob("ep*.pt"))
     assert saved == list(range(10, NUM_STEPS + 1, 10)), "whoever spoke for the job"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_all_groups_go_on_from_a_file_of_composers(tmp_path: Path) -> None:
+    """One of them wrote it before all were killed; the other one dies once more, and comes back with the same `load_path`."""
+    folder, there, back, never = (tmp_path / name for name in ("checkpoints", "there", "back", "never"))
+    arguments = [f"--steps={NUM_STEPS}", f"--folder={folder}"]
+    with FrameworkJob(tmp_path, SCRIPT, *arguments, min_replicas=2) as groups:
+        first = [groups.start(group, "--wait", "22", str(never)) for group in (0, 1)]
+        for group in first:
+            group.wait_for("^COUNTED 21 ")
+            group.kill()
+    (load,) = (f"--load={path}" for path in folder.glob("ep*-ba20-rank0.pt"))
+    waits = [load, "--wait", "21", str(there), "--wait", "40", str(back)]
+    (tmp_path / "second").mkdir()
+    with FrameworkJob(tmp_path / "second", SCRIPT, *arguments) as groups:
+        survivor = groups.start(0, *waits)
+        survivor.wait_for_step(21)
+        killed = groups.start(1, *waits)
+        killed.wait_for("^TRIED")
+        there.touch()
+        killed.wait_for_step(30, participants=2)
+        killed.kill()
+        survivor.wait_for_step(40)
+        again = groups.start(1, load)
+        again.wait_for("^TRIED")
+        back.touch()
+        ends = survivor.end(), again.end()
+    assert_equal_states(*ends)
+    assert ends[0]["values"]["/clock/batch"] == str(ends[0]["step"]) == str(NUM_STEPS)
+    before, done, with_it, later = map(counted, (first[0], survivor, killed, again))
+    assert counted(first[1]) == before
+    assert all(done[step] == said for step, said in (*with_it.items(), *later.items()))
+    batches, digests = [], []
+    for step in range(NUM_STEPS):
+        life, other = first if step < 20 else (survivor, again if step in later else killed)
+        num, digest = counted(life)[step]
+        batches.append([tried(life)[step], *([tried(other)[step]] if num == 2 else [])])
+        digests.append(digest)
+    assert [len(of_step) for of_step in batches].count(2) > 30
+    assert plain_digests(batches) == digests
+    for epoch in range(0, NUM_STEPS, 10):  # no sample is read twice in it, by whichever group
+        read = [number for of_step in batches[epoch : epoch + 10] for of_group in of_step for number in of_group]
+        assert len(read) == len({*read})
