@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import struct
@@ -17,7 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from torchft_ckpt.checkpointing import HTTPTransport
+from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
+from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state.containers import flattened, optimizer_states, walk
 from torchft_ckpt.checkpointing.state.tree import (
     MANY_LEAVES,
@@ -31,7 +35,7 @@ from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 from torchft_ckpt.manager.checking import leaves_to_compare
 from torchft_ckpt.manager.comparing import compare_states, fixed, value_in_words
 from torchft_ckpt.manager.showing import KnownLeaves, keeping, shown
-from torchft_ckpt.manager.volatile import Unsteady, copy_volatile, tensors_in
+from torchft_ckpt.manager.volatile import Unsteady, capture_for_save, copy_volatile, tensors_in
 
 PLAIN = st.one_of(
     st.none(),
@@ -188,6 +192,39 @@ def test_nobody_looks_at_the_values_of_a_flat_sequence_one_by_one(values: Any, n
     assert copy_volatile(state, [], Unsteady()).state["default"]["cursor"] is values
     assert flattened(state["default"])[0]["cursor"] is values
     assert len(num_encoded) < 20
+
+
+@pytest.mark.parametrize("num_dicts", [1, 300])
+def test_a_save_encodes_each_dict_once_and_its_values_are_those_of_the_moment(
+    num_encoded: list[object], num_dicts: int
+) -> None:
+    """20,000 small dicts once held a save for a second, as each of their values was made a node by itself."""
+    seen = [{"file": f"{n}", "at": n, "ok": None} for n in range(num_dicts)]
+    few: dict[str, Any] = {
+        "list": [1, 2],
+        "pair": (1, "a"),
+        "deque": deque([1], 3),
+        "set": {4},
+        "nan": -math.nan,
+        "big": 2**70,
+    }
+    was = fixed({"seen": seen, "few": few})
+    num_encoded.clear()
+    held = capture_for_save({"seen": seen, "few": few, "w": torch.ones(2)}, [])
+    captured = CapturedState(
+        held.state, step=1, own={}, lock=StateDictLock(), pool=BufferPool(65536), index=HoldingsIndex(0, 1)
+    )
+    assert len(num_encoded) < num_dicts + 30
+    seen[0].update(file="", at=-1)
+    few["list"].append(3)
+    few["deque"].append(3)
+    few["set"].add(5)
+    expected, _ = flattened(was)  # type: ignore[arg-type]
+    for value in captured.values:
+        loaded = torch.load(io.BytesIO(value.record()), weights_only=False)
+        assert same(loaded, expected[value.fqn]), value.fqn
+    assert len(captured.values) == len(expected)
+    captured.close()
 
 
 def test_what_is_put_into_a_flat_container_meanwhile_does_not_appear_in_what_was_fixed() -> None:

@@ -18,6 +18,7 @@ import torch
 
 from torchft_ckpt.checkpointing.serving.unchanged import MARKED_WHOLE_BYTES
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.parameters import Names
 from torchft_ckpt.checkpointing.state.shards import adapter_of, is_dtensor, memory_of
 from torchft_ckpt.checkpointing.state.tree import is_flat
@@ -108,6 +109,7 @@ def copy_volatile(
     return StateToServe(held, StateVersions(tensors_in(held), owned, unsteady.note, trained), returned=state)
 
 
+@gc_paused()
 def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> StateToSave:
     """Return the state as `copy_volatile` does, and what is to be known of the tensors that none of the optimizers owns.
 
@@ -134,7 +136,8 @@ def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Opt
     }
     unguarded_addresses: set[int] = set()
     unannounced_changes = False
-    for leaf in leaves_in(held, (torch.Tensor, np.ndarray)):
+    leaves = [*leaves_in(held, (torch.Tensor, np.ndarray))]
+    for leaf in leaves:
         if isinstance(leaf, np.ndarray):
             if leaf.nbytes > MAX_COPIED_BYTES:
                 unguarded_addresses.add(leaf.ctypes.data)
@@ -145,7 +148,7 @@ def capture_for_save(state: dict[str, Any], optimizers: Sequence[torch.optim.Opt
                 unannounced_changes = unannounced_changes or any(not part.is_cpu for part in data)
         elif not of_shards or all(part.data_ptr() not in of_shards for part in memory_of(leaf)):
             owned_ids.add(id(leaf))
-    versions = StateVersions(tensors_in(held), owned)
+    versions = StateVersions([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], owned)
     unguarded = frozenset(unguarded_addresses)
     return StateToSave(held, frozenset(foreign), unannounced_changes, unguarded, versions, frozenset(owned_ids))
 
@@ -159,8 +162,8 @@ def leaves_in(state: Any, kinds: tuple[type, ...] = (torch.Tensor, np.ndarray, b
     """Yield the tensors, arrays and bytes of a state, or what else is of these kinds."""
     if isinstance(state, kinds):
         yield state
-    elif isinstance(state, (Mapping, *SEQUENCES)):
-        items = state.values() if isinstance(state, Mapping) else state
+    elif isinstance(state, _SEARCHED):
+        items = state if isinstance(state, SEQUENCES) else state.values()
         for item in () if is_flat(items) else items:
             yield from leaves_in(item, kinds)
 
@@ -227,4 +230,5 @@ def _copied(
     return copies[key]
 
 
+_SEARCHED = (dict, *SEQUENCES, Mapping)
 _COPIED_WHEN_SMALL = frozenset({torch.Tensor, torch.nn.Buffer})

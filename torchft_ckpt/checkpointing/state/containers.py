@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchft_ckpt.checkpointing.state.classes import is_named_tuple
-from torchft_ckpt.checkpointing.state.tree import MANY_LEAVES, in_words, is_flat
+from torchft_ckpt.checkpointing.state.tree import FLAT, MANY_LEAVES, in_words, is_flat
 from torchft_ckpt.errors import StateFormatError, StateMismatchError
 
 _MANAGERS_KEYS = {"user", "torchft"}
@@ -90,7 +90,7 @@ def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     def add(items: Iterable[tuple[Any, Any]], path: Path, prefix: str) -> None:
         for key, item in items:
             name = f"{prefix}{key}"
-            if not is_dcps_leaf(item):
+            if type(item) not in FLAT and not is_dcps_leaf(item):
                 is_mapping = isinstance(item, Mapping)
                 items_in = ((str(k), v) for k, v in item.items()) if is_mapping else enumerate(item)
                 add(items_in, (*path, key), f"{name}.")

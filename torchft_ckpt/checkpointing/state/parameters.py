@@ -18,9 +18,10 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, Path
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.optimizer_state import foreseen_state
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
-from torchft_ckpt.checkpointing.state.tree import in_words
+from torchft_ckpt.checkpointing.state.tree import in_words, is_flat
 from torchft_ckpt.errors import StateMismatchError
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class StateHere(dict[str, Any]):
 class StatePlaces:
     """Where the parameters and the optimizers of a state are in it."""
 
+    @gc_paused()
     def __init__(self, state: object) -> None:
         self._paths: dict[object, str] = {}
         self._of_optimizers: list[tuple[Path, Mapping[Any, Any]]] = []
@@ -88,11 +90,11 @@ class StatePlaces:
         elif isinstance(value, Mapping):
             is_of_optimizer = "state" in value and "param_groups" in value
             self._of_optimizers += [(path, value)] if is_of_optimizer else []
-            for key, item in value.items():
-                if isinstance(item, _SEARCHED) and not is_of_optimizer:
+            for key, item in () if is_of_optimizer or is_flat(value.values()) else value.items():
+                if isinstance(item, _SEARCHED):
                     self._search(item, (*path, in_words(key)))
         elif isinstance(value, SEQUENCES):
-            for number, item in enumerate(value):
+            for number, item in () if is_flat(value) else enumerate(value):
                 if isinstance(item, _SEARCHED):
                     self._search(item, (*path, number))
 

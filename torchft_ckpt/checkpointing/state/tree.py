@@ -22,6 +22,7 @@ import torch
 
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, Unmade, is_named_tuple, name_of, refuse_unmade
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
+from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.scalars import SCALAR_TAGS, decode_scalar, encode_scalar
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
 
@@ -36,7 +37,7 @@ MAX_PATH_CHARS = 2**30
 """Of all leaves together: a state of 20,000 tensors has some million."""
 _POSITION_CHARS = 4
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_FLAT = frozenset({bool, int, float, str, type(None)})
+FLAT = frozenset({bool, int, float, str, type(None)})
 _INT64 = range(-(2**63), 2**63)
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple, Counter, OrderedDict, deque)
@@ -49,7 +50,7 @@ def is_flat(values: Iterable[object]) -> bool:
     """Whether these are plain values and nothing else. Whoever goes through a state asks for all at once, and takes such a list
     for one leaf: there may be millions of them.
     """
-    return _FLAT.issuperset(map(type, values))
+    return FLAT.issuperset(map(type, values))
 
 
 class TreeEncoder:
@@ -447,6 +448,7 @@ def values_of(node: Node, path: str = "") -> Iterator[tuple[str, object]]:
         yield from values_of(item, join_path(path, key))
 
 
+@gc_paused()
 def largest_value(node: Node) -> str:
     """Return the path of the largest leaf of a checked tree, or of the container of many small ones."""
     path, size = "", len(msgspec.json.encode(node))
@@ -527,7 +529,7 @@ class _Decoder:
         keys = self._keys
         decoded: list[object] = []
         for index, item in enumerate(nodes):
-            if depth < MAX_DEPTH and type(item) in _FLAT:
+            if depth < MAX_DEPTH and type(item) in FLAT:
                 decoded.append(item)
                 continue
             keys.append(index)
@@ -547,7 +549,7 @@ class _Decoder:
             if key in decoded:
                 raise StateFormatError(f"the key {in_words(key, repr):.80} appears twice in one dict", party="source")
             node = pair[1]  # type: ignore[index]  # it is a pair
-            if type(node) in _FLAT and depth < MAX_DEPTH:
+            if type(node) in FLAT and depth < MAX_DEPTH:
                 decoded[key] = node
             elif type(node) is dict and len(node) == 1 and "x" in node and depth < MAX_DEPTH:
                 decoded[key] = self._leaf(node["x"], False)

@@ -37,6 +37,7 @@ from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, region_in_chunk, slices
 from torchft_ckpt.checkpointing.state.samples import windows
+from torchft_ckpt.checkpointing.state.tree import FLAT
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes.geometry import Box, contains
 from torchft_ckpt.errors import CheckpointError, StateChangedError, StateFormatError, UnsupportedValueError
@@ -49,11 +50,12 @@ class CapturedValue(NamedTuple):
 
     fqn: str
     path: tuple[str | int, ...]
-    value: PlainValue
+    value: object
+    """A plain value as it is; its node of what may change."""
 
     def record(self) -> bytes:
         """Return the record that DCP reads."""
-        return value_record(decode_value(self.value))
+        return value_record(decode_value(self.value) if isinstance(self.value, PlainValue) else self.value)
 
 
 class CapturedState:
@@ -121,7 +123,7 @@ class CapturedState:
             raise UnsupportedValueError(f"state dict: {error}", "state_dict") from error
         self.own = encode_value(own, "own")
         self.values = [
-            CapturedValue(fqn, self.paths[fqn], encode_value(value, fqn))
+            CapturedValue(fqn, self.paths[fqn], value if type(value) in FLAT else encode_value(value, fqn))
             for fqn, value in flat.items()
             if not isinstance(value, torch.Tensor)
         ]
