@@ -744,6 +744,7 @@ def test_ranks_whose_names_are_one_only_when_they_are_flattened_are_refused_at_t
         "a.b is torch.float32[3] at ('a', 'b') in one part, torch.float32[3] at ('a.b',) in part-r0-g1-f0.json"
         in str(errors[0])
     )
+    assert ("(stages of a pipeline need is_replicated=False)" in str(errors[0])) is is_replicated, "else it is said"
 
 
 def layers(*numbers: list[int]) -> StateOf:
