@@ -50,7 +50,7 @@ from torchft_ckpt.checkpointing.protocol import (
     decode_parts_request,
 )
 from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
-from torchft_ckpt.checkpointing.serving.parts import digest_parts, neighbours, regions_of
+from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, digest_parts, neighbours, regions_of
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.sending import (
     Body,
@@ -381,7 +381,7 @@ class CheckpointHandlers:
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             raise self._refuse("bad_range", str(error)[:400], status=416) from error
         self._note_contact(request, served)
-        runs = [(some[0].start, some[-1].stop) for some in neighbours(regions)]
+        runs = [(some[0].start, some[-1].stop) for some in neighbours(regions, SLICE_BYTES)]
         for start, stop in runs:
             self._check_unchanged(served, start, stop)
         if not all(served.holds(start, stop) for start, stop in runs):

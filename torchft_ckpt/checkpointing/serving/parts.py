@@ -46,7 +46,7 @@ def digest_parts(served: Served, regions: Sequence[Region]) -> Iterator[bytes | 
         BlockGoneError: one is not there any more.
     """
     scratch = memoryview(bytearray(SLICE_BYTES))
-    for some in neighbours(regions):
+    for some in neighbours(regions, SLICE_BYTES):
         start, stop = some[0].start, some[-1].stop
         data = read_region(served, Region(start, (), stop - start), scratch) if len(some) > 1 else scratch[:0]
         for region in some:
@@ -59,15 +59,15 @@ def digest_parts(served: Served, regions: Sequence[Region]) -> Iterator[bytes | 
             yield hasher.digest()
 
 
-def neighbours(regions: Iterable[Region]) -> Iterator[list[Region]]:
-    """Yield regions in their order, together if they are runs that lie close to each other, of a slice in all."""
+def neighbours(regions: Iterable[Region], max_bytes: int) -> Iterator[list[Region]]:
+    """Yield regions in their order, together if they are runs that lie close to each other, of so many bytes in all."""
     some: list[Region] = []
     for region in regions:
         if some and (
             region.steps
             or some[-1].steps
             or not 0 <= region.start - some[-1].stop < _PADDING_BYTES
-            or region.stop - some[0].start > SLICE_BYTES
+            or region.stop - some[0].start > max_bytes
         ):
             yield some
             some = []

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 
-from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, read_region, slices_of
+from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, neighbours, read_region, slices_of
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import (
@@ -33,7 +33,7 @@ from torchft_ckpt.core.services.rate import bucket_of_bytes, piece_bytes
 _MAX_VIEWS = 1000
 _GATHER_FROM_VIEWS = 16
 _COPIED_BYTES = 64 * 1024
-"""Shorter runs are gathered, so that many small parts are one send."""
+"""Shorter runs are gathered, so that many small parts are one read, and one send."""
 _TURN_S = 0.2
 _LONG_TURN_S = 0.05
 """Of what sends nothing, so that who sends waits little for it."""
@@ -57,7 +57,10 @@ class Body:
         self.length = length
         self._left = length
         self._hashers = hashers
-        self._slices = _with_ends(regions)
+        self._run: list[Region] = []
+        """Neighbours, among them the next one: these are read together."""
+        self._read: tuple[list[Region], bytearray] = [], bytearray()
+        self._slices = self._with_ends(regions)
         self._next: Region | _End | None = next(self._slices, _END)
         self._scratch = memoryview(bytearray(SLICE_BYTES))
         self._out = memoryview(b"")
@@ -110,11 +113,30 @@ class Body:
                 if filled + region.num_bytes > SLICE_BYTES:
                     break
                 self._hasher = self._hasher or next(self._hashers)
-                out = read_region(self._served, region, self._scratch[filled:])
+                out = self._gathered(region, self._scratch[filled:])
                 self._hasher.update(out)
                 filled += len(out)
             self._next = next(self._slices, _END)
         self._out = self._scratch[:filled]
+
+    def _with_ends(self, regions: Iterable[Region]) -> Iterator[Region | None]:
+        """Yield the slices of all regions, and None after the last one of each."""
+        for self._run in neighbours(regions, _COPIED_BYTES):
+            for region in self._run:
+                yield from slices_of(region)
+                yield None
+
+    def _gathered(self, region: Region, out: memoryview) -> memoryview:
+        """Copy a slice to `out`; return the part of it that was filled."""
+        if len(self._run) < 2:
+            return read_region(self._served, region, out)
+        start = self._run[0].start
+        if self._read[0] is not self._run:
+            self._read = self._run, bytearray(self._run[-1].stop - start)
+            read_region(self._served, Region(start, (), len(self._read[1])), memoryview(self._read[1]))
+        out = out[: region.run]
+        out[:] = memoryview(self._read[1])[region.start - start : region.stop - start]
+        return out
 
     def _send_lent(self, send: Callable[[list[memoryview]], int], end: int) -> int:
         """Send live memory up to a byte, or make our own copy of it, which is to be sent; return how many bytes are done."""
@@ -179,13 +201,6 @@ class _End(Enum):
 
 
 _END = _End.END
-
-
-def _with_ends(regions: Iterable[Region]) -> Iterator[Region | None]:
-    """Yield the slices of all regions, and None after the last one of each."""
-    for region in regions:
-        yield from slices_of(region)
-        yield None
 
 
 class Pace:

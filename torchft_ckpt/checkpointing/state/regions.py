@@ -37,12 +37,12 @@ class Region(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Its number of bytes."""
-        return math.prod(count for count, _ in self.steps) * self.run
+        return math.prod([count for count, _ in self.steps]) * self.run
 
     @property
     def stop(self) -> int:
         """The byte after its last one."""
-        return self.start + sum((count - 1) * stride for count, stride in self.steps) + self.run
+        return self.start + sum([(count - 1) * stride for count, stride in self.steps]) + self.run
 
 
 def region_of(base: int, strides: Sequence[int], box: Box, itemsize: int) -> Region:
@@ -66,9 +66,12 @@ def region_of(base: int, strides: Sequence[int], box: Box, itemsize: int) -> Reg
 
 def region_in_chunk(manifest: Manifest, entry: WireTensor, chunk: Chunk, box: Box) -> Region:
     """Return where in the byte space a box of a tensor lies that is within one of its chunks."""
+    base, itemsize = manifest.segments[chunk.segment][0] + chunk.byte_offset, parse_dtype(entry.dtype).itemsize
+    held = box_of(chunk)
+    if box == held and chunk.strides is None:
+        return Region(base, (), box.volume * itemsize)  # as nearly all are, and there may be thousands
     strides = c_strides(chunk.sizes) if chunk.strides is None else chunk.strides
-    base = manifest.segments[chunk.segment][0] + chunk.byte_offset
-    return region_of(base, strides, relative_to(box, box_of(chunk)), parse_dtype(entry.dtype).itemsize)
+    return region_of(base, strides, relative_to(box, held), itemsize)
 
 
 def c_strides(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 def contains(outer: Box, inner: Box) -> bool:
     """Whether every element of `inner` is in `outer`."""
-    return all(
+    return outer == inner or all(
         o_low <= i_low and i_low + i_size <= o_low + o_size
         for o_low, o_size, i_low, i_size in zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True)
     )
@@ -97,6 +97,8 @@ def refine(wanted: Box, chunks: Sequence[Box]) -> list[Box]:
     Raises:
         ValueError: there would be more than `MAX_CELLS` pieces.
     """
+    if wanted.volume and all(chunk == wanted for chunk in chunks):
+        return [wanted]
     touching = [shared for chunk in chunks if (shared := intersect(wanted, chunk)) is not None]
     if not wanted.volume:
         return []
