@@ -225,6 +225,37 @@ def test_what_was_saved_comes_back_to_its_parameters_or_is_refused_by_name(
     check(way, range(first, first + 10), tmp_path)
 
 
+def of_two_weights(*, tied: bool, trains: list[str]) -> Script:
+    script = Script.made({"embed": (3, 3), "head": (3, 3), "bias": (3,)}, [[["bias"]]], ["o"])
+    if tied:
+        script.parameters["head"] = script.parameters["embed"]
+    script.arrangement[0][0] = names = [name for name in trains if not (tied and name == "head")]
+    script.optimizers[0] = torch.optim.AdamW([script.parameters[name] for name in names])
+    return script
+
+
+@pytest.mark.parametrize("way", [through_objects, through_storage, through_a_join], ids=["load", "restore", "join"])
+@pytest.mark.parametrize("is_tied_there", [True, False])
+def test_a_tied_model_and_one_that_is_not_are_refused_by_name_unless_the_weights_are_equal_and_not_trained(
+    way: Callable[[Script, Script, Path], None], is_tied_there: bool, tmp_path: Path
+) -> None:
+    """A head that came into a weight that is tied here was once the embedding as well, without a word."""
+    there, here = (
+        of_two_weights(tied=is_tied, trains=["embed", "head", "bias"]) for is_tied in (is_tied_there, not is_tied_there)
+    )
+    there.train(random.Random(1), share=1.0)
+    before = here.held()
+    why = refusal(way, there, here, tmp_path)
+    assert why is not None and "torn" not in why and here.held() == before
+    assert f"o.param_groups.0 has {2 + (not is_tied_there)} parameters there, {2 + is_tied_there} here" in why
+    there, here = (of_two_weights(tied=is_tied, trains=["bias"]) for is_tied in (is_tied_there, not is_tied_there))
+    why = refusal(way, there, here, tmp_path / "frozen")
+    if is_tied_there:
+        assert why is None and all(torch.equal(here.parameters[name], one) for name, one in there.parameters.items())
+    elif way is not through_a_join:  # there the load function gets both, and what it did not set is named
+        assert why is not None and "embed" in why and "head share memory here, and do not hold the same there" in why
+
+
 @pytest.mark.parametrize(("here", "there"), [("w", "module.w"), ("_orig_mod.w", "w"), ("a._orig_mod.w", "module.a.w")])
 def test_what_wrappers_put_into_a_name_makes_no_other_parameter_of_it(here: str, there: str) -> None:
     """A load function may take it out. A name that is another one is refused."""

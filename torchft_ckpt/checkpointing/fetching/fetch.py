@@ -31,6 +31,7 @@ from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of_each
 from torchft_ckpt.errors import (
     CheckpointError,
     SourceRefusedError,
+    StateMismatchError,
     TransferError,
     TransferStalledError,
 )
@@ -131,6 +132,8 @@ class Fetch(FetchEngine[BlockTransfer]):
             self._warn_of_divergence(str(state.primary), state.divergences())
             try:
                 return destination.assemble()
+            except StateMismatchError as error:
+                outcome = error
             except Exception as error:  # noqa: BLE001 - becomes the outcome, with its cause
                 outcome = TransferError(f"what was received of {self._what} cannot be assembled: {error}", self._party)
                 outcome.__cause__ = error

@@ -39,7 +39,7 @@ class Description:
     """In the order in which the tree refers to them."""
     chunks: Sequence[Sequence[Chunk]] | None = None
     """For each tensor, which boxes of it the described rank holds, and where in its memory. None of a checkpoint: what shared
-    memory was saved under each of its names, so these hold equal values, and may share memory here in any way."""
+    memory was saved under each of its names, so whether these hold the same is seen when they are here."""
     ties: Mapping[str, object] = field(default_factory=dict)
     """By name. Tensors of equal ties are one tensor there, and arrive as one; a tensor without a tie is one by itself."""
     others: Collection[str] = ()

@@ -303,7 +303,7 @@ def _check_apart(
     Raises:
         StateMismatchError: two tensors, or elements of one, cannot both be received.
     """
-    if local.lies_apart and len({name for name, _ in tensors}) == len(tensors):
+    if not local.shared and len({name for name, _ in tensors}) == len(tensors):
         return
     known = ties()
     spans: list[_Span] = []

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, KeysView, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +54,10 @@ class HeldTensor(NamedTuple):
     """The memory of each box; empty where an adapter's data are copies."""
 
 
+SharedBox = tuple[str, int, torch.Tensor]
+"""A box of a tensor that is here, by name and number, and its memory."""
+
+
 class LocalState:
     """A state of this process. Nothing is copied; who uses it keeps it unchanged, or writes to it on purpose.
 
@@ -79,8 +82,8 @@ class LocalState:
             self.doubled = [path for path, count in counts.items() if count > 1]
             """Paths of several tensors, of which none is known here: {1: a, "1": b} have one."""
             self._held = {path: _hold(path, tensor) for path, tensor in encoder.tensors if counts[path] == 1}
-            self.lies_apart = _lie_apart(self._held.values())
-            """Whether no memory here is that of two tensors, or of two elements of one."""
+            self.shared = _sharing(self._held)
+            """Boxes that share memory here, those together that do, or whose elements do: mostly none. By name and number."""
             self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
             self._optional = _optional_paths(state)
             self._is_sharded = any(held.adapter is not None for held in self._held.values())
@@ -91,6 +94,16 @@ class LocalState:
     def paths(self) -> KeysView[str]:
         """Return the paths of the tensors that are here."""
         return self._held.keys()
+
+    def apart(self) -> set[str]:
+        """Return the names of what shares memory here and is to be received beside it, to be compared: all but the first of what
+        lies in one place.
+        """
+        found: set[str] = set()
+        for boxes in self.shared:
+            is_one_place = len({(data.data_ptr(), data.dtype, data.shape, data.stride()) for *_, data in boxes}) == 1
+            found.update(name for name, *_ in boxes[is_one_place:])
+        return found
 
     def is_optional(self, path: str) -> bool:
         """Whether it is in the state of an optimizer, which comes into being with the first step."""
@@ -309,21 +322,28 @@ def _hold(path: str, tensor: torch.Tensor) -> HeldTensor:
     return HeldTensor(tensor, adapter, *adapter.boxes_and_data(tensor, path))
 
 
-def _lie_apart(tensors: Iterable[HeldTensor]) -> bool:
-    """Whether no two share a byte, and no two elements of one, as in nearly every state."""
-    spans: list[tuple[int, int]] = []
-    for held in tensors:
-        for data in held.data:
-            num_bytes = data.nbytes
-            if not num_bytes or not data.is_cpu:
-                continue
-            span = num_bytes if data.is_contiguous() else span_of(data)
-            if span < num_bytes:
-                return False
-            low = data.data_ptr()
-            spans.append((low, low + span))
+def _sharing(tensors: Mapping[str, HeldTensor]) -> list[list[SharedBox]]:
+    spans: list[tuple[int, int, SharedBox]] = []
+    crowded: set[str] = set()
+    devices: dict[torch.device, int] = {}
+    for name, held in tensors.items():
+        for number, data in enumerate(held.data):
+            if (num_bytes := data.nbytes) and not data.is_meta and (low := data.data_ptr()):
+                span = num_bytes if data.is_contiguous() else span_of(data)
+                if span < num_bytes:
+                    crowded.add(name)
+                low += 0 if data.is_cpu else devices.setdefault(data.device, len(devices) + 1) << 64
+                spans.append((low, low + span, (name, number, data)))
     spans.sort()
-    return all(one[1] <= other[0] for one, other in pairwise(spans))
+    found: list[list[SharedBox]] = []
+    reach = 0
+    for low, high, box in spans:
+        if low < reach:
+            found[-1].append(box)
+        else:
+            found.append([box])
+        reach = high if high > reach else reach
+    return [boxes for boxes in found if len(boxes) > 1 or boxes[0][0] in crowded]
 
 
 def has_shape_of(held: HeldTensor, entry: DescribedTensor) -> bool:

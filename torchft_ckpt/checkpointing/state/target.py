@@ -7,10 +7,12 @@ blocks brings memory of its own. Then the target makes the state. It knows tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from torchft_ckpt.checkpointing.state.description import DescribedTensor, Description
@@ -24,12 +26,16 @@ from torchft_ckpt.checkpointing.state.local_state import (
     LocalState,
     copy_to,
     note_written,
+    some_of,
     view_of,
 )
-from torchft_ckpt.checkpointing.state.space import is_plain_memory, memory_at, span_of
+from torchft_ckpt.checkpointing.state.regions import gather, region_of, scatter
+from torchft_ckpt.checkpointing.state.space import as_bytes, is_plain_memory, memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree, from_tensors
 from torchft_ckpt.core.boxes.geometry import Box, relative_to, whole
-from torchft_ckpt.errors import CheckpointError, TransferError
+from torchft_ckpt.errors import CheckpointError, StateMismatchError, TransferError
+
+logger = logging.getLogger(__name__)
 
 
 class Want(NamedTuple):
@@ -63,14 +69,24 @@ class StateTarget:
         in_place: receive into the tensors of `local`. What is not in plain memory on the CPU is copied at the end.
         may_be_beside: what cannot be received into arrives in memory of its own, for who hands on what is returned; else it is
             refused. See `fit.check_tensors`.
+        mixed: see `check_shared`.
     """
 
-    def __init__(self, local: LocalState | None, *, in_place: bool = False, may_be_beside: bool = False) -> None:
+    def __init__(
+        self,
+        local: LocalState | None,
+        *,
+        in_place: bool = False,
+        may_be_beside: bool = False,
+        mixed: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        self._mixed = mixed
         self._local = local
         self._in_place = in_place and local is not None
         self._may_be_beside = may_be_beside
         self._beside: set[str] = set()
         self._parts: dict[str, list[torch.Tensor]] = {}
+        self._apart: set[str] = set()
         self._is_into_place = False
         self._filling = Filling()
 
@@ -86,6 +102,7 @@ class StateTarget:
             TransferError: there is not enough memory.
         """
         self._parts, self._is_into_place = {}, False
+        self._apart = self._local.apart() if self._local is not None and description.chunks is None else set()
         self._beside = check_tensors(
             self._local, description, in_place=self._in_place, may_be_beside=self._may_be_beside
         )
@@ -103,13 +120,17 @@ class StateTarget:
                 one part for each of its boxes that are here, or the tensor as it is to be.
 
         Raises:
-            StateMismatchError: there is no class here for a named tuple or an enum.
+            StateMismatchError: there is no class here for a named tuple or an enum, or see `check_shared`.
             TransferError: a tensor could not be made.
         """
         try:
             with gc_paused(), torch.no_grad():
                 if received is None:
                     received = [self._parts[entry.fqn] for entry in description.tensors]
+                if self._local is not None and self._in_place and self._local.shared:
+                    arrived = zip([entry.fqn for entry in description.tensors], received, strict=True)
+                    parts = {name: own for name, own in arrived if not isinstance(own, torch.Tensor)}
+                    check_shared(self._local, parts, self._mixed)
                 tensors = [self._made(entry, own) for entry, own in zip(description.tensors, received, strict=True)]
                 self._filling.end()
                 # With no state here somebody only looks: he gets what can be made without classes.
@@ -131,7 +152,8 @@ class StateTarget:
             if first != entry.fqn:
                 self._parts[entry.fqn] = self._parts[first]
                 continue
-            into = held.data if held is not None and self._is_filled(entry.fqn) else []
+            is_into = held is not None and self._is_filled(entry.fqn) and entry.fqn not in self._apart
+            into = held.data if held is not None and is_into else []
             parts = self._parts[entry.fqn] = memory_for(into, boxes, parse_dtype(entry.dtype))
             self._is_into_place = self._is_into_place or any(map(is_same_memory, into, parts))
             wants += wants_of(entry.fqn, boxes, parts, () if self._local is None else self._local.memories(entry.fqn))
@@ -187,6 +209,56 @@ class Filling:
         """Tell autograd of tensors that were received into."""
         note_written(self._written)
         self._written = []
+
+
+def check_shared(
+    local: LocalState, arrived: Mapping[str, Sequence[torch.Tensor]], mixed: Callable[[], Collection[str]]
+) -> None:
+    """See that tensors which share memory here get the same where they share it: else one would overwrite another.
+
+    Args:
+        local: the state that is here.
+        arrived: by name, a part for each box.
+        mixed: returns the names of what was put together of ranks that differ: of tied weights that drifted, one may be of
+            another rank than the other. That was said, and the last one counts.
+
+    Raises:
+        StateMismatchError: they would get different things, as weights that are tied here and were not there.
+    """
+    for boxes in local.shared:
+        there = [(name, mine, arrived[name][number]) for name, number, mine in boxes if name in arrived]
+        if not _agree(
+            [(mine, part) for _, mine, part in there if mine.shape == part.shape and mine.dtype == part.dtype]
+        ):
+            what = (
+                f"{some_of((name[:120] for name, *_ in there), ', ')} share memory here, and do not hold the same there"
+            )
+            if {name for name, *_ in there} <= {*mixed()}:
+                logger.warning("%s, as their ranks did not: the last one overwrites the others", what)
+                continue
+            raise StateMismatchError(
+                f"{what}: each would overwrite another. Tie weights on both sides, or on none", party="local_state"
+            )
+
+
+def _agree(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether parts hold the same where the tensors share memory that they are for."""
+    if all(is_same_memory(part, pairs[0][1]) for _, part in pairs) or all(is_same_memory(*pair) for pair in pairs):
+        return True
+    low = min(mine.data_ptr() for mine, _ in pairs)
+    memory = np.zeros(max(mine.data_ptr() + span_of(mine) for mine, _ in pairs) - low, np.uint8).data
+    regions = [region_of(one.data_ptr() - low, one.stride(), whole(one.shape), one.element_size()) for one, _ in pairs]
+    laid = [
+        (region, as_bytes(part.detach().contiguous()).numpy()) for region, (_, part) in zip(regions, pairs, strict=True)
+    ]
+    for region, data in laid:
+        scatter(data.data, memory[region.start : region.stop], region)
+    for region, data in laid:
+        again = np.empty_like(data)
+        gather(memory[region.start : region.stop], region, again.data)
+        if not np.array_equal(again, data):
+            return False
+    return True
 
 
 @contextmanager

@@ -213,6 +213,10 @@ class Checkpoint:
             unwritten[fqn] -= sum(box.volume for _, box in written)
         return [fqn for fqn, volume in unwritten.items() if volume > 0]
 
+    def mixed(self) -> set[str]:
+        """Return the tensors that may be put together of what several ranks held, as is said when they are read."""
+        return {*self.several, *self.drifted(), *self.uncompared()}
+
     def _add(self, part: SavedPart) -> None:
         manifest = part.manifest
         first = self.parts[0].manifest

@@ -25,7 +25,7 @@ from torchft_ckpt.checkpointing.state.containers import walk
 from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.local_state import HeldTensor, LocalState, some_of
 from torchft_ckpt.checkpointing.state.parameters import Owned
-from torchft_ckpt.checkpointing.state.target import Filling, StateTarget, Want, memory_for, wants_of
+from torchft_ckpt.checkpointing.state.target import Filling, StateTarget, Want, check_shared, memory_for, wants_of
 from torchft_ckpt.checkpointing.state.tree import items_of_node
 from torchft_ckpt.core.boxes.geometry import whole
 from torchft_ckpt.errors import CheckpointDamagedError, StateMismatchError, torn_where_it_raises
@@ -73,7 +73,7 @@ def load_state(
             some_of(lost, ", "),
         )
     description = Description(tree=manifest.tree, tensors=manifest.tensors, sharded=sharded, owners=owners_in(manifest))
-    target = StateTarget(local, in_place=in_place, may_be_beside=True)
+    target = StateTarget(local, in_place=in_place, may_be_beside=True, mixed=checkpoint.mixed)
     read(target.wants(description))
     with torn_where_it_raises(f"loading {checkpoint.name}", str(checkpoint.name), lambda: target.is_overwritten(True)):
         state = target.finish(description)
@@ -116,7 +116,7 @@ def load_into(
 
     Raises:
         StateMismatchError: something is not in the checkpoint, or of another shape or dtype, or cannot be loaded into; nothing
-            was changed.
+            was changed. Or tensors share memory here, and are other ones there; `state_overwritten` says so.
         CheckpointError: as the reader raises it; `state_overwritten` says whether tensors were written to.
     """
     with room_for_optimizer_state(reader, state_dict, owned):
@@ -146,17 +146,19 @@ def _load_named(reader: StateReader[Any], state_dict: MutableMapping[str, Any], 
             f"{reader.location} is not of this state: {some_of(wrong)}; nothing was changed", reader.location
         )
     wants = [*values.wants]
-    into: list[tuple[HeldTensor, list[torch.Tensor]]] = []
+    into: dict[str, tuple[HeldTensor, list[torch.Tensor]]] = {}
+    apart = local.apart()
     for path in paths:
         held = cast("HeldTensor", local.get(path))
-        parts = memory_for(held.data, held.boxes, held.given.dtype)
-        into.append((held, parts))
+        parts = memory_for([] if path in apart else held.data, held.boxes, held.given.dtype)
+        into[path] = held, parts
         wants += wants_of(path, held.boxes, parts)
     with torch.no_grad():
         read(wants)
         with torn_where_it_raises(f"loading {reader.location}", reader.location):
+            check_shared(local, {path: parts for path, (_, parts) in into.items()}, reader.mixed)
             filling = Filling()
-            for held, parts in into:
+            for held, parts in into.values():
                 filling.fill(held, parts)
             filling.end()
             made = values.make()

@@ -182,6 +182,10 @@ class StateReader(ABC, Generic[_P]):
             CheckpointError: as `values`, of those that DCP wrote: these are read now.
         """
 
+    def mixed(self) -> Collection[str]:
+        """Return the tensors that may be put together of what several ranks held, as is said when they are read."""
+        return ()
+
     def owners(self) -> Iterator[object]:
         """Yield, at least once, what ranks have saved of their optimizers' parameters, see `parameters.names_of`."""
         yield {}

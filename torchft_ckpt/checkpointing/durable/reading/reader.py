@@ -149,6 +149,9 @@ class CheckpointReader(StateReader[Piece]):
 
         return PlannedValues({fqn for _, fresh in planned for fqn in fresh}, wants, make)
 
+    def mixed(self) -> Collection[str]:
+        return self.checkpoint.mixed()
+
     def owners(self) -> Iterator[object]:
         return (owners_in(part.manifest) for part in self._own_first())
 
