@@ -90,6 +90,25 @@ def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
 
 
+def test_two_that_come_in_before_the_first_step_counts_do_not_outvote_the_one_that_began_the_job() -> None:
+    job = Job(least=1)
+    a = job.join("a")
+    a.asks()
+    a.votes(error="a batch was of no use")
+    b, c = job.join("b"), job.join("c")
+    for member in (b, c):
+        member.warms_up()
+    a.asks(shows="x")
+    for member in (b, c):
+        member.comes_in()
+        member.asks()
+    assert roles([a, b, c]) == [Role.HEALTHY] * 3
+    for member in (a, b, c):
+        member.votes()
+    ask([a, b, c], "xyy")
+    assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
+
+
 def test_two_newcomers_alone_do_not_prove_each_other() -> None:
     """Their loops may have made the same of what both had read before: the job goes on from that, and it is said."""
     job, (a, b, c) = two_have_come_in()

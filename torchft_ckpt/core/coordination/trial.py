@@ -79,7 +79,8 @@ class Trials:
         self._joined: dict[str, bool] = {}
         """Members that take part and were not found equal yet: whether their loops may have read another step before that."""
         self._joined_at: dict[str, int] = {}
-        """The steps with which they came in: an outer loop's groups are compared before they have made it, too."""
+        """The steps with which they came in: they may be compared before they have made one, and that says nothing of those whose
+        loops may have read another step."""
         self._loaded: dict[str, int] = {}
         """Members that were told to load, and at which step, the last time."""
         self._corrected: set[str] = set()
@@ -169,7 +170,8 @@ class Trials:
             by_name = {member.replica_id: member for member in members}
             for replica_id in sorted(verdict.equal):
                 is_new = replica_id not in self._voices and not by_name[replica_id].asked.came_in
-                since = max(self._loaded.get(replica_id, -1), self._joined_at.get(replica_id, -1))
+                came = self._joined_at.get(replica_id, -1) if self._joined.get(replica_id, False) else -1
+                since = max(self._loaded.get(replica_id, -1), came)
                 if since < step and is_new:
                     self._voices[replica_id] = None
                     self._joined.pop(replica_id, None)
