@@ -60,6 +60,7 @@ def from_another_layout(directory: Path, there: State, here: State) -> None:
             destination.shutdown()
 
 
+LINE = torch.arange(200.0)
 FROM_STORAGE: list[Way] = [by_load, by_restore, from_dcp]
 WAYS: list[Way] = [*FROM_STORAGE, by_a_join, from_another_layout]
 
@@ -149,6 +150,26 @@ def test_views_of_one_memory_come_as_they_were_and_one_that_differs_in_an_elemen
         there[name][-1, -1] += 1
         with pytest.raises(StateMismatchError, match=r"share memory here.*: all|all, .* share memory here"):
             way(tmp_path / name, there, views(torch.zeros(60, 10)))
+
+
+@pytest.mark.parametrize("stride", [2, 100])
+@pytest.mark.parametrize("way", WAYS)
+def test_elements_of_one_tensor_that_share_memory_here_come_equal_or_are_refused(
+    tmp_path: Path, way: Way, stride: int
+) -> None:
+    """Of several values for one place some came, without a word; with the longer stride there is room for all of them."""
+
+    def crowded(values: torch.Tensor) -> State:
+        return {"w": values.as_strided((2, 2, 2), (1, 1, stride)), "bias": torch.ones(3)}
+
+    here = crowded(torch.zeros(200))
+    there = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in crowded(LINE).items()}
+    if way in FROM_STORAGE:
+        way(tmp_path / "equal", there, here)
+        assert torch.equal(here["w"], there["w"])
+    there["w"][0, 1, 0] += 1000
+    with pytest.raises(StateMismatchError, match=r"share memory here"):
+        way(tmp_path / "different", there, here)
 
 
 @pytest.mark.parametrize("restores", [False, True])

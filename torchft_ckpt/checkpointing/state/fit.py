@@ -29,7 +29,7 @@ from torchft_ckpt.checkpointing.state.local_state import (
 )
 from torchft_ckpt.checkpointing.state.parameters import names_from, why_not_of
 from torchft_ckpt.checkpointing.state.regions import c_strides
-from torchft_ckpt.checkpointing.state.space import span_of
+from torchft_ckpt.checkpointing.state.space import lies_apart, span_of
 from torchft_ckpt.checkpointing.state.tree import (
     Node,
     as_places,
@@ -317,9 +317,10 @@ def _check_apart(
         is_alike = len(data) == len(chunks) and boxes == [box_of(chunk) for chunk in chunks]
         for number, part in enumerate(data):
             low, high = part.data_ptr(), part.data_ptr() + span_of(part)
-            if part.nbytes > high - low:
+            is_strided_alike = is_alike and _is_strided_as(part, chunks[number])
+            if part.nbytes > high - low or not (is_strided_alike or lies_apart(part)):
                 raise _shared("elements share memory here", [name])
-            if is_alike and _is_strided_as(part, chunks[number]):
+            if is_strided_alike:
                 lies: object = (chunks[number].segment, low - chunks[number].byte_offset)
             else:
                 lies = (id(known.get(name, held)), low, part.stride())

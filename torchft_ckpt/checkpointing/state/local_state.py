@@ -22,7 +22,14 @@ from torchft_ckpt.checkpointing.state.format import WireTensor
 from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.parameters import Owned, StateHere, StatePlaces, returned_by, tensor_to_fill
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
-from torchft_ckpt.checkpointing.state.space import is_plain_memory, is_stageable, memory_at, span_of
+from torchft_ckpt.checkpointing.state.space import (
+    are_one_place,
+    is_plain_memory,
+    is_stageable,
+    lies_apart,
+    memory_at,
+    span_of,
+)
 from torchft_ckpt.checkpointing.state.tree import Node, TreeEncoder, values_of
 from torchft_ckpt.core.boxes.geometry import Box, HasPlace, whole
 from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
@@ -101,8 +108,7 @@ class LocalState:
         """
         found: set[str] = set()
         for boxes in self.shared:
-            is_one_place = len({(data.data_ptr(), data.dtype, data.shape, data.stride()) for *_, data in boxes}) == 1
-            found.update(name for name, *_ in boxes[is_one_place:])
+            found.update(name for name, *_ in boxes[are_one_place([data for *_, data in boxes]) :])
         return found
 
     def is_optional(self, path: str) -> bool:
@@ -329,9 +335,9 @@ def _sharing(tensors: Mapping[str, HeldTensor]) -> list[list[SharedBox]]:
     for name, held in tensors.items():
         for number, data in enumerate(held.data):
             if (num_bytes := data.nbytes) and not data.is_meta and (low := data.data_ptr()):
-                span = num_bytes if data.is_contiguous() else span_of(data)
-                if span < num_bytes:
+                if not lies_apart(data):
                     crowded.add(name)
+                span = num_bytes if data.is_contiguous() else span_of(data)
                 low += 0 if data.is_cpu else devices.setdefault(data.device, len(devices) + 1) << 64
                 spans.append((low, low + span, (name, number, data)))
     spans.sort()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -249,6 +249,22 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 def span_of(tensor: torch.Tensor) -> int:
     """Return the bytes from the first to the last element of a tensor that has some, whatever lies between."""
     return (_span(tensor) + 1) * tensor.element_size()
+
+
+def lies_apart(tensor: torch.Tensor) -> bool:
+    """Whether no two elements of a tensor share memory; of one whose dimensions interleave it says no, whether they do or not."""
+    reach = 1
+    for stride, size in () if tensor.is_contiguous() else sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return False
+        reach += (size - 1) * stride
+    return True
+
+
+def are_one_place(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the elements of tensors lie at the same addresses, those of one number at the same one, and no two others do."""
+    places = {(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors}
+    return len(places) == 1 and lies_apart(tensors[0])
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

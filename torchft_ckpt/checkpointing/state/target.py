@@ -30,7 +30,7 @@ from torchft_ckpt.checkpointing.state.local_state import (
     view_of,
 )
 from torchft_ckpt.checkpointing.state.regions import gather, region_of, scatter
-from torchft_ckpt.checkpointing.state.space import as_bytes, is_plain_memory, memory_at, span_of
+from torchft_ckpt.checkpointing.state.space import are_one_place, as_bytes, is_plain_memory, memory_at, span_of
 from torchft_ckpt.checkpointing.state.tree import decode_tree, from_tensors
 from torchft_ckpt.core.boxes.geometry import Box, relative_to, whole
 from torchft_ckpt.errors import CheckpointError, StateMismatchError, TransferError
@@ -246,7 +246,7 @@ def _agree(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     if all(is_same_memory(*pair) for pair in pairs):
         return True  # received where they are, as they are tied alike there
     given = [as_bytes(part.detach().contiguous()) for _, part in pairs]
-    if len({(mine.data_ptr(), mine.dtype, mine.shape, mine.stride()) for mine, _ in pairs}) == 1:  # as nearly always
+    if are_one_place([mine for mine, _ in pairs]):  # as nearly always
         return all(torch.equal(data, given[0]) for data in given[1:])
     low = min(mine.data_ptr() for mine, _ in pairs)
     memory = np.zeros(max(mine.data_ptr() + span_of(mine) for mine, _ in pairs) - low, np.uint8).data
