@@ -172,6 +172,15 @@ def test_elements_of_one_tensor_that_share_memory_here_come_equal_or_are_refused
         way(tmp_path / "different", there, here)
 
 
+def test_what_shares_memory_here_and_is_not_received_into_is_handed_over_as_it_was_saved(tmp_path: Path) -> None:
+    """Nothing is overwritten; what the load function makes of it is its own affair."""
+    there, one = {"w": LINE[:4], "v": -LINE[:4]}, torch.zeros(1).expand(4)
+    job = Job(tmp_path, 1)
+    assert not job.save(lambda _: there)
+    [state] = job.load(lambda _: {"w": one, "v": one}, restores=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in there.items())
+
+
 @pytest.mark.parametrize("restores", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shards_that_are_tied_here_alone_are_refused_and_those_that_were_tied_there_are_not(

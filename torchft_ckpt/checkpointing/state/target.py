@@ -129,7 +129,11 @@ class StateTarget:
                     received = [self._parts[entry.fqn] for entry in description.tensors]
                 if self._local is not None and self._in_place and self._local.shared:
                     arrived = zip([entry.fqn for entry in description.tensors], received, strict=True)
-                    parts = {name: own for name, own in arrived if not isinstance(own, torch.Tensor)}
+                    parts = {
+                        name: own
+                        for name, own in arrived
+                        if self._is_filled(name) and not isinstance(own, torch.Tensor)
+                    }
                     check_shared(self._local, parts, self._mixed)
                 tensors = [self._made(entry, own) for entry, own in zip(description.tensors, received, strict=True)]
                 self._filling.end()
