@@ -221,3 +221,12 @@ def test_tied_weights_that_drifted_between_ranks_still_load_and_it_is_said(
     assert (
         caplog.text.count("embed, head share memory here, and do not hold the same there, as their ranks did not") == 2
     )
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_weights_that_drifted_between_ranks_and_were_tied_on_none_are_refused(tmp_path: Path, restores: bool) -> None:
+    """That ranks differ is no reason to take them for tied: each of them shows that its own two are not alike."""
+    job = Job(tmp_path, 2)
+    assert not job.save(lambda rank: {name: tensor + rank for name, tensor in apart().items()})
+    with pytest.raises(StateMismatchError, match=r"embed, head share memory here"):
+        job.load(lambda _: zeros(tied()), restores=restores)

@@ -8,7 +8,7 @@ blocks brings memory of its own. Then the target makes the state. It knows tenso
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -69,7 +69,7 @@ class StateTarget:
         in_place: receive into the tensors of `local`. What is not in plain memory on the CPU is copied at the end.
         may_be_beside: what cannot be received into arrives in memory of its own, for who hands on what is returned; else it is
             refused. See `fit.check_tensors`.
-        mixed: see `check_shared`.
+        may_be_tied: see `check_shared`.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class StateTarget:
         *,
         in_place: bool = False,
         may_be_beside: bool = False,
-        mixed: Callable[[], Collection[str]] = tuple,
+        may_be_tied: Callable[..., bool] = lambda names, *, in_one_place: False,
     ) -> None:
-        self._mixed = mixed
+        self._may_be_tied = may_be_tied
         self._local = local
         self._in_place = in_place and local is not None
         self._may_be_beside = may_be_beside
@@ -134,7 +134,7 @@ class StateTarget:
                         for name, own in arrived
                         if self._is_filled(name) and not isinstance(own, torch.Tensor)
                     }
-                    check_shared(self._local, parts, self._mixed)
+                    check_shared(self._local, parts, self._may_be_tied)
                 tensors = [self._made(entry, own) for entry, own in zip(description.tensors, received, strict=True)]
                 self._filling.end()
                 # With no state here somebody only looks: he gets what can be made without classes.
@@ -216,15 +216,16 @@ class Filling:
 
 
 def check_shared(
-    local: LocalState, arrived: Mapping[str, Sequence[torch.Tensor]], mixed: Callable[[], Collection[str]]
+    local: LocalState, arrived: Mapping[str, Sequence[torch.Tensor]], may_be_tied: Callable[..., bool]
 ) -> None:
     """See that tensors which share memory here get the same where they share it: else one would overwrite another.
 
     Args:
         local: the state that is here.
         arrived: by name, a part for each box.
-        mixed: returns the names of what was put together of ranks that differ: of tied weights that drifted, one may be of
-            another rank than the other. That was said, and the last one counts.
+        may_be_tied: called with names, and whether they lie in one place here; returns whether they may be tied on each rank
+            there, and differ for the ranks do: of tied weights that drifted, one may be of another rank than the other. That
+            was said, and the last one counts.
 
     Raises:
         StateMismatchError: they would get different things, as weights that are tied here and were not there.
@@ -237,7 +238,8 @@ def check_shared(
             what = (
                 f"{some_of((name[:120] for name, *_ in there), ', ')} share memory here, and do not hold the same there"
             )
-            if {name for name, *_ in there} <= {*mixed()}:
+            in_one_place = are_one_place([mine for _, mine, _ in there])
+            if may_be_tied({name for name, *_ in there}, in_one_place=in_one_place):
                 logger.warning("%s, as their ranks did not: the last one overwrites the others", what)
                 continue
             raise StateMismatchError(

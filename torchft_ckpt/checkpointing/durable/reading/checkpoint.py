@@ -213,9 +213,16 @@ class Checkpoint:
             unwritten[fqn] -= sum(box.volume for _, box in written)
         return [fqn for fqn, volume in unwritten.items() if volume > 0]
 
-    def mixed(self) -> set[str]:
-        """Return the tensors that may be put together of what several ranks held, as is said when they are read."""
-        return {*self.several, *self.drifted(), *self.uncompared()}
+    def may_be_tied(self, names: Collection[str], *, in_one_place: bool) -> bool:
+        """Whether tensors that differ may be tied on each rank: these differed, as is said, and no rank's own digests deny it."""
+        if not {*names} <= {*self.several, *self.drifted(), *self.uncompared()}:
+            return False
+        for part in self.parts if in_one_place else ():
+            digests = zip(part.manifest.tensors, replicas_of(part.manifest), strict=False)
+            shown = {digest[:11] for one, digest in digests if one.fqn in names and digest != HELD_ALONE}
+            if len(shown) > 1 and not part.name.fill:
+                return False
+        return True
 
     def _add(self, part: SavedPart) -> None:
         manifest = part.manifest

@@ -73,7 +73,7 @@ def load_state(
             some_of(lost, ", "),
         )
     description = Description(tree=manifest.tree, tensors=manifest.tensors, sharded=sharded, owners=owners_in(manifest))
-    target = StateTarget(local, in_place=in_place, may_be_beside=True, mixed=checkpoint.mixed)
+    target = StateTarget(local, in_place=in_place, may_be_beside=True, may_be_tied=checkpoint.may_be_tied)
     read(target.wants(description))
     with torn_where_it_raises(f"loading {checkpoint.name}", str(checkpoint.name), lambda: target.is_overwritten(True)):
         state = target.finish(description)
@@ -156,7 +156,7 @@ def _load_named(reader: StateReader[Any], state_dict: MutableMapping[str, Any], 
     with torch.no_grad():
         read(wants)
         with torn_where_it_raises(f"loading {reader.location}", reader.location):
-            check_shared(local, {path: parts for path, (_, parts) in into.items()}, reader.mixed)
+            check_shared(local, {path: parts for path, (_, parts) in into.items()}, reader.may_be_tied)
             filling = Filling()
             for held, parts in into.values():
                 filling.fill(held, parts)

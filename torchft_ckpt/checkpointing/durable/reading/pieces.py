@@ -182,9 +182,9 @@ class StateReader(ABC, Generic[_P]):
             CheckpointError: as `values`, of those that DCP wrote: these are read now.
         """
 
-    def mixed(self) -> Collection[str]:
-        """Return the tensors that may be put together of what several ranks held, as is said when they are read."""
-        return ()
+    def may_be_tied(self, names: Collection[str], *, in_one_place: bool) -> bool:
+        """Whether tensors that differ may be tied on each of the ranks of which they are put together; see `check_shared`."""
+        return False
 
     def owners(self) -> Iterator[object]:
         """Yield, at least once, what ranks have saved of their optimizers' parameters, see `parameters.names_of`."""

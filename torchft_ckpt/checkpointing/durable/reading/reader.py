@@ -149,8 +149,8 @@ class CheckpointReader(StateReader[Piece]):
 
         return PlannedValues({fqn for _, fresh in planned for fqn in fresh}, wants, make)
 
-    def mixed(self) -> Collection[str]:
-        return self.checkpoint.mixed()
+    def may_be_tied(self, names: Collection[str], *, in_one_place: bool) -> bool:
+        return self.checkpoint.may_be_tied(names, in_one_place=in_one_place)
 
     def owners(self) -> Iterator[object]:
         return (owners_in(part.manifest) for part in self._own_first())
