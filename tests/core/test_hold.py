@@ -623,6 +623,43 @@ def test_one_that_could_not_receive_the_state_again_and_again_costs_the_others_a
     assert pauses_s == pytest.approx([8 * 0.8, 2 * 0.8 / 0.03, 0.8 / 0.03], abs=3.0)
 
 
+def test_one_whose_sources_die_each_time_is_not_taken_for_one_that_nobody_can_reach() -> None:
+    job = Job(least=1)
+    members = at_work(job, "a", "b", "s", "t")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.1)
+    are_asked(members)
+    pauses_s = []
+    for source in reversed(members[2:]):
+        job.passes(0.8)
+        source.dies()
+        members.remove(source)
+        c.comes_in(load=False)
+        c.asks(at_end=True, reach_s=0.1)
+        failed_at = job.now
+        while not held_for(job):
+            trains(job, members)
+        pauses_s.append(job.now - failed_at)
+    assert pauses_s == pytest.approx([8 * 0.8] * 2, abs=2.0)
+
+
+def test_one_that_asked_when_others_had_stood_still_for_long_owes_its_own_time_alone() -> None:
+    job, members, c, d = in_hold(join_stall_limit_s=30.0)
+    for left_s in (2.5, 1.7, 0.9):
+        c.still_needs(left_s)
+        job.passes(0.8)
+    d.asks(at_end=True, reach_s=0.1)
+    job.passes(0.2)
+    d.comes_in(load=False)
+    d.asks(at_end=True, reach_s=0.1)
+    c.comes_in()
+    c.asks()
+    failed_at = job.now
+    while not held_for(job):
+        trains(job, [*members, c])
+    assert job.now - failed_at == pytest.approx(8 * 0.2, abs=1.5)
+
+
 def test_one_that_turned_out_to_need_longer_than_it_had_said_is_expected_to_do_so_again() -> None:
     job, members, c, _ = in_hold(join_stall_limit_s=4.0)
     job.passes(0.9)

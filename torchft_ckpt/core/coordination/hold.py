@@ -52,6 +52,8 @@ class _Awaited:
     """So long the others had stood still before: `Holds._stood`."""
     top_s: float
     """The longest `QuorumRequest.top_s` of it and of those that wait: they run the same loop."""
+    holding: frozenset[str]
+    """Those that held the state then."""
     said: JoinProgress | None = None
     said_at: float = 0.0
     """When it said so; that it has all counts from the first time, unless it does something more."""
@@ -132,7 +134,8 @@ class Holds:
         usual_top_s = max(other.asked.top_s for other in holding)
         for member in newcomers:
             top_s = max(usual_top_s, member.asked.top_s)
-            self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s)
+            those = frozenset(other.replica_id for other in holding)
+            self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s, those)
             self._tried[group_name(member.replica_id)] = member.replica_id
             self._late.discard(member.replica_id)
 
@@ -167,7 +170,7 @@ class Holds:
                 yield Log(f"{replica_id} has the state of step {self._version.step} after {now - awaited.since:.2f} s")
             elif why := self._why_over(replica_id, awaited, stood_s, now):
                 del self._awaited[replica_id]
-                self._note_failed(replica_id, awaited, why, stood_s, now)
+                self._note_failed(replica_id, awaited, why, stood_s - awaited.stood_s, now)
                 yield Log(f"the others wait no longer for {replica_id}: {why}")
         if not held_up:
             self._awaited.clear()
@@ -209,15 +212,17 @@ class Holds:
         need_s = stood_s + max(0.0, said.reach_s - since_s)
         return self._joining.why_not(need_s, now)
 
-    def _note_failed(self, replica_id: str, awaited: _Awaited, why: str, stood_s: float, now: float) -> None:
+    def _note_failed(self, replica_id: str, awaited: _Awaited, why: str, cost_s: float, now: float) -> None:
         is_slow = awaited.has_loaded and awaited.begins_within_s == BEGINS_WITHIN_S and replica_id in self._job.members
         if is_slow and self._joining.excuses(replica_id, now):
             return  # nobody could know how long its loop takes this time; it tells that the next time
-        if why == _COULD_NOT:
-            self._joining.could_not(replica_id, stood_s, now, why)
+        if why == _COULD_NOT and awaited.holding <= self._job.members.keys():  # else it may have been one of those
+            self._joining.could_not(replica_id, cost_s, now, why)
             return
-        is_far = awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0
-        self._joining.failed([replica_id], stood_s, now, why, {replica_id} if is_far else frozenset())
+        is_far = (
+            awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0 and why != _COULD_NOT
+        )
+        self._joining.failed([replica_id], cost_s, now, why, {replica_id} if is_far else frozenset())
 
     # ----------------------------------------------------------------------------------------------------- invariants
 
