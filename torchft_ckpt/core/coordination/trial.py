@@ -75,12 +75,13 @@ class Trials:
 
     def __init__(self) -> None:
         self._voices: dict[str, None] = {}
-        """Members that were found equal after a step since they joined, the longest in the job first."""
+        """Members that were found equal since they joined, the longest in the job first: after a step, unless they began the job, as
+        their loops have read no other step."""
         self._joined: dict[str, bool] = {}
         """Members that take part and were not found equal yet: whether their loops may have read another step before that."""
         self._joined_at: dict[str, int] = {}
-        """The steps with which they came in: they may be compared before they have made one, and that says nothing of those whose
-        loops may have read another step."""
+        """The steps with which members came in that were not found equal after a step since: they may be compared before they
+        have made one. That says nothing of those whose loops may have read another step; and none of them has drifted yet."""
         self._loaded: dict[str, int] = {}
         """Members that were told to load, and at which step, the last time."""
         self._corrected: set[str] = set()
@@ -118,7 +119,7 @@ class Trials:
             self.lost(replica_id)
         if differs:
             self._differed = step, Shows.ALL
-        elif step in self._loaded.values() or any(replica_id not in self._voices for replica_id in approvers):
+        elif step in self._loaded.values() or any(m not in self._voices or m in self._joined_at for m in approvers):
             self._differed = self._differed if self._differed[0] == step else (step, Shows.SAMPLES)
 
     def shows_after(self, step: int) -> Shows:
@@ -169,12 +170,14 @@ class Trials:
         if not verdict.loads and not verdict.stops:
             by_name = {member.replica_id: member for member in members}
             for replica_id in sorted(verdict.equal):
-                is_new = replica_id not in self._voices and not by_name[replica_id].asked.came_in
-                came = self._joined_at.get(replica_id, -1) if self._joined.get(replica_id, False) else -1
-                since = max(self._loaded.get(replica_id, -1), came)
-                if since < step and is_new:
-                    self._voices[replica_id] = None
+                if by_name[replica_id].asked.came_in or self._loaded.get(replica_id, -1) >= step:
+                    continue
+                has_made_a_step = self._joined_at.get(replica_id, -1) < step
+                if has_made_a_step or not self._joined.get(replica_id, False):
+                    self._voices.setdefault(replica_id)
                     self._joined.pop(replica_id, None)
+                if has_made_a_step:
+                    self._joined_at.pop(replica_id, None)
         return verdict
 
     def _judge_alike(self, members: dict[str, Member], step: int, verdict: Verdict) -> None:
@@ -199,7 +202,8 @@ class Trials:
         self, members: dict[str, Member], right: Sequence[str], wrong: list[str], step: int, verdict: Verdict
     ) -> None:
         policy = _strictest(members.values())
-        drifted = [m for m in wrong if m in self._voices and _owned(members[m]) != _owned(members[right[0]])]
+        proved = self._voices.keys() - self._joined_at.keys()
+        drifted = [m for m in wrong if m in proved and _owned(members[m]) != _owned(members[right[0]])]
         if drifted and policy is not OnReplicasDiffer.HEAL:
             verdict.stops = list(members) if policy is OnReplicasDiffer.STOP else []
             what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
