@@ -157,6 +157,24 @@ def test_where_the_others_are_too_few_to_train_a_spare_trains(when: str) -> None
     assert (a.formed.replica_world_size, spare.formed.role) == (2, role)
 
 
+def test_a_spare_that_may_load_nothing_in_a_step_computes_it_alone_and_follows_after_it() -> None:
+    """Its loop owes a backward pass through the weights that are here, as that of a GAN: it waited in that step for ever."""
+    job = Job(least=1)
+    a, b = job.join("a"), job.join("b")
+    job.step(a, b)
+    spare = job.join("s", spare=True)
+    spare.asks(can_follow=True, reach_s=1.0)
+    spare.ends()
+    spare.asks(allow_heal=False)
+    assert spare.replica.phase.value == "training" and spare.replica.warms_up
+    spare.ends()
+    spare.asks(at_end=True, can_follow=True, reach_s=1.0)
+    job.step(a, b)
+    for member in (a, b):
+        member.asks(can_serve=True)
+    assert spare.formed is not None and spare.formed.follows and spare.formed.stays
+
+
 def test_it_learns_that_the_job_is_over() -> None:
     _, (a, b), (spare,) = with_spares()
     for member in (a, b):

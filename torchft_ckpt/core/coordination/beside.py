@@ -86,7 +86,9 @@ class Beside:
     ) -> bool:
         """Whether a group computes alone: it lacks the newest state, which others hold, or is in the middle of an iteration."""
         request = member.asked
-        if not (request.allow_heal and request.can_load) or request.at_end or self._job.finished_step is not None:
+        # A spare that owes a backward pass can load nothing in this step, and does not wait in it until it is needed.
+        may_load = request.can_load and (request.allow_heal or self._is_idle_spare(member))
+        if not may_load or request.at_end or self._job.finished_step is not None:
             return False
         goes_on_from = self._job.goes_on_from() if holders is None else holders.goes_on_from
         if not request.warms_up and (goes_on_from(member.version) or not self.others_hold(member, holders)):
