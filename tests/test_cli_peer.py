@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import contextlib
 import json
 import os
@@ -363,7 +364,10 @@ def test_nothing_is_written_to_what_comes_to_the_place_of_the_temporary_file(
     assert (outside.read_text(), files_in(tmp_path / "out")) == ("precious", [])
 
 
-def test_a_pull_that_is_terminated_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_pull_that_is_terminated_leaves_nothing_behind(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(
+        functools.partial(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    )
     with pytest.raises(SystemExit) as ended, SafetensorsFile(tmp_path / "state.safetensors", force=False):
         assert len(files_in(tmp_path)) == 1
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
