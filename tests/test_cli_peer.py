@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import contextlib
+import functools
 import json
 import os
 import resource

@@ -75,8 +75,8 @@ class Trials:
 
     def __init__(self) -> None:
         self._voices: dict[str, None] = {}
-        """Members that were found equal since they joined, the longest in the job first: after a step, unless they began the job, as
-        their loops have read no other step."""
+        """Members that were found equal since they joined, the longest in the job first: after a step, unless they began the job,
+        as their loops have read no other step."""
         self._joined: dict[str, bool] = {}
         """Members that take part and were not found equal yet: whether their loops may have read another step before that."""
         self._joined_at: dict[str, int] = {}
