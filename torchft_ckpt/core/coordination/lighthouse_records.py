@@ -176,9 +176,8 @@ class Round:
         if wait.deviates:
             self.asks.setdefault(wait.group_rank, {})[replica_id] = wait
         asks = self._of_living(self.asks, wait.group_rank)
-        waits = (
-            self._of_living(self.waits, wait.group_rank) if asks else {replica_id: wait}
-        )  # who asks may meet another one
+        # Who asks may meet another one.
+        waits = self._of_living(self.waits, wait.group_rank) if asks else {replica_id: wait}
         if replica_id in self.tally.lost:
             return None
         ahead = {m: ask for m, ask in asks.items() if ask.index > waits[m].index}
