@@ -13,6 +13,7 @@ import ssl
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -387,7 +388,7 @@ def _why_none(asked: Sequence[Sequence[Future[Manifest]]]) -> BaseException:
 
 def _wait_for_manifest(client: SourceClient, deadline: float) -> Manifest:
     """Ask until it is served, or the client is closed: then what the rank said last is the cause of the error."""
-    refusals: list[SourceRefusedError] = []
+    refusals: deque[SourceRefusedError] = deque(maxlen=1)
     try:
         return client.fetch_manifest(deadline=deadline, pause=client.pause, on_refused=refusals.append)
     except TransferCancelledError as error:
