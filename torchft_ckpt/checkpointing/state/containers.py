@@ -71,11 +71,16 @@ def walk(value: object, path: Path = (), num_beside: int = 0) -> Iterator[tuple[
         yield from walk(item, (*path, key), len(value))  # type: ignore[arg-type]  # a container
 
 
-def optimizer_states(state: object) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
-    """Yield the state dicts of optimizers in a state, with the paths that lead to them: what has `state` and `param_groups`."""
-    for path, value in walk(state):
-        if isinstance(value, Mapping) and "state" in value and "param_groups" in value:
-            yield path, value
+def optimizer_states(state: object, path: Path = (), num_beside: int = 0) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
+    """Yield the state dicts of optimizers in a state, with the paths that lead to them: what has `state` and `param_groups`.
+
+    As `walk`, and past tensors, of which there are most.
+    """
+    if isinstance(state, Mapping) and "state" in state and "param_groups" in state:
+        yield path, state
+    for key, item in () if is_one_leaf(state, num_beside) else items_of(state):
+        if not isinstance(item, torch.Tensor):
+            yield from optimizer_states(item, (*path, key), len(state))  # type: ignore[arg-type]  # a container
 
 
 def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

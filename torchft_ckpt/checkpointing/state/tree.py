@@ -11,8 +11,9 @@ import math
 import struct
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -315,20 +316,21 @@ def as_places(num_tensors: int, known: Mapping[int, torch.Tensor] = MappingProxy
         known: tensors that are there already, by index; these stand for themselves.
     """
 
-    places: dict[int, TensorPlace] = {}
-
     def leaf(index: object, is_array: bool) -> object:
         number = _check_index(index, num_tensors)
         if number in known:
             return _as_array(known[number]) if is_array else known[number]
-        if is_array:
-            return ArrayPlace(number)
-        if number not in places:  # a tree may refer to one tensor a million times
-            place = places[number] = torch.empty(0, device="cpu").as_subclass(TensorPlace)
-            place.number = number
-        return places[number]
+        return ArrayPlace(number) if is_array else _place(number)
 
     return leaf
+
+
+@lru_cache(maxsize=1 << 16)
+def _place(number: int) -> TensorPlace:
+    """Return the place of one number, kept: a tree may refer to one tensor a million times, and is decoded several times."""
+    place = torch.empty(0, device="cpu").as_subclass(TensorPlace)
+    place.number = number
+    return place
 
 
 def decode_tree(node: Node, leaf: Leaf, classes: KnownClasses | None = None, *, is_lenient: bool = False) -> object:
@@ -437,6 +439,30 @@ def items_of_node(node: Node) -> list[tuple[object, Node]]:
         keys = _Decoder(_no_tensor, None)
         return [(keys.key(key, 0), item) for key, item in content]  # type: ignore[union-attr]
     return list(enumerate(content)) if tag == "t" else []  # type: ignore[arg-type]
+
+
+def only_with(tree: Node, names: Collection[str]) -> Node:
+    """Return a checked tree without the items of dicts that lead to none of these names, which are DCP's.
+
+    A list stays whole, as its items have their places.
+    """
+    ways = {name[:end] for name in names for end, char in enumerate(name) if char == "."}
+    keys = _Decoder(_no_tensor, None)
+
+    def kept(node: Any, prefix: str) -> Node:
+        tag, content = next(iter(node.items())) if isinstance(node, dict) else ("", None)
+        if tag not in ("d", "o"):
+            return node
+        few = []
+        for key, item in content if tag == "d" else content[0]:
+            name = f"{prefix}{in_words(keys.key(key, 0))}"
+            if name in names:
+                few.append([key, item])
+            elif name in ways:
+                few.append([key, kept(item, f"{name}.")])
+        return {tag: few if tag == "d" else [few, content[1]]}
+
+    return kept(tree, "")
 
 
 def values_of(node: Node, path: str = "") -> Iterator[tuple[str, object]]:

@@ -66,6 +66,8 @@ def subtract(wanted: Sequence[Box], boxes: Iterable[Box]) -> list[Box]:
 
 def _cut_out(box: Box, hole: Box) -> list[Box]:
     """Return what is left of a box without a hole: slabs below and above it, dimension by dimension."""
+    if box == hole:
+        return []
     shared = intersect(box, hole)
     if shared is None or not shared.volume:
         return [box]

@@ -36,6 +36,8 @@ def whole(shape: Sequence[int]) -> Box:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the elements that two boxes of one tensor share; None where there are none."""
+    if a == b:
+        return a if a.volume else None
     offsets, sizes = [], []
     for a_low, a_size, b_low, b_size in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
         low = max(a_low, b_low)

@@ -45,7 +45,7 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     new_memory,
     spans_of,
 )
-from torchft_ckpt.checkpointing.durable.reading.structure import item_at, merged, structure_of
+from torchft_ckpt.checkpointing.durable.reading.structure import merged, node_at, structure_of
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
 from torchft_ckpt.checkpointing.state.containers import Path
@@ -53,7 +53,7 @@ from torchft_ckpt.checkpointing.state.local_state import some_of, warn_of_values
 from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.checkpointing.state.tree import as_places, decode_tree
+from torchft_ckpt.checkpointing.state.tree import as_places, decode_tree, only_with
 from torchft_ckpt.core.boxes.geometry import Box, relative_to
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 
@@ -121,7 +121,8 @@ class CheckpointReader(StateReader[Piece]):
             if found is not None and here <= known:
                 continue
             known |= here
-            state = item_at(decode_tree(manifest.tree, as_places(len(manifest.tensors))), path)
+            node = node_at(manifest.tree, path)
+            state = None if node is None else decode_tree(node, as_places(len(manifest.tensors)))
             found = merged(found, structure_of(state, [entry.fqn for entry in manifest.tensors]))
         return found
 
@@ -131,9 +132,10 @@ class CheckpointReader(StateReader[Piece]):
         wants: list[Want] = []
         for part in self._own_first():
             manifest = part.manifest
-            if known.issuperset(manifest.holds_values):
+            if known.issuperset(name for name in manifest.holds_values if names is None or name in names):
                 continue
-            outline = Outline(manifest.tree, manifest.tensors, classes, partial(_dict_of, manifest))
+            tree = manifest.tree if names is None else only_with(manifest.tree, names)
+            outline = Outline(tree, manifest.tensors, classes, partial(_dict_of, manifest))
             fresh = [fqn for fqn in outline.values if fqn not in known and (names is None or fqn in names)]
             refuse_unmade([unmade for fqn in fresh for unmade in unmade_in(outline.values[fqn])], party="state_dict")
             wants += outline.wants_in(fresh)

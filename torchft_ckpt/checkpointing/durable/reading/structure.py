@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from torchft_ckpt.checkpointing.state.containers import Path, is_dcps_leaf, items_of
+from torchft_ckpt.checkpointing.state.containers import Path, is_dcps_leaf
 from torchft_ckpt.checkpointing.state.local_state import some_of
-from torchft_ckpt.checkpointing.state.tree import TensorPlace
+from torchft_ckpt.checkpointing.state.tree import Node, TensorPlace, in_words, items_of_node
 from torchft_ckpt.errors import StateMismatchError
 
 
@@ -44,11 +44,11 @@ def merged(one: Any, other: Any) -> Any:
     return other if one is None else one
 
 
-def item_at(state: Any, path: Path) -> Any:
-    """Return what is at DCP's path in a state; None where nothing is."""
+def node_at(tree: Node, path: Path) -> Node:
+    """Return the node at DCP's path in a checked tree; None if nothing is there."""
     for key in path:
-        state = next((item for other, item in items_of(state) if other == key), None)
-    return state
+        tree = next((item for other, item in items_of_node(tree) if in_words(other) == str(key)), None)
+    return tree
 
 
 def structure_of_paths(tensors: Mapping[str, Path], values: Iterable[Path], prefix: Path) -> Any:
