@@ -36,8 +36,7 @@ from torchft_ckpt.errors import (
     UnsupportedValueError,
 )
 from torchft_ckpt.integrations.dcp import reader as dcp_reader
-from torchft_ckpt.integrations.dcp.reader import DCPReader
-from torchft_ckpt.integrations.dcp.value_records import load_record
+from torchft_ckpt.integrations.dcp.reader import DCPReader, load_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 UNTOUCHED = 77.0

@@ -3,7 +3,5 @@
 planners         DCP's planners for SPMD tensors that have an adapter
 peer_reader      DCP's storage reader that reads a running job
 reader           checkpoints that DCP wrote
-metadata         their `.metadata`
-value_records    their records, looked at before `torch.load` loads them
-inert_pickle     Python's unpickler, held to plain values
+metadata         their `.metadata`, unpickled without executing anything
 """

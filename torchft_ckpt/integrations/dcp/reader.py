@@ -5,12 +5,15 @@ neither, and loads half a tensor without an error where rank-local files meet an
 another reason, too: it unpickles metadata and plain values as they are, with all that they say.
 
 A record is what `torch.save` makes of a tensor or value. It is read whole, its checksums are compared, where DCP wrote any, and
-`torch.load` loads it (`value_records`). A tensor that stands for more bytes than it has is refused, because DCP writes none.
+`torch.load(weights_only=True)` loads it, which executes nothing. It does not bound what a record stands for: who can write to the
+directory can have its reader take memory. A tensor that stands for more bytes than it has is refused, because DCP writes none.
 Whether rank-local files of two saves are mixed in one directory cannot be known: they have no name of their save in common.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +25,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from torchft_ckpt.checkpointing.durable.format.records import record_problems
 from torchft_ckpt.checkpointing.durable.names import METADATA
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.pieces import Cell, PlannedValues, Reading, StateReader, copy_box
@@ -41,11 +45,16 @@ from torchft_ckpt.errors import (
     UnsupportedValueError,
 )
 from torchft_ckpt.integrations.dcp.metadata import MAX_METADATA_BYTES, load_metadata
-from torchft_ckpt.integrations.dcp.value_records import load_record
 
 _RANK_LOCAL = re.compile(r"\A__(0|[1-9][0-9]{0,6})\.metadata\Z")
 _LARGE_BYTES = 64 * 1024 * 1024
 """Of a record. While it is loaded it takes about three times its length; of larger ones one is loaded at a time."""
+_LOAD_ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OSError),
+    *(RuntimeError, TypeError, ValueError),
+)
+"""The exceptions that `torch.load` raises on a record that nobody's `torch.save` wrote."""
+_REFUSED = re.compile(r"GLOBAL ([\w.]{1,200})")
 
 
 class DCPChunk(NamedTuple):
@@ -260,3 +269,28 @@ class DCPReader(StateReader[DCPChunk]):
 def has_elements_here(tensor: torch.Tensor) -> bool:
     """Whether a tensor that was read from a record is dense and has elements: records can hold meta and nested ones."""
     return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
+
+
+def load_record(record: bytes, what: str) -> object:
+    """Return what `torch.save` wrote, as far as `torch.load(weights_only=True)` takes it.
+
+    Args:
+        record: all of it.
+        what: it is, for messages.
+
+    Raises:
+        CheckpointDamagedError: it is no record, or damaged.
+        UnsupportedValueError: it is whole, and needs a class that is not known to be harmless; the message names it.
+    """
+    if problems := record_problems(record, what):
+        raise CheckpointDamagedError(problems[0], what)
+    try:
+        return torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = _REFUSED.search(str(error))
+        needed = "more than weights" if named is None else named[1]
+        raise UnsupportedValueError(
+            f"{what} is not read, because it could execute code: it needs {needed}", what
+        ) from error
+    except _LOAD_ERRORS as error:
+        raise CheckpointDamagedError(f"{what} cannot be read: {str(error)[:200]}", what) from error
