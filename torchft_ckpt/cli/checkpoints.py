@@ -127,27 +127,27 @@ def _lines_of(opened: OpenedCheckpoint, result: VerifyResult, max_problems: int 
 def _run_export(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli.checkpoint_content import content_of, read_in_order, reason_of
     from torchft_ckpt.cli.output import format_bytes, format_count, reading_bar
-    from torchft_ckpt.cli.safetensors_file import SafetensorsFile, describe_renamed
+    from torchft_ckpt.cli.safetensors_file import SafetensorsFile
 
     with SafetensorsFile(options.output, force=options.force) as file:
         opened, reader = _newest_whole(options)
         try:
-            exported = content_of(reader)
+            content, left_out = content_of(reader)
             with contextlib.ExitStack() as stack:
                 if not options.quiet:
                     stack.enter_context(reading_bar(opened.place.name, opened.num_bytes, reader))
-                chunks = read_in_order(reader, exported.outlines, exported.extra)
-                num_bytes = file.write_stream(exported.outlines, chunks, exported.content, opened.place.step)
+                chunks = read_in_order(reader, content.outlines(), content.tensors)
+                num_bytes = file.write(content, opened.place.step, chunks)
         except (CheckpointDamagedError, StorageError) as error:
             raise type(error)(f"{reason_of(error)}; nothing was exported", opened.place.name) from error
-    for told in describe_renamed(exported.content):
+    for told in content.describe_renamed():
         print(one_line(told), file=sys.stderr)
-    for reason in exported.left_out:
+    for reason in left_out:
         print(one_line(f"left out: {reason}"), file=sys.stderr)
     if not options.quiet:
         print(
-            f"{options.output}: {one_line(opened.place.name)}, {format_count(len(exported.outlines), 'tensor')}, "
-            f"{format_count(len(exported.content.values), 'value')}, {format_bytes(num_bytes)}",
+            f"{options.output}: {one_line(opened.place.name)}, {format_count(len(content.outlines()), 'tensor')}, "
+            f"{format_count(len(content.values), 'value')}, {format_bytes(num_bytes)}",
             file=sys.stderr,
         )
     return 0

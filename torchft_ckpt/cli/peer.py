@@ -113,7 +113,7 @@ def _run_pull(options: argparse.Namespace) -> int:
     from torchft_ckpt.checkpointing.progress import ProgressBar
     from torchft_ckpt.checkpointing.state.containers import below_root
     from torchft_ckpt.cli.output import format_bytes
-    from torchft_ckpt.cli.safetensors_file import SafetensorsFile, describe_renamed, flatten
+    from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten
     from torchft_ckpt.core.text import one_line
 
     peers = _peers(options, options.url)
@@ -127,7 +127,7 @@ def _run_pull(options: argparse.Namespace) -> int:
         is_one_leaf = options.root is None and not isinstance(pulled.state, dict)
         content = flatten(pulled.state if is_one_leaf else below_root(pulled.state, options.root))
         num_bytes = file.write(content, pulled.step)
-    for told in describe_renamed(content):
+    for told in content.describe_renamed():
         print(one_line(told), file=sys.stderr)
     if not options.quiet:
         tied = f" ({len(content.tied)} of them tied to another)" if content.tied else ""

@@ -6,7 +6,7 @@ name of the tensor that it was the same memory as; both are stored, as readers l
 that were numpy arrays).
 `__metadata__` is safetensors' own name: a tensor of that path gets a number, as the second of two of one path does.
 Views that share only some memory are stored each for itself. Tensors are written in the order of `in_file_order`, as their
-bytes come: a state need not be all in memory.
+bytes come: `safetensors.torch.save_file` would need all of a state in memory.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ import functools
 import json
 import math
 import os
-import signal
-import sys
-import threading
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -36,23 +31,12 @@ from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueError
+from torchft_ckpt.integrations.dcp.reader import has_elements_here
 
 RESERVED = "__metadata__"
 """The name that the header of a safetensors file keeps for itself: readers refuse a file with a tensor of that name."""
 MAX_HEADER_BYTES = 90_000_000
 """Readers of safetensors refuse a header of more than 100 MB; some is left for the tensors' own entries."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """The content of a file."""
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    arrays: list[str] = field(default_factory=list)
-    values: dict[str, object] = field(default_factory=dict)
-    renamed: dict[str, str] = field(default_factory=dict)
-    """Names in the file, and the paths of those that could not keep theirs because it is `RESERVED`."""
 
 
 class PendingTensor(NamedTuple):
@@ -76,33 +60,106 @@ def in_file_order(outlines: Iterable[PendingTensor]) -> list[PendingTensor]:
     return sorted(outlines, key=lambda outline: (-outline.dtype.itemsize, outline.name))
 
 
+class Content:
+    """The content of a file, leaf by leaf.
+
+    Args:
+        pending: tensors that are read later. One that comes by the path of these is not added again.
+    """
+
+    def __init__(self, pending: Iterable[PendingTensor] = ()) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        """Those that are in memory, by their names in the file."""
+        self.tied: dict[str, str] = {}
+        self.arrays: list[str] = []
+        self.values: dict[str, object] = {}
+        self.renamed: dict[str, str] = {}
+        """Names in the file, and the paths of those that could not keep theirs because it is `RESERVED`."""
+        pending = [*pending]
+        self._taken = {outline.name: 1 for outline in pending}
+        self.pending = [one._replace(name=self._not_reserved(one.name), path=one.name) for one in pending]
+        self._known = {one.path: one.name for one in self.pending}
+
+    def add(self, path: str, leaf: object) -> None:
+        """Add a leaf.
+
+        Raises:
+            UnsupportedValueError: no file can hold it.
+        """
+        encoder = TreeEncoder()
+        node = encoder.encode(leaf, path)
+        if not encoder.tensors:
+            self.values[unused_name(path, self._taken)] = node
+            return
+        name, tensor = self._known.get(path), encoder.tensors[0][1]
+        if name is None:
+            if not has_elements_here(tensor):
+                kind = "nested" if tensor.is_nested else f"{tensor.device.type} {tensor.layout}"
+                raise UnsupportedValueError(f"{path}: safetensors holds no {kind} tensor", path)
+            name = self._not_reserved(unused_name(path, self._taken))
+            self.tensors[name] = tensor.detach()
+        if encoder.arrays:
+            self.arrays.append(name)
+
+    def outlines(self) -> list[PendingTensor]:
+        """Return all tensors, in the order of the file."""
+        here = (PendingTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items())
+        return in_file_order([*self.pending, *here])
+
+    def describe_renamed(self) -> list[str]:
+        """Return a sentence for each tensor that is called otherwise in the file than in the state."""
+        return [
+            f"{path} is called {name} in the file: {path} is safetensors' own name"
+            for name, path in self.renamed.items()
+        ]
+
+    def metadata(self, step: int | None) -> dict[str, str]:
+        """Return what goes into the header beside the tensors.
+
+        Raises:
+            UnsupportedValueError: it is more than a header holds.
+        """
+        metadata = {
+            "format": "pt",
+            "torchft_ckpt.values": json.dumps(self.values, separators=(",", ":")),
+            "torchft_ckpt.tied": json.dumps(self.tied),
+            "torchft_ckpt.arrays": json.dumps(self.arrays),
+        }
+        if step is not None:
+            metadata["torchft_ckpt.step"] = str(step)
+        if sum(map(len, metadata.values())) > MAX_HEADER_BYTES:
+            raise UnsupportedValueError(
+                f"the values that are no tensors take more than {MAX_HEADER_BYTES} bytes of JSON, which is more than a"
+                " safetensors header holds; nothing was written",
+                party="values",
+            )
+        return metadata
+
+    def _not_reserved(self, name: str) -> str:
+        if name != RESERVED:
+            return name
+        other = unused_name(name, self._taken)
+        self.renamed[other] = name
+        return other
+
+
 def flatten(state: object) -> Content:
     """Return a state as named tensors, and the rest."""
     content = Content()
-    taken: dict[str, int] = {}
-    found: list[tuple[str, torch.Tensor]] = []
     for path, leaf in leaves(state):
-        name = unused_name(path, taken)
-        if isinstance(leaf, (np.ndarray, torch.Tensor)):
-            name = name_of_tensor(name, taken, content.renamed)
-        if isinstance(leaf, np.ndarray):
-            content.arrays.append(name)
-            leaf = torch.from_numpy(leaf)
-        if isinstance(leaf, torch.Tensor):
-            found.append((name, leaf))
-        else:
-            content.values[name] = TreeEncoder().encode(leaf, name)
-    _note_tied(found, content.tied)
-    content.tensors.update(found)
+        content.add(path, leaf)
+    first: dict[tuple[object, ...], str] = {}
+    for name, tensor in content.tensors.items():
+        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and first.setdefault(view, name) != name:
+            content.tied[name] = first[view]
     return content
 
 
 class SafetensorsFile:
     """The file to be, under a temporary name beside its place until it is whole. A context manager.
 
-    Made first and written last, so that a place that cannot be written to is known before the state is fetched. Within it
-    SIGTERM ends the process as `SystemExit` does (status 143), so that no temporary file is left; on the main thread, and
-    unless somebody handles it already. What others put in its place meanwhile is not written to.
+    Made first and written last, so that a place that cannot be written to is known before the state is fetched.
 
     Args:
         path: its place.
@@ -118,33 +175,20 @@ class SafetensorsFile:
         self._temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:8]}.part")
         if path.is_dir():
             raise ConfigError(f"{path} is a directory; name a file in it", party=str(path))
-        if not force and os.path.lexists(path):
-            raise self._is_taken()
-        self._handles_sigterm = _handle_sigterm()
+        self._check_free()
         try:
-            descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            self._file = self._temporary.open("xb")
         except OSError as error:
-            self._leave_sigterm()
             raise ConfigError(f"{path} cannot be written: {error.strerror}", party=str(path)) from error
-        self._file = os.fdopen(descriptor, "wb")
 
-    def write(self, content: Content, step: int) -> int:
-        """Write it all, put it in its place, and return its length in bytes. Raises as `write_stream`."""
-        shapes = (PendingTensor(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in content.tensors.items())
-        outlines = in_file_order(shapes)
-        chunks = (as_bytes(content.tensors[outline.name].contiguous()).numpy().data for outline in outlines)
-        return self.write_stream(outlines, chunks, content, step)
-
-    def write_stream(
-        self, outlines: Sequence[PendingTensor], chunks: Iterable[memoryview], content: Content, step: int | None
-    ) -> int:
-        """Write tensors as their bytes come, put the file in its place, and return its length in bytes.
+    def write(self, content: Content, step: int | None, chunks: Iterable[memoryview] | None = None) -> int:
+        """Write it all, put the file in its place, and return its length in bytes.
 
         Args:
-            outlines: the tensors, `in_file_order`.
-            chunks: their bytes, one tensor after the other, in C order; cut anywhere.
-            content: the rest.
+            content: of the file.
             step: of the state, where it is known.
+            chunks: the bytes of the tensors of `content.outlines()`, one after the other, in C order; cut anywhere. Default: all
+                of them are in memory.
 
         Raises:
             CheckpointError: it could not be written, for example because the disk is full; nothing is left behind.
@@ -152,48 +196,24 @@ class SafetensorsFile:
             UnsupportedValueError: safetensors cannot hold the dtype of a tensor, or so many values in a header.
             Also what `chunks` raises.
         """
-        for outline in outlines:
-            if _name_of(outline.dtype) is None:
-                raise UnsupportedValueError(
-                    f"tensor {outline.name!r}: safetensors cannot hold dtype {dtype_name(outline.dtype)}; nothing was written",
-                    outline.name,
-                )
-        header = _header(outlines, self._metadata(content, step))
+        outlines = content.outlines()
+        header = _header(outlines, content.metadata(step))
+        if chunks is None:
+            chunks = (as_bytes(content.tensors[one.name].contiguous()).numpy().data for one in outlines)
         try:
-            file = self._file
-            file.write(header)
+            self._file.write(header)
             for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-            num_bytes = file.tell()
-            self._check_is_ours(self._temporary)
-            self._put_in_place()
-            self._check_is_ours(self._path)
+                self._file.write(chunk)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            num_bytes = self._file.tell()
+            self._check_free()
+            os.replace(self._temporary, self._path)
         except CheckpointError:  # of what was to be written; some are OSErrors as well
             raise
-        except FileExistsError as error:
-            raise self._is_taken() from error
         except OSError as error:
             raise CheckpointError(f"{self._path} could not be written: {error}", party=str(self._path)) from error
         return num_bytes
-
-    def _metadata(self, content: Content, step: int | None) -> dict[str, str]:
-        metadata = {
-            "format": "pt",
-            "torchft_ckpt.values": json.dumps(content.values, separators=(",", ":")),
-            "torchft_ckpt.tied": json.dumps(content.tied),
-            "torchft_ckpt.arrays": json.dumps(content.arrays),
-        }
-        if step is not None:
-            metadata["torchft_ckpt.step"] = str(step)
-        if sum(map(len, metadata.values())) > MAX_HEADER_BYTES:
-            raise UnsupportedValueError(
-                f"{self._path}: the values that are no tensors take more than {MAX_HEADER_BYTES} bytes of JSON, "
-                "which is more than a safetensors header holds",
-                party=str(self._path),
-            )
-        return metadata
 
     def __enter__(self) -> SafetensorsFile:
         return self
@@ -203,58 +223,11 @@ class SafetensorsFile:
     ) -> None:
         with contextlib.suppress(OSError):  # of the disk, which was said before
             self._file.close()
-        with contextlib.suppress(FileNotFoundError):  # it is in its place
-            self._temporary.unlink()
-        self._leave_sigterm()
+        self._temporary.unlink(missing_ok=True)
 
-    def _leave_sigterm(self) -> None:
-        if self._handles_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def _put_in_place(self) -> None:
-        if self._force:
-            os.replace(self._temporary, self._path)
-        else:
-            self._rename_to_new()
-        directory = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-    def _rename_to_new(self) -> None:
-        """Rename, but not over another file, as a rename does."""
-        try:
-            os.link(self._temporary, self._path)
-        except FileExistsError:
-            raise
-        except OSError as error:  # a file system without links
-            if os.path.lexists(self._path):
-                raise FileExistsError(error.errno, "is there already", str(self._path)) from error
-            os.replace(self._temporary, self._path)
-        else:
-            self._temporary.unlink()
-
-    def _check_is_ours(self, path: Path) -> None:
-        if not os.path.samestat(os.lstat(path), os.fstat(self._file.fileno())):
-            raise OSError(f"somebody else has replaced {path}, and may write to this directory")
-
-    def _is_taken(self) -> ConfigError:
-        return ConfigError(f"{self._path} is there already; --force replaces it", party=str(self._path))
-
-
-def _handle_sigterm() -> bool:
-    """Have SIGTERM raise `SystemExit`, where nobody else handles it; return whether that is so now."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return False
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-    return True
+    def _check_free(self) -> None:
+        if not self._force and os.path.lexists(self._path):
+            raise ConfigError(f"{self._path} is there already; --force replaces it", party=str(self._path))
 
 
 def unused_name(path: str, taken: dict[str, int]) -> str:
@@ -273,23 +246,6 @@ def unused_name(path: str, taken: dict[str, int]) -> str:
     return name
 
 
-def name_of_tensor(name: str, taken: dict[str, int], renamed: dict[str, str]) -> str:
-    """Return the name that a tensor can have in a file: a number is added to `RESERVED`, and noted in `renamed`."""
-    if name != RESERVED:
-        return name
-    other = unused_name(name, taken)
-    renamed[other] = name
-    return other
-
-
-def describe_renamed(content: Content) -> list[str]:
-    """Return a sentence for each tensor that is called otherwise in the file than in the state."""
-    return [
-        f"{path} is called {name} in the file: {path} is safetensors' own name"
-        for name, path in content.renamed.items()
-    ]
-
-
 @functools.cache
 def _name_of(dtype: torch.dtype) -> str | None:
     """Return what safetensors calls a dtype; None where it does not take it, or gives back another.
@@ -304,24 +260,22 @@ def _name_of(dtype: torch.dtype) -> str | None:
         return None
 
 
-def _header(outlines: Sequence[PendingTensor], metadata: dict[str, str]) -> bytes:
+def _header(outlines: Sequence[PendingTensor], metadata: Mapping[str, str]) -> bytes:
     """Return the beginning of a file: the length of what follows in 8 bytes, and JSON, filled up so that data are aligned."""
     members: dict[str, object] = {RESERVED: metadata}
     end = 0
-    for name, dtype, shape, _ in outlines:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        members[name] = {"dtype": _name_of(dtype), "shape": list(shape), "data_offsets": [start, end]}
+    for outline in outlines:
+        if _name_of(outline.dtype) is None:
+            raise UnsupportedValueError(
+                f"tensor {outline.name!r}: safetensors cannot hold dtype {dtype_name(outline.dtype)}; nothing was written",
+                outline.name,
+            )
+        start, end = end, end + outline.num_bytes
+        members[outline.name] = {
+            "dtype": _name_of(outline.dtype),
+            "shape": list(outline.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(members, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _note_tied(tensors: Sequence[tuple[str, torch.Tensor]], tied: dict[str, str]) -> None:
-    """Note in `tied` which tensors are the same view of the same memory as one before them."""
-    first: dict[tuple[object, ...], str] = {}
-    for name, tensor in tensors:
-        view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and view in first:
-            tied[name] = first[view]
-        else:
-            first[view] = name
