@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.fake_transport import FakeNetwork
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.testing.fake_transport import FakeNetwork
 from torchft_ckpt.testing.transport_conformance import CHECKS, Check, ConformanceError, check_transport
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_transport import FakeNetwork, FakeTransport
 from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
@@ -25,7 +26,6 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
-from torchft_ckpt.testing.fake_transport import FakeNetwork, FakeTransport
 
 TIMEOUT = timedelta(seconds=20)
 VERSION = StateVersion(step=5, quorum_id=2, epoch="e")

@@ -2,7 +2,6 @@
 
 Fakes:
 
-- `fake_transport`: an in-memory `CheckpointTransport`
 - `fake_process_group`: an in-memory `ProcessGroup`, with ranks as threads and failures on demand
 - `fake_outer_manager`: an in-memory `OuterManager`, with replicas as threads and votes by a script
 
