@@ -138,12 +138,7 @@ class Restored:
 
 
 class _LaterSave(Future[SavedCheckpoint]):
-    """A save that was asked for in the middle of a step. Who waits for it begins it; in that step he gets an error instead.
-
-    Args:
-        is_too_early: whether the step still goes on.
-        save: makes the save.
-    """
+    """A save that was asked for in the middle of a step. Who waits for it begins it; in that step he gets an error instead."""
 
     def __init__(self, is_too_early: Callable[[], bool], save: Callable[[], Future[SavedCheckpoint]]) -> None:
         super().__init__()

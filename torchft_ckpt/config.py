@@ -135,10 +135,6 @@ def _secret(text: str, what: str) -> str:
 def read_secret(path: str, what: str) -> str:
     """Return what a file holds, without the newline at its end. A warning names it where others than its owner may read it.
 
-    Args:
-        path: the file.
-        what: what named it, for the error.
-
     Raises:
         ConfigError: it cannot be read, is empty, or holds what is no secret: several lines, or more than 4 KiB.
     """
@@ -237,8 +233,6 @@ def parse_host_port(address: str, *, what: str, default_host: str = "") -> tuple
     """Split `host:port`, `[v6]:port`, `:port` or `http://host:port` into host and port.
 
     Args:
-        address: the text to split.
-        what: how to name it in the error.
         default_host: the host of `:port`.
 
     Raises:

@@ -171,7 +171,6 @@ class _ReachedParameters:
     parameter is used outside of the forward pass, it would get a gradient after its bucket has gone. The pass itself knows.
 
     Args:
-        ddp: has the reducer.
         parameters: of the reducer, in its order.
     """
 
@@ -263,9 +262,6 @@ class _BucketReduction(ProcessGroupDummy):
     Then it reduces its map of the parameters that were used. It gives a gradient to what was used here at once, and looks at
     the map for what was not. What is entered instead is which parameters have a gradient, be it of an earlier pass. That goes
     with the last bucket, where this is small, as a collective of its own costs a millisecond of processor time.
-
-    Args:
-        manager: of this rank.
     """
 
     def __init__(self, manager: "Manager") -> None:
@@ -318,7 +314,6 @@ class _MapWork(Work):
     has one: the step does not count, and a script may ask for the gradients before it hears of that.
 
     Args:
-        work: counts the groups.
         counts: of groups that have a gradient, of any dtype and scale.
         used: the map, int32.
     """
@@ -372,7 +367,6 @@ class BackwardAverage:
     where that wraps the module or is in it, has then written its own result into the gradients.
 
     Args:
-        module: whose gradients are averaged.
         average: does it, on a thread of autograd's. It is not called where no parameter got a gradient since the last time.
         is_wanted: whether the backward pass that ends is one to average after, and not one that only accumulates.
     """
@@ -422,7 +416,6 @@ class GradientAverage:
     averages what is on this rank. It costs the memory of the gradients once more, as the buckets of PyTorch's DDP do.
 
     Args:
-        manager: of this rank.
         parameters: returns those whose gradients, in `grad`, are averaged, if they require one.
     """
 

@@ -66,7 +66,6 @@ def choose_host(
 
     Args:
         argument, bound, towards: as of `advertised_host`.
-        beside_nccl: whether gradients travel by NCCL.
 
     Raises:
         ConfigError: a variable names no interface that can be used; the message lists those that there are. Or the address is
@@ -107,8 +106,6 @@ def host_of_interface(names: str, what: str, routed: str | None = None) -> str:
     """Return the address of an interface, named as `GLOO_SOCKET_IFNAME` does; empty where interfaces cannot be read.
 
     Args:
-        names: of interfaces, separated by commas.
-        what: what named them, for the error.
         routed: taken where one of them has it.
 
     Raises:
@@ -150,10 +147,6 @@ def _listened_on(host: str, bound: str) -> str:
 def other_hosts(known_by: str, bound: str) -> list[str]:
     """Return where else a server that listens on all interfaces can be reached: see
     `core.services.interfaces.further_addresses`.
-
-    Args:
-        known_by: the address that peers are told anyhow.
-        bound: what is listened on.
     """
     return further_addresses(interfaces(), known_by, has_ipv6=":" in bound) if is_wildcard(bound) else []
 
@@ -227,7 +220,6 @@ def listen(host: str, port: int, backlog: int) -> list[socket.socket]:
     Args:
         host: an address or a name; `::` is all of IPv6 and of IPv4, by one socket, and `0.0.0.0` where that cannot be.
         port: 0 for any free one.
-        backlog: connections that may wait to be accepted.
 
     Raises:
         OSError: it is no address of this machine, or the port is taken; nothing is listened on.
@@ -287,8 +279,6 @@ def warn_if_open(what: str, host: str, token: str | None) -> None:
     """Say once for this process, where a service listens beyond this machine without a token, what follows from that.
 
     Args:
-        what: the service.
-        host: what it listens on.
         token: what it wants to be shown; empty or None: nothing.
     """
     global _has_logged_open

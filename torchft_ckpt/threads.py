@@ -42,9 +42,7 @@ class Thread(threading.Thread):
     """A daemon thread that is waited for when the process exits.
 
     Args:
-        target: what it does.
         name: of the thread.
-        args: of `target`.
     """
 
     def __init__(self, target: Callable[..., object], name: str, args: Sequence[Any] = ()) -> None:
@@ -84,7 +82,6 @@ class Threads(Executor):
 
     Args:
         name: of the threads.
-        num_threads: how many.
     """
 
     def __init__(self, name: str, num_threads: int = 1) -> None:
@@ -116,7 +113,6 @@ class Threads(Executor):
         """End the threads after what was submitted; may be called twice.
 
         Args:
-            wait: for them.
             cancel_futures: what has not begun is not done.
             timeout_s: wait at most so long; None: as long as it takes.
         """
@@ -169,7 +165,6 @@ def parallel_map(
 
     Args:
         work: for any thread.
-        items: what to do.
         num_threads: at once, at most.
         name: of the threads.
     """

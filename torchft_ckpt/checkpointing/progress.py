@@ -150,11 +150,8 @@ def make_bar(title: str, total_bytes: int, file: TextIO, *, done_bytes: int = 0,
     """Return a `tqdm` bar of bytes.
 
     Args:
-        title: to the left of it.
-        total_bytes: when it is full.
         file: where it is drawn. Where that is no terminal, a line is drawn every few seconds at most.
         done_bytes: what is done already, which says nothing about the rate.
-        stays: when it is closed.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
 

@@ -73,7 +73,6 @@ def read_in_order(
     It takes memory for the largest tensor, or 64 MiB. Tensors are read whole, because DCP's have a checksum of the whole alone.
 
     Args:
-        reader: of the checkpoint.
         outlines: those that are wanted, `in_file_order`.
         extra: those of them that need not be read.
 

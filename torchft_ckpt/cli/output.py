@@ -67,13 +67,7 @@ class Reader(Protocol):
 
 @contextlib.contextmanager
 def reading_bar(title: str, total_bytes: int, reader: Reader) -> Iterator[None]:
-    """Draw a bar on standard error while the block runs, or print a line every few seconds at most if that is no terminal.
-
-    Args:
-        title: what is read.
-        total_bytes: about how much that is.
-        reader: what reads it.
-    """
+    """Draw a bar on standard error while the block runs, or print a line every few seconds at most if that is no terminal."""
     bar = make_bar(one_line(title), total_bytes, sys.stderr, stays=not sys.stderr.isatty())
     first = reader.bytes_read
     is_over = threading.Event()

@@ -161,10 +161,6 @@ class SafetensorsFile:
 
     Made first and written last, so that a place that cannot be written to is known before the state is fetched.
 
-    Args:
-        path: its place.
-        force: whether what is there may be replaced.
-
     Raises:
         ConfigError: the place is taken or cannot be written to.
     """
@@ -185,7 +181,6 @@ class SafetensorsFile:
         """Write it all, put the file in its place, and return its length in bytes.
 
         Args:
-            content: of the file.
             step: of the state, where it is known.
             chunks: the bytes of the tensors of `content.outlines()`, one after the other, in C order; cut anywhere. Default: all
                 of them are in memory.
@@ -234,7 +229,6 @@ def unused_name(path: str, taken: dict[str, int]) -> str:
     """Return the path, numbered where two leaves have the same one (`{1: a, "1": b}`).
 
     Args:
-        path: of a leaf.
         taken: names that there are, each with the number that was last looked at for it; 1 to begin with. Changed.
     """
     name, number = path, taken.get(path, 0)

@@ -23,14 +23,7 @@ _PHASES = {
 
 
 def as_text(url: str, index: Index, manifest: Manifest, num_tensors: int) -> str:
-    """Return a page about one state, and a line about each other one that is served.
-
-    Args:
-        url: the peer's address.
-        index: what it serves.
-        manifest: the state that the page is about.
-        num_tensors: how many of the largest tensors to name.
-    """
+    """Return a page about one state, and a line about each other one that is served."""
     entry = _entry_of(index, manifest)
     lines = [f"{url} serves step {manifest.step} (state format {manifest.version}, snapshot {manifest.snapshot[:8]})"]
     blocks = format_count(-(-manifest.total_bytes // manifest.block_bytes), "block")
@@ -53,9 +46,6 @@ def as_json(url: str, index: Index, manifest: Manifest, num_tensors: int | None)
     """Return the same for programs. Lengths in bytes; values as the state format's nodes; the largest tensors first.
 
     Args:
-        url: the peer's address.
-        index: what it serves.
-        manifest: the state whose tensors and values are told.
         num_tensors: how many tensors; None for all.
     """
     return {

@@ -229,11 +229,7 @@ class Absent:
 
 
 def lookup(module: str) -> Callable[[str], object]:
-    """Return the `__getattr__` of a module of ours: what the table has under its name.
-
-    Args:
-        module: its full name.
-    """
+    """Return the `__getattr__` of a module of ours: what the table has under its name."""
     entries = TABLE.get(module.removeprefix(PACKAGE).removeprefix("."), {})
 
     def of_table(name: str) -> object:

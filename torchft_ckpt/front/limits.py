@@ -68,8 +68,6 @@ class FrontLimits:
         head_timeout_s: how long the head of a request may take to come, then its body, and a TLS handshake; how long a
             connection may stay open on which nothing is asked and nothing is on its way, and how long a WebSocket may take to
             introduce itself.
-        max_header_bytes: the longest head of a request.
-        max_body_bytes: the longest body of a request.
 
     Raises:
         ConfigError: a limit is not positive.
@@ -125,10 +123,7 @@ class ClientLimits:
     """Keeps count of all clients of one server.
 
     Args:
-        limits: what they may take.
-        loop: the server's event loop.
         token: that who is known has shown; empty: whoever makes a request is known.
-        name: of the server, for the log.
     """
 
     def __init__(self, limits: FrontLimits, loop: asyncio.AbstractEventLoop, *, token: str, name: str) -> None:

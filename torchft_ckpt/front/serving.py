@@ -45,14 +45,8 @@ class Front:
     """The front of one service, from `start` until `close`.
 
     Args:
-        app: with its routes.
-        listeners: of `network.listen`; closed by `close`.
-        name: of the server, for messages: "the lighthouse".
         token: that clients show as `Authorization: Bearer`, empty for none. The application refuses those that do not.
-        limits: what clients may take.
-        ssl_context: speak TLS with this one.
         handler_cancellation: a handler whose client has gone away is cancelled.
-        shutdown_timeout_s: how long handlers may take to end at `close`.
 
     Attributes:
         log: for what clients do wrong.
@@ -134,9 +128,7 @@ class Acceptor:
 
     Args:
         listeners: listening sockets that do not block; they stay the caller's.
-        make_protocol: returns aiohttp's protocol for one connection.
         clients: where connections are counted.
-        ssl_context: speak TLS with this one.
     """
 
     def __init__(

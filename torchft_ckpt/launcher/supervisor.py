@@ -39,10 +39,7 @@ class Launch:
     """The settings of a run.
 
     Args:
-        plan: which groups.
         command: the training script and its arguments, as torchrun takes them.
-        lighthouse: its address, for the groups.
-        job: the job's name at the lighthouse.
         log_folder: where torchrun keeps what each rank says, a folder for each group.
         devices: names of this machine's GPUs; none for training on the CPU.
         torchrun: the command that runs a group; it takes torchrun's options, and `command` behind them.
@@ -60,11 +57,7 @@ class Launch:
 
 
 class Supervisor:
-    """One job, from its first process to its last. Use it once, from the main thread: it takes SIGINT, SIGTERM and SIGHUP.
-
-    Args:
-        launch: its settings.
-    """
+    """One job, from its first process to its last. Use it once, from the main thread: it takes SIGINT, SIGTERM and SIGHUP."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -260,8 +253,6 @@ class OutputStream:
     """A standard stream of this process. A line waits while nobody reads, as that of any program in a pipe does. Any thread.
 
     Args:
-        name: for the log.
-        descriptor: of the stream.
         at_readers_end: called once, on a thread that writes, when nobody can read the stream any more.
     """
 
@@ -300,7 +291,6 @@ def _copy_lines(source: int, target: OutputStream, mark: bytes) -> None:
     Args:
         source: descriptor of a pipe, which is closed at its end.
         target: where to. While it is not read, the pipe is not read.
-        mark: of the group.
     """
     with os.fdopen(source, "rb") as pipe:
         while line := pipe.readline(_MAX_LINE_BYTES):

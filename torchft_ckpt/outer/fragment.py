@@ -255,7 +255,6 @@ class InnerStateBackup:
 
     Args:
         optimizer: whose state is kept; its hyperparameters are not.
-        params: the parameters.
         device: where the copy is.
         pin_memory: pin it, where it is on the host and there is an accelerator.
     """

@@ -25,12 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class RoundSettings:
-    """What is exchanged of the settings: their bits as integers, which a sum keeps where all but one group bring zeros.
-
-    Args:
-        manager: of this rank.
-        optimizers: the outer ones.
-    """
+    """What is exchanged of the settings: their bits as integers, which a sum keeps where all but one group bring zeros."""
 
     def __init__(self, manager: OuterManager, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._manager = manager

@@ -138,10 +138,8 @@ def encode_chunk(codec: Codec, chunk: torch.Tensor, message: torch.Tensor, layou
     """Encode a chunk.
 
     Args:
-        codec: to encode with.
         chunk: flat, contiguous, of a real floating point dtype; where it is shorter than a chunk zeros are added.
         message: flat uint8, `layout.message_bytes` long; written.
-        layout: of the tensor.
     """
     scales, values = _parts(codec, message, layout)
     for first, last in _segments(layout, chunk.device):
@@ -162,10 +160,8 @@ def reduce_messages(
     """Decode messages of one chunk, add them up in fp32 in their order, divide, and encode the result.
 
     Args:
-        codec: of the messages and of the result.
         messages: uint8, (number of messages, `layout.message_bytes`), contiguous.
         reduced: flat uint8, `layout.message_bytes` long; written.
-        layout: of the tensor.
         divisor: of the sum; None leaves the sum as it is.
     """
     parts = [_parts(codec, message, layout) for message in messages]

@@ -129,7 +129,6 @@ class StorePool:
 
         Args:
             address: the store; its prefix is not used.
-            timeout_s: for connecting.
             fresh: do not lend one that was used before: the last one turned out to be broken.
             is_wanted: asked while connecting takes long; False gives up.
 

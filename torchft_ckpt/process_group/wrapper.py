@@ -148,9 +148,6 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
 
     For loops without a Manager, which has to look at `error()` before it uses a result: tensors of a failed allreduce, and of all
     that come after it, hold no average.
-
-    Args:
-        pg: the group around which this is.
     """
 
     def __init__(self, pg: ProcessGroup) -> None:
@@ -191,11 +188,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
-    """A group whose next allreduce fails when a test says so; the other members' succeeds.
-
-    Args:
-        pg: the group around which this is.
-    """
+    """A group whose next allreduce fails when a test says so; the other members' succeeds."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg=pg)

@@ -61,7 +61,6 @@ class SourceConnection:
 
     Args:
         source: where to connect; at a further address of a source it has to prove first, over each connection, that it is it.
-        headers: sent with every request.
         proved_to: identity of the server that has to be there: over each connection the token is proved to it, and by it.
             Empty: nothing is proved beside what `headers` say.
         token: what is proved.
@@ -389,11 +388,7 @@ class Answer:
     """The answer to one request. Must be read to its end before the next request.
 
     Args:
-        connection: that it comes over.
-        response: its head was read.
-        path: what was asked for.
         session: in which it has to be proved; None: it is taken as it is.
-        request: what was sent as the proof of the request.
     """
 
     def __init__(
@@ -478,7 +473,6 @@ class Answer:
         """Fill `target` from the body.
 
         Args:
-            target: as long as what is to be read.
             on_bytes: told how many bytes have come, several times a second where they come slowly.
 
         Raises:

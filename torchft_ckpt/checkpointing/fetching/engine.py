@@ -53,10 +53,8 @@ class FetchEngine(ABC, Generic[State]):
     Args:
         sources: where the state is, by the names of the sources.
         state: what the threads share.
-        party: who is asked, for messages.
         step: the step wanted, or None for the newest.
         deadline: on the monotonic clock.
-        options: how to fetch.
         on_progress: called by the thread that runs it, a few times a second and at the end.
     """
 

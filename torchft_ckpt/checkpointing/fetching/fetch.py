@@ -54,10 +54,8 @@ class Fetch(FetchEngine[BlockTransfer]):
         sources: where the state is; the first is the primary, whose state counts.
         step: the step wanted, or None for the newest.
         deadline: on the monotonic clock.
-        options: how to fetch.
         cache: where memory comes from.
         local_state: the state that is here, or None: what is equal in it is not fetched.
-        in_place: receive into the tensors of `local_state`.
         on_progress: called by the thread in `run`, a few times a second and at the end.
         serve_on: called with what serves the received blocks to other receivers, once there may be some.
     """

@@ -87,10 +87,8 @@ class Destination:
     """Receives the blocks of one state. Different blocks may be received on different threads.
 
     Args:
-        manifest: a manifest that has been checked.
         cache: where memory is taken from.
         local: the state that is here. None is for who only looks: he gets the source's boxes, tuples and plain values.
-        in_place: whether to receive into the tensors of `local`.
 
     Raises:
         TransferError: there is not enough memory.

@@ -73,7 +73,6 @@ class SourceClient:
     Args:
         address: where to connect to.
         step: the step wanted, or None for the newest.
-        options: how to fetch.
     """
 
     def __init__(self, address: SourceAddress, step: int | None, options: FetchOptions) -> None:

@@ -29,8 +29,6 @@ class StreamMemory(Protocol):
         """Receive a unit.
 
         Args:
-            unit: which one.
-            read_into: fills memory with what comes next of it.
             scratch: for this thread alone; as long as what is received at a time.
             update: told of all bytes, in order.
         """
@@ -47,7 +45,6 @@ class Stream:
     """A stream from one source. Used by one thread.
 
     Args:
-        state: of the fetch.
         memory: where units are received to.
         ask: asks a source for units; yields each with the answer at its beginning.
         settle: called with the stream's number, the source, and what has come and does not count yet, with its BLAKE3 digests

@@ -142,9 +142,6 @@ class TransferState(ABC):
         """Note a unit that has come whole; whether the stream goes on with its batch.
 
         Args:
-            stream, source, path: who brought it, over which path.
-            unit: which one.
-            digest: its digest, which came with it.
             blake3: its BLAKE3 digest; None where the source's own state counted when the unit came.
 
         Raises:

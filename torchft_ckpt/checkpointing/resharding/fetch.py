@@ -61,9 +61,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
     Args:
         groups: for each source group, the addresses of its ranks, in order; None of one that is not known. The first is the
             primary, whose state counts.
-        step: the step wanted.
         deadline: on the monotonic clock.
-        options: how to fetch.
         want: called with the primary group's manifests, says what is wanted; what it raises ends the fetch.
         rank: of this process: of what ranks of a source group hold otherwise, the same rank's is taken if the groups are of one
             size, else the first one's. Each such tensor is named in a WARNING.

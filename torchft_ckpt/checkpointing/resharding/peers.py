@@ -153,8 +153,6 @@ class JobPeers:
 
         Args:
             step: the step; None for one that all ranks can serve soon: of one rank alone, the newest that it serves, or its next.
-            timeout: the overall deadline.
-            on_progress: told how far it is.
 
         Raises:
             TransferError: a subclass says why there is no state.

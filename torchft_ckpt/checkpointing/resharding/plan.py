@@ -111,8 +111,6 @@ class Plan:
         """Return what to ask a source for, to be given these parts. The seed of each digest is the part's number.
 
         Args:
-            name: of the source.
-            parts: their numbers.
             sample: so many elements of each, `sample_of`; 0: all.
         """
         places = self.holders[name]

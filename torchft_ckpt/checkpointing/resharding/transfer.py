@@ -68,7 +68,6 @@ class BoxTransfer(TransferState):
         """Have parts come from who is there.
 
         Args:
-            plan: the parts, and who can give each.
             candidates: the groups that may become the primary where it is lost.
             max_units: how many parts are asked for at once, at most.
             ranks: of the primary group: what several hold comes from the first of these alone, before `allow`.

@@ -17,11 +17,7 @@ TOUCH_AHEAD_BYTES = 56 * 1024 * 1024
 
 
 class Buffer:
-    """Private memory of its own mapping: it goes back to the system with the last reference.
-
-    Args:
-        num_bytes: its length; contents are zeros.
-    """
+    """Private memory of its own mapping: it goes back to the system with the last reference."""
 
     __slots__ = ("_exported", "address", "view")
 
@@ -45,7 +41,6 @@ class BufferPool:
     """Hands out buffers of one length. Every method may be called from any thread.
 
     Args:
-        block_bytes: length of each buffer.
         budget_bytes: at most so much is to be taken at a time; whoever takes asks `num_available` before.
     """
 

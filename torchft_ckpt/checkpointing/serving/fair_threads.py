@@ -19,7 +19,6 @@ class FairThreads:
 
     Args:
         executor: has the threads.
-        num_threads: how many.
     """
 
     def __init__(self, executor: Executor, num_threads: int) -> None:
@@ -34,7 +33,6 @@ class FairThreads:
         A turn whose future is cancelled before it began is left out. One that has begun goes on to its end all the same.
 
         Args:
-            client: who it is done for.
             work, args: called on a thread.
             is_long: whether it sends nothing and takes all of its turn.
         """

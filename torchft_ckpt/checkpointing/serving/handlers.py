@@ -108,14 +108,10 @@ class CheckpointHandlers:
     """The application of one checkpoint server.
 
     Args:
-        registry: what is served.
         executor: sends, and computes digests: whatever has to wait for a lock or for a device.
-        num_threads: of the executor; clients have them by turns.
         token: what clients must present or prove, or None.
         proof_key: by which it proves at other addresses that it is the server of its manifests.
-        identity: under which it proves that it knows the token.
         on_registered: called on the loop when a receiver has started on a snapshot.
-        patience_s: with a client that takes nothing of a manifest.
         max_bytes_per_s: of all bodies of blocks and parts together; None: no bound.
     """
 

@@ -58,12 +58,10 @@ class CheckpointServer:
     """An HTTP server over a registry of snapshots. Listening when the constructor returns.
 
     Args:
-        registry: what is served.
         bind: address to listen on; `::` is that of both families.
         port: port to listen on; 0 lets the system choose.
         token: what clients must present as `Authorization: Bearer`, or prove; None lets everybody in.
         ssl_context: for a server; https is spoken with it, and nothing else. It decides about client certificates.
-        limits: what clients may take.
 
     Attributes:
         proof_key: by which this server, and no other, proves itself to who has one of its manifests.

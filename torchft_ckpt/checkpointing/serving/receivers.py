@@ -41,12 +41,7 @@ class PeerBlocks:
 
 
 class Receivers:
-    """The receivers of one snapshot.
-
-    Args:
-        num_blocks: how many blocks the snapshot has.
-        num_expected: how many receivers were told to fetch it.
-    """
+    """The receivers of one snapshot."""
 
     def __init__(self, num_blocks: int, num_expected: int) -> None:
         self._all = (1 << num_blocks) - 1

@@ -20,13 +20,7 @@ _LENT_TIMEOUT_S = 10.0
 
 
 class Relay:
-    """The verified blocks of a receive. Every method may be called from any thread.
-
-    Args:
-        manifest: of the snapshot that is received.
-        views: returns the memory of a block.
-        lock: whose writers may change that memory.
-    """
+    """The verified blocks of a receive. Every method may be called from any thread."""
 
     def __init__(self, manifest: Manifest, views: Callable[[int], list[memoryview]], lock: StateDictLock) -> None:
         self.id = manifest.snapshot

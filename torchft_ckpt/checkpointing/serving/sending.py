@@ -46,7 +46,6 @@ class Body:
     The bytes of a part are lent and sent as they are where they lie in one long run; else a slice at a time is gathered.
 
     Args:
-        served: has the parts.
         regions: where they lie.
         hashers: of their digests, of `DIGEST_BYTES` each. One is begun when the one before has ended.
         length: of all parts and digests, in bytes.

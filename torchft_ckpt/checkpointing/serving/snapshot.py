@@ -117,14 +117,11 @@ class Snapshot:
 
     Args:
         state: the state; tensors are referred to, everything else is captured now.
-        step: the step that it is the state of.
         lock: the lock that the trainer mutates the state under.
         pool: where copies go; its block length is the block length of this snapshot.
-        num_expected: how many receivers were told to fetch it.
         see_tensors: called once with the tensors and their paths, in the order of the manifest; it must not keep them.
         versions: of the tensors when the state was captured; default: now.
         elsewhere: where else its server is.
-        before: the state that was served before it.
 
     Raises:
         UnsupportedValueError: the state holds something that cannot be carried.
@@ -251,9 +248,7 @@ class Snapshot:
         """Note that a receiver of a client starts from the first block; False if not everything is there any more.
 
         Args:
-            receiver: its name.
             now: in seconds.
-            client: whose it is.
             received: blocks that it does not need, a bit set. What of them lies on an accelerator is not staged, if it is the
                 first receiver: nobody else is to come then.
         """

@@ -63,8 +63,6 @@ def mark(
     Args:
         step, space: of the state; its blocks have `block_bytes`.
         segments: for each segment, the tensors that have bytes in it.
-        versions: of the tensors when they were captured.
-        before: the state that was served before it.
     """
     layout = block_bytes, space.starts, space.lengths
     found = _marks_of(segments, versions)

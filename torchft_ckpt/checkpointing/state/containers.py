@@ -127,7 +127,6 @@ def below_root(state: Any, root: str | None) -> dict[str, Any]:
     """Return the part of a state where names begin, for readers from outside.
 
     Args:
-        state: as a peer serves it.
         root: dotted path; None: what the Manager's `state_dict` returned (`user.default`, or all of `user` where that has no such
             key), or all of the state where no Manager made it.
 

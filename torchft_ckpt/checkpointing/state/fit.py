@@ -56,8 +56,6 @@ def check_layout(local: LocalState, manifest: Manifest, *, in_place: bool) -> se
     """See that a state can be received as the boxes of it lie in a source's byte space.
 
     Args:
-        local: the state that is here.
-        manifest: of the source.
         in_place: whether it is to be received into the tensors that are here. Else a whole tensor may have another shape or
             dtype there, and names may differ: the state arrives as it is.
 
@@ -134,7 +132,6 @@ def check_tensors(
 
     Args:
         local: the state that is here; None where nothing is.
-        description: of the state that arrives.
         in_place: whether it is to be received into the tensors that are here.
         may_be_beside: what the rank that is described holds whole, and cannot be received into, arrives beside: who hands it to
             `load_state_dict` need have no such tensor. So of another shape; and what is here alone stays. Else it is refused.
@@ -296,7 +293,6 @@ def _check_apart(
     A strided tensor is taken for all that lies between its first and its last byte.
 
     Args:
-        local: the state that is here.
         tensors: each by name, with where its boxes lie at the source.
         ties: returns the ties of tensors, which are needed only where some share memory here.
 

@@ -68,9 +68,6 @@ SharedBox = tuple[str, int, torch.Tensor]
 class LocalState:
     """A state of this process. Nothing is copied; who uses it keeps it unchanged, or writes to it on purpose.
 
-    Args:
-        state: as it would be given to `send_checkpoint`.
-
     Raises:
         UnsupportedValueError: it holds something that the format does not carry.
     """

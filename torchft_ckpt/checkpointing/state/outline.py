@@ -23,7 +23,6 @@ class Outline:
     """A state, as one manifest describes it. On one thread.
 
     Args:
-        tree: of a checked manifest.
         tensors: that the tree refers to, in that order.
         classes: as for `decode_tree`. What cannot be made is left as `Unmade`, for who wants it to refuse.
         begin: returns the dict where names begin, of the state; what it raises is raised.

@@ -194,8 +194,6 @@ def why_not_of(
     If a checkpoint does not say whether it is, that is logged.
 
     Args:
-        path: of its state dict.
-        groups: its parameter groups as they arrive.
         names_there: the paths of their parameters, as far as they are known.
         here: the same here; or, of a state dict of which it is not known whose it is, its groups: then there may be fewer.
         is_checkpoint: it comes from one, and not from a replica.

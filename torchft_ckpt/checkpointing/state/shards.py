@@ -242,9 +242,6 @@ class KnownMeshes:
     """The device meshes of this process that a received DTensor may be made on.
 
     Those of the DTensors of a state that is here; else the mesh of one dimension over the default process group.
-
-    Args:
-        tensors: of the state that is here.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -195,7 +195,6 @@ class Filling:
         """Fill a tensor.
 
         Args:
-            held: the tensor.
             parts: one for each of its boxes; one that is its memory already is not copied.
         """
         if held.adapter is not None and not held.adapter.shares_memory:
@@ -221,8 +220,6 @@ def check_shared(
     """See that tensors which share memory here get the same where they share it: else one would overwrite another.
 
     Args:
-        local: the state that is here.
-        arrived: by name, a part for each box.
         may_be_tied: called with names, and whether they lie in one place here; returns whether they may be tied on each rank
             there, and differ for the ranks do: of tied weights that drifted, one may be of another rank than the other. That
             was said, and the last one counts.
@@ -288,7 +285,6 @@ def memory_for(into: Sequence[torch.Tensor], boxes: Sequence[Box], dtype: torch.
 
     Args:
         into: the tensors that they are for, one for each box, or none. One in plain memory of that dtype is its own.
-        boxes: of the tensor.
         dtype: of the tensor where it comes from.
     """
     if not into:
@@ -310,9 +306,6 @@ def wants_of(
     """Return the wants of a tensor, each for the box of its part; a box without elements is not wanted.
 
     Args:
-        name: of the tensor.
-        boxes: of it.
-        parts: the memory that each is to be written to.
         here: the memory of each as it is here; empty where that is not known. An accelerator's is not looked at.
     """
     return [

@@ -312,7 +312,6 @@ def as_places(num_tensors: int, known: Mapping[int, torch.Tensor] = MappingProxy
     """Have a decoded tree say which tensors belong where: a `TensorPlace` or an `ArrayPlace` stands for each.
 
     Args:
-        num_tensors: that the tree refers to.
         known: tensors that are there already, by index; these stand for themselves.
     """
 
@@ -337,7 +336,6 @@ def decode_tree(node: Node, leaf: Leaf, classes: KnownClasses | None = None, *, 
     """Return the state that a tree of nodes stands for.
 
     Args:
-        node: the tree as JSON values.
         leaf: returns what stands where the tree refers to a tensor or an array: `from_tensors`, `as_places`.
         classes: what named tuples and enum members are made of. None: who only looks gets tuples for them, and plain values.
         is_lenient: leave an `Unmade` for those that cannot be made, where not all of the state is wanted.
@@ -355,10 +353,6 @@ def decode_tree(node: Node, leaf: Leaf, classes: KnownClasses | None = None, *, 
 
 def check_tree(node: Node, dtypes: Sequence[torch.dtype]) -> None:
     """Raise what `decode_tree` would raise, before any tensor is there. Every tensor must be referred to.
-
-    Args:
-        node: the tree as JSON values.
-        dtypes: of the tensors.
 
     Raises:
         StateFormatError: a node breaks a rule of the format.
@@ -503,9 +497,6 @@ _NOT_PLAIN = _CONTAINERS | {"x", "a"}
 
 class _Decoder:
     """Makes the values of one tree, and checks every rule of the format on the way.
-
-    Args:
-        leaf, classes: as for `decode_tree`.
 
     `unmade` is what no class was found for.
     """

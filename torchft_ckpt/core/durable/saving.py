@@ -128,11 +128,7 @@ class SaveWatch:
     """One writer's view of a save, from the time its own share is written.
 
     Args:
-        me: this writer.
-        writers: who saves.
         fill_after_s: how long nothing may grow of what a writer writes until it is taken for lost.
-        give_up_at_s: when to stop waiting.
-        has_lighthouse: there is one that can be asked who is lost.
         took_s: how long this writer took for its own share. Others may take as long until there is anything to be seen of them.
     """
 

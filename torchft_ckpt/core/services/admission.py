@@ -19,11 +19,8 @@ class ConnectionLimits:
     """Limits of the connections that a server keeps.
 
     Args:
-        total: of all together.
-        strangers: of strangers together.
         per_client: of the strangers of one client; of all connections of one client where `binds_known`.
         binds_known: there is no token, so that to be known means little.
-        known_per_client: known ones of one client.
     """
 
     total: int
@@ -38,7 +35,6 @@ class ConnectionVerdict:
     """The fate of a new connection.
 
     Args:
-        is_admitted: whether it is kept.
         cut: the connection that loses its place to it; it is counted out already.
         reason: where there was no place, which of the limits was reached.
     """

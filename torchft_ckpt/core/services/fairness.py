@@ -17,12 +17,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Turns that wait, and how many are being done.
-
-    Args:
-        num_at_once: turns that are done at a time, at most.
-        num_long_at_once: long ones among them.
-    """
+    """Turns that wait, and how many are being done."""
 
     def __init__(self, num_at_once: int, num_long_at_once: int) -> None:
         self._num_at_once = num_at_once

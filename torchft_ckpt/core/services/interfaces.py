@@ -79,7 +79,6 @@ def further_addresses(interfaces: Sequence[Interface], known_by: str, *, has_ipv
 
     Args:
         interfaces: of this machine, in its order.
-        known_by: the address that peers are told anyhow.
         has_ipv6: whether IPv6 is listened on; IPv4 always is, and goes first.
     """
     found = []

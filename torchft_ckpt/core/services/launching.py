@@ -21,11 +21,7 @@ class LaunchPlan:
 
     Args:
         first_group: number of the launcher's first group; the others follow it.
-        num_groups: how many groups the launcher starts.
         num_all_groups: how many groups the whole job has, on all machines.
-        ranks_per_group: how many processes a group has.
-        min_replicas: the fewest groups that may train.
-        max_restarts: how often a group that failed is started again.
         left_status: the launcher's status where it was told to stop and its groups then ended with 0, 0 to 255.
 
     Raises:
@@ -74,7 +70,6 @@ class LaunchPlan:
         """Return the GPUs of a group: as many as it has ranks, in the machine's order.
 
         Args:
-            group: one of `groups`.
             devices: the names of this machine's GPUs, as CUDA_VISIBLE_DEVICES has them; none for training on the CPU.
 
         Raises:
@@ -162,7 +157,6 @@ class LaunchedJob:
         """Note that a group ended.
 
         Args:
-            group: its number.
             status: of its launcher process; below 0 where a signal ended it, as `subprocess` has it.
             now: in seconds, on a clock that never goes back.
 

@@ -11,11 +11,7 @@ from collections import OrderedDict
 
 
 class Places:
-    """Places for names, each of a client.
-
-    Args:
-        num_places: how many; at least 1.
-    """
+    """Places for names, each of a client."""
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places

@@ -52,9 +52,7 @@ class RankProof:
     """Proofs of the token between a rank and the manager service of its group, whose address it found at a store.
 
     Args:
-        token: of the job.
         replica_id: of the group; a group that starts anew has another one.
-        nonce: made by the rank for this connection.
     """
 
     SCHEME = "Proof"
@@ -94,13 +92,7 @@ class PartDigest(Protocol):
 
 
 class ProvedSession:
-    """One connection over which the token is proved; the same on both sides.
-
-    Args:
-        token: of the job.
-        server: the server's identity.
-        client_nonce, server_nonce: made for this connection.
-    """
+    """One connection over which the token is proved; the same on both sides."""
 
     def __init__(self, token: str, server: str, client_nonce: str, server_nonce: str) -> None:
         key = key_for(token, "checkpoint connection")
@@ -133,7 +125,6 @@ class ProvedSession:
 
         Args:
             request: what the client sent beside the request that is answered.
-            status, headers: of the answer.
             body: of the answer; None: parts follow, each with a digest of this session.
         """
         return proof(

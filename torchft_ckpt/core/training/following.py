@@ -37,13 +37,7 @@ class Call(Enum):
 
 
 class Follower:
-    """One follower, from step to step.
-
-    Args:
-        name: in words, as users know it.
-        call: the method that moves it.
-        optimizer_call: what has to come before.
-    """
+    """One follower, from step to step."""
 
     def __init__(self, name: str, call: str, optimizer_call: str) -> None:
         self.name = name

@@ -144,9 +144,7 @@ def after_vote(*, committed: bool, is_behind: bool, retries_left: int) -> RoundO
     """Decide what becomes of a round that was voted on.
 
     Args:
-        committed: the round counts.
         is_behind: this replica's state is not the newest, or not whole.
-        retries_left: how often this round may still be tried again.
     """
     if committed:
         return RoundOutcome.APPLY

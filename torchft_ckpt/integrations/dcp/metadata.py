@@ -99,10 +99,6 @@ def load_metadata(data: bytes, where: str = ".metadata") -> Metadata:
     Boxes lie within their tensors, offsets and lengths are not negative, and files have relative paths below the directory.
     Whether boxes cover tensors, and files are there, is not looked at. `storage_meta` has no `checkpoint_id`.
 
-    Args:
-        data: of the file.
-        where: its name, for messages.
-
     Raises:
         CheckpointDamagedError: it is no metadata of DCP, or holds something else; the message names it.
     """

@@ -210,9 +210,7 @@ class _Content:
     """What a group holds, by DCP's names.
 
     Args:
-        group: its ranks' manifests.
         root: where names begin.
-        go_on: as for `plan_parts`.
     """
 
     def __init__(self, group: SourceGroup, root: str | None, go_on: GoOn) -> None:

@@ -274,10 +274,6 @@ def has_elements_here(tensor: torch.Tensor) -> bool:
 def load_record(record: bytes, what: str) -> object:
     """Return what `torch.save` wrote, as far as `torch.load(weights_only=True)` takes it.
 
-    Args:
-        record: all of it.
-        what: it is, for messages.
-
     Raises:
         CheckpointDamagedError: it is no record, or damaged.
         UnsupportedValueError: it is whole, and needs a class that is not known to be harmless; the message names it.

@@ -17,8 +17,6 @@ class BoxedTensor(torch.Tensor):
 
     Args:
         shape: of the whole tensor.
-        dtype: of it.
-        pieces: boxes, and their data.
     """
 
     pieces: list[tuple[Box, torch.Tensor]]

@@ -358,12 +358,7 @@ class ColdStart:
             )
 
     def _fail(self, error: BaseException, *, is_not_found: bool = False) -> None:
-        """Tell the others that this member does not start, once; nothing where it starts alone. Raises nothing.
-
-        Args:
-            error: why.
-            is_not_found: because there is no checkpoint.
-        """
+        """Tell the others that this member does not start, once; nothing where it starts alone. Raises nothing."""
         if self._place is None or self._is_alone or self._has_failed:
             return
         self._has_failed = True

@@ -28,7 +28,6 @@ def deal_reading(
     A share lies wholly inside or outside of every box that is wanted. Names and boxes that the checkpoint has not are nobody's.
 
     Args:
-        tensors: of the checkpoint.
         wanted: by member, what it wants.
         readers: who can read which part; None where all members can read all of them.
         num_members: members are numbered from 0.

@@ -127,10 +127,8 @@ class Planner:
     """One member's part in choosing a checkpoint. `meet` once, then `choose`, again where the chosen one is damaged.
 
     Args:
-        storages: what this member can read.
         rendezvous: with the others; it knows their addresses from then on.
         address: where this member will serve what it reads.
-        identity: of the server there.
         step: only checkpoints of this step.
     """
 

@@ -57,9 +57,7 @@ class Rendezvous:
     Methods raise `SourceLostError` where the store cannot be reached any more.
 
     Args:
-        store: all members write to it.
         member: this one's number, from 0.
-        num_members: how many there are.
         patience_s: how long to wait for a member that says nothing, or that cannot be reached. The first member is gone where
             it has not shown for so long that it lives.
     """
@@ -136,10 +134,7 @@ class Rendezvous:
         A member that is gone is not waited for.
 
         Args:
-            topic: what about.
             decode: reads a message, or raises `msgspec.MsgspecError`.
-            members: whom to wait for; this one is left out.
-            patience_s: instead of that of all topics.
             on_message: called with each message at once.
         """
         until = time.monotonic() + (self.patience_s if patience_s is None else patience_s)
@@ -173,7 +168,6 @@ class Rendezvous:
         """Return what the first member publishes; None where it is there and publishes nothing in time.
 
         Args:
-            topic: what about.
             decode: reads a message, or raises `msgspec.MsgspecError`.
             patience_s: default: four times that for other members, as the first member waits for those before it speaks.
 

@@ -93,9 +93,6 @@ class SharedRead:
     """One member's part in reading one checkpoint. `read` once, on one thread; all members do the same.
 
     Args:
-        agreement: what is read, and with whom.
-        reader: of that checkpoint.
-        rendezvous: with the others.
         number: of this reading; another one for each checkpoint that these members read.
         transport: serves what is read here. It is the caller's to shut down, after `read`; nothing else may be served by it
             meanwhile. Its token is proved to the others, not sent.
@@ -356,11 +353,7 @@ class SharedRead:
 
 
 class _OwnWants:
-    """What this member wants, by name; each box once.
-
-    Args:
-        wants: as they were given.
-    """
+    """What this member wants, by name; each box once."""
 
     def __init__(self, wants: Sequence[Want]) -> None:
         self._by_name: dict[str, dict[Box, Want]] = {}
@@ -394,12 +387,7 @@ class _OwnWants:
         ]
 
     def checks_of(self, names: Collection[str], tensors: Mapping[str, SavedTensor]) -> list[Callable[[], Want | None]]:
-        """Return a check for each piece that lies within a box that is wanted here; it returns the piece where that is wrong.
-
-        Args:
-            names: of the tensors that are looked at.
-            tensors: of the checkpoint.
-        """
+        """Return a check for each piece that lies within a box that is wanted here; it returns the piece where that is wrong."""
         checks: list[Callable[[], Want | None]] = []
         for name in sorted(names):
             for want in self._by_name.get(name, {}).values():

@@ -211,11 +211,6 @@ def encode_part(manifest: PartManifest) -> bytes:
 def decode_part(data: bytes, checkpoint: CheckpointName, part: PartName) -> PartManifest:
     """Read a manifest's file and check every rule that one part alone can break.
 
-    Args:
-        data: the file.
-        checkpoint: the directory that it is in.
-        part: what its name says.
-
     Raises:
         CheckpointDamagedError: it is not whole, not one, of another version, or of another checkpoint; the message says which.
     """

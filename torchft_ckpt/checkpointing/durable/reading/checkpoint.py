@@ -117,7 +117,6 @@ class Checkpoint:
     """The parts of one checkpoint.
 
     Args:
-        name: its name.
         parts: those that are there, from any number of storages.
         left_aside: what was found and does not count, as sentences that say why.
     """
@@ -290,7 +289,6 @@ class PieceIndex(Generic[_T]):
         """Return what to take from which piece, each element once, and what no piece has.
 
         Args:
-            wanted: the box to make up.
             usable: whether a piece may be taken; all may by default.
 
         Raises:
@@ -378,7 +376,6 @@ def read_checkpoint(storages: Sequence[Storage], name: CheckpointName) -> Checkp
 
     Args:
         storages: where to look; one that fails is left aside, as if it had no parts.
-        name: of the checkpoint.
     """
     found: list[tuple[Storage, PartName]] = []
     left_aside: list[str] = []

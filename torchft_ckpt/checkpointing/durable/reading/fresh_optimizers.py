@@ -75,8 +75,6 @@ def room_for_optimizer_state(
     Tensors are those that are here, or new: on the CPU, or sharded as their parameters. If the block raises, all is as before.
 
     Args:
-        reader: of the checkpoint.
-        state_dict: nested dicts and lists.
         owned: see `Template`.
 
     Raises:

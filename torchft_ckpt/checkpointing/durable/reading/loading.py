@@ -43,7 +43,6 @@ def load_state(
 
     Args:
         checkpoint: whole.
-        read: fills targets from it.
         local: the state that is here; None: all is wanted whole, and plain.
         replica_id, rank: of this process: where the ranks' trees differ, the same rank's is taken.
         in_place: read into the tensors that are here, as far as they are on the CPU and can be written to.
@@ -109,8 +108,6 @@ def load_into(
     optimizer is wanted, or else the state of one that has none here yet, see `room_for_optimizer_state`.
 
     Args:
-        reader: of the checkpoint.
-        state_dict: nested dicts and lists; names are DCP's.
         read: fills targets, if not `reader` does.
         owned: the state dicts at the root that optimizers have returned.
 

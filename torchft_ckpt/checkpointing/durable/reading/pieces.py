@@ -174,7 +174,6 @@ class StateReader(ABC, Generic[_P]):
         """As `values`, with the tensors and arrays in them left to be read by the caller.
 
         Args:
-            names: as for `values`.
             classes: what named tuples and enum members are made of; None: who only looks gets tuples and plain values.
 
         Raises:

@@ -63,11 +63,8 @@ class CapturedState:
 
     Args:
         state: a dict; tensors are referred to until they are copied aside, everything else is captured now.
-        step: the step that it is the state of.
-        own: what belongs to this rank alone, by what it is.
         lock: the lock that the trainer mutates the state under; held for reading, or by the caller between two steps.
         pool: where copies go.
-        index: works out who holds what.
         group_local_ids: `id` of the tensors that other replica groups do not hold alike.
         owned_ids: `id` of those that optimizers own, as far as that is known.
         turn: goes up by one with each save, in all ranks: which part of large replicas is compared.

@@ -47,14 +47,7 @@ class ShareBook:
     def staged_by(
         self, state: CapturedState, writers: Writers, member: SavingRank, replicas: Sequence[int]
     ) -> list[StagedShare]:
-        """Return what a rank stages: its own share, then the one of which it is the first backup, and so on.
-
-        Args:
-            state: as this rank holds it.
-            writers: who saves.
-            member: this rank.
-            replicas: the replica groups that divide the work.
-        """
+        """Return what a rank stages: its own share, then the one of which it is the first backup, and so on."""
         if not self._has_outline(state.outline):
             self._outline, self._known = state.outline, {}
         key = writers._replace(replica_id=""), member, tuple(replicas)
@@ -79,9 +72,6 @@ def shares_of(
     """Return the shares of members that have one rank in their groups.
 
     Args:
-        state: as that rank holds it.
-        writers: who saves.
-        members: whose shares.
         replicas: the replica groups that divide the work; others have nothing to write.
     """
     # In the order of memory, whoever holds them: a share is one run of blocks, and not also a small tensor here and there.

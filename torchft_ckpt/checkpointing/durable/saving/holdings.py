@@ -105,8 +105,6 @@ class HoldingsIndex:
     """Works holdings out, and remembers them by layout: a model has few. For one thread.
 
     Args:
-        rank: of this process in its group.
-        num_ranks: of the group.
         is_replicated: whether a tensor that is not sharded is held by all ranks of the group; False: it is this rank's own,
             as in stages of a pipeline, and so is what it holds of one that lies on some of the ranks.
     """
@@ -123,12 +121,7 @@ class HoldingsIndex:
         self._has_warned = False
 
     def holdings_of(self, layout: Layout, boxes: Iterable[Box]) -> TensorHoldings:
-        """Return who holds what of a tensor.
-
-        Args:
-            layout: of the tensor.
-            boxes: what this rank holds of it.
-        """
+        """Return who holds what of a tensor."""
         fqn, shape, itemsize = layout.fqn, tuple(layout.shape), layout.itemsize
         if layout.is_whole:
             held, mine = self._whole(shape)

@@ -50,11 +50,6 @@ def write_part(
 
     Args:
         storage: where to; the checkpoint's directory is there.
-        checkpoint: its directory.
-        part: its name.
-        writers: who else writes.
-        state: what is written.
-        share: which parts of it.
         on_written: told of the bytes of tensors that are written, piece by piece.
 
     Raises:

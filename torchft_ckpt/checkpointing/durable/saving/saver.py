@@ -93,9 +93,7 @@ class SaveWorker:
     """Does one save. `run` on a thread of its own; `cancel` from any.
 
     Args:
-        task: what to do.
         state: what to save; closed at the end, whatever happens.
-        book: of this rank's shares, for one save at a time.
         who_is_lost: returns which groups are gone, as far as the lighthouse has said; True: asks it as well. None: there is
             none.
         group_names: returns the names of the groups that save, by their numbers, as far as they are known.

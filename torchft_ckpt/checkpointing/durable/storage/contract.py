@@ -117,7 +117,6 @@ class Storage(ABC):
         """Fill memory with the bytes from `start` on.
 
         Args:
-            path: of a file.
             start: of its first byte that is wanted.
             memory: contiguous and writable; undefined after an error.
 

@@ -47,10 +47,6 @@ _errors = functools.partial(storage_errors, kind=Exception)
 class FsspecStorage(Storage):
     """A directory of an fsspec file system.
 
-    Args:
-        location: its URL.
-        storage_options: of the file system.
-
     Raises:
         ConfigError: fsspec does not know the scheme, what it needs is not installed, or it refuses the options.
     """

@@ -137,12 +137,7 @@ class OsSystem:
 
 
 class LocalStorage(Storage):
-    """A directory.
-
-    Args:
-        location: its path; made by the first `make_directory`.
-        system: what carries out the operations.
-    """
+    """A directory."""
 
     def __init__(self, location: str | os.PathLike[str], system: OsSystem | None = None) -> None:
         self.location = os.path.abspath(os.fspath(location))
