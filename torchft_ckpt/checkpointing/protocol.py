@@ -60,7 +60,7 @@ A refusal has a JSON body `{error, message, serving_step}`:
 | 412    | `other_snapshot`    | from the manifest on: the step is served from another snapshot |
 | 413    | `too_large`         | no: the body is longer than a request may have; 431: the head  |
 | 416    | `bad_range`         | no: bytes or blocks that do not exist                          |
-| 429    | `too_many_requests` | yes, after `Retry-After` seconds                               |
+| 429    | `too_many_requests` | yes, a moment later: the client asked too often                |
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -202,15 +202,13 @@ class ClientLimits:
             self.show(connection)
         with connection.answering(lambda: request.content.is_eof()):
             # Who is known has a rate of its own: strangers behind the same address do not use it up.
-            wait_s = self._rates.take((connection.client, is_known), self.loop.time())
-            if wait_s > 0:
+            if self._rates.take((connection.client, is_known), self.loop.time()) > 0:
                 # A little late, so that who asks again at once gets little of this thread for it.
                 await asyncio.sleep(_REFUSAL_DELAY_S)
                 return refuse(
                     429,
                     "too_many_requests",
                     f"{connection.client} made more than {self.limits.max_requests_per_s:g} requests a second",
-                    {"Retry-After": str(math.ceil(wait_s))},
                 )
             # A body of unknown length (chunked) counts as too long: no request of this protocol has one.
             length = request.content_length
@@ -481,9 +479,9 @@ def _connection_of(request: web.Request) -> GuardedConnection | None:
     return protocol if isinstance(protocol, GuardedConnection) else None
 
 
-def refuse(status: int, error: str, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
+def refuse(status: int, error: str, message: str) -> web.Response:
     body = msgspec.json.encode({"error": error, "message": message})
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+    return web.Response(status=status, body=body, content_type="application/json")
 
 
 def raw_refusal(status: str, error: str, message: str) -> bytes:
