@@ -11,8 +11,8 @@ import pytest
 
 from torchft_ckpt import LighthouseServer, config, network
 from torchft_ckpt.__main__ import main
-from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
+from torchft_ckpt.checkpointing.protocol import SourceAddress
 from torchft_ckpt.errors import ConfigError, SourceLostError
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         register_shard_adapter,
         register_state_class,
     )
-    from torchft_ckpt.checkpointing.durable.reading.directory import checkpoints_in, load_checkpoint
+    from torchft_ckpt.checkpointing.durable.reading.loading import checkpoints_in, load_checkpoint
     from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode
     from torchft_ckpt.coordination import LighthouseServer
     from torchft_ckpt.data import DistributedSampler
@@ -64,8 +64,8 @@ _HOME = {
     "Tier": ("torchft_ckpt.checkpointer", "Tier"),
     "TransferProgress": ("torchft_ckpt.checkpointing", "TransferProgress"),
     "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),
-    "checkpoints_in": ("torchft_ckpt.checkpointing.durable.reading.directory", "checkpoints_in"),
-    "load_checkpoint": ("torchft_ckpt.checkpointing.durable.reading.directory", "load_checkpoint"),
+    "checkpoints_in": ("torchft_ckpt.checkpointing.durable.reading.loading", "checkpoints_in"),
+    "load_checkpoint": ("torchft_ckpt.checkpointing.durable.reading.loading", "load_checkpoint"),
     "register_shard_adapter": ("torchft_ckpt.checkpointing", "register_shard_adapter"),
     "register_state_class": ("torchft_ckpt.checkpointing", "register_state_class"),
     "set_all_reduce_hook": ("torchft_ckpt.fsdp", "set_all_reduce_hook"),

@@ -26,7 +26,7 @@ import torch
 
 from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
-from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
+from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import KeyValueStore
 from torchft_ckpt.checkpointing.durable.format.manifest import PlainValue
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
@@ -35,15 +35,13 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     is_closed,
     list_checkpoints,
 )
-from torchft_ckpt.checkpointing.durable.reading.directory import give_back
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import owned_by_objects, state_of_value, template_of
-from torchft_ckpt.checkpointing.durable.reading.loading import keys_of, load_into, load_state
+from torchft_ckpt.checkpointing.durable.reading.loading import give_back, keys_of, load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import OWNERS_KEY, CheckpointReader
-from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
+from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState, get_random_state, set_random_state
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
 from torchft_ckpt.checkpointing.durable.saving.leftovers import Leftovers
-from torchft_ckpt.checkpointing.durable.saving.random_state import get_random_state, set_random_state
 from torchft_ckpt.checkpointing.durable.saving.saver import (
     SavedCheckpoint,
     SaveMode,

@@ -37,7 +37,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torchft_ckpt import Checkpointer, HTTPTransport
 from torchft_ckpt.checkpointing.durable.cooperative_read import shared_read
 from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
-from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
+from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import KeyValueStore
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.checkpointing.state.target import Want

@@ -32,7 +32,7 @@ import torch
 from faulty_proxy import DIGEST_BYTES, Answer, AnswerFault, Gate, RequestFault, ScriptedProxy, Wire, pass_on
 
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport
-from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.errors import StateFormatError, TransferError, TransferStalledError, TransferTimeoutError
 from torchft_ckpt.testing.transport_conformance import differences
 

@@ -13,8 +13,7 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, RECEIVED_HEADER, RECEIVER_HEADER
+from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, RECEIVED_HEADER, RECEIVER_HEADER, parse_metadata
 from torchft_ckpt.errors import (
     AddressInUseError,
     ConfigError,

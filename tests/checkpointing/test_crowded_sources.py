@@ -16,9 +16,9 @@ from support.ports import is_open
 from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport
-from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching import source as asking
-from torchft_ckpt.checkpointing.fetching.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.connection import FetchOptions
+from torchft_ckpt.checkpointing.protocol import SourceAddress
 from torchft_ckpt.config import parse_host_port
 
 LONG = timedelta(seconds=20)

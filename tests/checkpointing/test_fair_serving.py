@@ -23,12 +23,10 @@ import torch
 from aiohttp import web
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.protocol import MAX_DIGESTED_BYTES, MAX_PARTS
+from torchft_ckpt.checkpointing.protocol import MAX_DIGESTED_BYTES, MAX_PARTS, parse_metadata
 from torchft_ckpt.checkpointing.resharding import fetch
-from torchft_ckpt.checkpointing.serving import handlers, http_server, parts, receivers
-from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
-from torchft_ckpt.checkpointing.serving.sending import Pace, Turns
+from torchft_ckpt.checkpointing.serving import handlers, http_server, receivers, sending
+from torchft_ckpt.checkpointing.serving.sending import FairThreads, Pace, Turns
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 
 LONG = timedelta(seconds=30)
@@ -79,19 +77,20 @@ def test_one_host_with_a_network_of_ipv6_addresses_is_one_client_and_has_one_sha
 
 
 class Gate:
-    """Holds up each slice that is read for a digest until it may go on, and counts them."""
+    """Holds up work for digests after each slice until it may go on, and counts the slices."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.permits = threading.Semaphore(0)
         self.num_slices = 0
-        self._read = parts.read_region
-        monkeypatch.setattr(parts, "SLICE_BYTES", BLOCK)
-        monkeypatch.setattr(parts, "read_region", self._read_region)
+        self._digests = handlers.digest_parts
+        monkeypatch.setattr(sending, "SLICE_BYTES", BLOCK)
+        monkeypatch.setattr(handlers, "digest_parts", self._digest_parts)
 
-    def _read_region(self, *arguments: Any) -> memoryview:
-        self.num_slices += 1
-        self.permits.acquire(timeout=20)
-        return self._read(*arguments)
+    def _digest_parts(self, *arguments: Any) -> Iterator[bytes | None]:
+        for digest in self._digests(*arguments):
+            self.num_slices += 1
+            self.permits.acquire(timeout=20)
+            yield digest
 
 
 @pytest.fixture

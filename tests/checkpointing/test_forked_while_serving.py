@@ -14,8 +14,8 @@ from support.services import make_group_service
 from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
-from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
+from torchft_ckpt.checkpointing.protocol import SourceAddress
 from torchft_ckpt.config import parse_host_port
 
 LONG = timedelta(seconds=20)

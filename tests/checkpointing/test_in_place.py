@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.errors import (
     CheckpointError,
     DigestMismatchError,

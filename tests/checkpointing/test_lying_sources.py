@@ -47,8 +47,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.thoroughness import THOROUGH, by_default
 
-from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching import fetch
+from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.errors import SourceRefusedError, StateFormatError, TransferError, TransferTimeoutError
 from torchft_ckpt.testing.transport_conformance import differences
 

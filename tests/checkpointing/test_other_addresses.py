@@ -19,11 +19,11 @@ from support.ports import reserved_port
 from support.sources import BLOCK, make_transport
 
 from torchft_ckpt.checkpointing import HTTPTransport, http_transport
-from torchft_ckpt.checkpointing.address import parse_metadata, proof_of
 from torchft_ckpt.checkpointing.fetching import connection as connection_module
 from torchft_ckpt.checkpointing.fetching import engine
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.checkpointing.protocol import parse_metadata, proof_of
 from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.checkpointing.serving import handlers
 from torchft_ckpt.checkpointing.state import format as format_module

@@ -22,8 +22,7 @@ from support.sources import BLOCK, make_transport
 from support.waiting import wait_until
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.protocol import MAX_PEERS
+from torchft_ckpt.checkpointing.protocol import MAX_PEERS, parse_metadata
 from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.serving.relay import Relay
 from torchft_ckpt.checkpointing.state.blocks import digest_of

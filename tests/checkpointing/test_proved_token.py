@@ -20,9 +20,8 @@ from attacks.f20_store_poisons_cold_start import with_poison
 from support.relay import Passing, Relay
 
 from torchft_ckpt import HTTPTransport
-from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
-from torchft_ckpt.checkpointing.fetching.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.connection import FetchOptions, SourceConnection
+from torchft_ckpt.checkpointing.protocol import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes.geometry import whole

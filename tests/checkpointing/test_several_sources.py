@@ -21,10 +21,10 @@ from support.sources import BLOCK, make_transport
 from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching import block_transfer
 from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
 from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.core.transfer import scheduler as ledger
 from torchft_ckpt.errors import (
     ConfigError,

@@ -19,7 +19,7 @@ from faulty_proxy import Answer, Gate, ScriptedProxy, Wire
 from support.sources import BLOCK, make_transport
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import parse_metadata
+from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.errors import ConfigError, LeaseRevokedError, SourceRefusedError

@@ -16,9 +16,9 @@ import trustme
 from support.certificates import client_context, server_context
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.protocol import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot

@@ -19,8 +19,8 @@ from support import sources
 from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer
+from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.checkpointing.serving.snapshot_registry import Availability
 from torchft_ckpt.errors import (
     CheckpointError,

@@ -17,8 +17,8 @@ import torch
 from faulty_proxy import Answer, FaultyProxy, ScriptedProxy, Wire, pass_on
 from support.sources import BLOCK, make_transport
 
-from torchft_ckpt.checkpointing.address import parse_metadata
 from torchft_ckpt.checkpointing.progress import TransferProgress
+from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.errors import DigestMismatchError, TransferError
 from torchft_ckpt.testing.transport_conformance import differences
 

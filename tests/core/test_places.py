@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from torchft_ckpt.core.services.places import Places
+from torchft_ckpt.core.services.fairness import Places
 
 
 def test_who_comes_gets_a_place_however_many_names_another_client_has() -> None:

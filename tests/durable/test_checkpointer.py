@@ -823,7 +823,7 @@ def test_load_and_load_checkpoint_give_each_rank_its_own(tmp_path: Path, monkeyp
     monkeypatch.setenv("TORCHFT_CKPT_TOKEN", "a secret")
     script = (
         "import sys, torch, torch.distributed as dist; from torchft_ckpt import Checkpointer; "
-        "from torchft_ckpt.checkpointing.durable.reading.directory import load_checkpoint; "
+        "from torchft_ckpt.checkpointing.durable.reading.loading import load_checkpoint; "
         "place, meeting, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]); "
         "dist.init_process_group('gloo', init_method=meeting, rank=rank, world_size=2); "
         "weight = torch.nn.Parameter(torch.ones(9)); optimizer = torch.optim.SGD([weight], lr=0.1); "

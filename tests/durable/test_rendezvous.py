@@ -15,8 +15,7 @@ from support.ports import reserved_port
 from torch.distributed import PrefixStore, TCPStore
 
 from torchft_ckpt.checkpointing.durable.cooperative_read import plan, rendezvous
-from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import MAX_BLOB_BYTES, KeyValueStore
-from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import Rendezvous
+from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import MAX_BLOB_BYTES, KeyValueStore, Rendezvous
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
 
 

@@ -17,10 +17,8 @@ from support.durable_parts import NAME, PartsDouble, flip_bit, rows, storage_in
 from torch.distributed import PrefixStore
 
 from torchft_ckpt.checkpointing.durable.cooperative_read import shared_read
-from torchft_ckpt.checkpointing.durable.cooperative_read.boxed import BoxedTensor
-from torchft_ckpt.checkpointing.durable.cooperative_read.dealing import deal_reading
-from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
-from torchft_ckpt.checkpointing.durable.cooperative_read.shared_read import SharedRead
+from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import KeyValueStore
+from torchft_ckpt.checkpointing.durable.cooperative_read.shared_read import BoxedTensor, SharedRead, deal_reading
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import read_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader

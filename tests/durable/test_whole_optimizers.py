@@ -19,9 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchft_ckpt import Checkpointer, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
-from torchft_ckpt.checkpointing.durable.reading.directory import give_back
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import template_of
-from torchft_ckpt.checkpointing.durable.reading.loading import load_into, load_state
+from torchft_ckpt.checkpointing.durable.reading.loading import give_back, load_into, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.state.local_state import LocalState

@@ -17,7 +17,7 @@ from support.thoroughness import by_default
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer
-from torchft_ckpt.checkpointing.durable.reading.directory import load_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.loading import load_checkpoint
 from torchft_ckpt.errors import CheckpointError, ConfigError
 from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchft_ckpt.core.training.outer_schedule import whose_settings_count
-from torchft_ckpt.outer.settings import RoundSettings
+from torchft_ckpt.outer.averaging import RoundSettings
 from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub, run_replicas
 
 

@@ -34,10 +34,9 @@ from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.protocol import BoxRequest
 from torchft_ckpt.checkpointing.resharding import plan as plan_module
 from torchft_ckpt.checkpointing.resharding.plan import Plan, SourceGroup, plan_parts
-from torchft_ckpt.checkpointing.serving import parts as parts_module
 from torchft_ckpt.checkpointing.serving import sending as sending_module
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.parts import regions_of
+from torchft_ckpt.checkpointing.serving.sending import regions_of
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.state.blocks import digest_of, start_blake3
 from torchft_ckpt.checkpointing.state.local_state import LocalState
@@ -123,18 +122,17 @@ def test_small_parts_that_lie_side_by_side_are_read_together_and_each_has_its_ow
     mixed = [*asked[:50], *columns, *asked[50:], asked[7], asked[7], *dice.sample(asked, 20)]
     lent = mock.Mock(wraps=snapshot.lend)
     monkeypatch.setattr(snapshot, "lend", lent)
-    for slice_bytes in (100, 4096, parts_module.SLICE_BYTES):
-        monkeypatch.setattr(parts_module, "SLICE_BYTES", slice_bytes)
+    for slice_bytes in (100, 4096, sending_module.SLICE_BYTES):
+        monkeypatch.setattr(sending_module, "SLICE_BYTES", slice_bytes)
         lent.reset_mock()
         regions = regions_of(snapshot.manifest, mixed)
-        digests = [digest for digest in parts_module.digest_parts(snapshot, regions) if digest is not None]
+        digests = [digest for digest in sending_module.digest_parts(snapshot, regions) if digest is not None]
         num_lent = lent.call_count
         expected = [start_blake3() for _ in mixed]
         for hasher, part in zip(expected, mixed, strict=True):
             hasher.update(bytes_at(snapshot, part))
         assert digests == [hasher.digest() for hasher in expected]
         lent.reset_mock()
-        monkeypatch.setattr(sending_module, "SLICE_BYTES", slice_bytes)
         body, sent = sending_module.body_of_parts(snapshot, regions, range(len(mixed))), bytearray()
         while not body.done:
             body.advance(lambda views, sent=sent: (sent.extend(views[0][:70]), min(len(views[0]), 70))[1])  # type: ignore[misc]
@@ -192,8 +190,7 @@ def test_a_state_comes_over_real_transports_onto_another_layout(seed, monkeypatc
     for module in (streams, plan_module):
         monkeypatch.setattr(module, "SLICE_BYTES", slice_bytes)
     slice_bytes = chance.choice([64, 1 << 20])
-    for module in (parts_module, sending_module):
-        monkeypatch.setattr(module, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(sending_module, "SLICE_BYTES", slice_bytes)
     model = Model.random(chance, 15)
     groups = []
     for _ in range(chance.choice([1, 2])):

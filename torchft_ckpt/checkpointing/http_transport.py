@@ -20,16 +20,16 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.fetching.fetch import Fetch
-from torchft_ckpt.checkpointing.fetching.options import (
+from torchft_ckpt.checkpointing.fetching.connection import (
     MAX_STREAMS,
     FetchOptions,
     default_num_streams,
 )
+from torchft_ckpt.checkpointing.fetching.fetch import Fetch
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import ProgressCallback, together
+from torchft_ckpt.checkpointing.protocol import SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer, ServerLimits

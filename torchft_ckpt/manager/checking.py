@@ -29,7 +29,6 @@ import xxhash
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, is_one_leaf
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
 from torchft_ckpt.checkpointing.state.tree import in_words, is_flat
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes, is_changed
@@ -40,6 +39,7 @@ from torchft_ckpt.errors import StateChangedError
 from torchft_ckpt.manager.comparing import bits_of, is_random_state, value_in_words
 from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves
 from torchft_ckpt.manager.volatile import owned_by
+from torchft_ckpt.memory import gc_paused
 from torchft_ckpt.threads import Threads
 
 logger = logging.getLogger(__name__)

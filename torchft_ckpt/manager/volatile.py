@@ -18,11 +18,11 @@ import torch
 
 from torchft_ckpt.checkpointing.serving.unchanged import MARKED_WHOLE_BYTES
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, rebuilt
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.parameters import Names
 from torchft_ckpt.checkpointing.state.shards import adapter_of, is_dtensor, memory_of
 from torchft_ckpt.checkpointing.state.tree import is_flat
 from torchft_ckpt.checkpointing.state.versions import StateVersions
+from torchft_ckpt.memory import gc_paused
 
 MAX_COPIED_BYTES = MARKED_WHOLE_BYTES
 

@@ -41,10 +41,9 @@ from torchft_ckpt.core.training.outer_schedule import (
 )
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferError, torn_where_it_raises
 from torchft_ckpt.manager.optimizer_settings import guard_steps
-from torchft_ckpt.outer.averaging import RoundAverager
+from torchft_ckpt.outer.averaging import RoundAverager, RoundSettings
 from torchft_ckpt.outer.fragment import Fragment
 from torchft_ckpt.outer.memory import buckets_of
-from torchft_ckpt.outer.settings import RoundSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,7 +18,7 @@ import torch
 
 from torchft_ckpt.checkpointer import Checkpointer
 from torchft_ckpt.checkpointing.durable.names import TEMPORARY
-from torchft_ckpt.checkpointing.durable.reading.directory import load_checkpoint
+from torchft_ckpt.checkpointing.durable.reading.loading import load_checkpoint
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.errors import StorageError

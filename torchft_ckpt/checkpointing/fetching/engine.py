@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.fetching.options import MAX_STREAMS, FetchOptions
+from torchft_ckpt.checkpointing.fetching.connection import MAX_STREAMS, FetchOptions
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import RunTakenBackError, Stream
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
+from torchft_ckpt.checkpointing.protocol import SourceAddress
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.core.transfer.paths import describe_paths
 from torchft_ckpt.errors import (

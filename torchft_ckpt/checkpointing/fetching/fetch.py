@@ -14,18 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 
-from torchft_ckpt.checkpointing.address import SourceAddress
 from torchft_ckpt.checkpointing.fetching.block_transfer import BlockTransfer, PassedOn
-from torchft_ckpt.checkpointing.fetching.connection import Answer
+from torchft_ckpt.checkpointing.fetching.connection import Answer, FetchOptions
 from torchft_ckpt.checkpointing.fetching.engine import FetchEngine
-from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.progress import ProgressCallback
-from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS
+from torchft_ckpt.checkpointing.protocol import MAX_DIGESTS, SourceAddress
 from torchft_ckpt.checkpointing.state.format import Manifest, has_same_layout
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of_each
 from torchft_ckpt.errors import (
@@ -35,6 +32,7 @@ from torchft_ckpt.errors import (
     TransferError,
     TransferStalledError,
 )
+from torchft_ckpt.memory import gc_paused
 from torchft_ckpt.threads import NUM_COPY_THREADS, parallel_map
 
 logger = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.fit import check_layout
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import LocalMemory, LocalState, whole_tensor
 from torchft_ckpt.checkpointing.state.space import segment_ranges
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.errors import TransferError
+from torchft_ckpt.memory import gc_paused
 
 _SCATTER_BELOW_BYTES = 128 * 1024
 """Blocks whose pieces are smaller on average are received as one and then copied to where they belong."""

@@ -17,9 +17,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.fetching.connection import Answer, SourceConnection, UnansweredError
-from torchft_ckpt.checkpointing.fetching.options import FetchOptions
+from torchft_ckpt.checkpointing.fetching.connection import Answer, FetchOptions, SourceConnection, UnansweredError
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
     DIGEST_HEADER,
@@ -36,10 +34,12 @@ from torchft_ckpt.checkpointing.protocol import (
     Index,
     PartsRequest,
     Refusal,
+    SourceAddress,
     decode_digests,
     decode_index,
     decode_part_digests,
     decode_peers,
+    parse_metadata,
 )
 from torchft_ckpt.checkpointing.state.blocks import BLAKE3_BYTES, DIGEST_BYTES, count_blocks, format_runs, parse_mask
 from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest

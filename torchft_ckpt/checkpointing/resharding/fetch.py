@@ -11,19 +11,22 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from torchft_ckpt.checkpointing.address import SourceAddress
-from torchft_ckpt.checkpointing.fetching.connection import Answer
+from torchft_ckpt.checkpointing.fetching.connection import Answer, FetchOptions
 from torchft_ckpt.checkpointing.fetching.engine import TICK_S, FetchEngine
-from torchft_ckpt.checkpointing.fetching.options import FetchOptions
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.progress import ProgressCallback
-from torchft_ckpt.checkpointing.protocol import MAX_ACKNOWLEDGED_RUNS, MAX_BODY_BYTES, MAX_DIGESTED_BYTES, MAX_PARTS
+from torchft_ckpt.checkpointing.protocol import (
+    MAX_ACKNOWLEDGED_RUNS,
+    MAX_BODY_BYTES,
+    MAX_DIGESTED_BYTES,
+    MAX_PARTS,
+    SourceAddress,
+)
 from torchft_ckpt.checkpointing.resharding.plan import SAMPLE_ELEMENTS, Plan, SourceGroup, candidates_among, plan_parts
 from torchft_ckpt.checkpointing.resharding.transfer import BoxTransfer
 from torchft_ckpt.checkpointing.state.blocks import blocks_in, count_blocks, format_ranges
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import some_of, warn_of_values
 from torchft_ckpt.checkpointing.state.regions import region_in_chunk
 from torchft_ckpt.checkpointing.state.target import Want
@@ -37,6 +40,7 @@ from torchft_ckpt.errors import (
     TransferError,
     TransferStalledError,
 )
+from torchft_ckpt.memory import gc_paused
 from torchft_ckpt.threads import parallel_map
 
 logger = logging.getLogger(__name__)

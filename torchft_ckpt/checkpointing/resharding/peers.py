@@ -20,16 +20,15 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
-from torchft_ckpt.checkpointing.address import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.fetching.fetch import Fetch
-from torchft_ckpt.checkpointing.fetching.options import (
+from torchft_ckpt.checkpointing.fetching.connection import (
     FetchOptions,
     default_num_streams,
 )
+from torchft_ckpt.checkpointing.fetching.fetch import Fetch
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache
 from torchft_ckpt.checkpointing.fetching.source import DONE_TIMEOUT_S, SourceClient
 from torchft_ckpt.checkpointing.progress import ProgressCallback
-from torchft_ckpt.checkpointing.protocol import Index
+from torchft_ckpt.checkpointing.protocol import Index, SourceAddress, parse_metadata
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.resharding.plan import SourceGroup
 from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES, Manifest, names_of_parts

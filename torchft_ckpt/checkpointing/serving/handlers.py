@@ -25,7 +25,6 @@ import msgspec
 import xxhash
 from aiohttp import web
 
-from torchft_ckpt.checkpointing.address import parse_metadata, proof_of
 from torchft_ckpt.checkpointing.protocol import (
     ADDRESS_HEADER,
     DIGEST_HEADER,
@@ -48,12 +47,14 @@ from torchft_ckpt.checkpointing.protocol import (
     Peers,
     Refusal,
     decode_parts_request,
+    parse_metadata,
+    proof_of,
 )
-from torchft_ckpt.checkpointing.serving.fair_threads import FairThreads
-from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, digest_parts, neighbours, regions_of
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.sending import (
+    SLICE_BYTES,
     Body,
+    FairThreads,
     Pace,
     Turn,
     Turns,
@@ -61,7 +62,10 @@ from torchft_ckpt.checkpointing.serving.sending import (
     body_of_parts,
     digest_blocks,
     digest_burst,
+    digest_parts,
+    neighbours,
     note_blake3s,
+    regions_of,
     sample_blocks,
     send_burst,
 )

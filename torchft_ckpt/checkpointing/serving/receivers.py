@@ -3,7 +3,7 @@
 It decides which blocks are still needed. It knows no bytes, locks or clock: the snapshot calls it under its own mutex, and
 times are handed in. Sets of blocks are integers used as bit sets.
 
-Names cost nothing to make, and each has to be looked at while the trainer waits: `core/services/places.py` says which ones are
+Names cost nothing to make, and each has to be looked at while the trainer waits: `core/services/fairness.py` says which ones are
 kept. Who comes is always taken, so no number of others keeps it out while the state is served. Any of them counts as one that
 was told to come.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchft_ckpt.checkpointing.protocol import MAX_PEERS
-from torchft_ckpt.core.services.places import Places
+from torchft_ckpt.core.services.fairness import Places
 
 MAX_RECEIVERS = 4096
 """Of one snapshot at once."""

@@ -7,15 +7,19 @@ HTTP or the event loop.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
 
-from torchft_ckpt.checkpointing.serving.parts import SLICE_BYTES, neighbours, read_region, slices_of
+from torchft_ckpt.checkpointing.protocol import BoxRequest
 from torchft_ckpt.checkpointing.serving.relay import Served
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import (
@@ -26,9 +30,160 @@ from torchft_ckpt.checkpointing.state.blocks import (
     start_blake3,
     start_digest,
 )
-from torchft_ckpt.checkpointing.state.regions import Region
+from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.local_state import box_of
+from torchft_ckpt.checkpointing.state.regions import Region, gather, region_in_chunk, slices
+from torchft_ckpt.core.boxes.geometry import contains
+from torchft_ckpt.core.services.fairness import FairQueue
 from torchft_ckpt.core.services.proofs import PartDigest
 from torchft_ckpt.core.services.rate import bucket_of_bytes, piece_bytes
+
+T = TypeVar("T")
+
+
+class FairThreads:
+    """Runs turns of work; each ends by itself, within a fraction of a second. By the server's event loop only.
+
+    Args:
+        executor: has the threads.
+    """
+
+    def __init__(self, executor: Executor, num_threads: int) -> None:
+        self._executor = executor
+        self._queue: FairQueue[tuple[asyncio.Future[Any], Callable[[], Any]]] = FairQueue(
+            num_threads, max(num_threads // 2, 1)
+        )
+
+    def run(self, client: str, work: Callable[..., T], *args: Any, is_long: bool = False) -> asyncio.Future[T]:
+        """Have a turn done for a client; its result or error is the future's.
+
+        A turn whose future is cancelled before it began is left out. One that has begun goes on to its end all the same.
+
+        Args:
+            work, args: called on a thread.
+            is_long: whether it sends nothing and takes all of its turn.
+        """
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.put(client, (outcome, partial(work, *args)), is_long=is_long)
+        self._begin()
+        return outcome
+
+    def _begin(self) -> None:
+        while (begun := self._queue.begin()) is not None:
+            client, (outcome, work), is_long = begun
+            if outcome.done():
+                self._queue.end(client, is_long=is_long)
+                continue
+            try:
+                done = self._executor.submit(work)
+            except RuntimeError as error:  # the server has been stopped
+                self._queue.end(client, is_long=is_long)
+                outcome.set_exception(error)
+                continue
+            done.add_done_callback(partial(self._wake, outcome.get_loop(), outcome, client, is_long))
+
+    def _wake(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        outcome: asyncio.Future[Any],
+        client: str,
+        is_long: bool,
+        done: Future[Any],
+    ) -> None:
+        """By the thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._ended, outcome, client, is_long, done)
+
+    def _ended(self, outcome: asyncio.Future[Any], client: str, is_long: bool, done: Future[Any]) -> None:
+        self._queue.end(client, is_long=is_long)
+        if done.cancelled():
+            outcome.cancel()
+        elif not outcome.done():
+            error = done.exception()
+            if error is None:
+                outcome.set_result(done.result())
+            else:
+                outcome.set_exception(error)
+        self._begin()
+
+
+SLICE_BYTES = 1024 * 1024
+_PADDING_BYTES = 64
+_MAX_SPAN_BYTES = 4 * 1024 * 1024
+
+
+def regions_of(manifest: Manifest, parts: Sequence[BoxRequest]) -> list[Region]:
+    """Return where the parts lie in the byte space.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    return [_region(manifest, part) for part in parts]
+
+
+def _region(manifest: Manifest, part: BoxRequest) -> Region:
+    if part.tensor >= len(manifest.tensors) or part.chunk >= len(manifest.tensors[part.tensor].chunks):
+        raise ValueError(f"there is no chunk {part.chunk} of tensor {part.tensor}")
+    entry = manifest.tensors[part.tensor]
+    chunk = entry.chunks[part.chunk]
+    box, held = box_of(part), box_of(chunk)
+    if not len(box.offsets) == len(box.sizes) == len(held.sizes) or not box.volume or not contains(held, box):
+        raise ValueError(f"{box} is not within {held} of tensor {part.tensor}")
+    return region_in_chunk(manifest, entry, chunk, box)
+
+
+def digest_parts(served: Served, regions: Sequence[Region]) -> Iterator[bytes | None]:
+    """Yield the BLAKE3 digests of parts, in order, without sending them.
+
+    And None after each slice, where the work may be left.
+
+    Raises:
+        BlockGoneError: one is not there any more.
+    """
+    scratch = memoryview(bytearray(SLICE_BYTES))
+    for some in neighbours(regions, SLICE_BYTES):
+        start, stop = some[0].start, some[-1].stop
+        data = read_region(served, Region(start, (), stop - start), scratch) if len(some) > 1 else scratch[:0]
+        for region in some:
+            hasher = start_blake3()
+            for piece in slices_of(region) if not data else ():
+                hasher.update(read_region(served, piece, scratch))
+                yield None
+            if data:
+                hasher.update(data[region.start - start : region.stop - start])
+            yield hasher.digest()
+
+
+def neighbours(regions: Iterable[Region], max_bytes: int) -> Iterator[list[Region]]:
+    """Yield regions in their order, together if they are runs that lie close to each other, of so many bytes in all."""
+    some: list[Region] = []
+    for region in regions:
+        if some and (
+            region.steps
+            or some[-1].steps
+            or not 0 <= region.start - some[-1].stop < _PADDING_BYTES
+            or region.stop - some[0].start > max_bytes
+        ):
+            yield some
+            some = []
+        some.append(region)
+    if some:
+        yield some
+
+
+def slices_of(region: Region, max_span: int = _MAX_SPAN_BYTES) -> Iterator[Region]:
+    """Yield a region in slices that `read_region` takes, in C order, each from first byte to last at most `max_span` long."""
+    return slices(region, SLICE_BYTES, min(max_span, _MAX_SPAN_BYTES))
+
+
+def read_region(served: Served, region: Region, scratch: memoryview) -> memoryview:
+    """Copy a slice of at most `SLICE_BYTES` to `scratch`; return the part of it that was filled."""
+    out = scratch[: region.num_bytes]
+    with served.lend(region.start, region.stop) as views:
+        memory = views[0] if len(views) == 1 else memoryview(b"".join(views))
+        gather(memory, region, out)
+    return out
+
 
 _MAX_VIEWS = 1000
 _GATHER_FROM_VIEWS = 16

@@ -44,13 +44,13 @@ from torchft_ckpt.checkpointing.state.format import (
     build_manifest,
     encode_manifest,
 )
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.checkpointing.state.space import Memory, Space, plan_space, segment_ranges
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, largest_value
 from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, count_writes, is_changed
 from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, StateChangedError
+from torchft_ckpt.memory import gc_paused
 from torchft_ckpt.threads import NUM_COPY_THREADS, parallel_map
 
 logger = logging.getLogger(__name__)

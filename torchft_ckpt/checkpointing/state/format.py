@@ -24,7 +24,7 @@ UTF-8 JSON, one object with exactly these members:
   than the segment. Every addressed byte MUST lie within the segment. Chunks of one segment share memory (tied weights,
   views), and the receiver MUST tie them again. Each segment MUST be reached by a chunk to its very last byte.
 - `elsewhere`: null or absent, or `{hosts, key}`: up to 8 further IP addresses, as text, none twice, at which the server of this
-  state listens on the port that it was asked at, and 32 hex digits by which it proves there that it is that server (`address`).
+  state listens on the port that it was asked at, and 32 hex digits by which it proves there that it is that server (`protocol`).
   They MUST NOT be of loopback, link-local, multicast or unspecified. A receiver MUST have it prove that before it sends more.
 - `tree`: a node. Every tensor MUST be referred to by it, and at most 64 levels nest. The paths of all leaves MUST NOT have more
   than 2**30 characters together; a position counts for 4.
@@ -82,13 +82,13 @@ import msgspec
 
 from torchft_ckpt.checkpointing.state.blocks import MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name, parse_dtype
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.shards import MeshLayout
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, PlacedTensor, Space
 from torchft_ckpt.checkpointing.state.tree import check_tree
 from torchft_ckpt.core.boxes.geometry import are_told_apart
 from torchft_ckpt.core.services.interfaces import MAX_FURTHER, may_be_tried
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
+from torchft_ckpt.memory import gc_paused
 
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 """The longest that a receiver takes unless it is told otherwise: of some three hundred thousand tensors."""

@@ -19,7 +19,6 @@ from torchft_ckpt.checkpointing.state.description import DescribedTensor
 from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import WireTensor
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.parameters import Owned, StateHere, StatePlaces, returned_by, tensor_to_fill
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import (
@@ -33,6 +32,7 @@ from torchft_ckpt.checkpointing.state.space import (
 from torchft_ckpt.checkpointing.state.tree import Node, TreeEncoder, values_of
 from torchft_ckpt.core.boxes.geometry import Box, HasPlace, whole
 from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
+from torchft_ckpt.memory import gc_paused
 
 logger = logging.getLogger(__name__)
 

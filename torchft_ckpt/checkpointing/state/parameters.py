@@ -18,11 +18,11 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, Path
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.optimizer_state import foreseen_state
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
 from torchft_ckpt.checkpointing.state.tree import in_words, is_flat
 from torchft_ckpt.errors import StateMismatchError
+from torchft_ckpt.memory import gc_paused
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from torchft_ckpt.checkpointing.state.description import DescribedTensor, Descri
 from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.fit import check_tensors
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import (
     HeldTensor,
     LocalMemory,
@@ -34,6 +33,7 @@ from torchft_ckpt.checkpointing.state.space import are_one_place, as_bytes, is_p
 from torchft_ckpt.checkpointing.state.tree import decode_tree, from_tensors
 from torchft_ckpt.core.boxes.geometry import Box, relative_to, whole
 from torchft_ckpt.errors import CheckpointError, StateMismatchError, TransferError
+from torchft_ckpt.memory import gc_paused
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ import torch
 
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, Unmade, is_named_tuple, name_of, refuse_unmade
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.scalars import SCALAR_TAGS, decode_scalar, encode_scalar
 from torchft_ckpt.errors import StateFormatError, UnsupportedValueError
+from torchft_ckpt.memory import gc_paused
 
 Node = object
 MAX_DEPTH = 64

@@ -2,8 +2,7 @@
 
 admission   which connections a server keeps where it may not keep all
 rate        how many requests, messages and bytes of one client are let through, and what counts as one
-places      which names keep a place, where anybody can make up names
-fairness    whose work is done next where clients want more than there are threads
+fairness    whose work is done next, and which names keep a place, where clients want more than there is
 launching   which replica groups of a launched job start again, and how the job ends
 interfaces  at which of its machine's addresses a process is reached
 proofs      how two parties prove that they know the token, without sending it

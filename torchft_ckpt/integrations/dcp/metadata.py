@@ -31,10 +31,10 @@ from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import if_known
 from torchft_ckpt.checkpointing.durable.storage.contract import is_path_within
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import MAX_DIMS
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.core.boxes.geometry import fits
 from torchft_ckpt.errors import CheckpointDamagedError
+from torchft_ckpt.memory import gc_paused
 
 MAX_METADATA_BYTES = 512 * 1024 * 1024
 _MAX_COUNT = 2**62

@@ -28,8 +28,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torchft_ckpt.checkpointing.durable.format.records import record_problems
 from torchft_ckpt.checkpointing.durable.names import METADATA
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import SavedTensor
-from torchft_ckpt.checkpointing.durable.reading.pieces import Cell, PlannedValues, Reading, StateReader, copy_box
-from torchft_ckpt.checkpointing.durable.reading.structure import structure_of_paths
+from torchft_ckpt.checkpointing.durable.reading.pieces import (
+    Cell,
+    PlannedValues,
+    Reading,
+    StateReader,
+    copy_box,
+    structure_of_paths,
+)
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path

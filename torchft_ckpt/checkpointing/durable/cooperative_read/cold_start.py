@@ -29,9 +29,8 @@ from typing import Annotated, Any
 import msgspec
 from torch.distributed import Store
 
-from torchft_ckpt.checkpointing.durable.cooperative_read.key_value_store import KeyValueStore
 from torchft_ckpt.checkpointing.durable.cooperative_read.plan import Planner
-from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import MAX_REASON, Rendezvous, told
+from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import MAX_REASON, KeyValueStore, Rendezvous, told
 from torchft_ckpt.checkpointing.durable.cooperative_read.shared_read import SharedRead
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, newest_whole, tell_of
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader

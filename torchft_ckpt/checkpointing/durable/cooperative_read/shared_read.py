@@ -8,7 +8,8 @@ saved otherwise under one name is not shared: each member reads what its own ran
 Nobody is waited for without end. What a member does not have in time, because another died, failed or is slow, is read from
 storage by those who want it, with a warning. A member that cannot meet the others reads all that it wants by itself.
 
-It knows members, boxes and who reads what; which checkpoint it is, is chosen in `plan`.
+It knows members, boxes and who reads what (`deal_reading`, which each member works out alone, from what all of them said); which
+checkpoint it is, is chosen in `plan`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -29,28 +30,152 @@ import msgspec
 import torch
 import xxhash
 
-from torchft_ckpt.checkpointing.address import parse_metadata
-from torchft_ckpt.checkpointing.durable.cooperative_read.boxed import BoxedTensor
-from torchft_ckpt.checkpointing.durable.cooperative_read.dealing import Boxes, deal_reading
 from torchft_ckpt.checkpointing.durable.cooperative_read.plan import Agreement
 from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import Rendezvous
 from torchft_ckpt.checkpointing.durable.format.manifest import BoxEntry, table_of
+from torchft_ckpt.checkpointing.durable.names import PartName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.fetching.options import (
+from torchft_ckpt.checkpointing.fetching.connection import (
     FetchOptions,
     default_num_streams,
 )
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
+from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
 from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES
+from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes.coverage import subtract
-from torchft_ckpt.core.boxes.geometry import Box, contains, fits
-from torchft_ckpt.errors import CheckpointError, SourceLostError, SourceRefusedError, torn_where_it_raises
+from torchft_ckpt.core.boxes.geometry import Box, are_told_apart, contains, fits, refine, whole
+from torchft_ckpt.core.durable.assignment import Item, assign_writes
+from torchft_ckpt.errors import (
+    CheckpointError,
+    SourceLostError,
+    SourceRefusedError,
+    UnsupportedValueError,
+    torn_where_it_raises,
+)
 from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.threads import Threads, parallel_map
+
+Boxes = Mapping[str, Sequence[Box]]
+"""By the name of a tensor, boxes of it."""
+
+
+def deal_reading(
+    tensors: Mapping[str, SavedTensor],
+    wanted: Mapping[int, Boxes],
+    readers: Mapping[PartName, frozenset[int]] | None,
+    num_members: int,
+) -> list[list[tuple[str, Box]]]:
+    """Return what each member reads: everything that is wanted once, as far as anybody can read it.
+
+    A share lies wholly inside or outside of every box that is wanted. Names and boxes that the checkpoint has not are nobody's.
+
+    Args:
+        wanted: by member, what it wants.
+        readers: who can read which part; None where all members can read all of them.
+        num_members: members are numbered from 0.
+    """
+    everybody = frozenset(wanted)
+    by_name: dict[str, dict[Box, set[int]]] = {}
+    for member, boxes in wanted.items():
+        for name, of_name in boxes.items():
+            if name in tensors:
+                known = by_name.setdefault(name, {})
+                for box in of_name:
+                    if box.volume and fits(box, tensors[name].shape):
+                        known.setdefault(box, set()).add(member)
+    items: list[Item] = []
+    for name in sorted(by_name):
+        tensor = tensors[name]
+        for box, wanting in _apart(tensor.shape, by_name[name]):
+            for cell, able in _by_readers(tensor, box, readers, everybody):
+                holders = (wanting & able) or able
+                if holders:
+                    items.append(Item(name, cell, tensor.dtype.itemsize, tensor.shape, tuple(sorted(holders))))
+    shares = assign_writes(items, num_members)
+    return [[(items[share.item].name, share.box) for share in of_member] for of_member in shares]
+
+
+def _apart(shape: Sequence[int], wanted: Mapping[Box, set[int]]) -> Iterable[tuple[Box, frozenset[int]]]:
+    """Return boxes that do not overlap and make up all that is wanted, each with those who want it."""
+    boxes = sorted(wanted)
+    if not are_told_apart(boxes):
+        try:
+            cells = refine(whole(shape), boxes)
+        except ValueError:
+            cells = boxes  # no mesh's: what overlaps is read more than once
+        around = ((cell, [box for box in boxes if contains(box, cell)]) for cell in cells)
+        return [(cell, frozenset().union(*(wanted[box] for box in outer))) for cell, outer in around if outer]
+    return [(box, frozenset(wanted[box])) for box in boxes]
+
+
+def _by_readers(
+    tensor: SavedTensor, box: Box, readers: Mapping[PartName, frozenset[int]] | None, everybody: frozenset[int]
+) -> Iterable[tuple[Box, frozenset[int]]]:
+    """Cut a box where those who can read it change."""
+    if readers is None:
+        return [(box, everybody)]
+    pieces = [(piece.box, readers.get(piece.part.name, frozenset()) & everybody) for piece in tensor.pieces]
+    try:
+        cells = refine(box, [piece for piece, _ in pieces])
+    except ValueError:
+        return []
+    return [(cell, frozenset().union(*(able for piece, able in pieces if contains(piece, cell)))) for cell in cells]
+
+
+class BoxedTensor(torch.Tensor):
+    """Stands for some boxes of a tensor. Nothing can be computed with it.
+
+    Args:
+        shape: of the whole tensor.
+    """
+
+    pieces: list[tuple[Box, torch.Tensor]]
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[tuple[Box, torch.Tensor]]
+    ) -> BoxedTensor:
+        tensor: BoxedTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        tensor.pieces = list(pieces)
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func}: only boxes of this tensor are here, to be served")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"BoxedTensor({[*self.shape]}, {self.dtype}, {len(self.pieces)} boxes)"
+
+
+class _BoxedAdapter(ShardAdapter):
+    shares_memory = True
+
+    def handles(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, BoxedTensor)
+
+    def boxes(self, tensor: torch.Tensor, path: str) -> list[Box]:
+        return [box for box, _ in _pieces_of(tensor, path)]
+
+    def data(self, tensor: torch.Tensor, path: str) -> list[torch.Tensor]:
+        return [data for _, data in _pieces_of(tensor, path)]
+
+    def rebuild(self, like: torch.Tensor, data: Sequence[torch.Tensor]) -> torch.Tensor:
+        raise UnsupportedValueError("nothing is received for boxes that are served", "BoxedTensor")
+
+
+def _pieces_of(tensor: torch.Tensor, path: str) -> list[tuple[Box, torch.Tensor]]:
+    if not isinstance(tensor, BoxedTensor):
+        raise UnsupportedValueError(f"state dict at {path!r}: not boxes to be served", path)
+    return tensor.pieces
+
+
+register_shard_adapter(_BoxedAdapter())
+
 
 logger = logging.getLogger(__name__)
 _MAX_SOURCES_AT_ONCE = 16

@@ -52,11 +52,11 @@ from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES, dtype_name, parse_dtype
 from torchft_ckpt.checkpointing.state.format import MAX_CONTAINERS, MAX_DIMS
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder, check_tree, decode_tree, from_tensors, items_of_node
 from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import CheckpointDamagedError, StateFormatError, UnsupportedValueError
+from torchft_ckpt.memory import gc_paused
 
 FORMAT_NAME = "torchft_ckpt.durable"
 FORMAT_VERSION = 2

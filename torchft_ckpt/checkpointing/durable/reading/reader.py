@@ -42,10 +42,12 @@ from torchft_ckpt.checkpointing.durable.reading.pieces import (
     Target,
     copy_box,
     cut_by_span,
+    merged,
     new_memory,
+    node_at,
     spans_of,
+    structure_of,
 )
-from torchft_ckpt.checkpointing.durable.reading.structure import merged, node_at, structure_of
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
 from torchft_ckpt.checkpointing.state.containers import Path

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import base64
 import functools
+import logging
+import random
 import threading
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
@@ -28,12 +31,11 @@ from torchft_ckpt.checkpointing.durable.format.records import value_record
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, Layout, TensorHoldings, layout_of
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.parts import read_region, slices_of
+from torchft_ckpt.checkpointing.serving.sending import read_region, slices_of
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.state.blocks import count_blocks
 from torchft_ckpt.checkpointing.state.containers import flattened
 from torchft_ckpt.checkpointing.state.format import Manifest
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, region_in_chunk, slices
 from torchft_ckpt.checkpointing.state.samples import windows
@@ -41,6 +43,39 @@ from torchft_ckpt.checkpointing.state.tree import FLAT
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes.geometry import Box, contains
 from torchft_ckpt.errors import CheckpointError, StateChangedError, StateFormatError, UnsupportedValueError
+from torchft_ckpt.memory import gc_paused
+
+logger = logging.getLogger(__name__)
+
+
+def get_random_state() -> dict[str, Any]:
+    """Return it, as plain values and tensors."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Set what `get_random_state` returned. Devices that this process does not have are left out, with a line in the log.
+
+    Raises:
+        TypeError, ValueError, KeyError: it is none.
+    """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    saved = state.get("cuda", [])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, of_device in enumerate(saved[:devices]):
+        torch.cuda.set_rng_state(of_device, device)
+    if len(saved) != devices:
+        logger.info("random states of %d CUDA devices were saved, here are %d", len(saved), devices)
+
 
 RECEIVER = "save"
 

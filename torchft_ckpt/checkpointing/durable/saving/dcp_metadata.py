@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Piece, SavedTensor, minimal_cover
-from torchft_ckpt.checkpointing.state.gc_pause import gc_paused
 from torchft_ckpt.core.boxes.coverage import subtract
 from torchft_ckpt.errors import CheckpointDamagedError
+from torchft_ckpt.memory import gc_paused
 
 _PROTOCOL = 4
 _VERSION = "1.0.0"
