@@ -173,7 +173,6 @@ class _LaterSave(Future[SavedCheckpoint]):
 
 
 def _has_own(own: PlainValue) -> bool:
-    """Whether a rank has saved something that is its own: what `rank_state` was given, or random state."""
     return any(item is not None for key, item in items_of_node(own.node) if key in ("user", "random"))
 
 
@@ -895,7 +894,6 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _logged(consequence: str) -> Iterator[None]:
-    """Log that a storage failed at something that can wait."""
     try:
         yield
     except StorageError as error:
@@ -925,7 +923,6 @@ def _logged_restored(restored: Restored) -> Restored:
 
 
 def _place_of(gathering: ColdStartGroup | None, transport: CheckpointTransport[Any]) -> MeetingPlace | None:
-    """Return where the groups that start together meet; None where this rank starts alone."""
     if gathering is None or gathering.store is None or not isinstance(transport, HTTPTransport):
         return None
     return MeetingPlace(

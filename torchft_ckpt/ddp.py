@@ -100,7 +100,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         super().register_comm_hook(self._reduction, _BucketReduction.average)
 
     def _rebuild(self) -> None:
-        """Make another reducer, for the parameters that require a gradient now."""
         parameters, expect_sparse_gradient = self._build_params_for_reducer()
         names = self._build_debug_param_to_name_mapping(parameters)
         self._ddp_init_helper(parameters, expect_sparse_gradient, names, False)
@@ -191,7 +190,6 @@ class _ReachedParameters:
         self._all = _Touched.apply(*parameters)
 
     def leave(self) -> None:
-        """Take no more notice of these parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -323,7 +321,6 @@ class _MapWork(Work):
         self._work, self._counts, self._used = work, counts, used
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the counts and fill the map."""
         self._used.copy_(self._counts != 0) if self._work.wait() else self._used.fill_(1)
         return True
 

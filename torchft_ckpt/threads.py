@@ -129,7 +129,6 @@ class Threads(Executor):
             _join(self._threads, timeout_s)
 
     def _start(self) -> None:
-        """Start all threads, or as many as there can be."""
         for number in range(self._num_threads):
             thread = Thread(self._run, f"{self._name}_{number}")
             try:

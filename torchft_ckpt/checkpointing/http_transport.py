@@ -323,7 +323,6 @@ class HTTPTransport(CheckpointTransport[T]):
         self._server.publish(snapshot, lease_s=timeout.total_seconds())
 
     def _elsewhere(self) -> Elsewhere | None:
-        """Say where else this transport is, unless the user chose where."""
         hosts = [] if self._host.is_chosen else other_hosts(self._host.address, self._bind)
         return Elsewhere(hosts=hosts, key=self._server.proof_key) if hosts else None
 
@@ -462,7 +461,6 @@ class HTTPTransport(CheckpointTransport[T]):
 
     @contextlib.contextmanager
     def _fetching(self, fetch: Fetch | ShardedFetch) -> Iterator[None]:
-        """Have `cancel_recv` end it meanwhile."""
         with self._fetches_lock:
             if self._shut_down.is_set():
                 raise CheckpointError("a receive after shutdown of the transport", party="transport")

@@ -225,8 +225,6 @@ class StateDictLock:
 
 
 class _OfThread(threading.local):
-    """State that each thread has of its own."""
-
     handle: rwlock.Lockable | None = None
     token: object = None
     """Of the write side that it holds."""

@@ -154,7 +154,6 @@ def _run_export(options: argparse.Namespace) -> int:
 
 
 def _newest_whole(options: argparse.Namespace) -> tuple[OpenedCheckpoint, CheckpointReader | DCPReader]:
-    """Return the newest checkpoint that is whole; say which newer ones are not."""
     from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 
     skipped: list[str] = []

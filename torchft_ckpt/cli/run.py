@@ -123,7 +123,6 @@ def _job(options: argparse.Namespace) -> str:
 
 
 def _devices() -> list[str]:
-    """Return the names of this machine's GPUs."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
     import torch
@@ -133,7 +132,6 @@ def _devices() -> list[str]:
 
 @contextlib.contextmanager
 def _lighthouse(options: argparse.Namespace, plan: LaunchPlan) -> Iterator[str]:
-    """Yield the address of a lighthouse: the one that was named, or one that lives as long as the block."""
     if options.lighthouse:
         yield options.lighthouse
         return

@@ -107,7 +107,6 @@ def _values(manifest: Manifest) -> list[str]:
 
 
 def _plain_values(manifest: Manifest) -> list[tuple[str, object]]:
-    """Return the leaves that are neither tensors nor arrays."""
     state = decode_tree(manifest.tree, as_places(len(manifest.tensors)))
     return [(path, leaf) for path, leaf in leaves(state) if not isinstance(leaf, (TensorPlace, ArrayPlace))]
 

@@ -474,7 +474,6 @@ def introduced(request: web.Request) -> None:
 
 
 def _connection_of(request: web.Request) -> GuardedConnection | None:
-    """Return the connection that a request came in on; None where it is lost."""
     protocol = None if request.transport is None else request.transport.get_protocol()
     return protocol if isinstance(protocol, GuardedConnection) else None
 

@@ -231,7 +231,6 @@ class _ReplicaGroup(Strategy):
             self._take_place()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning does it."""
         output = super().training_step(*args, **kwargs)
         if output is None:
             raise ConfigError(

@@ -233,7 +233,6 @@ def _ordinals(devices: Sequence[str]) -> frozenset[int]:
 
 
 def _global_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the xla device that a wrapper holds."""
     spmd = sys.modules[_SPMD]
     return tensor.global_tensor if isinstance(tensor, spmd.XLAShardedTensor) else tensor
 

@@ -133,7 +133,6 @@ class Supervisor:
                 self._kill(group)
 
     async def _wait(self) -> None:
-        """Wait for news, for the next start, or for the end of patience."""
         until = min(at for at in (self._job.next_start(), self._kill_at, math.inf) if at is not None)
         timeout = None if until == math.inf else max(until - time.monotonic(), 0.0)
         with contextlib.suppress(asyncio.TimeoutError):
@@ -190,7 +189,6 @@ class Supervisor:
         } | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
 
     async def _see_end(self, group: int, process: asyncio.subprocess.Process, copying: Sequence[Thread]) -> None:
-        """Wait for a group's end, and note what follows."""
         try:
             status = await process.wait()
             if status != 0:
@@ -230,7 +228,6 @@ class Supervisor:
             )
 
     def _kill(self, group: int) -> None:
-        """Kill a group's torchrun; its ranks are killed when its end is seen."""
         with contextlib.suppress(ProcessLookupError):
             self._processes[group].kill()
 

@@ -259,7 +259,6 @@ class OuterLoop(Generic[F]):
         return closure
 
     def _begin_late(self) -> bool:
-        """Begin, or find the way back into the job; return whether the parameters are others now."""
         loads_before = self._num_loads
         if not self._has_begun or self._manager.is_restored:
             self._begin()
@@ -422,7 +421,6 @@ class OuterLoop(Generic[F]):
         return [*buckets_of(fragment.flat_values(), self._bucket_cap_bytes), *settings]
 
     def _sync(self) -> None:
-        """End the round that is in flight."""
         with record_function("torchft::local_sgd::perform_sync"):
             self._end_round()
 
@@ -445,7 +443,6 @@ class OuterLoop(Generic[F]):
             self._follow(manager.place)
 
     def _finish(self, retries_left: int, *, merge: bool) -> RoundOutcome:
-        """Wait for the averages, vote, and do what follows."""
         self._exchange.wait()
         fragment = self._fragment_of(self._manager.quorum_step())
         with self._manager.taking_step():

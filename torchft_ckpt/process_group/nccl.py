@@ -191,14 +191,12 @@ class ProcessGroupNCCL(SessionProcessGroup):
 
 
 def _has_host_tensor(value: object) -> bool:
-    """Whether there is a tensor on the CPU in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return value.is_cpu
     return isinstance(value, (list, tuple)) and any(map(_has_host_tensor, value))
 
 
 def _once(action: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that does the action at its first call only."""
     lock = threading.Lock()
     left = [action]
 

@@ -152,7 +152,6 @@ class SessionProcessGroup(ProcessGroupWrapper):
             session.join(5.0)
 
     def _is_inherited(self) -> bool:
-        """Whether this is a forked child, and what is configured its parent's."""
         session = self._session  # without the lock, which a thread of the parent may have held
         return session is not None and session.is_inherited
 

@@ -71,8 +71,6 @@ class _Operation:
 
 
 class _Ring:
-    """The members of one configure."""
-
     def __init__(self, store_addr: str, world_size: int) -> None:
         self.store_addr = store_addr
         self.world_size = world_size
@@ -281,7 +279,6 @@ class FakeProcessGroup(ProcessGroup):
         return work
 
     def _leave(self, error: ProcessGroupError) -> list[tuple[FakeWork, Any, ProcessGroupError | None]]:
-        """Break the ring; with the lock held. Returns the works to finish without it."""
         ring, self._ring = self._ring, None
         if ring is None:
             self._error = self._error or error

@@ -73,7 +73,6 @@ def _train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, n
 
 
 def _histories(make: MakeLoop, num_votes: int, outcomes: Sequence[bool] = ()) -> list[list[_Vote]]:
-    """Train in all replicas until so many votes were held; return what each was like at first and after each vote."""
     hub = Hub(NUM_REPLICAS, outcomes)
 
     def run(rank: int) -> list[_Vote]:

@@ -517,5 +517,4 @@ def _what_differs(destination: Destination, blocks: list[int]) -> str:
 
 
 def _lowest(mask: int, limit: int) -> int:
-    """Return the `limit` lowest blocks of a set."""
     return mask_of_each(itertools.islice(units_of(mask), limit))

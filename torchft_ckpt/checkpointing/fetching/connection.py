@@ -302,7 +302,6 @@ class SourceConnection:
 
     @contextlib.contextmanager
     def _unanswered(self) -> Iterator[None]:
-        """Around the first requests on a new connection."""
         try:
             yield
         except _CLOSED_BY_PEER as error:

@@ -101,7 +101,6 @@ class FetchEngine(ABC, Generic[State]):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Ask the sources; end all threads after the body."""
         try:
             for name, address in self._sources.items():
                 self._spawn(functools.partial(self._run_source, address), name)
@@ -135,7 +134,6 @@ class FetchEngine(ABC, Generic[State]):
     # The calling thread
 
     def _wait(self) -> None:
-        """Wait for the outcome; look after the transfer a few times a second."""
         state = self._state
         while True:
             with state.changed:
@@ -232,7 +230,6 @@ class FetchEngine(ABC, Generic[State]):
         """Have units come from a source, as what it turns out to be; False where none are to."""
 
     def _num_streams(self) -> int:
-        """How many connections bring units from each source over its own address."""
         return self._options.num_streams
 
     @abstractmethod

@@ -274,7 +274,6 @@ class Fetch(FetchEngine[BlockTransfer]):
             logger.debug("the digests of %s cannot be compared: %s", primary, error)
 
     def _learn_blake3s(self) -> None:
-        """Ask the primary for BLAKE3 digests of what others than it could give."""
         while (primary := self._state.await_primary()) is not None:
             try:
                 self._over_any(self._sources[primary], functools.partial(self._learn_blake3s_of, primary))

@@ -271,7 +271,6 @@ class Destination:
         return chunks if self._local.get(entry.fqn) is not None else self._local.made(entry, chunks)
 
     def _assemble_chunks(self) -> list[list[torch.Tensor]]:
-        """Return, for each tensor, its chunks."""
         num_chunks = [0] * len(self.manifest.segments)
         for entry in self.manifest.tensors:
             for chunk in entry.chunks:
@@ -360,7 +359,6 @@ def _digest_of_views(block: int, views: list[memoryview]) -> bytes:
 
 
 def _only_tensor(chunk: Chunk, dtype: torch.dtype, memory: np.ndarray) -> torch.Tensor:
-    """Return the only tensor of a segment."""
     if chunk.strides is not None or not memory.nbytes or chunk.byte_offset or chunk.sizes.count(0):
         return _tensor(chunk, dtype, torch.from_numpy(memory).untyped_storage(), 0)
     flat = torch.frombuffer(memory, dtype=dtype)

@@ -221,7 +221,6 @@ class SourceClient:
         return answer
 
     def _check_follows(self, answer: Answer, manifest: Manifest, num_bytes: int, num_digests: int, what: str) -> None:
-        """See that so many bytes of the snapshot follow, with so many digests."""
         expected = num_bytes + DIGEST_BYTES * num_digests
         if answer.length != expected or answer.header("ETag") != f'"{manifest.snapshot}"':
             raise StateFormatError(
@@ -278,7 +277,6 @@ class SourceClient:
         return f"{PREFIX}/{manifest.step}/{what}"
 
     def _read_manifest(self, answer: Answer) -> Manifest:
-        """Return the manifest that an answer carries, checked."""
         max_bytes = self._options.max_manifest_bytes
         if (answer.length or 0) > max_bytes:
             raise StateFormatError(

@@ -188,7 +188,6 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         return groups, plan
 
     def _check_time(self, until: float) -> None:
-        """Raise why the fetch is over, if it is, or that it is too late."""
         if self._state.outcome is not None:
             raise self._state.outcome
         if time.monotonic() >= until:
@@ -420,7 +419,6 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         return found
 
     def _ask_primary(self, parts: Iterable[int]) -> dict[int, bytes]:
-        """Return the BLAKE3 digests that the primary group has for parts, as far as it can be asked."""
         by_holder: dict[str, list[int]] = {}
         for part in parts:
             holder = self._state.primary_holder(part)

@@ -249,7 +249,6 @@ class JobPeers:
                 lead *= _LEAD_FACTOR
 
     def _present_step(self, deadline: float) -> int:
-        """Return the step at which some rank is now."""
         failure: CheckpointError | None = None
         for address in self._ranks:
             try:

@@ -340,7 +340,6 @@ class CheckpointHandlers:
         return _json(msgspec.json.encode(known), {"ETag": _etag(served)})
 
     def _asked_blocks(self, request: web.Request) -> tuple[Served, list[int]]:
-        """Return what a request for digests asks about."""
         served = self._chosen(request)
         runs = self._runs(request.query.get("blocks", ""), served)
         if sum(len(run) for run in runs) > MAX_DIGESTS:

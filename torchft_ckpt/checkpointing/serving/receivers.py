@@ -97,7 +97,6 @@ class Receivers:
             self._drop(lost)
 
     def _drop(self, name: str) -> None:
-        """End the lease of one that is active."""
         del self._active[name]
         self._places.drop(name)
         self._withdraw_address(name)

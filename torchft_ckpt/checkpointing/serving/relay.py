@@ -94,7 +94,6 @@ Served = Snapshot | Relay
 
 
 def _cut(views: list[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Return bytes [start, stop) of what the views hold together."""
     cut = []
     at = 0
     for view in views:

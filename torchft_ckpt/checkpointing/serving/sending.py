@@ -90,7 +90,6 @@ class FairThreads:
         is_long: bool,
         done: Future[Any],
     ) -> None:
-        """By the thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._ended, outcome, client, is_long, done)
 
@@ -274,14 +273,12 @@ class Body:
         self._out = self._scratch[:filled]
 
     def _with_ends(self, regions: Iterable[Region]) -> Iterator[Region | None]:
-        """Yield the slices of all regions, and None after the last one of each."""
         for self._run in neighbours(regions, _COPIED_BYTES):
             for region in self._run:
                 yield from slices_of(region)
                 yield None
 
     def _gathered(self, region: Region, out: memoryview) -> memoryview:
-        """Copy a slice to `out`; return the part of it that was filled."""
         if len(self._run) < 2:
             return read_region(self._served, region, out)
         start = self._run[0].start

@@ -75,16 +75,12 @@ class BlockGoneError(CheckpointError):
 
 
 class _TensorOfSegment(NamedTuple):
-    """A tensor with bytes in a segment, and what shows that it was written to."""
-
     path: str
     tensor: torch.Tensor
     counted: Sequence[Counted]
 
 
 class _Change(NamedTuple):
-    """A segment was written to without the lock."""
-
     path: str
     """Of the tensor."""
     copied: int
@@ -92,8 +88,6 @@ class _Change(NamedTuple):
 
 
 class _Lent(NamedTuple):
-    """Memory that is lent."""
-
     views: list[memoryview]
     live: list[int]
     """The segments whose live memory is among it."""
@@ -606,7 +600,6 @@ class Snapshot:
         return None
 
     def _look_at_all(self, start: int, stop: int) -> None:
-        """Look at all host memory of bytes [start, stop)."""
         for index, *_ in segment_ranges(self._starts, self._lengths, start, stop):
             if index < self._num_on_cpu:
                 self._look_at(index, self._tensors)
@@ -839,7 +832,6 @@ class Snapshot:
 def _by_segment(
     space: Space, tensors: Sequence[tuple[str, torch.Tensor]], counted_of: Callable[[torch.Tensor], Sequence[Counted]]
 ) -> list[list[_TensorOfSegment]]:
-    """Return, for each segment, the tensors that have bytes in it."""
     found: list[list[_TensorOfSegment]] = [[] for _ in space.memories]
     for (path, tensor), placed in zip(tensors, space.placed, strict=True):
         of_tensor = _TensorOfSegment(path, tensor, counted_of(tensor))

@@ -22,8 +22,6 @@ BUFFER_BYTES = 16 * 1024 * 1024
 
 
 class _Ring:
-    """The pinned buffers of the process. Any thread."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
@@ -32,7 +30,6 @@ class _Ring:
 
     @contextlib.contextmanager
     def buffer(self) -> Iterator[torch.Tensor]:
-        """Lend a buffer; waits for one."""
         with self._lock:
             if self._free.empty() and self._num_made < NUM_BUFFERS:
                 self._free.put(torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
@@ -44,7 +41,6 @@ class _Ring:
             self._free.put(buffer)
 
     def stream_of(self, device: torch.device) -> torch.Stream:
-        """Return the stream on which copies from a device are made."""
         with self._lock:
             if device not in self._streams:
                 self._streams[device] = torch.Stream(device)

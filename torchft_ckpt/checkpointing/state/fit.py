@@ -245,7 +245,6 @@ class _Prefixes:
                 self._sorted.append(prefix)
 
     def begin(self, path: str) -> bool:
-        """Whether one of them is the beginning of a path."""
         place = bisect_right(self._sorted, path)
         return place > 0 and path.startswith(self._sorted[place - 1])
 

@@ -308,7 +308,6 @@ def _text(dtype: str, shape: list[int], boxes: list[Box]) -> str:
 
 
 def _optional_paths(state: object) -> tuple[str, ...]:
-    """Return what the paths of optimizer state begin with."""
     return tuple(".".join(map(str, (*path, "state", ""))) for path, _ in optimizer_states(state))
 
 

@@ -95,7 +95,6 @@ class _Filled(defaultdict[Any, Any]):
 
 
 def _state_to_come(optimizer: Optimizer, also_frozen: bool) -> dict[torch.Tensor, State]:
-    """Return state for each parameter that has none; nothing at all where that cannot be made."""
     name = type(optimizer).__name__
     wanting = [
         (group, parameter)
@@ -164,7 +163,6 @@ def nested(value: object, depth: int) -> Iterator[object]:
 
 
 def _unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """Return the step of its class, without the wrapper that runs hooks."""
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -172,7 +170,6 @@ def _unhooked_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
 
 
 def _state_of_one(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> State | None:
-    """Return the state that a first step makes for a parameter; None if it makes none."""
     if type(optimizer).__module__.startswith("torch.optim."):
         try:
             state = _after_first_step(optimizer, group, torch.zeros_like(parameter, requires_grad=False, device="meta"))

@@ -119,7 +119,6 @@ def scatter(data: memoryview, memory: memoryview, region: Region) -> None:
 
 
 def _arrays(memory: memoryview, region: Region, flat: memoryview) -> tuple[np.ndarray, np.ndarray]:
-    """Return the region and the run of bytes as arrays of one shape."""
     counts = tuple(count for count, _ in region.steps)
     strides = tuple(stride for _, stride in region.steps)
     word: np.dtype[Any]

@@ -367,7 +367,6 @@ def _local_of(tensor: DTensor) -> torch.Tensor:
 
 
 def _box_of(tensor: DTensor, path: str) -> Box | None:
-    """Return the box of a DTensor that this rank holds; None outside of its mesh."""
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     coordinate = mesh.get_coordinate()
     known = _known_boxes.get(mesh)
@@ -411,7 +410,6 @@ def _check_one_box(tensor: DTensor, coordinate: list[int], box: Box, path: str) 
 
 
 def _split_rows(placement: Any, rows: torch.Tensor, num_shards: int) -> list[torch.Tensor]:
-    """Cut row numbers as a placement cuts its dimension."""
     from torch.distributed.tensor import Shard
 
     split_factor = getattr(placement, "split_factor", None)

@@ -325,7 +325,6 @@ def _lie_apart(pieces: list[_Piece]) -> bool:
 
 
 def _groups_of(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """Return what is to be a segment each, in their order."""
     groups = _group_overlapping([piece for piece in pieces if piece.nbytes and not _overlaps_itself(piece)])
     groups += [[piece] for piece in pieces if not piece.nbytes or _overlaps_itself(piece)]
     groups.sort(key=_place_in_space)
@@ -333,7 +332,6 @@ def _groups_of(pieces: list[_Piece]) -> list[list[_Piece]]:
 
 
 def _group_overlapping(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """Put pieces that share bytes into one group."""
     groups: list[list[_Piece]] = []
     reach, device = 0, None
     pieces = sorted(pieces, key=_BY_LOW)
@@ -380,7 +378,6 @@ def _within_storage(tensor: torch.Tensor, low: int, high: int) -> bool:
 
 
 def _c_order(tensor: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
-    """Return contiguous pieces that hold elements [first, last) of a strided tensor in C order."""
     if first >= last:
         return []
     if tensor.dim() == 0 or tensor.is_contiguous():

@@ -164,7 +164,6 @@ class StateTarget:
         return wants
 
     def _made(self, entry: DescribedTensor, parts: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a tensor of the state, as it is used here."""
         if isinstance(parts, torch.Tensor):
             return parts
         held = self._get(entry.fqn)

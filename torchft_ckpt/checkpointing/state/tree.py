@@ -249,7 +249,6 @@ class TreeEncoder:
 
 
 def _is_node(value: Any) -> bool:
-    """Whether a value is its own node."""
     kind = type(value)
     if kind is int:
         return -(2**63) <= value < 2**63
@@ -597,7 +596,6 @@ class _Decoder:
         return self.decode(node, depth)
 
     def key(self, node: Node, depth: int) -> object:
-        """Return the key of a dict that a node stands for."""
         if depth > MAX_DEPTH:
             raise StateFormatError(f"a key is nested deeper than {MAX_DEPTH} levels", party="source")
         if node is None or isinstance(node, (bool, int, float, str)):
@@ -610,7 +608,6 @@ class _Decoder:
         raise StateFormatError(f"a key has the tag {tag[:16]!r}", party="source")
 
     def _plain(self, tag: str, content: object, depth: int) -> object:
-        """Return what holds no tensors."""
         if tag == "frozenset":
             return frozenset(self._elements(_list(content, tag), depth))
         if tag == "enum":

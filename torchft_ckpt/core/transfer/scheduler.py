@@ -340,7 +340,6 @@ class TransferLedger:
             yield from units_of(candidates & level)
 
     def _cut(self, units: Iterator[int], limit: int) -> list[int]:
-        """Return the first of some units, in order: as many as one batch may have."""
         batch: list[int] = []
         num_bytes = 0
         for unit in units:
@@ -351,7 +350,6 @@ class TransferLedger:
         return sorted(batch)
 
     def _batch_limit(self, stream: _Stream, candidates: int) -> int:
-        """Return the bytes that a batch may have."""
         wanted, num_streams = self._missing_bytes, len(self._streams)
         if not self._batches.are_runs:  # of blocks any source may still turn out to have all
             wanted = wanted * candidates.bit_count() // self._missing.bit_count()
@@ -464,6 +462,5 @@ def _first_from(mask: int, start: int) -> int:
 
 
 def _ones_from(mask: int, first: int) -> int:
-    """Return how many neighbours from `first` on are in the set."""
     upper = mask >> first
     return ((upper + 1) & ~upper).bit_length() - 1

@@ -238,7 +238,6 @@ class _Content:
                 self.values[name] = outline
 
     def metadata(self) -> Metadata:
-        """Return it as DCP's planners want it."""
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         boxes = self.boxes()
         for name in self.paths:
@@ -257,7 +256,6 @@ class _Content:
         return Metadata(state_dict_metadata=described, planner_data=self.paths)
 
     def boxes(self) -> dict[str, list[Box]]:
-        """Return, by path in the tree, the boxes that some rank holds."""
         return {
             path: [box_of(chunk) for _, _, entry in held for chunk in entry.chunks]
             for path, held in self.group.entries().items()

@@ -284,7 +284,6 @@ def _problem(saved: Any, sharded: _Sharded) -> str | None:
 
 
 def _raise_for(problems: dict[str, str]) -> None:
-    """Raise one error that names the first few tensors."""
     if not problems:
         return
     named = some_of(f"{fqn!r} ({problem})" for fqn, problem in problems.items())

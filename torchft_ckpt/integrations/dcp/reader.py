@@ -200,7 +200,6 @@ class DCPReader(StateReader[DCPChunk]):
             raise UnsupportedValueError(f"{self.location}: {fqn[:120]} was written by extensions of DCP: {how}", fqn)
 
     def _check(self) -> None:
-        """See that every tensor is covered, and every record within its file."""
         holes: list[str] = []
         for fqn, tensor in self._tensors.items():
             try:
@@ -248,7 +247,6 @@ class DCPReader(StateReader[DCPChunk]):
             reading.fail(piece, cells, error)
 
     def _load_piece(self, piece: DCPChunk) -> torch.Tensor:
-        """Return the elements of a record, in C order."""
         self._count(piece.length)
         tensor = load_record(self._storage.read(piece.path, piece.offset, piece.offset + piece.length), str(piece))
         if not isinstance(tensor, torch.Tensor) or not has_elements_here(tensor):

@@ -209,7 +209,6 @@ class Planner:
             raise
 
     def _look(self) -> dict[str, list[str]]:
-        """Return, by the name of a checkpoint, the names of the manifests that can be read here."""
         found: dict[str, set[str]] = {}
         failures: list[StorageError] = []
         for storage in self._storages:
@@ -299,7 +298,6 @@ class Planner:
         return Checkpoint(name, parts, left_aside), readers
 
     def _ask_for(self, name: CheckpointName, parts: Mapping[PartName, set[int]]) -> Iterator[tuple[int, str, PartName]]:
-        """Yield the manifests of these parts, and the members that have shown them."""
         if not parts:
             return
         topic = f"shown {self._num_words}"
@@ -390,7 +388,6 @@ class Planner:
 
 
 def _where(storages: Sequence[Storage], name: CheckpointName) -> dict[str, list[Storage | None]]:
-    """Return, by the name of a manifest, the storages that it lies in."""
     found: dict[str, list[Storage | None]] = {}
     for storage in storages:
         try:

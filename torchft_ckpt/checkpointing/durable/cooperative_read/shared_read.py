@@ -409,7 +409,6 @@ class SharedRead:
             reader.read(wrong)
 
     def _say(self, topic: str, message: msgspec.Struct) -> None:
-        """Say something that others can do without."""
         try:
             self._rendezvous.publish(self._topic(topic), message)
         except SourceLostError as error:
@@ -489,7 +488,6 @@ class _OwnWants:
                 self._doubles.append((first, want))
 
     def wants_of(self, share: Sequence[tuple[str, Box]]) -> list[Want]:
-        """Return what of a share is wanted here, and where it goes."""
         return [
             want.part(box)
             for name, box in share
@@ -498,7 +496,6 @@ class _OwnWants:
         ]
 
     def outside(self, shares: Sequence[Sequence[tuple[str, Box]]]) -> list[Want]:
-        """Return what is wanted here and in no share."""
         dealt: dict[str, list[Box]] = {}
         for share in shares:
             for name, box in share:
@@ -523,7 +520,6 @@ class _OwnWants:
         return checks
 
     def copy_doubles(self) -> None:
-        """Fill the targets of boxes that are wanted more than once."""
         with torch.no_grad():
             for first, other in self._doubles:
                 other.target.copy_(first.target)

@@ -266,7 +266,6 @@ class Checkpoint:
 
 
 def _volume(boxes: Sequence[Box]) -> int:
-    """Return the volume of sorted boxes, each counted once."""
     return sum(box.volume for place, box in enumerate(boxes) if not place or box != boxes[place - 1])
 
 

@@ -243,7 +243,6 @@ def _load_named(reader: StateReader[Any], state_dict: MutableMapping[str, Any], 
 
 
 def _misfits(reader: StateReader[Any], local: LocalState, paths: Sequence[str]) -> list[str]:
-    """Return in sentences what cannot be loaded."""
     wrong = [f"{path[:120]} is the name of two tensors here" for path in local.doubled]
     for path in paths:
         held, saved = local.get(path), reader.tensors.get(path)

@@ -178,7 +178,6 @@ class CheckpointReader(StateReader[Piece]):
         return [problem for problems in self._parallel_map(checks) for problem in problems]
 
     def _own_first(self) -> list[SavedPart]:
-        """Return the parts, those of this rank before others."""
         parts = self.checkpoint.parts
         return parts if self.rank is None else sorted(parts, key=lambda part: part.name.rank != self.rank)
 
@@ -245,16 +244,13 @@ class _PieceSource:
 
     @property
     def start(self) -> int:
-        """The beginning of its data, in bytes of the file."""
         return self.piece.entry.data_offset
 
     @property
     def file(self) -> tuple[int, str]:
-        """A key that tells its file from others."""
         return id(self._storage), self._path
 
     def region_of(self, box: Box) -> Region:
-        """Return where in its data a box of the tensor lies that is within the piece."""
         return region_of(0, self.strides, relative_to(box, self.piece.box), self.itemsize)
 
     def fetch(self, start: int, memory: memoryview) -> None:
@@ -308,7 +304,6 @@ class _PieceSource:
         return problems
 
     def damaged(self, what: str) -> CheckpointDamagedError:
-        """Return the error that names file, tensor and box."""
         return CheckpointDamagedError(f"{self._path} {what}, of {self._name[:120]} {self.piece.box}", self._path)
 
     def _read_table(self) -> bytes:
@@ -383,7 +378,6 @@ def _read_unit(work: _Work, boxes: list[tuple[Box, Target]], reading: Reading[Pi
 
 
 def _runs(works: Sequence[_Work], reading: Reading[Piece]) -> Iterator[Callable[[], None]]:
-    """Yield reads of small pieces, those together that lie beside each other."""
     run: list[_Work] = []
     for work in sorted(works, key=lambda work: (work.source.file, work.source.start)):
         if run:
@@ -453,7 +447,6 @@ def _dict_of(manifest: PartManifest, state: object) -> dict[str, Any]:
 
 
 def _check_value(storage: Storage, part: SavedPart, entry: ValueEntry) -> list[str]:
-    """Return what is wrong with the record of a value."""
     path = part.path_of(entry.file)
     try:
         record = storage.read(path, entry.offset, entry.offset + entry.length)

@@ -309,7 +309,6 @@ class SaveWorker:
         )
 
     def _release(self, numbers: set[int]) -> None:
-        """Free all shares but those of these numbers."""
         staged = self.stage()
         self._state.release(_blocks_of(staged) & ~_blocks_of([staged[number] for number in numbers]))
 
