@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import math
-import random
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +28,7 @@ from torchft_ckpt.checkpointing.state.shards import adapter_of, register_shard_a
 from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import StateMismatchError
 from torchft_ckpt.integrations.dcp.planners import ShardLoadPlanner, ShardSavePlanner
-from torchft_ckpt.integrations.xla import LocalShard, boxes_of_devices, holders_of_two, local_shards_of
+from torchft_ckpt.integrations.xla import LocalShard, local_shards_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 ONE, TWO, FOUR = Layout((1,)), Layout((2,)), Layout((4,))
@@ -106,87 +103,6 @@ def test_a_shard_of_padding_alone_is_left_out_and_an_empty_tensor_is_one_box():
 def test_indices_that_are_no_box_are_refused(indices):
     with pytest.raises(ValueError, match="no box"):
         local_shards_of([(0, indices)], (4, 4))
-
-
-# --- who holds what, from XLA's text of a sharding -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_the_boxes_of_devices_are_those_that_the_text_of_a_sharding_gives_them(seed):
-    """The oracle lays the devices out in an array, and cuts an array of indices for each of them."""
-    dice = random.Random(seed)
-    shape = tuple(dice.randint(0, 9) for _ in range(dice.randint(1, 3)))
-    tiles, num_replicas = tuple(dice.randint(1, 3) for _ in shape), dice.randint(1, 3)
-    counts = (*tiles, num_replicas) if num_replicas > 1 else tiles
-    order = dice.sample(range(len(counts)), len(counts))
-    sizes = [counts[dim] for dim in np.argsort(order)]
-    devices = np.arange(math.prod(counts)).reshape(sizes).transpose(order).reshape(*tiles, num_replicas)
-    kind = " last_tile_dim_replicate" if num_replicas > 1 else ""
-    texts = {
-        "listed": f"{','.join(map(str, devices.flatten()))}{kind}",
-        "in order": f"<=[{','.join(map(str, sizes))}]T({','.join(map(str, order))}){kind}",
-    }
-    wanted = {}
-    for place in np.ndindex(*tiles):
-        steps = [-(-size // count) for size, count in zip(shape, tiles, strict=True)]
-        rows = [
-            range(size)[cell * step : (cell + 1) * step] for cell, size, step in zip(place, shape, steps, strict=True)
-        ]
-        for device in devices[place]:
-            wanted[int(device)] = [*map(list, rows)]
-    for name, text in texts.items():
-        found = boxes_of_devices(f"{{devices=[{','.join(map(str, counts))}]{text}}}", shape)
-        assert found is not None, (seed, name)
-        lists = {
-            device: [[*range(low, low + size)] for low, size in zip(box.offsets, box.sizes, strict=True)]
-            for device, box in found.items()
-        }
-        assert lists == wanted, (seed, name)
-
-
-def test_devices_in_their_own_order_are_written_without_one():
-    assert boxes_of_devices("{devices=[2]<=[2]}", (4,)) == {0: Box((0,), (2,)), 1: Box((2,), (2,))}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{replicated}",
-        "{manual}",
-        "{maximal device=0}",
-        "{devices=[2,2]0,1,2,3 last_tile_dims={manual}}",
-        "{devices=[2,2]0,1,2,3} metadata",
-        "{devices=[2]0,1}",  # of another number of dimensions
-        "{devices=[2,2]0,1,2,2}",
-        "{devices=[2,2]0,1,2}",
-        "{devices=[2,1]1,2}",
-        "{devices=[2,2]<=[2]}",
-        "{devices=[2,2]<=[2,2]T(0,0)}",
-        "{devices=[2,2]<=[2,2]T(0)}",
-        "{devices=[2,2]0,1,,2,3}",
-        "{devices=[0,0]0}",
-    ],
-)
-def test_of_a_text_of_another_kind_no_boxes_are_known(text):
-    assert boxes_of_devices(text, (4, 3)) is None
-
-
-def test_of_two_processes_what_is_not_of_the_one_is_of_the_other():
-    """Four devices; this process has those of the first column."""
-    top, bottom = Box((0,), (3,)), Box((3,), (2,))
-    both = (top, (0, 1)), (bottom, (0, 1))
-    spec, mine, every = "{devices=[2,2]0,1,2,3 last_tile_dim_replicate}", frozenset({0, 2}), frozenset(range(4))
-    assert holders_of_two(spec, (5,), mine, every, 0) == both
-    assert holders_of_two(spec, (5,), frozenset({0, 1}), every, 0) == ((top, (0,)), (bottom, (1,)))
-    assert holders_of_two(spec, (5,), frozenset({0, 1}), every, 1) == ((top, (1,)), (bottom, (0,)))
-
-
-def test_of_devices_that_are_not_those_of_the_sharding_nothing_is_said():
-    spec = "{devices=[4]0,1,2,3}"
-    assert holders_of_two(spec, (8,), frozenset({0}), frozenset({0, 1}), 0) is None
-    assert holders_of_two(spec, (8,), frozenset(range(4)), frozenset(range(4)), 0) is None
-    assert holders_of_two("{replicated}", (8,), frozenset({0}), frozenset({0, 1}), 0) is None
 
 
 def test_an_adapter_is_asked_while_it_is_registered():

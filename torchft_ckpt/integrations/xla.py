@@ -12,17 +12,14 @@ How a result is sharded is known when it was executed. So a state is captured af
 what is still pending then is executed by itself, tensor by tensor, which is right and slow (and where several processes share
 a tensor, all have to do it). After the sync, neither reading boxes nor building a tensor compiles or executes anything.
 
-Which process holds which box is told without asking anybody where XLA lets one process know it: where there is one, where all
-hold all, and where there are two (what is not of this one is of the other). XLA names no device's process, and a host's devices
-need not follow each other, so among three and more it is not known of a tensor that is cut.
+Which process holds which box is told without asking anybody if XLA lets one process know it: if there is one, or if all hold all.
+XLA names no device's process, and a host's devices need not follow each other, so of a tensor that is cut it is not known else.
 
 Written for torch_xla 2.9. It makes every NaN of float16 the same NaN on the way to a device.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import re
 import sys
 from collections.abc import Sequence
@@ -37,10 +34,6 @@ from torchft_ckpt.errors import StateMismatchError, UnsupportedValueError
 _SPMD = "torch_xla.distributed.spmd"
 _CARRIED = frozenset({"REPLICATED", "TILED", "PARTIAL"})
 _TILES = re.compile(r"^\{devices=\[([0-9,]+)\]")
-_LIST = r"([0-9]+(?:,[0-9]+)*)"
-_TILES_OF_DEVICES = re.compile(
-    rf"\{{devices=\[{_LIST}\](?:{_LIST}|<=\[{_LIST}\](?:T\({_LIST}\))?)( last_tile_dim_replicate)?\}}"
-)
 
 
 class LocalShard(NamedTuple):
@@ -78,65 +71,6 @@ def _box_of(indices: Any, shape: Sequence[int]) -> Box:
         raise ValueError(f"{indices} is no box of a tensor of shape {tuple(shape)}")
     ranges = [index.indices(size) for index, size in zip(named, shape, strict=True)]
     return Box(tuple(low for low, _, _ in ranges), tuple(max(0, high - low) for low, high, _ in ranges))
-
-
-def boxes_of_devices(spec: str, shape: Sequence[int]) -> dict[int, Box] | None:
-    """Return the box of each device, by its number, from XLA's text of a sharding; None where that is of another kind.
-
-    `{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}` cuts the first of two dimensions in two, and devices 0 and 1 hold the
-    first half. The list may be written as `<=[2,2]T(1,0)`: the numbers up to 4 in two rows, read by columns.
-    """
-    found = _TILES_OF_DEVICES.fullmatch(spec)
-    if found is None:
-        return None
-    counts = _numbers(found[1])
-    num_devices = math.prod(counts)
-    if not num_devices or len(counts) != len(shape) + (found[5] is not None):
-        return None
-    if found[2] is not None:
-        devices = _numbers(found[2])
-    else:
-        rows = _numbers(found[3])
-        order = _numbers(found[4]) if found[4] is not None else list(range(len(rows)))
-        if math.prod(rows) != num_devices or sorted(order) != list(range(len(rows))):
-            return None
-        devices = torch.arange(num_devices, device="cpu").reshape(*rows).permute(*order).flatten().tolist()
-    if sorted(devices) != list(range(num_devices)):
-        return None
-    boxes: dict[int, Box] = {}
-    for place, device in enumerate(devices):
-        offsets, sizes = [], []
-        below = num_devices
-        for size, count in zip(shape, counts, strict=False):
-            below //= count
-            step = -(-size // count)
-            low = min(place // below % count * step, size)
-            offsets.append(low)
-            sizes.append(min(step, size - low))
-        boxes[device] = Box(tuple(offsets), tuple(sizes))
-    return boxes
-
-
-@functools.lru_cache(maxsize=1024)
-def holders_of_two(
-    spec: str, shape: tuple[int, ...], mine: frozenset[int], every: frozenset[int], process: int
-) -> tuple[tuple[Box, tuple[int, ...]], ...] | None:
-    """Return which of two processes hold which boxes; None where XLA's text of the sharding does not say.
-
-    Args:
-        spec: that text.
-        shape: of the tensor.
-        mine: numbers of the devices of this process.
-        every: of those of both.
-        process: this one, 0 or 1.
-    """
-    boxes = boxes_of_devices(spec, shape)
-    if boxes is None or boxes.keys() != every or not mine < every:
-        return None
-    held: dict[Box, set[int]] = {}
-    for device, box in boxes.items():
-        held.setdefault(box, set()).add(process if device in mine else 1 - process)
-    return tuple((box, tuple(sorted(processes))) for box, processes in sorted(held.items()))
 
 
 def _numbers(text: str) -> list[int]:
@@ -181,17 +115,7 @@ class XLAShardAdapter(ShardAdapter):
         name = _sharding_name(plain)
         if not runtime.is_spmd():  # each process has tensors of its own then
             return None
-        if name in (None, "REPLICATED"):
-            return [(whole(plain.shape), range(num_ranks))]
-        if num_ranks != 2 or name not in _CARRIED:
-            return None
-        return holders_of_two(
-            _runtime()._get_xla_sharding_spec(plain),
-            tuple(plain.shape),
-            _ordinals(_runtime()._xla_get_runtime_devices()),
-            _ordinals(_runtime()._xla_get_all_runtime_devices()),
-            runtime.process_index(),
-        )
+        return [(whole(plain.shape), range(num_ranks))] if name in (None, "REPLICATED") else None
 
     def rebuild(self, like: torch.Tensor, data: Sequence[torch.Tensor]) -> torch.Tensor:
         """See the base class. Plain tensors on an xla device are rebuilt as such, with the annotation of `like`.
@@ -225,11 +149,6 @@ class XLAShardAdapter(ShardAdapter):
 def _runtime() -> Any:
     """Return torch_xla's own module of bindings; its planners for torch.distributed.checkpoint use the same functions."""
     return sys.modules["torch_xla"]._XLAC
-
-
-def _ordinals(devices: Sequence[str]) -> frozenset[int]:
-    """Return the numbers in the names of devices, such as `TPU:3`: a sharding names a device by it."""
-    return frozenset(int(device.rpartition(":")[2]) for device in devices)
 
 
 def _global_of(tensor: torch.Tensor) -> torch.Tensor:
