@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, load_checkpoint
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 WHAT = ("a signal", "Ctrl-C", "on_event", "a hook", "between steps")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.averaging import Averaging, connect
+from support.fake_process_group import FakeFabric
 from torch import nn
 from torch.distributed import Work
 from torch.nn import parallel
@@ -21,7 +22,6 @@ from torchft_ckpt.ddp import BackwardAverage, GradientAverage, PureDistributedDa
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.collectives import done_work
 from torchft_ckpt.testing.fake_outer_manager import run_replicas
-from torchft_ckpt.testing.fake_process_group import FakeFabric
 
 Wrap = Callable[[Averaging, nn.Module], nn.Module]
 Bits = list[list[int] | None]

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from idioms.plain import Hub, Iteration, PlainDDP, PlainManager, step_as_planned
 from idioms.plain_outer import PlainOuterLoop
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.waiting import wait_until
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,7 +44,6 @@ from torchft_ckpt import (
 )
 from torchft_ckpt.ddp import PureDistributedDataParallel
 from torchft_ckpt.manager import rank_config
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 if TYPE_CHECKING:
     from idioms.table import Idiom

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.stores import hosted_store
 from torch.distributed import ReduceOp, TCPStore, Work
 
@@ -22,7 +23,6 @@ from torchft_ckpt.manager.clearing import Clearing, Issued
 from torchft_ckpt.manager.collectives import Collectives, ManagedWork
 from torchft_ckpt.process_group import ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
 from torchft_ckpt.process_group.quantization import FP8, INT8, Codec
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 LONG = timedelta(seconds=30)
 STAGES = ["alltoall_base", "allgather"]

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from support.every_line import AtLine
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.thoroughness import by_default
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer
 from torchft_ckpt.checkpointing.durable.reading.loading import load_checkpoint
 from torchft_ckpt.errors import CheckpointError, ConfigError
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 STRIDE = by_default(29, thorough=1)
 """Of the lines of a step at which something happens, every so manyth is tried."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
@@ -21,7 +22,6 @@ from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.followers import Followers
 from torchft_ckpt.manager.state_registry import StateRegistry
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 LIMIT = timedelta(seconds=20)
 

@@ -11,12 +11,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from torch import nn
 
 from torchft_ckpt import LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from torchft_ckpt.manager import collectives
 from torchft_ckpt.process_group import ProcessGroup
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.stores import hosted_store
 from torch import nn
 
 from torchft_ckpt import LighthouseServer, Manager, Optimizer
 from torchft_ckpt.errors import GroupBrokenError, QuorumTimeoutError
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 SHORT = timedelta(seconds=20)
 

@@ -7,11 +7,11 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.rings import Ring
 from torch.distributed import ReduceOp
 
 from torchft_ckpt.errors import CollectiveFailedError, ProcessGroupAbortedError, ProcessGroupConfigureError
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 
 @pytest.fixture

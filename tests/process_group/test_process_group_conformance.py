@@ -8,13 +8,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.rings import Ring, is_connecting
 from support.waiting import wait_until
 from torch.distributed import ReduceOp
 
 from torchft_ckpt.errors import ProcessGroupAbortedError
 from torchft_ckpt.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupWrapper
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 from torchft_ckpt.testing.process_group_conformance import CHECKS, Check, ConformanceError, MakeGroup
 
 TIMEOUT = timedelta(seconds=30)

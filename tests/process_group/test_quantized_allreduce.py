@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.rings import Ring
 from support.waiting import wait_until
 from torch.distributed import Work
@@ -29,7 +30,6 @@ from torchft_ckpt.process_group.quantization import (
     chunk_layout,
 )
 from torchft_ckpt.process_group.sockets import GlooSockets
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 LONG = timedelta(seconds=30)
 SIZES = [1, 2, 5, 511, 513, 4097, 300_001]

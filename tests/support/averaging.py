@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp, Work
 
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from torchft_ckpt.core.training.graphs import OpenGraphs
 from torchft_ckpt.manager.collectives import ManagedWork, done_work
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 LIMIT = timedelta(seconds=20)
 

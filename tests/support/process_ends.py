@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed import ReduceOp, TCPStore
 
 import torchft_ckpt
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.ports import reserved_port
 from torchft_ckpt import (
     Checkpointer,
@@ -49,7 +50,6 @@ from torchft_ckpt import (
     ProcessGroupGloo,
 )
 from torchft_ckpt.process_group import ManagedProcessGroup, ProcessGroupDummy
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 from torchft_ckpt.threads import in_background
 
 WAYS = ["shutdown", "return", "raise"]

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
+from support.fake_process_group import FakeProcessGroup
 from torchft_ckpt.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_ckpt.process_group.session import SessionPhase
-from torchft_ckpt.testing.fake_process_group import FakeProcessGroup
 
 T = TypeVar("T")
 PATIENCE = timedelta(seconds=300)

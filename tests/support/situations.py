@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.fake_transport import FakeNetwork
 from support.ports import reserved_port
 from torchft_ckpt import (
@@ -41,7 +42,6 @@ from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 from torchft_ckpt.coordination import LighthouseServer
 from torchft_ckpt.errors import GroupLeftError
 from torchft_ckpt.process_group import ProcessGroupDummy
-from torchft_ckpt.testing.fake_process_group import FakeFabric, FakeProcessGroup
 
 REPO = Path(__file__).resolve().parents[2]
 LIMIT = timedelta(seconds=30)

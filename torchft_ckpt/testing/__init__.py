@@ -1,8 +1,5 @@
 """The public kit for tests of what is built on this library. Import from the modules; nothing is loaded before.
 
-Fakes:
-
-- `fake_process_group`: an in-memory `ProcessGroup`, with ranks as threads and failures on demand
 - `fake_outer_manager`: an in-memory `OuterManager`, with replicas as threads and votes by a script
 
 Checks of what a part of your own must do:
