@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.boxes import coverage
-from torchft_ckpt.core.boxes.coverage import missing_boxes, missing_numbers, subtract
-from torchft_ckpt.core.boxes.geometry import Box
+from torchft_ckpt.core.boxes import geometry
+from torchft_ckpt.core.boxes.geometry import Box, missing_boxes, missing_numbers, subtract
 
 
 def at(box: Box) -> tuple[slice, ...]:
@@ -61,7 +60,7 @@ def test_exactly_the_numbers_that_are_not_there_are_missing() -> None:
 
 def test_boxes_that_would_take_hours_to_compare_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second column is there: each further one would be compared with all gaps before it."""
-    monkeypatch.setattr(coverage, "_FREE_COMPARISONS", 1000)
+    monkeypatch.setattr(geometry, "_FREE_COMPARISONS", 1000)
     columns = [Box((0, column), (2, 1)) for column in range(0, 400, 2)]
     with pytest.raises(ValueError, match="200 boxes lie so that too many of them have to be compared"):
         subtract([Box((0, 0), (2, 400))], columns)

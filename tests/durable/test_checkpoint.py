@@ -37,9 +37,8 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes import coverage
-from torchft_ckpt.core.boxes.coverage import missing_boxes
-from torchft_ckpt.core.boxes.geometry import Box, contains, intersect, refine, whole
+from torchft_ckpt.core.boxes import geometry
+from torchft_ckpt.core.boxes.geometry import Box, contains, intersect, missing_boxes, refine, whole
 from torchft_ckpt.errors import CheckpointNotFoundError, StorageError
 
 STATE: dict[str, Any] = {"w": torch.arange(32.0).reshape(8, 4), "b": torch.ones(3), "step": 120}
@@ -473,7 +472,7 @@ def test_manifests_of_equal_bytes_in_two_storages_are_both_kept(tmp_path: Path) 
 
 def test_pieces_that_would_take_hours_to_put_together_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of ever fewer rows, every second one first: each is compared with all gaps that those before it left."""
-    monkeypatch.setattr(coverage, "_FREE_COMPARISONS", 1000)
+    monkeypatch.setattr(geometry, "_FREE_COMPARISONS", 1000)
     height = 400
     boxes = [Box((0, column), (height - column // 2, 1)) for column in range(0, 400, 2)]
     boxes += [Box((0, column), (1, 1)) for column in range(1, 400, 2)]

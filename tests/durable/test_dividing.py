@@ -19,8 +19,7 @@ from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
 from torchft_ckpt.checkpointing.durable.saving.part_writer import PartShare
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.core.boxes.coverage import subtract
-from torchft_ckpt.core.boxes.geometry import Box, whole
+from torchft_ckpt.core.boxes.geometry import Box, subtract, whole
 from torchft_ckpt.core.durable.saving import SavingRank, Writers
 
 NUM_RANKS = 2

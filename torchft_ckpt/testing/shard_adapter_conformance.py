@@ -13,8 +13,7 @@ import torch
 
 from torchft_ckpt.checkpointing import HTTPTransport, register_shard_adapter
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, unregister_shard_adapter
-from torchft_ckpt.core.boxes.coverage import missing_boxes
-from torchft_ckpt.core.boxes.geometry import Box, fits, intersect
+from torchft_ckpt.core.boxes.geometry import Box, fits, intersect, missing_boxes
 from torchft_ckpt.testing.conformance import ConformanceError, bits_of, require
 
 __all__ = ["ConformanceError", "check_shard_adapter"]

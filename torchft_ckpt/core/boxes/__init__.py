@@ -1,5 +1,4 @@
 """Boxes of index space: arithmetic for tensors that are sharded. Decisions only, as all of `core`.
 
-geometry  boxes of index space: what two of them share, and how others make one up
-coverage  what of a tensor, or of ranks, is still missing
+geometry  boxes of index space: what two of them share, how others make one up, and what is still missing
 """

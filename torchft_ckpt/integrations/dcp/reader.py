@@ -41,8 +41,7 @@ from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
 from torchft_ckpt.checkpointing.state.space import as_bytes
-from torchft_ckpt.core.boxes.coverage import missing_boxes
-from torchft_ckpt.core.boxes.geometry import Box
+from torchft_ckpt.core.boxes.geometry import Box, missing_boxes
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
     CheckpointError,

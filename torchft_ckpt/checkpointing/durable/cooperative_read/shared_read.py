@@ -47,8 +47,7 @@ from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES
 from torchft_ckpt.checkpointing.state.shards import ShardAdapter, register_shard_adapter
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.boxes.coverage import subtract
-from torchft_ckpt.core.boxes.geometry import Box, are_told_apart, contains, fits, refine, whole
+from torchft_ckpt.core.boxes.geometry import Box, are_told_apart, contains, fits, refine, subtract, whole
 from torchft_ckpt.core.durable.assignment import Item, assign_writes
 from torchft_ckpt.errors import (
     CheckpointError,

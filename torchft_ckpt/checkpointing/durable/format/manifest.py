@@ -1,7 +1,7 @@
 """The manifest of one part of a durable checkpoint, version 2: what a rank holds, and what of it this part contains.
 
 This file specifies the manifest, writes and checks it. It does not read or write files, and does not know what the other parts
-contain; whether a checkpoint is whole is decided in `core/boxes/coverage.py`.
+contain; whether a checkpoint is whole is decided in `core/boxes/geometry.py`.
 
 A file of two parts:
 

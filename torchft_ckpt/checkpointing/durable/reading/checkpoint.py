@@ -36,8 +36,15 @@ from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
 from torchft_ckpt.checkpointing.state.local_state import some_of
-from torchft_ckpt.core.boxes.coverage import max_comparisons, missing_boxes, missing_numbers, subtract
-from torchft_ckpt.core.boxes.geometry import Box, intersect, whole
+from torchft_ckpt.core.boxes.geometry import (
+    Box,
+    intersect,
+    max_comparisons,
+    missing_boxes,
+    missing_numbers,
+    subtract,
+    whole,
+)
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 from torchft_ckpt.memory import gc_paused
 from torchft_ckpt.threads import parallel_map

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, Piece, SavedTensor, minimal_cover
-from torchft_ckpt.core.boxes.coverage import subtract
+from torchft_ckpt.core.boxes.geometry import subtract
 from torchft_ckpt.errors import CheckpointDamagedError
 from torchft_ckpt.memory import gc_paused
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from torchft_ckpt.checkpointing.state.shards import DTensorAdapter, adapter_of
-from torchft_ckpt.core.boxes.coverage import missing_boxes
-from torchft_ckpt.core.boxes.geometry import Box, fits, whole
+from torchft_ckpt.core.boxes.geometry import Box, fits, missing_boxes, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
