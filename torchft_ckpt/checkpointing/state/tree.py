@@ -443,7 +443,7 @@ def only_with(tree: Node, names: Collection[str]) -> Node:
     keys = _Decoder(_no_tensor, None)
 
     def kept(node: Any, prefix: str) -> Node:
-        tag, content = next(iter(node.items())) if isinstance(node, dict) else ("", None)
+        tag, content = next(iter(node.items())) if isinstance(node, dict) else ("", [])
         if tag not in ("d", "o"):
             return node
         few = []
