@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from support.sources import manifest_of, strips
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchft_ckpt import PeerReader
+from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing import protocol
 from torchft_ckpt.checkpointing.fetching import engine
 from torchft_ckpt.checkpointing.fetching.streams import Stream
@@ -53,16 +55,21 @@ def signed(reply: Reply, body: bytes) -> None:
     reply.send()
 
 
-def tree(node: object) -> Callable[[Reply], None]:
-    """Another tree, in an otherwise empty state."""
+def body_of(manifest: bytes) -> Callable[[Reply], None]:
+    """Another manifest."""
 
     def lie(reply: Reply) -> None:
         if reply.kind == "manifest":
-            signed(reply, manifest_of(node, step=STEP))
+            signed(reply, manifest)
         else:
             reply.send()
 
     return lie
+
+
+def tree(node: object) -> Callable[[Reply], None]:
+    """Another tree, in an otherwise empty state."""
+    return body_of(manifest_of(node, step=STEP))
 
 
 def deep_refusal(reply: Reply) -> None:
@@ -74,6 +81,9 @@ LIES = {
     "a refusal that nests": deep_refusal,
     "a large integer twice as a key": tree({"d": [[BIG_NODE, 1], [BIG_NODE, 2]]}),
     "one within a tuple twice": tree({"d": [[{"t": [BIG_NODE, 1]}, 1], [{"t": [BIG_NODE, 1]}, 2]]}),
+    "an integer that Python does not read": body_of(manifest_of("X", step=STEP).replace(b'"X"', b"9" * 5000)),
+    "a manifest that nests": body_of(manifest_of("X", step=STEP).replace(b'"X"', DEEP)),
+    "a long key above many leaves": tree({"d": [["k" * 60_000, [0] * 20_000]]}),
 }
 
 
@@ -109,6 +119,16 @@ def test_beside_a_liar_the_honest_sources_state_arrives(lie: str, sharded: bool,
         groups = [[lying.url], [honest]] if first else [[honest], [lying.url]]
         received = receive(groups, sharded, {"w": torch.zeros(5000)})
     assert torch.equal(received["w"], state["w"])
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_liar_alone_is_named_by_the_command_line_without_a_traceback(
+    lie: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with source_of({"w": torch.arange(5000.0)}) as honest, LyingSource(honest, LIES[lie]) as lying:
+        for command in (["inspect"], ["pull", "-o", str(tmp_path / "state.safetensors"), "--timeout", "3"]):
+            status = main([*command, lying.url])
+            assert (status, "torchft_ckpt: " in capsys.readouterr().err) == (1, True)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -329,16 +349,6 @@ def test_a_plan_of_more_parts_than_any_state_has_is_refused(monkeypatch: pytest.
         plan_parts([Want("large", Box((0,), (len(target),)), target)], [strips_group()])
 
 
-def changes_to(body: bytes) -> Callable[[Reply], None]:
-    def lie(reply: Reply) -> None:
-        if reply.kind == "manifest":
-            signed(reply, body)
-        else:
-            reply.send()
-
-    return lie
-
-
 def wanted(num_tensors: int = 3) -> State:
     local: State = {f"t{number}": torch.zeros(32, 80, dtype=torch.uint8) for number in range(num_tensors)}
     return {**local, "large": torch.zeros(32 * 80 * num_tensors, dtype=torch.uint8)}
@@ -378,7 +388,7 @@ def test_a_second_group_that_cannot_be_planned_with_is_left_aside_and_the_third_
 
 
 def test_a_reader_of_dcps_compares_only_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    with source_of(wanted()) as url, LyingSource(url, changes_to(strips("s", step=STEP, **SMALL))) as lying:
+    with source_of(wanted()) as url, LyingSource(url, body_of(strips("s", step=STEP, **SMALL))) as lying:
         reader = PeerReader([lying.url], step=STEP, root="", timeout=LONG)
         cells_of = peer_reader.cells_of
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 HOST = "127.0.0.1"
-Answer = tuple[int, bytes, dict[str, str]]
-"""Status, body, headers."""
 
 
 class Server(ThreadingHTTPServer):
@@ -31,26 +28,3 @@ class Server(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self._thread.join(20)
-
-
-def serve(answer: Callable[[str], Answer]) -> tuple[str, Server]:
-    """Answer each request by its path, until the server ends; return the URL as well."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            status, body, headers = answer(self.path)
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = Server((HOST, 0), Handler)
-    return server.start(), server

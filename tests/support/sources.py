@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import xxhash
-
-from support.http_servers import HOST, Answer
+from support.http_servers import HOST
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
-from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER
 from torchft_ckpt.checkpointing.state.format import FORMAT_NAME, FORMAT_VERSION
 
 BLOCK = 4096
@@ -56,8 +53,3 @@ def strips(snapshot: str, *, rows: int, columns: int, num_tensors: int, **change
     segments = [[0, columns], [start, large]]
     members = {"snapshot": snapshot, "total_bytes": start + large, "segments": segments, "tensors": tensors, **changes}
     return manifest_of(tree, **members)
-
-
-def signed(manifest: bytes, snapshot: str = "s") -> Answer:
-    """Return the answer with a manifest and its digest."""
-    return 200, manifest, {DIGEST_HEADER: xxhash.xxh3_128_hexdigest(manifest), "ETag": f'"{snapshot}"'}
