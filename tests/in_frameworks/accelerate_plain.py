@@ -109,6 +109,33 @@ def schedule(step: int) -> float:
     return min(1.0, (step + 1) / 10) / (1 + step / 50)
 
 
+def options_of() -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=80)
+    parser.add_argument("--accumulate", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--fp16", type=int, help="scale losses, at first by this power of two")
+    parser.add_argument("--save-steps", type=int, default=10)
+    parser.add_argument("--automatic", action="store_true", help="let accelerate name checkpoints")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--subset", action="store_true", help="draw by a sampler that has no generator of its own")
+    parser.add_argument("--two-losses", action="store_true", help="go back twice")
+    parser.add_argument("--torch-clip", action="store_true", help="clip by torch, of which nothing is told")
+    parser.add_argument("--optimizers", default="one", help="one, two or eight-bit")
+    parser.add_argument("--dynamo", help="compile by this backend")
+    parser.add_argument("--split-batches", action="store_true", help="divide each batch among the groups")
+    parser.add_argument("--resume", help="a checkpoint")
+    parser.add_argument("--name", default="group")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--wait", nargs=2, action="append", default=[])
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    return parser.parse_args()
+
+
 def main(options: argparse.Namespace) -> None:
     accelerator = Accelerator(
         gradient_accumulation_steps=options.accumulate,
@@ -177,26 +204,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=80)
-    parser.add_argument("--accumulate", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--fp16", type=int, help="scale losses, at first by this power of two")
-    parser.add_argument("--save-steps", type=int, default=10)
-    parser.add_argument("--automatic", action="store_true", help="let accelerate name checkpoints")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--subset", action="store_true", help="draw by a sampler that has no generator of its own")
-    parser.add_argument("--two-losses", action="store_true", help="go back twice")
-    parser.add_argument("--torch-clip", action="store_true", help="clip by torch, of which nothing is told")
-    parser.add_argument("--optimizers", default="one", help="one, two or eight-bit")
-    parser.add_argument("--dynamo", help="compile by this backend")
-    parser.add_argument("--split-batches", action="store_true", help="divide each batch among the groups")
-    parser.add_argument("--resume", help="a checkpoint")
-    parser.add_argument("--name", default="group")
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--wait", nargs=2, action="append", default=[])
-    logging.basicConfig(level=logging.INFO)
-    torch.set_num_threads(1)
-    main(parser.parse_args())
+    main(options_of())
