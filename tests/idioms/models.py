@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from idioms.harness import Job, states
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,6 +19,16 @@ def error(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.T
     """Return the mean squared error."""
     inputs, targets = batch
     return F.mse_loss(model(inputs), targets)
+
+
+def set_up(
+    job: Job, kind: type[torch.optim.Optimizer], *, model: nn.Module | None = None, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
+    """Return model and optimizer, and both in their wrappers: the first lines of the README's loop, for what differs later."""
+    module = mlp() if model is None else model
+    inner = kind(module.parameters(), **settings)
+    job.manager(*states(model=module, optimizer=inner))
+    return module, inner, job.ddp(module), job.optimizer(inner)
 
 
 class Each(nn.Module):

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import torch
 from idioms.harness import Job, states
-from idioms.models import Box, error, mlp
+from idioms.models import Box, error, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 from torch.profiler import record_function
@@ -172,10 +172,8 @@ def extreme_metrics(job: Job) -> None:
     compare="nothing",
 )
 def metrics_of_other_length(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    manager = job.current
     iterations = 0
     while job.goes_on():
         iterations += 1
@@ -216,10 +214,8 @@ def look_on(job: Job) -> None:
     "Seed a generator of your own by the step, after `zero_grad`.",
 )
 def shared_randomness(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
+    manager = job.current
     while job.goes_on():
         optimizer.zero_grad()
         inputs, targets = job.batch()

@@ -6,7 +6,7 @@ import math
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Box, error, mlp
+from idioms.models import Box, error, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 
@@ -19,10 +19,8 @@ FLOW = Category.FLOW
     "Call `continue` before the backward pass. The next `zero_grad` goes on with the step.",
 )
 def skip_in_all(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
+    manager = job.current
     iteration = 0
     while job.goes_on():
         iteration += 1
@@ -39,10 +37,8 @@ def skip_in_all(job: Job) -> None:
     "The step of the other groups waits for this group, or they discard it and try again.",
 )
 def skip_in_one(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
+    manager = job.current
     skipped: set[int] = set()
     while job.goes_on():
         optimizer.zero_grad()
@@ -62,10 +58,8 @@ def skip_in_one(job: Job) -> None:
     was="livelock: nearly all iterations were discarded, as each `zero_grad` abandoned the step that was open",
 )
 def zero_grad_at_both_ends(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
+    manager = job.current
     skipped: set[int] = set()
     while job.goes_on():
         optimizer.zero_grad()
@@ -84,10 +78,8 @@ def zero_grad_at_both_ends(job: Job) -> None:
     "Call `manager.report_error(e)` in any group. All groups discard the step. Then go on with `step` as always.",
 )
 def report_error(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
+    manager = job.current
     reported = False
     while job.goes_on():
         optimizer.zero_grad()
@@ -105,10 +97,7 @@ def report_error(job: Job) -> None:
     "Averaged gradients are the same in all groups, so all groups decide equally. Draw another batch then.",
 )
 def skip_by_norm(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    model, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
     spikes: list[int] = []
     while job.goes_on():
         optimizer.zero_grad()
@@ -127,10 +116,8 @@ def skip_by_norm(job: Job) -> None:
     "If the error came before the backward pass, the next `zero_grad` is enough. The other groups discard their step.",
 )
 def catch_and_go_on(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
+    manager = job.current
     raised = False
     while job.goes_on():
         optimizer.zero_grad()
@@ -192,10 +179,8 @@ def count_batches(job: Job) -> None:
     dies=False,
 )
 def resume(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    model, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
+    manager = job.current
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
@@ -214,10 +199,8 @@ def resume(job: Job) -> None:
     "Each group's mean has the same weight.",
 )
 def uneven_batches(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
+    manager = job.current
     while job.goes_on():
         optimizer.zero_grad()
         weight = 0.0 if (manager.current_step() + job.group) % 3 == 0 else 1.0
@@ -231,10 +214,8 @@ def uneven_batches(job: Job) -> None:
     "Before the backward pass, sum the tokens of the groups that contribute (`manager.allreduce` with SUM).",
 )
 def weigh_by_tokens(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    manager = job.current
     while job.goes_on():
         inputs, targets = job.batch(rows=3 + job.group)
         optimizer.zero_grad()
@@ -254,10 +235,8 @@ def weigh_by_tokens(job: Job) -> None:
     compare="nothing",
 )
 def unequal_windows(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    manager = job.current
     windows = 0
     while job.goes_on():
         shorter = job.group == 1 and manager.current_step() == 2 and windows < 2

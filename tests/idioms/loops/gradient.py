@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Box, Each, error, errors, mlp
+from idioms.models import Box, Each, error, errors, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -19,10 +19,7 @@ GRADIENT = Category.GRADIENT
     " groups have the same length.",
 )
 def accumulate_no_sync(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
     while job.goes_on():
         optimizer.zero_grad()
         with ddp.no_sync():
@@ -34,10 +31,7 @@ def accumulate_no_sync(job: Job) -> None:
 
 @idiom("Accumulate without no_sync", GRADIENT, "It is right, but exchanges the gradients once for each batch.")
 def accumulate_and_average_each(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
     while job.goes_on():
         optimizer.zero_grad()
         for _ in range(2):
@@ -51,10 +45,7 @@ def accumulate_and_average_each(job: Job) -> None:
     "The length may differ from step to step, but not from group to group.",
 )
 def accumulate_by_step(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
     while job.goes_on():
         optimizer.zero_grad()
         for _ in range(1 + job.step % 2):
@@ -115,10 +106,7 @@ def adaptive_clipping(job: Job) -> None:
     was="a group that came back added the decay of its old weights to its first step, and differed from then on",
 )
 def decay_by_hand(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    model, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
     while job.goes_on():
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
@@ -134,10 +122,8 @@ def decay_by_hand(job: Job) -> None:
     was="a group that came back seeded the noise of its first step by step 0, and differed from then on",
 )
 def gradient_noise(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    model, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    manager = job.current
     while job.goes_on():
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
@@ -149,10 +135,7 @@ def gradient_noise(job: Job) -> None:
 
 @idiom("Gradient penalty (double backward)", GRADIENT)
 def gradient_penalty(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
     while job.goes_on():
         inputs, targets = job.batch()
         inputs.requires_grad_(True)
@@ -244,10 +227,8 @@ def gradient_surgery(job: Job) -> None:
 
 @idiom("Gradients of ten tasks, cleared before each backward pass, combined by hand (GradVac)", GRADIENT)
 def surgery_by_task(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    model, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
+    manager = job.current
     while job.goes_on():
         found: list[list[torch.Tensor]] = []
         for task in range(10):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Box, Chosen, Each, error, errors, mlp
+from idioms.models import Box, Chosen, Each, error, errors, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn import functional as F
@@ -325,10 +325,9 @@ def each_model(job: Job) -> None:
 
 @idiom("Dropout", MODEL, "Each group draws its own random numbers.")
 def dropout(job: Job) -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(
+        job, torch.optim.AdamW, lr=1e-2, model=nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+    )
     while job.goes_on():
         optimizer.zero_grad()
         with job.random():
@@ -357,10 +356,7 @@ def lora_adapters_only(job: Job) -> None:
 
 @idiom("train() and eval() in turn, both with gradients (RL, frozen BatchNorm)", MODEL)
 def modes_in_turn(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
     while job.goes_on():
         optimizer.zero_grad()
         ddp.train(job.step % 2 == 0)
@@ -481,10 +477,7 @@ def reentrant_checkpointing(job: Job) -> None:
 
 @idiom("Two forward passes in a step, one loss (contrastive, siamese)", MODEL)
 def two_forward_passes(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
     while job.goes_on():
         optimizer.zero_grad()
         first, second = ddp(job.batch()[0]), ddp(job.batch()[0])
@@ -531,10 +524,7 @@ def teacher_before_zero_grad(job: Job) -> None:
 
 @idiom("Cross entropy with label smoothing and class weights", MODEL)
 def label_smoothing(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]), label_smoothing=0.1)
     while job.goes_on():
         inputs, targets = job.batch()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from idioms.harness import Job, states
 from idioms.loops.discarded import Discards
-from idioms.models import Box, error, mlp
+from idioms.models import Box, error, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn import functional as F
@@ -65,10 +65,8 @@ def ema_decay_read_at_top(job: Job, **options: Any) -> None:
 
 @reads_at_top("Weight decay by hand, by the step that was read at the top", manager={})
 def decay_by_hand_read_at_top(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    model, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.05, momentum=0.9)
+    manager = job.current
     while job.goes_on():
         step = manager.current_step()
         optimizer.zero_grad()
@@ -99,10 +97,8 @@ def hard_target_read_at_top(job: Job) -> None:
 
 @reads_at_top("The learning rate of the next step, set after this one by the step that was read at the top", manager={})
 def rate_of_next_read_at_top(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
+    manager = job.current
     while job.goes_on():
         step = manager.current_step()
         optimizer.zero_grad()

@@ -20,6 +20,15 @@ def nesterov(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 
 
+def train(job: Job, loop: Any, model: nn.Module, inner: torch.optim.Optimizer) -> None:
+    """The inner steps of a plain loop, within an outer loop."""
+    with loop:
+        while job.goes_on():
+            inner.zero_grad()
+            error(model, job.batch()).backward()
+            inner.step()
+
+
 def diloco(
     job: Job,
     *,
@@ -33,11 +42,9 @@ def diloco(
     optimizer = inner(model)
     fragments = [model] if num_fragments == 1 else [model[:2], model[2:]]
     job.manager(use_async_quorum=False)
-    with job.diloco(fragments, optimizer, [nesterov(f) for f in fragments], sync_every, **options):
-        while job.goes_on():
-            optimizer.zero_grad()
-            error(model, job.batch()).backward()
-            optimizer.step()
+    train(
+        job, job.diloco(fragments, optimizer, [nesterov(f) for f in fragments], sync_every, **options), model, optimizer
+    )
 
 
 @idiom(
@@ -89,11 +96,7 @@ def shared_outer(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
     job.manager(use_async_quorum=False)
-    with job.diloco([model[0], model[2]], sgd, nesterov(model), 4):
-        while job.goes_on():
-            sgd.zero_grad()
-            error(model, job.batch()).backward()
-            sgd.step()
+    train(job, job.diloco([model[0], model[2]], sgd, nesterov(model), 4), model, sgd)
 
 
 @idiom("LocalSGD", OUTER)
@@ -101,11 +104,7 @@ def local_sgd(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     job.manager(use_async_quorum=False)
-    with job.local_sgd(model, sgd, 3):
-        while job.goes_on():
-            sgd.zero_grad()
-            error(model, job.batch()).backward()
-            sgd.step()
+    train(job, job.local_sgd(model, sgd, 3), model, sgd)
 
 
 @idiom("LocalSGD with Adam", OUTER, "A group that returns begins with an empty inner optimizer state.")
@@ -113,11 +112,7 @@ def local_adam(job: Job) -> None:
     model = mlp()
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     job.manager(use_async_quorum=False)
-    with job.local_sgd(model, adam, 2):
-        while job.goes_on():
-            adam.zero_grad()
-            error(model, job.batch()).backward()
-            adam.step()
+    train(job, job.local_sgd(model, adam, 2), model, adam)
 
 
 @idiom(
@@ -156,11 +151,7 @@ def frozen_in_fragment(job: Job) -> None:
     sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
     outer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.7)
     job.manager(use_async_quorum=False)
-    with job.diloco([model], sgd, outer, 2):
-        while job.goes_on():
-            sgd.zero_grad()
-            error(model, job.batch()).backward()
-            sgd.step()
+    train(job, job.diloco([model], sgd, outer, 2), model, sgd)
 
 
 @idiom(
@@ -215,11 +206,7 @@ def outside_of_fragments(job: Job) -> None:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
     job.manager(use_async_quorum=False)
-    with job.diloco([model[0]], sgd, nesterov(model[0]), 2):
-        while job.goes_on():
-            sgd.zero_grad()
-            error(model, job.batch()).backward()
-            sgd.step()
+    train(job, job.diloco([model[0]], sgd, nesterov(model[0]), 2), model, sgd)
 
 
 @idiom(

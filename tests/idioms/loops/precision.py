@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Each, error, errors, mlp
+from idioms.models import Each, error, errors, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 
@@ -149,10 +149,7 @@ def master_weights(job: Job) -> None:
 @idiom("autocast to bfloat16", PRECISION)
 @idiom("A fixed loss scale by hand", PRECISION)
 def autocast_with_a_fixed_scale(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    model, _, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
     while job.goes_on():
         inputs, targets = job.batch()
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Each, error, errors, mlp
+from idioms.models import Each, error, errors, mlp, set_up
 from idioms.table import Category, idiom
 from torch.optim import lr_scheduler as schedules
 
@@ -71,10 +71,8 @@ def each_scheduler(job: Job) -> None:
     "The Manager registers the scheduler. Its `step` does nothing if the step was discarded.",
 )
 def followed(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    _, adamw, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
+    manager = job.current
     scheduler = manager.scheduler(
         schedules.SequentialLR(
             adamw,
@@ -93,10 +91,8 @@ def followed(job: Job) -> None:
     "manager.scheduler, with zero_grad at the end of the iteration", RATE, "Call `zero_grad` after `scheduler.step()`."
 )
 def followed_before_zero_grad(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
+    manager = job.current
     scheduler = manager.scheduler(schedules.OneCycleLR(optimizer, max_lr=0.2, total_steps=300))
     while job.goes_on():
         error(ddp, job.batch()).backward()
@@ -111,10 +107,8 @@ def followed_before_zero_grad(job: Job) -> None:
     "Give it a loss that is averaged over the groups (`manager.allreduce`).",
 )
 def followed_plateau(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    _, sgd, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.5)
+    manager = job.current
     scheduler = manager.scheduler(schedules.ReduceLROnPlateau(sgd, patience=0, threshold=0.5))
     while job.goes_on():
         optimizer.zero_grad()
@@ -167,10 +161,8 @@ def followed_by_hand(job: Job) -> None:
 
 @idiom("manager.scheduler, stepped after the next zero_grad", RATE, compare="groups")
 def followed_after_zero_grad(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    _, sgd, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    manager = job.current
     scheduler = manager.scheduler(schedules.ExponentialLR(sgd, 0.9))
     while job.goes_on():
         error(ddp, job.batch()).backward()
@@ -188,10 +180,8 @@ def followed_after_zero_grad(job: Job) -> None:
     says=r"once an epoch, in turns with another one\) the Manager cannot follow",
 )
 def followed_each_epoch(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    _, sgd, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    manager = job.current
     scheduler = manager.scheduler(schedules.ExponentialLR(sgd, 0.9))
     while job.goes_on():
         optimizer.zero_grad()
@@ -262,10 +252,8 @@ def plateau(job: Job) -> None:
     was="a group that came back took its first step with the learning rate of its source's step before",
 )
 def lr_before_step(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
+    manager = job.current
     while job.goes_on():
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
@@ -280,10 +268,8 @@ def lr_before_step(job: Job) -> None:
     "From the quorum on, `manager.num_participants()` is the same in all groups.",
 )
 def lr_by_participants(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    manager = job.current
     while job.goes_on():
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Each, error, errors, mlp
+from idioms.models import Each, error, errors, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn import functional as F
@@ -153,10 +153,7 @@ def param_groups(job: Job) -> None:
 
 @idiom("zero_grad(set_to_none=False)", STEP)
 def zero_in_place(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
     while job.goes_on():
         optimizer.zero_grad(set_to_none=False)
         error(ddp, job.batch()).backward()
@@ -170,10 +167,7 @@ def zero_in_place(job: Job) -> None:
     " the first step in its forward pass.",
 )
 def zero_grad_at_the_end(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizer.zero_grad()
     while job.goes_on():
         error(ddp, job.batch()).backward()
@@ -188,10 +182,7 @@ def zero_grad_at_the_end(job: Job) -> None:
     was="each call began a step and broke the quorum of the one before; a group that came back might never get in",
 )
 def zero_grad_twice(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
     while job.goes_on():
         optimizer.zero_grad()
         loss = error(ddp, job.batch())
@@ -208,10 +199,7 @@ def zero_grad_twice(job: Job) -> None:
     was="in the first step of a job all groups but one ended with torch's RuntimeError, 'modified by an inplace operation'",
 )
 def forward_before_zero_grad(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
     while job.goes_on():
         loss = error(ddp, job.batch())
         optimizer.zero_grad()
@@ -221,10 +209,7 @@ def forward_before_zero_grad(job: Job) -> None:
 
 @idiom("model.zero_grad() besides the optimizer's", STEP)
 def model_zero_grad(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
     while job.goes_on():
         optimizer.zero_grad()
         ddp.zero_grad()
@@ -344,10 +329,8 @@ def two_wrappers_in_turn(job: Job) -> None:
     was="every second step was discarded, and what was averaged was wrong in between",
 )
 def loss_for_the_log(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    manager = job.current
     while job.goes_on():
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
@@ -414,10 +397,7 @@ def step_hooks(job: Job) -> None:
     "Do it only if the step counted, or do it so that doing it twice changes nothing.",
 )
 def project_weights(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    model, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
     mask = (torch.arange(48).view(8, 6) % 3 > 0).float()
     while job.goes_on():
         optimizer.zero_grad()
@@ -460,10 +440,7 @@ def add_param_group(job: Job) -> None:
     was="ConfigError: optimizers that use closures are not supported",
 )
 def closure_for_step(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    *_, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -511,10 +488,7 @@ def closure_of_a_window(job: Job) -> None:
     says="LBFGS calls its closure itself, after the vote",
 )
 def lbfgs(job: Job) -> None:
-    model = mlp()
-    inner = torch.optim.LBFGS(model.parameters())
-    job.manager(*states(model=model, optimizer=inner))
-    ddp, optimizer = job.ddp(model), job.optimizer(inner)
+    *_, ddp, optimizer = set_up(job, torch.optim.LBFGS)
     while job.goes_on():
         optimizer.zero_grad()
         batch = job.batch()
@@ -529,10 +503,7 @@ def lbfgs(job: Job) -> None:
     was="ConfigError: the first backward pass was in no step",
 )
 def backward_before_zero_grad(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
     while job.goes_on():
         error(ddp, job.batch()).backward()
         optimizer.step()
@@ -764,10 +735,8 @@ def all_together(job: Job) -> None:
     was="after the first discarded step the loop went round for ever, without a step and without a word",
 )
 def zero_if_committed(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
+    manager = job.current
     reported: list[int] = []
     while job.goes_on():
         loss = error(ddp, job.batch())
@@ -808,10 +777,7 @@ def two_wrappers_if_committed(job: Job) -> None:
     says="SGD steps, and step 0 is not decided yet",
 )
 def inner_by_mistake(job: Job) -> None:
-    model = mlp()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, inner=inner))
-    ddp, optimizer = job.ddp(model), job.optimizer(inner)
+    _, inner, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
     while job.goes_on():
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()

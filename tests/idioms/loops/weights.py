@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Box, error, mlp
+from idioms.models import Box, error, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -115,10 +115,8 @@ def swap_ema(job: Job) -> None:
     was="a group that healed meanwhile might get perturbed weights",
 )
 def sharpness_aware(job: Job) -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.ddp(model), job.optimizer(sgd)
+    model, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    manager = job.current
     parameters = list(model.parameters())
     while job.goes_on():
         batch = job.batch()
@@ -182,10 +180,10 @@ def target_network(job: Job) -> None:
 @idiom("Evaluate between zero_grad and the forward pass", WEIGHTS, "The evaluation overlaps with finding the quorum.")
 @idiom("deepcopy of the model, to evaluate it elsewhere", WEIGHTS)
 def evaluate(job: Job) -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    model, _, ddp, optimizer = set_up(
+        job, torch.optim.AdamW, lr=1e-2, model=nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    )
+    manager = job.current
     while job.goes_on():
         ddp.train()
         optimizer.zero_grad()
@@ -211,10 +209,8 @@ def evaluate(job: Job) -> None:
     " are more than half of the living groups. With two groups, the other one waits until it comes.",
 )
 def evaluate_in_one_group(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    model, _, ddp, optimizer = set_up(job, torch.optim.AdamW, lr=1e-2)
+    manager = job.current
     while job.goes_on():
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
