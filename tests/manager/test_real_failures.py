@@ -238,18 +238,3 @@ def test_a_group_of_two_ranks_that_was_stopped_heals_when_it_wakes(tmp_path: Pat
         for rank, before in zip(groups[1], healed, strict=True):
             rank.wait_for(lambda e, b=before: e["event"] == "step" and e["committed"] and e["healed"] > b)
         assert len({report["step"] for report in job.finish()}) == 1
-
-
-def test_sigterm_leaves_at_once(tmp_path: Path) -> None:
-    with running_job(
-        tmp_path, pause_s=PAUSE_S, lighthouse=LighthouseProcess(heartbeat_timeout_ms=HEARTBEAT_S * 1000)
-    ) as job:
-        groups = start_three(job)
-        for group in groups:
-            group.wait_for_step(5)
-        groups[2].signal(signal.SIGTERM)
-        groups[2].end()
-        step = groups[0].steps()[-1]["step"]
-        for group in groups[:2]:
-            group.wait_for_step(step + 5, timeout_s=FAR_BELOW_S)
-        assert_equal_ends(job.finish())

@@ -30,7 +30,7 @@ from sharded.task import batch_of, make_model
 from train_hsdp import shard
 
 from support.device import DEVICE, INNER_BACKEND
-from support.trainer_process import begin, is_over, make_manager, report, state_functions
+from support.trainer_process import begin, is_over, make_manager, report, report_step, state_functions
 from torchft_ckpt import Checkpointer, HTTPTransport, Optimizer, SavedCheckpoint, Tier
 from torchft_ckpt import checkpointer as checkpointer_module
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage, OsSystem
@@ -161,17 +161,8 @@ def main() -> None:
                 for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
                     work.wait()
             optimizer.step()
-            after = manager.statistics()
-            step, is_committed = manager.current_step(), after.num_committed > before.num_committed
-            report(
-                "step",
-                step=step,
-                committed=is_committed,
-                discarded=after.num_discarded > before.num_discarded,
-                participants=manager.num_participants(),
-                healed=after.num_healed,
-                digest=digest_of(**state_dict()),
-            )
+            step = manager.current_step()
+            is_committed = report_step(manager, before, digest=digest_of(**state_dict()))
             if is_committed and (step in save_at or (save_every and step % save_every == 0)):
                 if options.get("waits_for_saves", True):  # else one that is slow here is refused
                     checkpointer.wait()

@@ -3,12 +3,10 @@
 All groups learn from the same batches, which the step names, and the ranks of a group meet in each step: one that left after
 another step than its neighbour would leave that one waiting.
 
-Options, beside those of `Job.start`: `storage` (where the save of a group that leaves goes; none: no save), `asks` (its loop asks
-`should_leave`; else it goes by the error of `start_quorum`, which nobody catches), `deadline_s`, `pause_s` (of a forward pass),
-`save_every` (steps; all groups save), `hangs_in` ("save"; or "loop", at the step in the file `hang` in `control`), `outer` (inner
-steps of a round of DiLoCo), `handles` (SIGTERM; else the group leaves only when the operator asks for it), `logs_loss` (averages
-something between two steps), `has_worker` (a process of a DataLoader, which lives until this one ends; this rank then leads a
-process group, as one that torchrun has started).
+Options, beside those of `Job.start`: `storage` (where the save of a group that leaves goes; none: no save), `deadline_s`,
+`pause_s` (of a forward pass), `save_every` (steps; all groups save), `hangs_in` ("save"; or "loop", at the step in the file
+`hang` in `control`), `outer` (inner steps of a round of DiLoCo), `logs_loss` (averages something between two steps), `has_worker` (a
+process of a DataLoader, which lives until this one ends; this rank then leads a process group, as one of torchrun's does).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from sharded.digest import digest_of
 from sharded.task import batch_of, make_model
 
 from support.device import DEVICE, INNER_BACKEND
-from support.trainer_process import begin, is_over, make_manager, report, state_functions
+from support.trainer_process import begin, is_over, make_manager, report, report_step, state_functions
 from torchft_ckpt import Checkpointer, DiLoCo, HTTPTransport, Manager, Optimizer
 
 BATCH_SIZE = 4
@@ -60,8 +58,7 @@ def main() -> None:
             threading.Event().wait()
         return checkpointer.save() if checkpointer is not None else None
 
-    if options.get("handles", True):
-        manager.leave_on(signal.SIGTERM, save, timedelta(seconds=options.get("deadline_s", 25.0)))
+    manager.leave_on(signal.SIGTERM, save, timedelta(seconds=options.get("deadline_s", 25.0)))
     if options.get("has_worker"):
         os.setpgid(0, 0)
     report("ready", pid=os.getpid())
@@ -128,14 +125,7 @@ def train(
         after = manager.statistics()
         step, is_committed = manager.current_step(), after.num_committed > before.num_committed
         if not outer or is_committed or after.num_discarded > before.num_discarded:
-            report(
-                "step",
-                step=step,
-                committed=is_committed,
-                discarded=after.num_discarded > before.num_discarded,
-                participants=manager.num_participants(),
-                healed=after.num_healed,
-            )
+            report_step(manager, before)
         if options.get("logs_loss") and not outer and not manager.is_leaving:
             manager.allreduce(torch.ones(1, device=DEVICE)).wait()
         if checkpointer is not None and is_committed and save_every and step % save_every == 0:
@@ -144,7 +134,7 @@ def train(
         if options.get("hangs_in") == "loop" and hang.exists() and step >= int(hang.read_text()):
             report("hanging")
             threading.Event().wait()
-        if options.get("asks", True) and manager.should_leave():
+        if manager.should_leave():
             return
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from support.device import DEVICE, INNER_BACKEND
-from support.trainer_process import begin, is_over, make_manager, report, state_functions
+from support.trainer_process import begin, is_over, make_manager, report, report_step, state_functions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from sharded.digest import digest_of
@@ -84,18 +84,9 @@ def main() -> None:
             loss = nn.functional.mse_loss(model(inputs), targets)
             loss.backward()
             optimizer.step()
-            after = manager.statistics()
-            is_committed = after.num_committed > before.num_committed
-            report(
-                "step",
-                step=manager.current_step(),
-                committed=is_committed,
-                discarded=after.num_discarded > before.num_discarded,
-                participants=manager.num_participants(),
-                healed=after.num_healed,
-                # Of a step that was not, one rank may hold the others' state and one may not: there is nothing to gather.
-                digest=digest_of(**state_dict()) if is_committed else "",
-            )
+            # Of a step that was not committed one rank may hold the others' state and one may not: there is nothing to gather.
+            is_committed = manager.statistics().num_committed > before.num_committed
+            report_step(manager, before, digest=digest_of(**state_dict()) if is_committed else "")
         report("done", step=manager.current_step(), digest=digest_of(**state_dict()))
         dist.barrier()
     finally:

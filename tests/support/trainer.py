@@ -22,7 +22,7 @@ import xxhash
 from torch import nn
 
 from support.device import DEVICE
-from support.trainer_process import begin, is_over, make_manager, report, state_functions
+from support.trainer_process import begin, is_over, make_manager, report, report_step, state_functions
 from torchft_ckpt import DistributedDataParallel, HTTPTransport, Optimizer, WorldSizeMode
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.core.coordination import joining
@@ -134,17 +134,12 @@ def main() -> None:
                 average_of_all = torch.tensor([average], device=DEVICE)
                 is_good = manager.allreduce(average_of_all).wait()
                 average = average_of_all.item() if is_good else -1.0
-            after = manager.statistics()
-            report(
-                "step",
-                step=manager.current_step(),
-                committed=after.num_committed > before.num_committed,
-                discarded=after.num_discarded > before.num_discarded,
+            report_step(
+                manager,
+                before,
                 contributed=contributed,
-                participants=manager.num_participants(),
                 logged=average,
-                quorum=after.quorum_id,
-                healed=after.num_healed,
+                quorum=manager.statistics().quorum_id,
                 digest=digest(model, inner) if options.get("digest_each_step") else "",
             )
         report("done", step=manager.current_step(), digest=digest(model, inner))

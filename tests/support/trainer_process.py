@@ -17,6 +17,7 @@ from torch import nn
 
 from support.device import USES_NCCL
 from torchft_ckpt import HTTPTransport, Manager, ProcessGroupGloo, ProcessGroupNCCL
+from torchft_ckpt.manager.manager import ManagerStatistics
 
 TIMEOUT_S = 30
 State = dict[str, Any]
@@ -36,6 +37,22 @@ def begin() -> dict[str, Any]:
 def report(event: str, **fields: Any) -> None:
     """Write a line. Any thread: one write, so that lines never mix."""
     os.write(1, (json.dumps({"event": event, "t": time.monotonic(), **fields}) + "\n").encode())
+
+
+def report_step(manager: Manager, before: ManagerStatistics, **more: Any) -> bool:
+    """Report what became of a step, given the statistics from before it; return whether it counted."""
+    after = manager.statistics()
+    is_committed = after.num_committed > before.num_committed
+    report(
+        "step",
+        step=manager.current_step(),
+        committed=is_committed,
+        discarded=after.num_discarded > before.num_discarded,
+        participants=manager.num_participants(),
+        healed=after.num_healed,
+        **more,
+    )
+    return is_committed
 
 
 def is_over(options: dict[str, Any], step: int) -> bool:
