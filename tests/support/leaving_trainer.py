@@ -5,8 +5,9 @@ another step than its neighbour would leave that one waiting.
 
 Options, beside those of `Job.start`: `storage` (where the save of a group that leaves goes; none: no save), `deadline_s`,
 `pause_s` (of a forward pass), `save_every` (steps; all groups save), `hangs_in` ("save"; or "loop", at the step in the file
-`hang` in `control`), `outer` (inner steps of a round of DiLoCo), `logs_loss` (averages something between two steps), `has_worker` (a
-process of a DataLoader, which lives until this one ends; this rank then leads a process group, as one of torchrun's does).
+`hang` in `control`), `outer` (inner steps of a round of DiLoCo), `logs_loss` (averages something between two steps),
+`has_worker` (a process of a DataLoader, which lives until this one ends; this rank then leads a process group, as one of
+torchrun's does).
 """
 
 from __future__ import annotations

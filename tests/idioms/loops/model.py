@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 MODEL = Category.MODEL
 
 
-def train(job: Job, model: nn.Module, **options: Any) -> None:
-    """The loop of the README, for loops that differ in the model alone."""
+def train(job: Job, model: nn.Module, *, is_pure: bool = False, **options: Any) -> None:
+    """The loop of the README, for loops that differ in the model, or in what it is wrapped in, alone."""
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.ddp(model, **options), job.optimizer(adamw)
+    ddp, optimizer = job.pure_ddp(model) if is_pure else job.ddp(model, **options), job.optimizer(adamw)
     while job.goes_on():
         optimizer.zero_grad()
         error(ddp, job.batch()).backward()
@@ -110,14 +110,7 @@ def delayed_parameters(job: Job) -> None:
     "Use it for models that DDP's reducer cannot handle. It is slower with many small parameters.",
 )
 def pure_ddp(job: Job) -> None:
-    model = mlp()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    job.manager(*states(model=model, adamw=adamw))
-    ddp, optimizer = job.pure_ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    train(job, mlp(), is_pure=True)
 
 
 @idiom(
@@ -143,14 +136,7 @@ def pure_ddp_accumulates(job: Job) -> None:
     was="the groups averaged different parameters with each other",
 )
 def pure_ddp_unused(job: Job) -> None:
-    model = Chosen(3, lambda: [(job.step + job.group) % 3])
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.manager(*states(model=model, sgd=sgd))
-    ddp, optimizer = job.pure_ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    train(job, Chosen(3, lambda: [(job.step + job.group) % 3]), is_pure=True)
 
 
 @idiom(
