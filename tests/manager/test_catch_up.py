@@ -31,13 +31,6 @@ BLOCK_BYTES = 64 * 1024
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
-    yield server
-    server.shutdown()
-
-
-@pytest.fixture
 def replicas() -> Iterator[list[Replica]]:
     """Those that are to be shut down at the end."""
     started: list[Replica] = []

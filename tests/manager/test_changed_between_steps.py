@@ -101,13 +101,6 @@ class Group:
         return b"".join(parameter.detach().numpy().tobytes() for parameter in self.model.parameters())
 
 
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
-    yield server
-    server.shutdown()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("locked", [False, True])
 @pytest.mark.parametrize("use_async_quorum", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -28,13 +28,6 @@ from torchft_ckpt.events import (
 from torchft_ckpt.manager.event_queue import EventQueue
 
 SHORT = timedelta(seconds=20)
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    yield server
-    server.shutdown()
 
 
 class Group:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -14,13 +13,6 @@ from test_manager_in_process import Replica, shutdown, together
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.errors import ConfigError, JobFinishedError
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
-    yield server
-    server.shutdown()
 
 
 def test_the_same_script_started_again_is_another_job(

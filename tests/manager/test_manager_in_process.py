@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -48,13 +48,6 @@ def has_ipv6() -> bool:
     except OSError:
         return False
     return True
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
-    yield server
-    server.shutdown()
 
 
 class Replica:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -21,13 +20,6 @@ from torchft_ckpt.errors import StateMismatchError
 from torchft_ckpt.manager.state_registry import StateRegistry
 
 RATES = {"front": 0.01, "back": 0.05}
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
-    yield server
-    server.shutdown()
 
 
 class TwoOptimizers(Replica):

@@ -6,7 +6,7 @@ A loop that goes by `current_step()` calls other collectives of its group otherw
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,13 +17,6 @@ from torch.distributed import TCPStore
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.errors import SourceLostError
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
-    yield server
-    server.shutdown()
 
 
 class Slow(HTTPTransport[Any]):
