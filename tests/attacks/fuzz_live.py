@@ -530,7 +530,7 @@ def judge(
         if last["step"] <= first[name] or gap_s > MAX_GAP_S:
             wrong.append(f"{name} stopped: step {last['step']}, longest gap {gap_s:.1f} s")
     for name, sample in after.items():
-        log = job.log(name).read_text(errors="replace")
+        log = job.log(name)
         found = tracebacks(log)
         grown = len(log.encode()) - seen[name]["log"]
         mib = sample.resident_mib - before[name].resident_mib
@@ -591,7 +591,7 @@ def main() -> int:
         ]
         time.sleep(2)
         before = {name: job.sample(name) for name in job.processes}
-        seen = {name: {"log": job.log(name).stat().st_size, **_counts(job, name)} for name in job.processes}
+        seen = {name: {"log": len(job.log(name).encode()), **_counts(job, name)} for name in job.processes}
         began = time.monotonic()
         for attack in attacks:
             attack.run(options.seconds / len(attacks), options.seed)

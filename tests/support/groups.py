@@ -30,7 +30,7 @@ class Rank:
         self.name = f"{options['replica_id']}/{environment.get('RANK', '0')}"
         self.events: list[dict[str, Any]] = []
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._log_path = log
+        self.log_path = log
         script = Path(__file__).with_name(trainer)
         path = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
         variables = {**os.environ, "PYTHONPATH": path, **environment}
@@ -87,7 +87,7 @@ class Rank:
         return found[0]
 
     def log(self) -> str:
-        return self._log_path.read_text()[-4000:]
+        return self.log_path.read_text()[-4000:]
 
 
 class Job:

@@ -102,7 +102,8 @@ def main() -> None:
         report("refused", error=type(error).__name__, message=str(error))
         transport.shutdown()
         raise
-    report("ready", replica_id=manager.replica_id())
+    service = getattr(manager._client.link, "address", "")
+    report("ready", replica_id=manager.replica_id(), transport=transport.metadata(), service=service)
     if "restore_step" in options:
         manager.load_state_dict({"step": options["restore_step"], "batches_committed": 0})
     ddp = DistributedDataParallel(manager, model)
