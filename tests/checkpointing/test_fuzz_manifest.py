@@ -27,13 +27,24 @@ from hypothesis import strategies as st
 from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
+from torchft_ckpt.checkpointing.protocol import Index
+from torchft_ckpt.checkpointing.resharding.plan import SourceGroup, plan_parts
 from torchft_ckpt.checkpointing.state.blocks import format_runs, parse_mask, parse_runs
 from torchft_ckpt.checkpointing.state.classes import register_state_class
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
-from torchft_ckpt.checkpointing.state.format import Manifest, build_manifest, decode_manifest, encode_manifest
+from torchft_ckpt.checkpointing.state.format import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    Manifest,
+    build_manifest,
+    decode_manifest,
+    encode_manifest,
+)
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.space import plan_space
+from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
+from torchft_ckpt.cli import summary
 from torchft_ckpt.errors import StateFormatError, StateMismatchError
 
 MAX_TOTAL_BYTES = 1 << 20
@@ -109,8 +120,11 @@ RICH["tensors"][0]["layout"] = {
 SMALL = json.loads(encode_manifest(manifest_of({"w": torch.arange(10.0), "v": [torch.ones(2, 8).t(), 1.5, None]})))
 
 
-def read(data: bytes) -> bool:
-    """Decode and put together; whether it could be read. Everything but the errors of what is received comes out."""
+def read(data: bytes, *, is_looked_at: bool = False) -> bool:
+    """Decode and put together; whether it could be read. Everything but the errors of what is received comes out.
+
+    `is_looked_at`: `inspect` looks at it as well, and somebody receives it onto another layout.
+    """
     try:
         manifest = decode_manifest(data, max_total_bytes=MAX_TOTAL_BYTES)
     except StateFormatError:
@@ -129,7 +143,21 @@ def read(data: bytes) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls ComplexHalf experimental
         destination.assemble()
+    if is_looked_at:
+        look_at_and_reshard(manifest)
     return True
+
+
+def look_at_and_reshard(manifest: Manifest) -> None:
+    index = Index(format=FORMAT_NAME, version=FORMAT_VERSION, newest_step=3, snapshots=[])
+    group = SourceGroup(["peer"], [manifest])
+    with warnings.catch_warnings(), contextlib.suppress(StateFormatError, StateMismatchError):
+        warnings.simplefilter("ignore")
+        summary.as_text("http://peer:1", index, manifest, 5)
+        json.dumps(summary.as_json("http://peer:1", index, manifest, None))
+        target = StateTarget(None)
+        plan_parts(target.wants(group.description(0)), [group])
+        target.finish(group.description(0))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -240,7 +268,7 @@ def test_a_manifest_changed_in_its_structure_is_read_or_named(data: st.DataObjec
     document = copy.deepcopy(data.draw(st.sampled_from([SMALL, RICH])))
     for _ in range(data.draw(st.integers(1, 3))):
         mutate(data, document)
-    read(json.dumps(document).encode())
+    read(json.dumps(document).encode(), is_looked_at=True)
 
 
 @settings(FUZZ, max_examples=by_default(150, thorough=500))
