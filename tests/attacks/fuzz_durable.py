@@ -49,64 +49,35 @@ from torchft_ckpt.integrations.dcp.reader import load_record
 MAX_BYTES = 4 << 30
 MAX_CASE_S = 5.0
 MAX_GROWTH_MIB = 600
-WATCHED = (
-    "exec",
-    "compile",
-    "import",
-    "open",
-    "os.",
-    "subprocess.",
-    "socket.",
-    "pickle.find_class",
-    "ctypes.dlopen",
-    "shutil.",
-)
+WATCHED = ("exec", "compile", "import", "open", "pickle.find_class", "ctypes.dlopen")
+WATCHED += ("os.", "subprocess.", "socket.", "shutil.")
 HOSTILE = [
-    *(
-        "os system",
-        "posix system",
-        "builtins eval",
-        "builtins exec",
-        "__builtin__ eval",
-        "builtins getattr",
-        "builtins open",
-    ),
-    *("builtins __import__", "subprocess Popen", "socket socket", "torch.hub load", "torch load", "builtins bytearray"),
-    *("__builtin__ bytearray", "__builtin__ set", "_codecs encode", "collections OrderedDict", "collections Counter"),
-    *(
-        "torch Size",
-        "torch device",
-        "torch FloatStorage",
-        "torch.storage UntypedStorage",
-        "torch Tensor",
-        "torch FloatTensor",
-    ),
-    *(
-        "torch._utils _rebuild_tensor_v2",
-        "torch._utils _rebuild_tensor",
-        "torch._utils _rebuild_qtensor",
-        "torch float32",
-    ),
-    *("torch._utils _rebuild_sparse_tensor", "torch._utils _rebuild_parameter", "torch._tensor _rebuild_from_type_v2"),
-    *("torch.storage _load_from_bytes", "torch._utils _rebuild_device_tensor_from_cpu_tensor", "builtins complex"),
-    *(
-        "numpy.core.multiarray _reconstruct",
-        "numpy ndarray",
-        "numpy dtype",
-        "pathlib PosixPath",
-        "copyreg _reconstructor",
-    ),
-    *(
-        "torch._utils _rebuild_nested_tensor",
-        "torch._utils _rebuild_meta_tensor_no_storage",
-        "torch.nn.parameter Parameter",
-    ),
-    *("torch.distributed.checkpoint.metadata Metadata", "torch.distributed.checkpoint.metadata TensorStorageMetadata"),
-    *(
-        "torch.distributed.checkpoint.metadata ChunkStorageMetadata",
-        "torch.distributed.checkpoint.metadata MetadataIndex",
-    ),
-    *("torch.distributed.checkpoint.metadata TensorProperties", "torch.distributed.checkpoint.filesystem _StorageInfo"),
+    f"{module} {name}"
+    for module, names in {
+        "os": "system",
+        "posix": "system",
+        "builtins": "eval exec getattr open __import__ bytearray complex",
+        "__builtin__": "eval bytearray set",
+        "subprocess": "Popen",
+        "socket": "socket",
+        "torch.hub": "load",
+        "torch": "load Size device FloatStorage Tensor FloatTensor float32",
+        "_codecs": "encode",
+        "collections": "OrderedDict Counter",
+        "torch.storage": "UntypedStorage _load_from_bytes",
+        "torch._utils": "_rebuild_tensor_v2 _rebuild_tensor _rebuild_qtensor _rebuild_sparse_tensor _rebuild_parameter"
+        " _rebuild_device_tensor_from_cpu_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage",
+        "torch._tensor": "_rebuild_from_type_v2",
+        "numpy.core.multiarray": "_reconstruct",
+        "numpy": "ndarray dtype",
+        "pathlib": "PosixPath",
+        "copyreg": "_reconstructor",
+        "torch.nn.parameter": "Parameter",
+        "torch.distributed.checkpoint.metadata": "Metadata TensorStorageMetadata ChunkStorageMetadata"
+        " MetadataIndex TensorProperties",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    }.items()
+    for name in names.split()
 ]
 NUMBERS = [
     -1,
@@ -117,33 +88,12 @@ NUMBERS = [
     65536,
     2**20,
     2**31 - 1,
-    2**31,
-    2**40,
-    2**53,
-    2**61,
-    2**62,
     2**63 - 1,
     -(2**63),
-    2**63,
-    2**64,
+    *(2**n for n in (31, 40, 53, 61, 62, 63, 64)),
 ]
-LEAVES: list[Any] = [
-    *NUMBERS,
-    1e300,
-    -1e300,
-    0.5,
-    True,
-    None,
-    "",
-    "x",
-    "../x",
-    "a\0b",
-    "\x1b[2J",
-    "é" * 300,
-    [],
-    {},
-    [[]],
-]
+LEAVES: list[Any] = [*NUMBERS, 1e300, -1e300, 0.5, True, None, [], {}, [[]]]
+LEAVES += ["", "x", "../x", "a\0b", "\x1b[2J", "é" * 300]
 READ_FROM = tuple(
     os.path.realpath(place) for place in (sys.prefix, sys.base_prefix, *map(str, [Path(torch.__file__).parent]))
 )
@@ -174,15 +124,8 @@ class Watch:
             self.seen.append(f"{event} {arguments!r}"[:160])
 
     def _is_allowed(self, event: str, arguments: tuple[Any, ...]) -> bool:
-        if not self.places or event not in (
-            "open",
-            "os.listdir",
-            "os.scandir",
-            "os.remove",
-            "os.rename",
-            "os.link",
-            "os.chmod",
-        ):
+        of_files = ("listdir", "scandir", "remove", "rename", "link", "chmod")
+        if not self.places or event not in ("open", *(f"os.{name}" for name in of_files)):
             return False
         path = arguments[0]
         return isinstance(path, int) or str(path).startswith(self.places)
@@ -282,27 +225,7 @@ def random_opcode(rng: random.Random) -> bytes:
         )
     if kind == 7:
         return rng.choice((b"R", b"R", b"b", b"\x81", b"Q", b"\x93", b"o", b"\x92"))
-    return rng.choice(
-        (
-            b"(",
-            b"t",
-            b")",
-            b"\x85",
-            b"\x86",
-            b"\x87",
-            b"]",
-            b"}",
-            b"e",
-            b"a",
-            b"u",
-            b"s",
-            b"N",
-            b"\x88",
-            b"0",
-            b"2",
-            b"\x94",
-        )
-    )
+    return bytes([rng.choice(b"(t)\x85\x86\x87]}eausN\x8802\x94")])
 
 
 def opcodes_of(data: bytes) -> list[bytes]:

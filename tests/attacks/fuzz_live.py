@@ -564,15 +564,7 @@ def main() -> int:
     try:
         transport, service = (job.addresses["g0r0"][key].removeprefix("http://") for key in ("transport", "service"))
         group = job.addresses["g0r0"]["replica_id"]
-        step_paths = [
-            "",
-            "/latest/manifest",
-            "/1/manifest",
-            "/1/blocks/0-0",
-            "/1/parts",
-            "/1/peers",
-            "/1/done",
-        ]
+        step_paths = ["", "/latest/manifest", "/1/manifest", "/1/blocks/0-0", "/1/parts", "/1/peers", "/1/done"]
         attacks = [
             Attack("transport", transport, malformed([f"/v1/checkpoint{path}" for path in step_paths])),
             Attack("transport", transport, hostile_content),

@@ -40,15 +40,7 @@ def test_each_group_is_a_role_that_is_started_again_alone(monkeypatch: pytest.Mo
     assert [role.env["REPLICA_GROUP_ID"] for role in app.roles] == ["0", "1", "2"]
     one = app.roles[1]
     assert (one.num_replicas, one.max_retries, one.retry_policy) == (1, 1, RetryPolicy.REPLICA)
-    assert one.args == [
-        "--standalone",
-        "--nnodes=1",
-        "--nproc_per_node=2",
-        "--max_restarts=1",
-        "train.py",
-        "--steps",
-        "9",
-    ]
+    assert " ".join(one.args) == "--standalone --nnodes=1 --nproc_per_node=2 --max_restarts=1 train.py --steps 9"
     assert (one.env["NUM_REPLICA_GROUPS"], one.env["TORCHFT_LIGHTHOUSE"], one.env["X"]) == (
         "3",
         "http://far:29510",
