@@ -123,17 +123,6 @@ def put(path: str, value: object) -> Change:
     return change
 
 
-def shifted_segments(by: int) -> Change:
-    """Let every segment but the first begin earlier (an overlap) or later (a hole), and the end with them."""
-
-    def change(manifest: dict[str, Any]) -> None:
-        for segment in manifest["segments"][1:]:
-            segment[0] += by
-        manifest["total_bytes"] += by
-
-    return change
-
-
 def huge(total_bytes: int) -> Change:
     """Announce one huge tensor more, consistently."""
 
@@ -151,36 +140,23 @@ def huge(total_bytes: int) -> Change:
 
 
 CHUNK = "tensors/0/chunks/0"
+# What breaks a rule of the format by itself is in `test_hostile_manifests.py`, and one of these for all of them.
 LIES: dict[str, Change] = {
     "the step before": put("step", STEP - 1),
     "the next step": put("step", STEP + 1),
     "step 0": put("step", 0),
-    "a negative step": put("step", -STEP),
-    "a step beyond 64 bits": put("step", 2**64 + STEP),
     "a step that is text": put("step", str(STEP)),
-    "another version": put("version", 1),
-    "another format": put("format", "pickle"),
     "another snapshot than the ETag": put("snapshot", "another"),
-    "a snapshot that is a path": put("snapshot", "../../etc/passwd"),
     "blocks twice as long": put("block_bytes", 2 * BLOCK_BYTES),
     "blocks a byte longer": put("block_bytes", BLOCK_BYTES + 1),
     "one block for all": put("block_bytes", 64 * 1024 * 1024),
-    "blocks of length 0": put("block_bytes", 0),
-    "blocks of negative length": put("block_bytes", -BLOCK_BYTES),
-    "blocks of a petabyte": put("block_bytes", 2**50),
-    "a byte more": put("total_bytes", lambda total: total + 1),
     "a byte less": put("total_bytes", lambda total: total - 1),
     "a block less": put("total_bytes", lambda total: total - BLOCK_BYTES),
     "no bytes": put("total_bytes", 0),
-    "negative bytes": put("total_bytes", -1),
     "10**30 bytes": put("total_bytes", 10**30),
-    "a segment of negative length": put("segments/0/1", -20_000),
     "a segment of 2**62 bytes": put("segments/0/1", 2**62),
     "a segment of 2**63 bytes": put("segments/0/1", 2**63),
     "a segment before the first byte": put("segments/0/0", -64),
-    "segments that overlap": shifted_segments(-64),
-    "segments with a hole": shifted_segments(64),
-    "segments with a hole of a petabyte": shifted_segments(2**50),
     "segments in another order": put("segments", lambda segments: segments[::-1]),
     "all segments at 0": put("segments", lambda segments: [[0, length] for _, length in segments]),
     "no segments": put("segments", []),
@@ -188,34 +164,11 @@ LIES: dict[str, Change] = {
     "100,000 segments": put("segments", lambda segments: segments + [[segments[-1][0], 0]] * 100_000),
     "a petabyte more, consistently": huge(2**50),
     "beyond the limit, consistently": huge(20 * 1024 * 1024),
-    "sizes that are negative": put(f"{CHUNK}/sizes", [-50, -100]),
     "sizes that are huge": put(f"{CHUNK}/sizes", [2**40, 2**40]),
-    "sizes that overflow": put(f"{CHUNK}/sizes", [2**62, 2**62]),
-    "a shape that is negative": put("tensors/0/shape", [-50, 100]),
-    "a shape that is too small": put("tensors/0/shape", [1, 1]),
-    "a box outside the shape": put(f"{CHUNK}/offsets", [1, 0]),
-    "a negative offset": put(f"{CHUNK}/byte_offset", -64),
-    "an offset behind the end": put(f"{CHUNK}/byte_offset", 64),
-    "strides that reach outside": put(f"{CHUNK}/strides", [2**40, 1]),
-    "negative strides": put(f"{CHUNK}/strides", [-100, 1]),
-    "a segment that is not there": put(f"{CHUNK}/segment", 99),
-    "a longer dtype": put("tensors/0/dtype", "complex128"),
-    "a dtype to be imported": put("tensors/0/dtype", "os.system"),
     "no tensors": put("tensors", []),
     "a tensor less": put("tensors", lambda tensors: tensors[:-1]),
-    "a tree that needs a tensor more": put("tree", lambda tree: [tree, {"x": 99}]),
-    "a tree that leaves tensors out": put("tree", {"x": 0}),
-    "a tree with a pickle": put("tree", lambda tree: [tree, {"pickle": "gASVDQ=="}]),
-    "a tree 100,000 deep": lambda manifest: (
-        json.dumps({**manifest, "tree": "TREE"}).encode().replace(b'"TREE"', b"[" * 100_000 + b"]" * 100_000)
-    ),
     "a tree with an array of a dtype that numpy has not": put("tree", lambda tree: [tree, {"a": 2}]),
-    "no tree": lambda manifest: manifest.pop("tree"),
-    "a member more": put("callback", "os.system"),
     "no JSON": lambda manifest: b"\x80\x04K\x01.",
-    "nothing": lambda manifest: b"",
-    "a list": lambda manifest: b"[]",
-    "no text": lambda manifest: b"\xff" * 1000,
 }
 
 
