@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import inspect
 import os
 import queue
 import re
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 from faulty_proxy import DIGEST_BYTES, Answer, AnswerFault, Gate, RequestFault, ScriptedProxy, Wire, pass_on
 
-from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport
+from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.errors import StateFormatError, TransferError, TransferStalledError, TransferTimeoutError
 from torchft_ckpt.testing.transport_conformance import differences
@@ -52,7 +51,6 @@ SLACK_S = 4.0
 MEMORY_BYTES = 128 * 1024 * 1024
 """How much memory a batch may take: what several threads at once take from the allocator, and nothing that faults announce."""
 SETTLE_S = 15.0
-HAS_FETCH = hasattr(CheckpointTransport, "fetch_checkpoint")
 _POOL_WORKER = re.compile(r"_[0-9]+\Z")
 
 
@@ -121,14 +119,13 @@ class Mode:
 
 
 RECV = Mode("recv", fetch=False)
-MODES = [RECV]
-if HAS_FETCH:
-    MODES += [
-        Mode("fetch_with_a_local_state", local=True),
-        Mode("in_place", local=True, in_place=True),
-        Mode("faulty_then_healthy", ("faulty", "healthy")),
-        Mode("healthy_then_faulty_in_place", ("healthy", "faulty"), local=True, in_place=True),
-    ]
+MODES = [
+    RECV,
+    Mode("fetch_with_a_local_state", local=True),
+    Mode("in_place", local=True, in_place=True),
+    Mode("faulty_then_healthy", ("faulty", "healthy")),
+    Mode("healthy_then_faulty_in_place", ("healthy", "faulty"), local=True, in_place=True),
+]
 
 
 def modes_for(kind: str, mode: Mode) -> list[Mode]:
@@ -215,18 +212,17 @@ class Tally:
 
 
 def make_transport(stall_s: float = PATIENT_STALL_S, **arguments: object) -> HTTPTransport:
-    """Return a transport on loopback with small blocks; no limit on requests where there is one."""
+    """Return a transport on loopback with small blocks and no limit on requests."""
     defaults: dict[str, object] = {
         "hostname": "127.0.0.1",
         "bind": "127.0.0.1",
         "block_bytes": BLOCK_BYTES,
         "stall_timeout": timedelta(seconds=stall_s),
         "max_total_bytes": 16 * 1024 * 1024,
+        "max_requests_per_s": 1e6,
+        "max_connections": 1000,
+        "max_connections_per_client": 1000,
     }
-    known = inspect.signature(HTTPTransport).parameters
-    for name, value in {"max_requests_per_s": 1e6, "max_connections": 1000, "max_connections_per_client": 1000}.items():
-        if name in known:
-            defaults[name] = type(known[name].default)(value) if known[name].default is not None else value
     return HTTPTransport(**{**defaults, **arguments})  # type: ignore[arg-type]
 
 

@@ -23,7 +23,6 @@ import xxhash
 from fault_matrix import (
     BLOCK_BYTES,
     FRAME_BYTES,
-    HAS_FETCH,
     KINDS,
     LEASE,
     MODES,
@@ -451,7 +450,6 @@ def lists_of_peers(urls: list[str]) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.skipif(not HAS_FETCH, reason="this transport fetches from one source")
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_lies_about_digests_and_peers_give_the_state_or_a_named_error(
     bench: FaultBench, mode: Mode, monkeypatch: pytest.MonkeyPatch
