@@ -377,20 +377,23 @@ def make_case(kind: Kind, mode: Mode, place: Place, generator: random.Random, *,
 def make_cases(kind: Kind, mode: Mode) -> list[Case]:
     """Return the cases of one kind in one mode.
 
-    The plain mode gets a block of every sort, before the block and before its digest, once and at every attempt; the edges of
-    every kind of answer; random bytes. The other modes get every sort of block too, with one of those variants each.
+    The plain mode gets a block of every sort, before the block and before its digest, and the edges of every kind of answer; by
+    default once and at every attempt in turns; random bytes. The other modes get every sort of block too, with one of those
+    variants each.
     """
     generator = random.Random(f"{SEED} {kind} {mode}")
     num_random = NUM_RANDOM if not mode.fetch else max(NUM_RANDOM // 5, 1)
     places: list[tuple[Place, bool]] = []
     # What ends a receive at once, or is no fault, cannot be there a second time.
     times = (False,) if kind.name in ("stall", "drip", "fragment") else (False, True)
-    for block in BLOCKS.values():
+    for number, block in enumerate(BLOCKS.values()):
         variants = [(AtBlock(block, inside), once) for inside in (0, BLOCK_BYTES) for once in times]
-        places += variants if not mode.fetch else [generator.choice(variants)]
-    for place in edges_of(mode):
+        in_turn = [variants[number % 2], variants[3 - number % 2]] if len(variants) == 4 and not THOROUGH else variants
+        places += in_turn if not mode.fetch else [generator.choice(variants)]
+    for number, place in enumerate(edges_of(mode)):
         both = [(place, once) for once in times]
-        places += both if not mode.fetch else [generator.choice(both)]
+        in_turn = both if THOROUGH else [both[number % len(both)]]
+        places += in_turn if not mode.fetch else [generator.choice(both)]
     answers = [what for what in KINDS if what != "blocks" and (THOROUGH or what in mode.asks)]
     if mode.fetch and not THOROUGH:
         answers = [generator.choice(answers)]

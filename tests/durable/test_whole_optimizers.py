@@ -303,6 +303,8 @@ def sharded_parameters() -> dict[str, nn.Parameter]:
     """Those of rank 1 of 2; one is frozen now. Within `imagined_rank`."""
     mesh = init_device_mesh("cpu", (2,))
     made = {n: nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(0)])) for n, shape in SHAPES.items()}
+    for one in made.values():
+        one.detach().to_local().zero_()  # nobody has scattered it: what was there may be NaN, which equals nothing
     made["frozen"].requires_grad_(False)
     return made
 
