@@ -39,6 +39,7 @@ def streaming(manager: OuterManager, model: nn.Sequential, inner: torch.optim.Op
     return DiLoCo(manager, [model[0], model[2]], inner, outer, sync_every=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", outer_conformance.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("make", [local_sgd, diloco, streaming])
 def test_our_outer_loops_conform(check: outer_conformance.Check, make: outer_conformance.MakeLoop) -> None:

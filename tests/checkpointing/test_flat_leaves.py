@@ -97,6 +97,7 @@ def has_set(value: Any) -> bool:
     return any(isinstance(item, set) for _, item in walk(value))
 
 
+@pytest.mark.slow
 @given(STATES)
 @settings(max_examples=300, deadline=None)
 def test_what_travels_is_what_the_format_says_and_arrives_with_every_type_and_bit(state: Any) -> None:
@@ -118,6 +119,7 @@ def test_two_lists_have_the_same_words_exactly_if_they_have_the_same_types_and_b
     assert (compare_states(here, there).paths == ()) == same(one, other)
 
 
+@pytest.mark.slow
 @given(WITH_TENSORS)
 @settings(max_examples=300, deadline=None)
 def test_names_and_leaves_are_dcps(value: Any) -> None:

@@ -79,6 +79,7 @@ def test_boxes_that_share_their_bytes_do_not_make_up_more_memory_than_there_are_
     decode_manifest(sharded(2, columns[:2], [2048], 1))  # tied, and sharded over two devices
 
 
+@pytest.mark.slow
 def test_boxes_take_no_longer_to_compare_than_a_second_or_two():
     """No dimension tells all of them apart, so each is compared with each."""
     places = [(row, column) for row in range(8) for column in range(8)]

@@ -146,6 +146,7 @@ def test_a_tensor_is_bit_equal_after_it_was_saved_and_loaded(tmp_path, shape, sa
     assert torch.equal(bits_of(full_of(target)), bits_of(full))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], print_blob=True)
 @given(data=st.data())
 def test_any_layout_is_bit_equal_after_any_other(tmp_path_factory, data):

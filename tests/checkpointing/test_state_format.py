@@ -134,6 +134,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, print_blob=True)
 @given(trees)
 def test_any_tree_arrives_equal_in_type_and_in_every_bit(tree):

@@ -361,6 +361,7 @@ def test_whatever_comes_no_two_ranks_are_told_different_outcomes_and_no_one_comm
                 assert approvals == {0, 1, 2}
 
 
+@pytest.mark.slow
 @settings(max_examples=by_default(200, thorough=1500), deadline=None)
 @given(st.integers(1, 3), st.lists(st.tuples(ANY_EVENT, st.booleans(), st.booleans()), min_size=10, max_size=50))
 def test_whatever_comes_what_a_group_knows_agrees(world_size: int, events: list[tuple[GroupEvent, bool, bool]]) -> None:

@@ -77,6 +77,7 @@ def test_who_catches_up_otherwise_is_told_as_ever() -> None:
     assert not asks(a, hands_over=True).taken_by
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(["offers", "ends", "trains", "takes"]), max_size=12))
 @settings(max_examples=200, deadline=None)
 def test_in_whatever_order_it_happens_both_are_told_the_same(events: list[str]) -> None:

@@ -3,6 +3,7 @@ cannot be read."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.any_messages import any_message
@@ -99,6 +100,7 @@ def test_a_lighthouse_never_raises_and_says_nothing_that_cannot_be_read(
         state.validate()
 
 
+@pytest.mark.slow
 @settings(max_examples=by_default(60, thorough=300), deadline=None)
 @given(events=GROUP_EVENTS, num_ranks=st.integers(1, 3))
 def test_a_group_never_raises_and_says_nothing_that_cannot_be_read(events: list[GroupEvent], num_ranks: int) -> None:

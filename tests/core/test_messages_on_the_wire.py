@@ -128,6 +128,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
     return st.builds(message, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("union", "decode"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import torchft_ckpt
 
 PACKAGE = Path(torchft_ckpt.__file__).parent
@@ -28,6 +30,7 @@ MAKERS = frozenset(
 """Of torch's functions those that heed the default device; `torch.frombuffer` and `..._like` do not."""
 
 
+@pytest.mark.slow
 def test_every_tensor_that_is_made_names_its_device() -> None:
     without = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"

@@ -110,6 +110,7 @@ def test_a_client_that_has_used_its_tokens_is_not_forgotten_for_others() -> None
 READS = st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(0, 400), st.booleans()), min_size=1, max_size=30)
 
 
+@pytest.mark.slow
 @given(READS)
 def test_what_is_read_is_within_the_rate_as_an_oracle_counts_it(reads: list[tuple[float, int, bool]]) -> None:
     """The oracle: since each moment when nothing was left to read, and since the beginning, at most burst and rate have come."""
@@ -129,6 +130,7 @@ def test_what_is_read_is_within_the_rate_as_an_oracle_counts_it(reads: list[tupl
             since.append((now, total))
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 64)), max_size=30), st.data())
 def test_who_keeps_to_the_rate_is_within_it_however_long_the_reader_stands_still_and_however_it_reads(
     sent: list[tuple[float, int]], data: st.DataObject

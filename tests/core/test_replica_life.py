@@ -584,6 +584,7 @@ def answer(
     return msgspec.structs.replace(told, num_contributors=1 + yes[1])
 
 
+@pytest.mark.slow
 @settings(max_examples=by_default(250, thorough=2000), deadline=None)
 @given(STORY)
 def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(

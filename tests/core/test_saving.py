@@ -456,6 +456,7 @@ def test_one_group_or_one_rank_that_was_silent_and_comes_back_does_no_harm(shape
         check_closed(world, seed, max(at_s - world.written_at_s, 0.0) + FILL_AFTER_S)
 
 
+@pytest.mark.slow
 def test_as_many_groups_may_die_at_any_moments_as_there_are_backups() -> None:
     for seed in range(by_default(60, thorough=1500)):
         dice = random.Random(seed)

@@ -361,6 +361,7 @@ def trained(*drifted: str, optimizers: list[Any] | None = None) -> StateOf:
     return state_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drifted", ["norm", "bias", "optim.norm", "optim.bias"])
 @pytest.mark.parametrize("mode", [*SaveMode])
 def test_a_save_fails_by_name_if_ranks_differ_in_what_their_optimizers_own_and_the_checkpoint_stays(
@@ -431,6 +432,7 @@ def test_a_save_is_done_if_whether_ranks_differ_cannot_be_read(
     assert caplog.text.count("it is not known whether ranks differ") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "hsdp", "replicated"])
 def test_drift_anywhere_in_large_replicas_is_found_within_so_many_saves(tmp_path: Path, layout: str) -> None:
     """Of more than 16 MiB each save compares 4 MiB, and the next one the next ones; here it is less."""
@@ -472,6 +474,7 @@ def test_ranks_that_have_saved_another_number_of_times_are_not_taken_for_ranks_t
     assert not job.checkpoint.drifted()
 
 
+@pytest.mark.slow
 def test_a_rank_whose_save_failed_once_still_compares_the_same_windows_as_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

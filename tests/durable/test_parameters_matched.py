@@ -217,6 +217,7 @@ def test_what_a_peer_gives_comes_to_its_parameters_or_is_refused_by_name(first: 
     check(through_a_join, range(first, first + 20), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [through_objects, through_storage], ids=["load", "restore"])
 @pytest.mark.parametrize("first", range(0, by_default(10, thorough=700), 10))
 def test_what_was_saved_comes_back_to_its_parameters_or_is_refused_by_name(

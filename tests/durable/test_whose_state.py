@@ -377,6 +377,7 @@ def held_shape(tree: Tree, name: str) -> tuple[int, ...]:
     return tree.held[name][0].shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(by_default(24, thorough=300)))
 def test_nothing_is_mixed_without_a_word(seed: int, tmp_path: Path) -> None:
     outcome = check(seed, tmp_path)

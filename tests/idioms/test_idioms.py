@@ -154,7 +154,7 @@ def test_a_save_by_the_first_of_three_groups_alone_is_said_at_once_by_the_names_
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         manager = job.manager(*harness.states(model=model, sgd=sgd), min_replica_size=3)
         ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-        checkpointer = Checkpointer(tmp_path, manager=manager, fill_after=timedelta(seconds=2))
+        checkpointer = Checkpointer(tmp_path, manager=manager, fill_after=timedelta(seconds=1))
         while job.goes_on():
             optimizer.zero_grad()
             error(ddp, job.batch()).backward()
@@ -171,7 +171,7 @@ def test_a_save_by_the_first_of_three_groups_alone_is_said_at_once_by_the_names_
     assert f"the next save began before this one was whole: {expected}" in first
     assert "given up before it was whole: group_1" in last
     assert f"cannot become whole: {expected}" in caplog.text
-    assert "shutdown waits up to 16 s for a save: group_1" in caplog.text
+    assert "shutdown waits up to 13 s for a save: group_1" in caplog.text
 
 
 def test_the_page_is_that_of_the_table() -> None:

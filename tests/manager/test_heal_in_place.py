@@ -338,6 +338,7 @@ def test_where_it_is_not_wanted_the_state_is_received_beside_the_model(server):
     assert loaded.isdisjoint(parameters(joiner).values())
 
 
+@pytest.mark.slow
 def test_a_failure_that_tore_the_model_is_followed_by_others_until_a_whole_state_is_there(server):
     seen: list[bool] = []
 
@@ -389,6 +390,7 @@ def test_two_replicas_are_equal_in_every_bit_after_one_of_them_was_torn():
     server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["not_returned", "take_settings"])
 def test_weights_that_were_loaded_without_what_belongs_to_them_are_torn_and_healed_again(server, monkeypatch, what):
     """Else the replica goes on with weights of a step that it does not count, until the next time it heals."""

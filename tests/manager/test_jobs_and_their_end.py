@@ -143,6 +143,7 @@ def test_a_lighthouse_that_is_gone_does_not_hold_up_the_end(caplog: pytest.LogCa
     assert "did not answer within 1 s" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_operator_is_told_what_was_not_done(
     lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,7 +75,7 @@ def test_groups_that_are_preempted_at_any_moment_save_and_go_and_the_others_lose
     chance = random.Random(seed)
     with job_of(tmp_path, storage=str(storage), logs_loss=True) as (job, _):
         groups = start_groups(job)
-        for _ in range(by_default(3, thorough=20)):
+        for _ in range(by_default(2, thorough=20)):
             name = chance.choice(NAMES)
             others = staying(groups, name)
             time.sleep(chance.uniform(0.0, 0.5))
@@ -156,7 +156,7 @@ def test_a_job_that_is_ended_with_its_lighthouse_saves_what_it_has_and_the_light
         assert num_saves == len(set(left)) or len(set(left)) > 1, "those that leave together save once"
 
 
-@pytest.mark.parametrize("inner_steps", [8, 100], ids=["after its round", "between two inner steps"])
+@pytest.mark.parametrize("inner_steps", [8, 80], ids=["after its round", "between two inner steps"])
 def test_an_outer_loop_leaves(tmp_path: Path, inner_steps: int) -> None:
     storage = tmp_path / "storage"
     with job_of(tmp_path, storage=str(storage), outer=inner_steps) as (job, _):

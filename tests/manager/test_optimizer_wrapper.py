@@ -214,6 +214,7 @@ def test_a_load_that_steps_the_optimizer_keeps_the_lock_to_its_end() -> None:
     server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["step", "train step"])
 def test_a_step_that_torch_compiles_is_a_step(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's tutorial compiles `lambda: optimizer.step()`: what asks the other groups is left out of the graph."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(TENSORS, CAPS, st.integers(0, 1000))
 def test_buckets_reduce_to_what_single_tensors_reduce_to(

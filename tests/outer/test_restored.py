@@ -222,6 +222,7 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Pa
     return save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("functions", ["none", "before", "after"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_and_backup_are_the_saved_global_parameters_before_the_first_inner_step(

@@ -214,6 +214,7 @@ def train_two(case: Case, kind: type[Script] = Script) -> tuple[dict[int, Place]
         lighthouse.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -67,6 +67,7 @@ def test_int8_is_off_by_half_a_scale_at_most(values: list[float]) -> None:
     assert (error <= scales_of(INT8, chunk) * (0.5 + ERROR_SLACK)).all()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(CHUNKS)
 def test_fp8_is_off_by_a_sixteenth_or_a_thousandth_of_a_scale_at_most(values: list[float]) -> None:

@@ -129,6 +129,7 @@ def three_fakes() -> Iterator[Ring]:
     ring.close()
 
 
+@pytest.mark.slow
 @both
 @settings(max_examples=60, deadline=None)
 @given(st.data())

@@ -186,6 +186,7 @@ def drifted_ranks(size: int, drifts: int | None) -> list[dict[str, Any]]:
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [900, 50_000, 1_300_000])
 @pytest.mark.parametrize("drifts", [None, 0, 2])
 def test_what_ranks_of_a_source_do_not_hold_alike_is_of_one_rank_and_is_named(
