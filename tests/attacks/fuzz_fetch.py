@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
-import http.server
 import json
 import logging
 import random
-import socket
 import sys
 import threading
 import time
@@ -31,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from support.http_servers import Server
+from support.resharding import LyingSource, Reply
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER
@@ -243,72 +240,30 @@ LIES: dict[str, Callable[[random.Random, Answer], None]] = {
 }
 
 
-class Proxy:
-    """Stands before a source, and lies."""
+class Liar:
+    """Tells lies about some answers of a source."""
 
-    def __init__(self, url: str, chance: random.Random, lies: list[str], often: float) -> None:
-        port = int(url.rpartition(":")[2])
+    def __init__(self, chance: random.Random, lies: list[str], often: float) -> None:
         self.may_be_consistent = False
         """It told something that a source with another state would have told: who has no other source cannot find out."""
+        self._chance, self._lies, self._often = chance, lies, often
         self._lock = threading.Lock()
-        self._over = threading.Event()
-        proxy = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def do_GET(self) -> None:
-                try:
-                    proxy._answer(self, port, chance, lies, often)
-                except (OSError, http.client.HTTPException, ValueError):
-                    self.close_connection = True
-
-            do_POST = do_GET
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = self._server.start()
-
-    def close(self) -> None:
-        self._over.set()
-        self._server.end()
-
-    def _answer(self, handler: Any, port: int, chance: random.Random, lies: list[str], often: float) -> None:
-        asked = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
-        source = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        try:
-            source.request(handler.command, handler.path, body=asked or None, headers=dict(handler.headers))
-            got = source.getresponse()
-            body = got.read()
-        finally:
-            source.close()
-        kind = handler.path.partition("?")[0].rpartition("/")[2]
-        kind = "blocks" if kind[:1].isdigit() else kind
-        dropped = ("content-length", "date", "server", "transfer-encoding", "connection")
-        headers = {name: value for name, value in got.getheaders() if name.lower() not in dropped}
-        answer = Answer(got.status, headers, body, kind)
+    def __call__(self, reply: Reply) -> None:
+        kind = reply.kind.rpartition("/")[2]
+        answer = Answer(reply.status, reply.headers, reply.body, "blocks" if kind[:1].isdigit() else kind)
         with self._lock:
-            if chance.random() < often:
-                LIES[chance.choice(lies)](chance, answer)
-            if answer.verifies or (kind == "manifest" and answer.body != body):
+            if self._chance.random() < self._often:
+                LIES[self._chance.choice(self._lies)](self._chance, answer)
+            if answer.verifies or (kind == "manifest" and answer.body != reply.body):
                 self.may_be_consistent = True
-        handler.send_response(answer.status)
-        for name, value in answer.headers.items():
-            handler.send_header(name, value)
-        if answer.status != 204:
-            handler.send_header("Content-Length", str(len(answer.body) if answer.length is None else answer.length))
-        handler.end_headers()
-        handler.wfile.write(answer.body[: answer.cut_after])
-        handler.wfile.flush()
+        is_as_it_was = answer.cut_after is answer.length is None and len(answer.body) == len(reply.body)
+        reply.status, reply.body = answer.status, answer.body
+        reply.send(answer.cut_after, announced=answer.length)
         if answer.hangs:
-            self._over.wait(TIMEOUT_S)
-        if answer.cut_after is not None or answer.length is not None or len(answer.body) != len(body):
-            handler.close_connection = True
-            with contextlib.suppress(OSError):
-                handler.connection.shutdown(socket.SHUT_RDWR)
+            reply.source.ended.wait(TIMEOUT_S)
+        if not is_as_it_was:
+            reply.cut()
 
 
 @contextmanager
@@ -338,7 +293,8 @@ def fuzz_fetches(chance: random.Random, count: int, state: State) -> tuple[Count
         source.send_checkpoint([], STEP, state, LONG)
         for number in range(count):
             lies = [chance.choice(list(LIES))] if chance.random() < 0.7 else list(LIES)
-            proxy = Proxy(source.metadata(), chance, lies, chance.choice([0.1, 0.4, 1.0]))
+            liar = Liar(chance, lies, chance.choice([0.1, 0.4, 1.0]))
+            proxy = LyingSource(source.metadata(), liar)
             has_second = number % 3 == 0
             sources = [proxy.url, source.metadata()] if has_second else [proxy.url]
             if chance.random() < 0.5:
@@ -359,7 +315,7 @@ def fuzz_fetches(chance: random.Random, count: int, state: State) -> tuple[Count
                         got = receiver.fetch_checkpoint(sources, STEP, limit, local_state=local, in_place=in_place)
                 if same(got, state):
                     outcome = "the state"
-                elif proxy.may_be_consistent and sources[0] == proxy.url:
+                elif liar.may_be_consistent and sources[0] == proxy.url:
                     outcome = "what a consistent liar said"
                 else:
                     outcome = "WRONG STATE"
