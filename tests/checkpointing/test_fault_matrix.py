@@ -335,14 +335,14 @@ def kinds_of_faults(marker: Path) -> list[Kind]:
         Kind("flip", flip, mismatch),
         Kind("repeat", repeat, None, waits=True, stall_s=STALL_S),
         Kind("reorder", reorder, mismatch, waits=True, stall_s=STALL_S),
-        Kind("leave_out", leave_out, waits=True, stall_s=STALL_S),
+        Kind("leave_out", leave_out, waits=True, timeout_s=5.0, stall_s=STALL_S),
         Kind("truncate", plain(truncate)),
         Kind("error_page", replace_by(PAGE), waits=True, stall_s=STALL_S),
         Kind("pickle", replace_by(pickle.dumps(Exploit(marker))), waits=True, stall_s=STALL_S),
         Kind("length", lie_about_length, None, waits=True, stall_s=STALL_S),
         Kind("etag", lie_about_etag),
         Kind("digest", lie_about_digest, (*mismatch, StateFormatError)),
-        Kind("replay", replay, None, waits=True, stall_s=STALL_S),
+        Kind("replay", replay, None, waits=True, timeout_s=5.0, stall_s=STALL_S),
     ]
 
 
