@@ -13,13 +13,13 @@ INTRODUCTION = """\
 
 <!-- Made by scripts/idioms from the table in tests/idioms. Change it there. -->
 
-Each line below is a training loop in `tests/idioms`, written as its user writes it. If lines differ in the optimizer or the
+Each row below is a training loop in `tests/idioms`, written as its user writes it. If rows differ in the optimizer or the
 model alone, one loop trains all of them side by side. A test runs the loop in replica groups. First the groups make some steps
 without a death. Then a group dies in the middle of a step and comes back with other random weights. After each step the test
 compares everything that the loop has registered, bit by bit, with a plain loop. The plain loop uses torch's own DDP and
 optimizers, and no group dies in it.
 
-Five rules are behind nearly all of these lines:
+Five rules are behind nearly all of these rows:
 
 1. **The forward pass begins a step, `step` ends it.** Collectives between groups belong in between, the same ones in all groups.
    Lines after `zero_grad` that come before the forward pass belong to the step before. `zero_grad` itself begins a step only if
@@ -35,6 +35,10 @@ Five rules are behind nearly all of these lines:
    loop reads at the top of its next iteration is the others'. Ask `step()` whether a step counted, and not whether
    `current_step()` has moved: loading moves it, too. Finish what belongs to a step before you ask anything of the next. What the
    loop changes after a `step()` that was False goes back as its next step begins, and a warning names it.
+
+In the tables, "yes" stands for bit-equal in all groups, with and without a death, if you do what the last column says. If that
+is empty, write it as you would anywhere. "**No**" has the name of the error by which the library refuses the loop. If there is
+no name, the last column says what happens, and the log has a warning, if anything can be seen.
 """
 
 NOTES = {
@@ -79,16 +83,6 @@ if optimizer.step():
 ```""",
 }
 
-NOT_ALLOWED = """\
-## What your loop may not do
-
-If the library refuses a loop, the line names the error. If it raises no error, the log has a warning, or the line says that
-there is none.
-
-| loop | what happens |
-|---|---|
-"""
-
 WAS_WRONG = """\
 ## Loops that were wrong at first
 
@@ -100,14 +94,11 @@ def text() -> str:
     entries = table()
     right = [entry for entry in entries if entry.was == "right"]
     parts = [INTRODUCTION]
-    for category in Category:
-        parts.append(_chapter(category, [e for e in entries if e.category is category and not e.is_forbidden]))
-    rows = [f"| {_cell(entry.name)} | {_outcome(entry)} |" for entry in entries if entry.is_forbidden]
-    parts.append(NOT_ALLOWED + "\n".join(rows) + "\n")
+    parts += [_chapter(category, [entry for entry in entries if entry.category is category]) for category in Category]
     found = [f"- {entry.name}: {entry.was}{_still(entry)}" for entry in entries if entry.was != "right"]
     parts.append(
         WAS_WRONG
-        + f"The table has {len(entries)} lines. {len(right)} of them worked when they entered it. These did not work at first:"
+        + f"The tables have {len(entries)} rows. {len(right)} of them worked when they entered it. These did not work at first:"
         + "\n\n"
         + "\n".join(found)
         + "\n"
@@ -119,21 +110,16 @@ def _chapter(category: Category, entries: list[Idiom]) -> str:
     lines = [f"## {category.value}", ""]
     if category in NOTES:
         lines += [NOTES[category], ""]
-    lines += [_line(entry) for entry in entries if entry.know or entry.pending]
-    if plain := [entry.name for entry in entries if not entry.know and not entry.pending]:
-        lines.append(f"- As you would write it anywhere: {'; '.join(plain)}.")
-    return "\n".join([*lines, ""])
+    rows = [f"| {_cell(entry.name)} | {_works(entry)} | {_cell(entry.know)} |" for entry in entries]
+    return "\n".join([*lines, "| pattern | works | what to do |", "|---|---|---|", *rows, ""])
 
 
-def _line(entry: Idiom) -> str:
-    know = f" {entry.know}" if entry.know else ""
-    pending = f" *Not yet: {entry.was if entry.was != 'right' else entry.pending}.*" if entry.pending else ""
-    return f"- **{entry.name}.**{know}{pending}"
-
-
-def _outcome(entry: Idiom) -> str:
-    raised = f"`{entry.refused}`. " if entry.refused else ""
-    return _cell(f"{raised}{entry.know}".strip())
+def _works(entry: Idiom) -> str:
+    if entry.pending:
+        return _cell(f"not yet: {entry.was if entry.was != 'right' else entry.pending}")
+    if entry.is_forbidden:
+        return f"**no**: `{entry.refused}`" if entry.refused else "**no**"
+    return "with a warning" if entry.says else "yes"
 
 
 def _still(entry: Idiom) -> str:

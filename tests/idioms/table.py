@@ -73,7 +73,7 @@ class Idiom:
 
     @property
     def is_forbidden(self) -> bool:
-        """Whether the page lists it under what a loop may not do."""
+        """Whether the page says that a loop may not do so."""
         return bool(self.refused) or self.waits or self.compare == "nothing"
 
     @property

@@ -514,7 +514,7 @@ def backward_before_zero_grad(job: Job) -> None:
     "A GAN: two networks, each with an optimizer in a wrapper of its own",
     STEP,
     "Each wrapper's step is a step of the manager. A group that returns waits until the others are at the network that it is at."
-    " One vote for both networks is cheaper: see the next line.",
+    " One vote for both networks is cheaper.",
     was="a group that came back averaged one network's gradients with the other's",
 )
 def gan(job: Job) -> None:
