@@ -89,6 +89,9 @@ def main() -> None:
     parser.add_argument(
         "--output", default="train-lightning-out", help="for checkpoints and logs, the same of all groups"
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in --output, if all ended"
+    )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     group, num_groups = int(os.environ.get("REPLICA_GROUP_ID", "0")), int(os.environ.get("NUM_REPLICA_GROUPS", "2"))
@@ -104,19 +107,22 @@ def main() -> None:
     )
     data = NextCharacter(Path(os.__file__).parent)
     sampler = DistributedSampler(data, replica_rank=group, num_replica_groups=num_groups)
+    strategy = FaultToleranceStrategy(manager)
+    checkpoints = f"{options.output}/checkpoints"
     trainer = Trainer(
-        strategy=FaultToleranceStrategy(manager),
+        strategy=strategy,
         max_steps=options.steps,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         logger=CSVLogger(options.output, name="logs", version=0, flush_logs_every_n_steps=1),
         log_every_n_steps=10,
-        callbacks=[ModelCheckpoint(f"{options.output}/checkpoints", every_n_train_steps=100, save_last=True)],
+        callbacks=[ModelCheckpoint(checkpoints, every_n_train_steps=100, save_last=True)],
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     model = Guesser(options.steps, options.pause / 2)  # a step is two batches
-    trainer.fit(model, DataLoader(data, batch_size=32, sampler=sampler, drop_last=True))
+    loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
+    trainer.fit(model, loader, ckpt_path=strategy.resume_from(checkpoints) if options.resume else None)
     digest = digest_of(model, trainer.optimizers[0])
     print(f"[{group}] finished at step {manager.current_step()} with state {digest}", flush=True)
     manager.shutdown()

@@ -73,6 +73,56 @@ def manager() -> Iterator[Manager]:
     rank_zero_only.rank = 0  # as it was: Lightning's loggers ask it, for the whole process
 
 
+class Alone:
+    """The Manager of a group of one rank that finds no other one, or one that holds a state."""
+
+    group_world_size = 1
+
+    def __init__(self, step_of_others: int | None = None) -> None:
+        self.step_of_others = step_of_others
+
+    def newest_step_of_peers(self) -> int | None:
+        return self.step_of_others
+
+
+def write(path: Path, at: int, *, cut: int = 0) -> Path:
+    """Write a checkpoint as of a time in seconds, without its last bytes."""
+    with path.open("wb") as file:
+        torch.save({"step": at}, file)
+    os.truncate(path, path.stat().st_size - cut)
+    os.utime(path, (at, at))
+    return path
+
+
+def test_a_job_resumes_from_the_checkpoint_that_was_written_last(tmp_path: Path) -> None:
+    strategy = FaultToleranceStrategy(Alone(), "cpu")
+    assert strategy.resume_from(tmp_path / "none") is None
+    older, last = write(tmp_path / "epoch=0-step=100.ckpt", 100), write(tmp_path / "last.ckpt", 200)
+    write(tmp_path / "model.pt", 300)
+    assert strategy.resume_from(tmp_path) == str(last)
+    write(last, 200, cut=40)
+    assert strategy.resume_from(str(tmp_path)) == str(older)
+    assert FaultToleranceStrategy(Alone(7), "cpu").resume_from(tmp_path) is None
+    with pytest.raises(ConfigError, match="name the checkpoint"):
+        strategy.resume_from("s3://bucket/out")
+
+
+def test_what_lightning_did_not_end_keeps_nobody_from_an_older_checkpoint(tmp_path: Path) -> None:
+    strategy = FaultToleranceStrategy(Alone(), "cpu")
+    (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "begun.ckpt").mkdir()
+    assert strategy.resume_from(tmp_path) is None
+    folder = tmp_path / "step=100.ckpt"
+    folder.mkdir()
+    for name in ("__0_0.distcp", ".metadata", "meta.pt"):
+        write(folder / name, 100)
+    assert strategy.resume_from(tmp_path) == str(folder)
+    os.utime(folder / "__0_0.distcp", (150, 150))  # a later save overwrites it, and died
+    assert strategy.resume_from(tmp_path) is None
+
+
 class SpoilSteps(Callback):
     """Lets some steps of the job be discarded, each once."""
 
@@ -292,11 +342,12 @@ def test_a_job_resumes_from_a_checkpoint_of_its_own_and_of_plain_lightning(tmp_p
     """The step of the job is that of the checkpoint."""
     train_here(tmp_path / "plain", 10)
     data, model = make_data(), Net(8, 25)
-    trainer = make_trainer(
-        tmp_path / "again", 12, strategy=FaultToleranceStrategy(manager, "cpu"), enable_progress_bar=False
-    )
+    strategy = FaultToleranceStrategy(manager, "cpu")
+    trainer = make_trainer(tmp_path / "again", 12, strategy=strategy, enable_progress_bar=False)
     loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler_of(0, data), drop_last=True)
-    trainer.fit(model, loader, ckpt_path=tmp_path / "plain" / "checkpoints" / "step=10.ckpt", weights_only=False)
+    checkpoint = strategy.resume_from(tmp_path / "plain" / "checkpoints")
+    assert checkpoint == str(tmp_path / "plain" / "checkpoints" / "step=10.ckpt")
+    trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=False)
 
     assert (trainer.global_step, manager.current_step()) == (12, 12)
     assert manager.statistics().num_committed == 2
@@ -434,7 +485,13 @@ def test_the_example_ends_equal_although_a_group_is_killed(tmp_path: Path) -> No
 
     (digest,) = {re.findall(r"finished at step 30 with state (\w+)", group.log())[0] for group in groups}
     assert len(digest) == 64
-    assert (tmp_path / "out" / "checkpoints" / "last.ckpt").exists()
+    arguments = ["--steps=35", "--resume", *arguments[1:]]
+    with FrameworkJob(tmp_path, REPO / "examples" / "train_lightning.py", *arguments) as job:
+        groups = [job.start(0), job.start(1)]
+        assert [group.process.wait(timeout=240) for group in groups] == [0, 0]
+    (digest,) = {re.findall(r"finished at step 35 with state (\w+)", group.log())[0] for group in groups}
+    assert any(f"resumes from {tmp_path / 'out' / 'checkpoints' / 'last.ckpt'}" in group.log() for group in groups)
+    assert not any("step=29 " in group.log() for group in groups)
 
 
 @pytest.mark.processes

@@ -36,13 +36,16 @@ import logging
 import os
 import signal
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -464,6 +467,35 @@ class _ReplicaGroup(Strategy):
             decision = bool(votes.item()) if work.wait() else decision
         return bool(super().reduce_boolean_decision(decision, all))  # the ranks of this group alike in any case
 
+    def resume_from(self, dirpath: str | os.PathLike[str]) -> str | None:
+        """Return the checkpoint to give `fit(ckpt_path=...)`; None: train from what is here, or from what others hold.
+
+        None if another group holds a state of the job: the state comes from there. Otherwise the checkpoint in `dirpath` that was
+        written last and is whole, by its time. If the lighthouse does not answer within the manager's `connect_timeout` it is as
+        if there were no other group: the state of those that there are wins later.
+
+        All ranks of the group call it before `fit`, on the training thread, and see the same directory.
+
+        Args:
+            dirpath: of `ModelCheckpoint`, on a file system of this machine.
+
+        Raises:
+            ConfigError: `dirpath` is a URL.
+            GroupBrokenError, RefusedError: this group cannot go on.
+        """
+        if "://" in os.fspath(dirpath):
+            message = (
+                f"resume_from looks into directories, and {dirpath} is a URL; name the checkpoint by fit(ckpt_path=...)"
+            )
+            raise ConfigError(message, party="dirpath")
+        if self._manager.newest_step_of_peers() is not None:
+            return None
+        newest = max(((_written_at(path), str(path)) for path in Path(dirpath).glob("*.ckpt")), default=(-1, ""))
+        if newest[0] < 0:
+            return None
+        logger.info("resumes from %s, if no other group holds a newer state", newest[1])
+        return newest[1]
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, if this group speaks for the job. All ranks of a group call it."""
         if self._speaks:
@@ -521,6 +553,24 @@ class FaultToleranceModelParallelStrategy(_ReplicaGroup, ModelParallelStrategy):
     def __init__(self, manager: Manager, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._manager = manager
+
+
+def _written_at(checkpoint: Path) -> int:
+    """Return when Lightning has written a checkpoint, in ns; -1: it is not whole.
+
+    A file ends with the list of what is in it. In a folder, which may have been overwritten in place, `meta.pt` comes last.
+    """
+    is_file = not checkpoint.is_dir()
+    last = checkpoint if is_file else checkpoint / _METADATA_FILENAME
+    try:
+        parts = [] if is_file else [checkpoint / ".metadata", *checkpoint.iterdir()]
+        written_at = last.stat().st_mtime_ns
+        if not last.is_file() or any(part.stat().st_mtime_ns > written_at for part in parts):
+            return -1  # one of another kind may be read for ever
+        zipfile.ZipFile(last).close()
+    except (OSError, zipfile.BadZipFile):
+        return -1
+    return written_at
 
 
 def _is_of_numbers(place: object) -> bool:

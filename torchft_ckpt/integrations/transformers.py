@@ -324,7 +324,11 @@ class FaultToleranceCallback(TrainerCallback):
         # The ranks may have looked at different moments.
         chosen = torch.tensor([max(complete, default=-1)], device=PartialState().device)
         step = int(broadcast(chosen).item())
-        return None if step < 0 else os.path.join(output_dir, f"checkpoint-{step}")
+        if step < 0:
+            return None
+        path = os.path.join(output_dir, f"checkpoint-{step}")
+        logger.info("resumes from %s, if no other group holds a newer state", path)
+        return path
 
     def _best_to_carry(self, state: TrainerState) -> torch.Tensor:
         """Return metric, step and saved step of the best. As a tensor, which no optimizer owns, it may differ between groups."""
