@@ -132,8 +132,9 @@ def resolve_rank_config(
             " MASTER_PORT (rank 0 will host it there)",
             party="store_addr",
         )
-    name, incarnation = replica_id or "", str(uuid.uuid4())
-    replica_id = f"{name}:{incarnation}" if name else incarnation
+    name = replica_id or ""
+    # Of one group's lives eight digits are enough to tell them apart, and lines of a log stay short.
+    replica_id = f"{name}:{uuid.uuid4().hex[:8]}" if name else str(uuid.uuid4())
     token = config.resolve(token, config.TOKEN, "", str)
     group_store = None
     if group_world_size > 1:
