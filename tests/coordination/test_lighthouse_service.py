@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -60,9 +61,9 @@ class Group:
                 return message
 
 
-async def connect(session: aiohttp.ClientSession, server: LighthouseServer, name: str) -> Group:
+async def connect(session: aiohttp.ClientSession, server: LighthouseServer, name: str, life: int = 1) -> Group:
     group = Group(await session.ws_connect(f"{server.address()}/v1/groups"))
-    await group.say(Hello(protocol=PROTOCOL_VERSION, replica_id=f"{name}:1"))
+    await group.say(Hello(protocol=PROTOCOL_VERSION, replica_id=f"{name}:{life}"))
     await group.hear(Welcome)
     return group
 
@@ -143,6 +144,30 @@ async def test_status_shows_who_is_there_and_what_is_waited_for(
     assert status["settings"]["min_replicas"] == 2
 
 
+async def test_status_shows_who_is_away_as_long_as_they_are(lighthouse: LighthouseServer) -> None:
+    async with aiohttp.ClientSession() as session:
+
+        async def status() -> dict[str, Any]:
+            async with session.get(f"{lighthouse.address()}/", params={"job": "default"}) as response:
+                return dict(await response.json())
+
+        async def without(*groups: Group) -> dict[str, Any]:
+            await asyncio.gather(*(group.socket.close() for group in groups))
+            while (shown := await status())["members"]:
+                await asyncio.sleep(0.01)
+            return shown
+
+        groups = [await connect(session, lighthouse, name) for name in ("a", "b")]
+        for group in groups:
+            await group.say(request(1))
+        await groups[0].hear(QuorumFormed)
+        gone = await without(*groups)
+        assert (gone["reason"], sorted(gone["lost"])) == ("no group is here", ["a:1", "b:1"])
+        back = await connect(session, lighthouse, "a", life=2)
+        assert list((await status())["lost"]) == ["b:1"]
+        assert sorted((await without(back))["lost"]) == ["a:2", "b:1"]
+
+
 def test_a_token_guards_the_status_too(capsys: pytest.CaptureFixture[str]) -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=1, token="secret")
     address = server.address()
@@ -164,7 +189,8 @@ def test_commands_against_nobody_say_so(capsys: pytest.CaptureFixture[str]) -> N
     with reserved_port() as port:
         for command in ("status", "allow-step-loss"):
             assert main([command, "--lighthouse", f"127.0.0.1:{port}"]) == 1
-            assert f"no lighthouse answers at 127.0.0.1:{port}" in capsys.readouterr().err
+            said = capsys.readouterr().err
+            assert f"no lighthouse answers at 127.0.0.1:{port}" in said and "ssl:" not in said
 
 
 @pytest.mark.parametrize(

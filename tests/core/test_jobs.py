@@ -673,6 +673,7 @@ def test_of_several_jobs_the_operator_names_one() -> None:
     groups = [Group(lighthouse, name) for name in ("a", "b")]
     for group in groups:
         group.trains()
+        group.dies()
     lighthouse.open("operator")
     assert "several: a, b" in refusal(lighthouse.hear("operator", AllowStepLoss())).reason
     lighthouse.open("again", "b")
@@ -683,10 +684,29 @@ def test_of_several_jobs_the_operator_names_one() -> None:
 
 def test_with_one_job_it_need_not_be_named() -> None:
     lighthouse = Lighthouse()
-    Group(lighthouse, "gpt").trains()
+    group = Group(lighthouse, "gpt")
+    group.trains()
+    group.dies()
     lighthouse.open("operator")
     (done,) = lighthouse.hear("operator", AllowStepLoss())
     assert isinstance(done, Done) and lighthouse.jobs.states["gpt"].allow_step_loss
+
+
+def test_a_job_that_has_lost_no_step_is_not_allowed_to_lose_one() -> None:
+    """It would stay allowed until the next quorum, which may be weeks away."""
+    lighthouse = Lighthouse()
+    group = Group(lighthouse, "gpt")
+    group.trains(3)
+    lighthouse.open("operator")
+    assert (
+        "lost no step: all groups that are here hold step 3, the newest (g:1)"
+        in refusal(lighthouse.hear("operator", AllowStepLoss())).reason
+    )
+    assert not lighthouse.jobs.states["gpt"].allow_step_loss
+    group.dies()
+    Group(lighthouse, "gpt", "late:1").asks()
+    lighthouse.open("again")
+    assert isinstance(lighthouse.hear("again", AllowStepLoss())[0], Done)
 
 
 @pytest.mark.parametrize("word", [AllowStepLoss(), ForgetJob()])

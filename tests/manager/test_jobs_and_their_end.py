@@ -154,5 +154,6 @@ def test_the_operator_is_told_what_was_not_done(
     assert "several: left, right; name one by --job" in capsys.readouterr().err
     assert main(["forget-job", "--job", "left", "--lighthouse", address]) == 1
     assert "groups of it are connected (group:" in capsys.readouterr().err
-    assert main(["allow-step-loss", "--job", "left", "--lighthouse", address]) == 0
+    assert main(["allow-step-loss", "--job", "left", "--lighthouse", address]) == 1
+    assert "job left has lost no step: all groups that are here hold step 1" in capsys.readouterr().err
     shutdown(*replicas)

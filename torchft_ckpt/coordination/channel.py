@@ -76,6 +76,11 @@ async def open_websocket(
     return websocket
 
 
+def in_words(error: BaseException) -> str:
+    """Say why a connection failed. aiohttp writes behind each address how it uses TLS, also where it uses none."""
+    return str(error).replace(" ssl:default", "") or type(error).__name__
+
+
 def client_session(
     headers: Mapping[str, str] | None = None, traces: Sequence[aiohttp.TraceConfig] = ()
 ) -> aiohttp.ClientSession:

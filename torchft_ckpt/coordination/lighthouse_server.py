@@ -41,6 +41,7 @@ from torchft_ckpt.core.coordination.messages import (
     Dropped,
     Hello,
     decode_to_lighthouse,
+    group_name,
     refuse_unreadable,
 )
 from torchft_ckpt.errors import ConfigError, ProtocolError
@@ -242,7 +243,7 @@ def _in_short(state: LighthouseState) -> dict[str, object]:
         "quorum_id": state.quorum_id,
         "newest_step": state.newest_step,
         "finished_step": state.finished_step,
-        "reason": state.reason,
+        "reason": state.reason if state.members else "no group is here",
     }
 
 
@@ -261,5 +262,13 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
     return _in_short(state) | {
         "participants": list(state.round.tally.roles) if state.round else [],
         "members": members,
-        "lost": dict(state.lost_members),
+        "lost": _lost(state),
+        "allows_step_loss": state.allow_step_loss,
     }
+
+
+def _lost(state: LighthouseState) -> dict[str, str]:
+    """Return who is away, as of the last life of each group, and why. One that is back has lost nothing that is of use."""
+    last = {group_name(replica_id): replica_id for replica_id in state.lost_members}
+    here = {group_name(replica_id) for replica_id in state.members}
+    return {replica_id: state.lost_members[replica_id] for name, replica_id in last.items() if name not in here}

@@ -246,6 +246,12 @@ class Jobs:
         elif state is None and name not in self.finished:
             known = f"known jobs: {name_some(here)}" if here else "no job is known"
             yield from self._refuse(connection, f"no job {name} is here; {known}")
+        elif state is not None and isinstance(message, AllowStepLoss) and state.has_lost_nothing:
+            reason = (
+                f"job {name} has lost no step: all groups that are here hold step {state.newest_step}, the newest"
+                f" ({name_some(sorted(state.members))}). Nothing was allowed"
+            )
+            yield from self._refuse(connection, reason)
         elif isinstance(message, AllowStepLoss):
             told = self._tell(name, Received(connection, message), now)
             yield Send(

@@ -206,6 +206,14 @@ class LighthouseState:
         return self._job.allows_step_loss
 
     @property
+    def has_lost_nothing(self) -> bool:
+        """Whether the groups that are here all hold the newest state whole, and train on from it: no step could be lost."""
+        members = self.members.values()
+        is_whole = all(m.request is None or not m.request.torn for m in members)
+        holds_all = all(self._job.holds_newest(m.version) for m in members)
+        return bool(members) and is_whole and holds_all and self.finished_step is None
+
+    @property
     def is_deserted(self) -> bool:
         return not self.members
 
