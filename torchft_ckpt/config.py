@@ -15,6 +15,8 @@
 | `TORCHFT_CKPT_QUORUM_TIMEOUT_SEC`   | `TORCHFT_QUORUM_TIMEOUT_SEC`  | one attempt at a quorum; seconds                 |
 | `TORCHFT_CKPT_CONNECT_TIMEOUT_SEC`  | `TORCHFT_CONNECT_TIMEOUT_SEC` | connecting to lighthouse and peers; seconds      |
 | `TORCHFT_CKPT_QUORUM_RETRIES`       | `TORCHFT_QUORUM_RETRIES`      | attempts at a quorum after the first             |
+| `TORCHFT_CKPT_LOG_EVERY_SEC`        |                               | fewest seconds between lines of committed steps  |
+|                                     |                               | that tell nothing new; not set: each has a line  |
 | `TORCHFT_CKPT_USE_BUCKETIZATION`    | `TORCHFT_USE_BUCKETIZATION`   | DiLoCo exchanges buckets, not single parameters  |
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
 |                                     |                               | find each other, as torchrun sets them           |
@@ -55,6 +57,7 @@ TIMEOUT = ("TORCHFT_CKPT_TIMEOUT_SEC", "TORCHFT_TIMEOUT_SEC")
 QUORUM_TIMEOUT = ("TORCHFT_CKPT_QUORUM_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC")
 CONNECT_TIMEOUT = ("TORCHFT_CKPT_CONNECT_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 QUORUM_RETRIES = ("TORCHFT_CKPT_QUORUM_RETRIES", "TORCHFT_QUORUM_RETRIES")
+LOG_EVERY = ("TORCHFT_CKPT_LOG_EVERY_SEC",)
 USE_BUCKETIZATION = ("TORCHFT_CKPT_USE_BUCKETIZATION", "TORCHFT_USE_BUCKETIZATION")
 STORE_ADDR = ("MASTER_ADDR",)
 STORE_PORT = ("MASTER_PORT",)

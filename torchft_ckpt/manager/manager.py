@@ -324,7 +324,12 @@ class Manager:
             limit=self._timeouts.transfer,
             in_place=heal_in_place,
         )
-        self._outcomes = StepOutcomes(party, min_replica_size=min_replica_size, max_retries=max_retries)
+        self._outcomes = StepOutcomes(
+            party,
+            min_replica_size=min_replica_size,
+            max_retries=max_retries,
+            log_every=config.resolve(None, config.LOG_EVERY, timedelta(0), config.parse_seconds),
+        )
         self._steps = Steps(
             pg,
             transport,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import timedelta
 
 from torchft_ckpt.core.coordination.messages import CommitVote, Outcome
 from torchft_ckpt.core.coordination.replica import ReplicaView
@@ -19,9 +20,19 @@ SILENT_AGAIN_S = 60.0
 
 
 class StepOutcomes:
-    """Counts how the steps ended, by the settings of `Manager`. Used by the training thread."""
+    """Counts how the steps ended, by the settings of `Manager`. Used by the training thread.
 
-    def __init__(self, party: str, *, min_replica_size: int, max_retries: int | None) -> None:
+    A committed step has no line within `log_every` of the last one, if the same groups have made it and nobody healed.
+    """
+
+    def __init__(
+        self,
+        party: str,
+        *,
+        min_replica_size: int,
+        max_retries: int | None,
+        log_every: timedelta = timedelta(0),
+    ) -> None:
         self.counts = {outcome: 0 for outcome in Outcome}
         self._party = party
         self._min_replica_size = min_replica_size
@@ -33,6 +44,9 @@ class StepOutcomes:
         self._silent_since: float | None = None
         self._silent_says_at = 0.0
         self._has_warned_of_none = False
+        self._log_every_s = log_every.total_seconds()
+        self._logged: tuple[int, int, int] | None = None
+        self._logged_at = 0.0
 
     def ended(self, vote: CommitVote, outcome: Outcome, reason: str, now: ReplicaView, took_s: float) -> None:
         """A step of this replica has ended, `took_s` after `start_quorum`; `now`: what the replica is after it.
@@ -60,6 +74,12 @@ class StepOutcomes:
         formed = now.quorum
         if formed is None:
             return
+        groups = (vote.quorum_id, now.num_participants, formed.replica_world_size)
+        tells_new = outcome is not Outcome.COMMIT or formed.sources or groups != self._logged
+        at = time.monotonic()
+        if not tells_new and at - self._logged_at < self._log_every_s:
+            return
+        self._logged, self._logged_at = groups, at
         logger.info(
             "step=%d quorum=%d participants=%d/%d verdict=%s heal=%s took=%.3fs%s",
             vote.step,
