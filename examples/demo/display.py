@@ -61,7 +61,9 @@ class Display:
         elif time.monotonic() >= self._next_plain_s:
             self._next_plain_s = time.monotonic() + _PLAIN_INTERVAL_S
             lives = [timeline.life_of(group) for group in range(timeline.num_groups)]
-            text = "   ".join(describe(life) for life in lives if life is not None)
+            text = "   ".join(
+                [progress(timeline, self._num_steps), *(describe(life) for life in lives if life is not None)]
+            )
             self._console.print(
                 f"{time.monotonic() - timeline.started_s:6.1f} s  {text}", highlight=False, markup=False, soft_wrap=True
             )
@@ -70,13 +72,11 @@ class Display:
         table = Table(expand=False)
         for heading in ("group", "life", "state", "step", "loss", "quorum", "groups in it", "discarded"):
             table.add_column(heading, justify="left" if heading in ("group", "state") else "right")
-        newest = 0
         for group in range(timeline.num_groups):
             life = timeline.life_of(group)
             if life is None:
                 continue
             last = life.steps[-1] if life.steps else None
-            newest = max(newest, life.last_step)
             discarded = sum(not step.committed for one in timeline.lives_of(group) for step in one.steps)
             table.add_row(
                 f"group_{group}",
@@ -91,16 +91,23 @@ class Display:
         elapsed_s = time.monotonic() - timeline.started_s
         num_kills = len(timeline.kills)
         kills = f"{num_kills} kill{'' if num_kills == 1 else 's'}"
-        head = Text(f"step {newest} of about {self._num_steps}, {kills}, {elapsed_s:.0f} s")
-        bar = ProgressBar(total=self._num_steps, completed=min(newest, self._num_steps), width=40)
-        progress = Table.grid(padding=(0, 1))
-        progress.add_row(bar, head)
-        return Group(table, progress, Text("\n".join(self._notes[-_NUM_NOTES:]), style="dim"))
+        head = Text(f"{progress(timeline, self._num_steps)}, {kills}, {elapsed_s:.0f} s")
+        bar = ProgressBar(total=self._num_steps, completed=min(timeline.newest_step, self._num_steps), width=40)
+        below = Table.grid(padding=(0, 1))
+        below.add_row(bar, head)
+        return Group(table, below, Text("\n".join(self._notes[-_NUM_NOTES:]), style="dim"))
+
+
+def progress(timeline: Timeline, num_steps: int) -> str:
+    """How far the run is, and how long it may still take."""
+    newest, left_s = timeline.newest_step, timeline.left_s(num_steps)
+    if not newest:
+        return "starting torch" if timeline.is_starting else "making the first step"
+    left = "ending" if newest >= num_steps else "" if left_s is None else f"{left_s:.0f} s left"
+    return f"step {newest} of {num_steps}{', ' if left else ''}{left}"
 
 
 def describe(life: Life) -> str:
     """One group in a few words."""
-    if not life.steps or life.phase is Phase.DOWN:
-        return f"group_{life.group} {life.phase.value}"
-    last = life.steps[-1]
-    return f"group_{life.group} {life.phase.value} step={last.step} loss={last.loss:.3f} quorum={last.quorum_id}"
+    loss = f" loss={life.steps[-1].loss:.3f}" if life.steps and life.phase is Phase.TRAINING else ""
+    return f"group_{life.group} {life.phase.value}{loss}"

@@ -18,7 +18,7 @@ from demo import events
 class Phase(enum.Enum):
     """What a group is doing, as far as its events tell."""
 
-    STARTING = "starting"
+    STARTING = "starting torch"
     JOINING = "joining"
     TRAINING = "training"
     FINISHED = "finished"
@@ -126,6 +126,23 @@ class Timeline:
     def lives_of(self, group: int) -> list[Life]:
         """All lives of a group, oldest first."""
         return [life for life in self.lives if life.group == group]
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether no group has imported torch yet."""
+        return all(life.imported_s is None for life in self.lives)
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that a group of now has committed; 0: none has."""
+        newest = (self.life_of(group) for group in range(self.num_groups))
+        return max((life.last_step for life in newest if life is not None), default=0)
+
+    def left_s(self, num_steps: int) -> float | None:
+        """How long the steps up to that one take, if they take as long as those until now; None: there are too few to tell."""
+        ends = [(step.step, step.at_s) for life in self.lives for step in life.steps if step.committed]
+        (first, began_s), (last, now_s) = min(ends, default=(0, 0.0)), max(ends, default=(0, 0.0))
+        return max(0, num_steps - last) * (now_s - began_s) / (last - first) if last > first else None
 
     def contributing(self) -> dict[int, int]:
         """The last committed step of each group that trains now and whose last step held its gradients."""
