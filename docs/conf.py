@@ -11,6 +11,8 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS / "_sphinx"), str(DOCS.parent)]
 
+from from_code import AS_IF_INSTALLED  # noqa: E402
+
 import torchft_ckpt  # noqa: E402
 
 project = "torchft_ckpt"
@@ -33,8 +35,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True}
+autodoc_mock_imports = AS_IF_INSTALLED
 add_module_names = False
-python_maximum_signature_line_length = 100
+python_maximum_signature_line_length = 60
 toc_object_entries_show_parents = "hide"
 
 highlight_language = "text"
@@ -44,6 +47,7 @@ nitpicky = True
 OTHERS = (
     "timedelta|ReduceOp|Work|abc|asyncio|collections|concurrent|contextlib|dataclasses|datetime|enum|fsspec|io|logging|msgspec|numpy|os|pathlib|signal|ssl"
     "|threading|torch|types|typing|typing_extensions|dist|nn|optim"
+    "|accelerate|lightning|transformers"
 )
 nitpick_ignore_regex = [("py:.*", rf"({OTHERS})(\..*)?")]
 

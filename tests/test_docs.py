@@ -25,8 +25,10 @@ from support.pages import (
 import torchft_ckpt
 from torchft_ckpt import config, errors
 from torchft_ckpt.__main__ import _parser
-from torchft_ckpt.core.coordination.messages import Role
+from torchft_ckpt.checkpointing.state.format import FORMAT_VERSION
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Role
 
+OUR_OWN_EXTRAS = {"demo", "examples", "test", "docs", "package", "bench"}
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
@@ -181,6 +183,39 @@ def test_the_page_about_deploying_names_the_variables_that_are_read() -> None:
         name for value in vars(config).values() if isinstance(value, tuple) for name in value if isinstance(name, str)
     }
     assert sorted(name for name in names if name.startswith("TORCHFT_CKPT_") and f"`{name}`" not in page) == []
+
+
+def test_the_reference_has_what_the_guides_import_for_frameworks() -> None:
+    reference = (REPO / "docs/reference/api/integrations.md").read_text()
+    imported = {
+        f"{node.module}.{alias.name}"
+        for block in code_blocks()
+        if block.language == "python"
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchft_ckpt.integrations.")
+        for alias in node.names
+        if not str(node.module).startswith("torchft_ckpt.integrations.dcp")
+    }
+    assert imported and [name for name in imported if f".. autoclass:: {name}\n" not in reference] == []
+
+
+def test_the_versions_of_the_compatibility_page_are_those_of_the_code() -> None:
+    page = (REPO / "docs/compatibility.md").read_text()
+    for what, version in (("messages between", PROTOCOL_VERSION), ("a state on its way", FORMAT_VERSION)):
+        assert re.findall(rf"^\| {what}[^|]*\| (\d+) \|", page, re.MULTILINE) == [str(version)]
+
+
+def test_the_versions_of_frameworks_are_those_of_the_project() -> None:
+    project = (REPO / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    wanted = {
+        extra: re.findall(r'"([^"]+)"', needs)
+        for extra, needs in re.findall(r"^(\w+) = \[(.*?)\]$", project, re.M | re.S)
+    }
+    page = (REPO / "docs/compatibility.md").read_text().partition("## Versions of frameworks")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE)
+    assert {extra: re.findall(r"`([^`]+)`", versions) for extra, versions in rows} == {
+        extra: needs for extra, needs in wanted.items() if extra not in OUR_OWN_EXTRAS
+    }
 
 
 def test_the_diagrams_are_those_that_the_tables_make(monkeypatch: pytest.MonkeyPatch) -> None:

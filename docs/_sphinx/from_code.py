@@ -2,6 +2,7 @@
 
 `{module-text} MODULE`      the docstring of a module, which is Markdown: a specification, a table
 `{command-options}`         the help of every command
+`.. summary::`              a table of what a page of the reference documents: each name, what it is, and its methods
 `name`                      the role of what stands in backticks in a docstring: code, and a link where the name is on a page
 """
 
@@ -18,9 +19,12 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.ext.autodoc.mock import mock
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 OURS = "torchft_ckpt"
+AS_IF_INSTALLED = ["accelerate", "lightning", "transformers"]
+"""What integrations are for: their reference needs none of it."""
 _SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises):")
 _ERRORS = re.compile(r"[A-Z][\w.]*(Error|Exception|Interrupt)(, [A-Z][\w.]*(Error|Exception|Interrupt))*:")
 _NAME = re.compile(r"[A-Za-z_][\w.]*(\(\))?")
@@ -130,24 +134,98 @@ def _written_elsewhere(what: str, name: str, of: object) -> str:
     return ""
 
 
+_DOCUMENTED = re.compile(
+    r"^\.\. auto(class|exception|function|data|module):: (\S+)\n((?:   .*\n|\n(?=   ))*)", re.MULTILINE
+)
+
+
+class Summary(SphinxDirective):
+    """A table of what the page documents, in its order: name, the first sentence of its docstring, its methods."""
+
+    def run(self) -> list[nodes.Node]:
+        page = self.env.doc2path(self.env.docname).read_text()  # type: ignore[attr-defined]
+        rows = [row for kind, name, options in _DOCUMENTED.findall(page) for row in _rows(kind, name, options)]
+        has_methods = any(methods for _, _, methods in rows)
+        lines = [".. list-table::", "   :header-rows: 1", "   :class: summary", ""]
+        for row in [("name", "what it is", "methods"), *rows]:
+            cells = row if has_methods else row[:2]
+            lines += [f"   {'* -' if place == 0 else '  -'} {cell}" for place, cell in enumerate(cells)]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+def _rows(kind: str, name: str, options: str) -> list[tuple[str, str, str]]:
+    if kind != "module":
+        module, _, last = name.rpartition(".")
+        with mock(AS_IF_INSTALLED):
+            return [_row(f"{module}.{last}", getattr(importlib.import_module(module), last), options)]
+    if ":no-members:" in options:
+        return []
+    module_itself = importlib.import_module(name)
+    listed = getattr(module_itself, "__all__", vars(module_itself))
+    own = [(f"{name}.{last}", vars(module_itself)[last]) for last in listed if not last.startswith("_")]
+    left_out = _names(options, "exclude-members")
+    return [
+        _row(full, of, "")
+        for full, of in own
+        if getattr(of, "__module__", "") == name
+        and callable(of)
+        and of.__doc__
+        and full.rpartition(".")[2] not in left_out
+    ]
+
+
+def _names(options: str, option: str) -> list[str]:
+    found = re.search(rf":{option}: (.*)", options)
+    return found[1].replace(",", " ").split() if found else []
+
+
+def _row(full: str, of: Any, options: str) -> tuple[str, str, str]:
+    chosen = re.findall(r"\.\. auto(?:method|property):: (\w+)", options)
+    left_out = _names(options, "exclude-members")
+    methods = chosen or [
+        name
+        for name, member in (vars(of).items() if inspect.isclass(of) and ":no-members:" not in options else ())
+        if not name.startswith("_")
+        and name not in left_out
+        and (inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod))
+        and inspect.getdoc(member)
+    ]
+    text = inspect.getdoc(of) if inspect.isclass(of) or callable(of) else ""
+    sentence = re.split(r"(?<=\.)\s", " ".join((text or "").partition("\n\n")[0].split()), maxsplit=1)[0]
+    links = ", ".join(f":member:`{name} <{full}.{name}>`" for name in methods)
+    return f":member:`{full.rpartition('.')[2]} <{full}>`", sentence.rstrip(":"), links
+
+
 class Name(SphinxRole):
     """Code that is a link where it names something that a page documents."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-        code = nodes.literal(self.rawtext, self.text, classes=["py"])
-        if not _NAME.fullmatch(self.text):
+        shown, target = self.shown_and_target()
+        code = nodes.literal(self.rawtext, shown, classes=["py"])
+        if not _NAME.fullmatch(target):
             return [code], []
         link = addnodes.pending_xref(
             "",
             code,
             refdomain="py",
             reftype="obj",
-            reftarget=self.text.removesuffix("()"),
+            reftarget=target.removesuffix("()"),
             refdoc=self.env.docname,
             in_backticks=True,
             **{key: self.env.ref_context.get(key) for key in ("py:module", "py:class")},
         )
         return [link], []
+
+    def shown_and_target(self) -> tuple[str, str]:
+        return self.text, self.text
+
+
+class Member(Name):
+    """The same, of `what is shown <its name>`."""
+
+    def shown_and_target(self) -> tuple[str, str]:
+        shown, _, target = self.text.partition(" ")
+        return shown, target.strip("<>")
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, text: nodes.Node) -> nodes.Node | None:
@@ -191,7 +269,9 @@ def _find(env: BuildEnvironment, target: str, of_class: str | None) -> str | Non
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("module-text", ModuleText)
     app.add_directive("command-options", CommandOptions)
+    app.add_directive("summary", Summary)
     app.add_role("name", Name())
+    app.add_role("member", Member())
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True}
