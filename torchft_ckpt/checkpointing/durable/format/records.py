@@ -130,8 +130,11 @@ def record_problems(record: bytes, what: str) -> list[str]:
     try:
         with zipfile.ZipFile(io.BytesIO(record)) as archive:
             infos = archive.infolist()
-            if not infos or any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+            plain = (zipfile.ZIP_STORED, 0)
+            if not infos or any((info.compress_type, info.file_size - info.compress_size) != plain for info in infos):
                 return [f"{what} cannot be read: it is empty, or compressed"]
+            if sum(info.file_size for info in infos) > len(record):  # they share bytes, and each would be read
+                return [f"{what} cannot be read: its entries are longer than it is"]
             # torch computes checksums for all entries, or was told to compute none.
             damaged = archive.testzip() if any(info.CRC for info in infos) else None
     except _ZIP_ERRORS as error:
