@@ -485,6 +485,14 @@ def test_export_saves_what_dcp_wrote(dcps: Path, tmp_path: Path, capsys: Capture
     assert (found["torchft_ckpt.step"], found["torchft_ckpt.values"]["text"]) == (7, "Grüße")
 
 
+def test_a_value_of_dcp_may_hold_a_tensor_by_the_name_of_another(tmp_path: Path, capsys: Capture) -> None:
+    state = {"v.0": torch.ones(3), "v": (torch.full((3,), 7.0), 5)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcps", no_dist=True)
+    path = tmp_path / "state.safetensors"
+    assert run(capsys, "export", tmp_path / "dcps", "-o", path, "--quiet")[0] == 0
+    assert sorted(tensor.tolist() for tensor in load_file(path).values()) == [[1.0] * 3, [7.0] * 3]
+
+
 def test_export_says_what_it_leaves_out(tmp_path: Path, capsys: Capture) -> None:
     dcp.save({"w": torch.ones(3), "path": Path("x"), "lr": 0.5}, checkpoint_id=tmp_path / "dcps", no_dist=True)
     path = tmp_path / "state.safetensors"

@@ -39,7 +39,8 @@ def content_of(reader: CheckpointReader | DCPReader) -> tuple[Content, list[str]
             left_out.append(f"all but the first copies: {told}")
         if told := drifted_replicas(reader.checkpoint):
             left_out.append(f"what one rank alone had: {told}")
-    content = Content(outlines_of(reader))
+    # What this library wrote has tensors and arrays that are inside of values among its tensors, by the same name.
+    content = Content(outlines_of(reader), among_values=isinstance(reader, CheckpointReader))
     for fqn, value in values.items():
         try:
             for path, leaf in leaves(value, fqn):

@@ -27,11 +27,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
-from torchft_ckpt.checkpointing.state.space import as_bytes
+from torchft_ckpt.checkpointing.state.space import as_bytes, has_elements_here
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueError
-from torchft_ckpt.integrations.dcp.reader import has_elements_here
 
 RESERVED = "__metadata__"
 """The name that the header of a safetensors file keeps for itself: readers refuse a file with a tensor of that name."""
@@ -64,10 +63,11 @@ class Content:
     """The content of a file, leaf by leaf.
 
     Args:
-        pending: tensors that are read later. One that comes by the path of these is not added again.
+        pending: tensors that are read later.
+        among_values: whether these are among the leaves that are added as well, by their paths.
     """
 
-    def __init__(self, pending: Iterable[PendingTensor] = ()) -> None:
+    def __init__(self, pending: Iterable[PendingTensor] = (), *, among_values: bool = False) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """Those that are in memory, by their names in the file."""
         self.tied: dict[str, str] = {}
@@ -78,7 +78,7 @@ class Content:
         pending = [*pending]
         self._taken = {outline.name: 1 for outline in pending}
         self.pending = [one._replace(name=self._not_reserved(one.name), path=one.name) for one in pending]
-        self._known = {one.path: one.name for one in self.pending}
+        self._known = {one.path: one.name for one in self.pending if among_values}
 
     def add(self, path: str, leaf: object) -> None:
         """Add a leaf.

@@ -246,6 +246,11 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
+def has_elements_here(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that was read from a record is dense and has elements: records can hold meta and nested ones."""
+    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
+
+
 def span_of(tensor: torch.Tensor) -> int:
     """Return the bytes from the first to the last element of a tensor that has some, whatever lies between."""
     return (_span(tensor) + 1) * tensor.element_size()

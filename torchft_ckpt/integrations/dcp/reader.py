@@ -43,7 +43,7 @@ from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.local_state import box_of, some_of
-from torchft_ckpt.checkpointing.state.space import as_bytes
+from torchft_ckpt.checkpointing.state.space import as_bytes, has_elements_here
 from torchft_ckpt.core.boxes.geometry import Box, missing_boxes
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
@@ -275,11 +275,6 @@ class DCPReader(StateReader[DCPChunk]):
 
     def _damaged(self, what: str) -> CheckpointDamagedError:
         return CheckpointDamagedError(f"{self.location} {what}", self.location)
-
-
-def has_elements_here(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that was read from a record is dense and has elements: records can hold meta and nested ones."""
-    return tensor.layout is torch.strided and tensor.is_cpu and not tensor.is_nested
 
 
 def load_record(record: bytes, what: str) -> object:
