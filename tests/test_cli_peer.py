@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import resource
+import signal
 import socket
 import stat
 import threading
@@ -33,7 +35,7 @@ from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.cli.output import format_bytes
 from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten, unused_name
-from torchft_ckpt.errors import ConfigError, TransferTimeoutError
+from torchft_ckpt.errors import CheckpointError, ConfigError, TransferTimeoutError
 from torchft_ckpt.testing.transport_conformance import differences, example_state
 
 LONG = timedelta(seconds=60)
@@ -340,6 +342,68 @@ def test_a_file_that_comes_while_the_state_is_fetched_is_not_replaced(tmp_path: 
         path.write_text("precious")
         file.write(flatten({"weight": torch.zeros(4)}), 3)
     assert (files_in(tmp_path), path.read_text()) == (["state.safetensors"], "precious")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_comes_at_the_last_moment_is_not_replaced(
+    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.safetensors"
+    link = os.link
+
+    def late(old: Path, new: Path) -> None:
+        path.write_text("precious")
+        if not links:
+            raise PermissionError(1, "no links here")
+        link(old, new)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(ConfigError, match="is there already"), SafetensorsFile(path, force=False) as file:
+        file.write(flatten({"weight": torch.zeros(4)}), 3)
+    assert (files_in(tmp_path), path.read_text()) == (["state.safetensors"], "precious")
+
+
+def test_a_file_system_needs_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(old: Path, new: Path) -> None:
+        raise PermissionError(1, "no links here")
+
+    monkeypatch.setattr(os, "link", link)
+    with SafetensorsFile(tmp_path / "state.safetensors", force=False) as file:
+        file.write(flatten({"weight": torch.zeros(4)}), 3)
+    assert load_file(tmp_path / "state.safetensors")["weight"].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_nothing_is_written_to_what_comes_to_the_place_of_the_temporary_file(
+    tmp_path: Path, force: bool, kind: str
+) -> None:
+    """The state may come minutes after the file was made, and others may write to the directory."""
+    (tmp_path / "out").mkdir()
+    outside = tmp_path / "precious"
+    outside.write_text("precious")
+    with (
+        pytest.raises(CheckpointError, match="somebody else has replaced"),
+        SafetensorsFile(tmp_path / "out/state.safetensors", force=force) as file,
+    ):
+        (temporary,) = (tmp_path / "out").iterdir()
+        temporary.unlink()
+        temporary.symlink_to(outside) if kind == "link" else temporary.write_text("another")
+        file.write(flatten({"weight": torch.zeros(4)}), 3)
+    assert (outside.read_text(), files_in(tmp_path / "out")) == ("precious", [])
+
+
+def test_a_pull_that_is_terminated_leaves_nothing_behind(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(
+        functools.partial(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    )
+    with pytest.raises(SystemExit) as ended, SafetensorsFile(tmp_path / "state.safetensors", force=False):
+        assert len(files_in(tmp_path)) == 1
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)  # the signal comes before
+    assert ended.value.code == 143 and files_in(tmp_path) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_pull_that_fails_leaves_the_old_file_as_it_was(

@@ -16,6 +16,9 @@ import functools
 import json
 import math
 import os
+import signal
+import sys
+import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +29,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.space import as_bytes, has_elements_here
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
@@ -159,7 +163,9 @@ def flatten(state: object) -> Content:
 class SafetensorsFile:
     """The file to be, under a temporary name beside its place until it is whole. A context manager.
 
-    Made first and written last, so that a place that cannot be written to is known before the state is fetched.
+    Made first and written last, so that a place that cannot be written to is known before the state is fetched. Within it
+    SIGTERM ends the process as `SystemExit` does (status 143), so that no temporary file is left; on the main thread, and
+    unless somebody handles it already. What others put in its place meanwhile is not written to.
 
     Raises:
         ConfigError: the place is taken or cannot be written to.
@@ -171,10 +177,16 @@ class SafetensorsFile:
         self._temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:8]}.part")
         if path.is_dir():
             raise ConfigError(f"{path} is a directory; name a file in it", party=str(path))
-        self._check_free()
+        if not force and os.path.lexists(path):
+            raise self._is_taken()
+        is_main = threading.current_thread() is threading.main_thread()
+        self._handles_sigterm = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._handles_sigterm:
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             self._file = self._temporary.open("xb")
         except OSError as error:
+            self._leave_sigterm()
             raise ConfigError(f"{path} cannot be written: {error.strerror}", party=str(path)) from error
 
     def write(self, content: Content, step: int | None, chunks: Iterable[memoryview] | None = None) -> int:
@@ -202,10 +214,14 @@ class SafetensorsFile:
             self._file.flush()
             os.fsync(self._file.fileno())
             num_bytes = self._file.tell()
-            self._check_free()
-            os.replace(self._temporary, self._path)
+            self._check_is_ours(self._temporary)
+            self._put_in_place()
+            self._check_is_ours(self._path)
+            OsSystem().fsync_directory(str(self._path.parent))
         except CheckpointError:  # of what was to be written; some are OSErrors as well
             raise
+        except FileExistsError as error:
+            raise self._is_taken() from error
         except OSError as error:
             raise CheckpointError(f"{self._path} could not be written: {error}", party=str(self._path)) from error
         return num_bytes
@@ -219,10 +235,31 @@ class SafetensorsFile:
         with contextlib.suppress(OSError):  # of the disk, which was said before
             self._file.close()
         self._temporary.unlink(missing_ok=True)
+        self._leave_sigterm()
 
-    def _check_free(self) -> None:
-        if not self._force and os.path.lexists(self._path):
-            raise ConfigError(f"{self._path} is there already; --force replaces it", party=str(self._path))
+    def _leave_sigterm(self) -> None:
+        if self._handles_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _put_in_place(self) -> None:
+        """Rename, but not over another file unless that was asked for: a link fails if there is one."""
+        try:
+            if not self._force:
+                os.link(self._temporary, self._path)
+                return
+        except FileExistsError:
+            raise
+        except OSError as error:  # a file system without links
+            if os.path.lexists(self._path):
+                raise self._is_taken() from error
+        os.replace(self._temporary, self._path)
+
+    def _check_is_ours(self, path: Path) -> None:
+        if not os.path.samestat(os.lstat(path), os.fstat(self._file.fileno())):
+            raise OSError(f"somebody else has replaced {path}, and may write to this directory")
+
+    def _is_taken(self) -> ConfigError:
+        return ConfigError(f"{self._path} is there already; --force replaces it", party=str(self._path))
 
 
 def unused_name(path: str, taken: dict[str, int]) -> str:
