@@ -506,6 +506,14 @@ def test_export_says_what_it_leaves_out(tmp_path: Path, capsys: Capture) -> None
     assert "torchft_ckpt.step" not in metadata_of(path)
 
 
+def doubled(num_times: int) -> list[object]:
+    """A list of two lists that are one list of two, and so on: few bytes in a record, and 2**num_times leaves."""
+    value: list[object] = []
+    for _ in range(num_times):
+        value = [value, value]
+    return value
+
+
 def own_container() -> list[object]:
     value: list[object] = []
     value.append(value)
@@ -517,10 +525,16 @@ def own_container() -> list[object]:
     [
         (own_container(), "nested deeper than 64 levels (a container that holds itself?); the rest of v is left out"),
         ((torch.empty(2**40, device="meta"),), "v.0: safetensors holds no meta torch.strided tensor"),
+        (doubled(40), "of the value v is not read: it is nested too deep, or the same is in it too often"),
+        ((torch.ones(1).expand(2**40),), "v.0: it repeats 4398046511100 bytes, more than"),
+        (("x" * 10_000,), "v.0: it takes more than what is left of 5000 bytes that a header holds"),
     ],
-    ids=["cycle", "meta"],
+    ids=["cycle", "meta", "lists", "expanded", "text"],
 )
-def test_export_leaves_out_what_no_file_can_hold(value: object, reason: str, tmp_path: Path, capsys: Capture) -> None:
+def test_export_leaves_out_what_no_file_can_hold(
+    value: object, reason: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_file, "_VALUE_BYTES", 5000)
     dcp.save({"w": torch.ones(3), "v": 0, "x": 0.5}, checkpoint_id=tmp_path / "dcps", no_dist=True)
     metadata = load_metadata((tmp_path / "dcps" / ".metadata").read_bytes())
     info = metadata.storage_data[MetadataIndex("v")]
@@ -529,17 +543,40 @@ def test_export_leaves_out_what_no_file_can_hold(value: object, reason: str, tmp
     (tmp_path / "dcps" / ".metadata").write_bytes(pickle.dumps(metadata))
     path = tmp_path / "state.safetensors"
     status, _, err = run(capsys, "export", tmp_path / "dcps", "-o", path, "--quiet")
-    assert (status, err.count("\n"), err.startswith("left out: v"), reason in err) == (0, 1, True, True), err
+    assert (status, err.count("\n"), err.startswith("left out: "), reason in err) == (0, 1, True, True), err
     assert load_file(path)["w"].tolist() == [1.0] * 3
     assert metadata_of(path)["torchft_ckpt.values"] == {"x": 0.5}
 
 
-def test_values_that_no_header_holds_are_refused(
+def test_export_leaves_out_a_leaf_and_not_its_siblings(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_file, "_VALUE_BYTES", 5000)
+    value = (1, "x" * 10_000, torch.empty(3, device="meta"), torch.ones(2), "last")
+    dcp.save({"w": torch.ones(3), "v": value}, checkpoint_id=tmp_path / "dcps", no_dist=True)
+    path = tmp_path / "state.safetensors"
+    status, _, err = run(capsys, "export", tmp_path / "dcps", "-o", path, "--quiet")
+    assert (status, [line[:13] for line in err.splitlines()]) == (0, ["left out: v.1", "left out: v.2"])
+    assert metadata_of(path)["torchft_ckpt.values"] == {"v.0": 1, "v.4": "last"}
+    assert load_file(path)["v.3"].tolist() == [1.0] * 2
+
+
+def test_a_value_of_more_leaves_than_a_file_holds_is_given_up(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_file, "_VALUE_BYTES", 5000)
+    dcp.save({"w": torch.ones(3), "v": doubled(15)}, checkpoint_id=tmp_path / "dcps", no_dist=True)
+    path = tmp_path / "state.safetensors"
+    status, _, err = run(capsys, "export", tmp_path / "dcps", "-o", path, "--quiet")
+    assert (status, err.rstrip().endswith("; the rest of v is left out"), err.count("\n") < 100) == (0, True, True)
+
+
+def test_a_header_that_is_too_long_is_refused(
     root: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_file, "MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr(safetensors_file, "_MAX_HEADER_BYTES", 100)
     status, _, err = run(capsys, "export", root, "-o", tmp_path / "state.safetensors", "--quiet")
-    assert (status, "take more than 100 bytes of JSON" in err) == (1, True)
+    assert (status, "more than the 100 that a safetensors header holds; nothing was written" in err) == (1, True)
     assert [entry.name for entry in tmp_path.iterdir()] == ["root"]
 
 

@@ -44,7 +44,13 @@ def content_of(reader: CheckpointReader | DCPReader) -> tuple[Content, list[str]
     for fqn, value in values.items():
         try:
             for path, leaf in leaves(value, fqn):
-                content.add(path, leaf)
+                try:
+                    content.add(path, leaf)
+                except UnsupportedValueError as error:
+                    left_out.append(str(error))
+                    content.room -= len(path)  # a few lists can hold each other more often than anybody wants to read
+                    if content.room < 0:
+                        raise
         except UnsupportedValueError as error:
             left_out.append(f"{error}; the rest of {fqn[:120]} is left out")
     return content, left_out

@@ -38,8 +38,14 @@ from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueEr
 
 RESERVED = "__metadata__"
 """The name that the header of a safetensors file keeps for itself: readers refuse a file with a tensor of that name."""
-MAX_HEADER_BYTES = 90_000_000
-"""Readers of safetensors refuse a header of more than 100 MB; some is left for the tensors' own entries."""
+_MAX_HEADER_BYTES = 100_000_000
+"""Readers of safetensors refuse a longer one."""
+_VALUE_BYTES = 90_000_000
+"""Of a header, for what is added; some is left for tensors that are read later."""
+_ENTRY_BYTES = 100
+"""Of a tensor in the header, beside its name."""
+_MAX_REPEATED_BYTES = 1024**3
+"""Of a tensor inside of a value: what is expanded is written out in full."""
 
 
 class PendingTensor(NamedTuple):
@@ -82,28 +88,44 @@ class Content:
         pending = [*pending]
         self._taken = {outline.name: 1 for outline in pending}
         self.pending = [one._replace(name=self._not_reserved(one.name), path=one.name) for one in pending]
+        self.room = _VALUE_BYTES
+        """What is left of it."""
         self._known = {one.path: one.name for one in self.pending if among_values}
 
     def add(self, path: str, leaf: object) -> None:
         """Add a leaf.
 
         Raises:
-            UnsupportedValueError: no file can hold it.
+            UnsupportedValueError: no file can hold it, or this one has no room left for it. Nothing was added.
         """
         encoder = TreeEncoder()
         node = encoder.encode(leaf, path)
+        # The values are a JSON text inside of one.
+        num_bytes = _ENTRY_BYTES + len(path) if encoder.tensors else len(json.dumps(json.dumps({path: node})))
+        if num_bytes > self.room:
+            raise UnsupportedValueError(
+                f"{path[:120]}: it takes more than what is left of {_VALUE_BYTES} bytes that a header holds of values",
+                path[:120],
+            )
         if not encoder.tensors:
             self.values[unused_name(path, self._taken)] = node
+            self.room -= num_bytes
             return
         name, tensor = self._known.get(path), encoder.tensors[0][1]
         if name is None:
             if not has_elements_here(tensor):
                 kind = "nested" if tensor.is_nested else f"{tensor.device.type} {tensor.layout}"
                 raise UnsupportedValueError(f"{path}: safetensors holds no {kind} tensor", path)
+            repeated = tensor.nbytes - tensor.untyped_storage().nbytes()
+            if repeated > _MAX_REPEATED_BYTES:
+                raise UnsupportedValueError(
+                    f"{path}: it repeats {repeated} bytes, more than {_MAX_REPEATED_BYTES}", path
+                )
             name = self._not_reserved(unused_name(path, self._taken))
             self.tensors[name] = tensor.detach()
         if encoder.arrays:
             self.arrays.append(name)
+        self.room -= num_bytes
 
     def outlines(self) -> list[PendingTensor]:
         """Return all tensors, in the order of the file."""
@@ -118,11 +140,7 @@ class Content:
         ]
 
     def metadata(self, step: int | None) -> dict[str, str]:
-        """Return what goes into the header beside the tensors.
-
-        Raises:
-            UnsupportedValueError: it is more than a header holds.
-        """
+        """Return what goes into the header beside the tensors."""
         metadata = {
             "format": "pt",
             "torchft_ckpt.values": json.dumps(self.values, separators=(",", ":")),
@@ -131,12 +149,6 @@ class Content:
         }
         if step is not None:
             metadata["torchft_ckpt.step"] = str(step)
-        if sum(map(len, metadata.values())) > MAX_HEADER_BYTES:
-            raise UnsupportedValueError(
-                f"the values that are no tensors take more than {MAX_HEADER_BYTES} bytes of JSON, which is more than a"
-                " safetensors header holds; nothing was written",
-                party="values",
-            )
         return metadata
 
     def _not_reserved(self, name: str) -> str:
@@ -308,5 +320,11 @@ def _header(outlines: Sequence[PendingTensor], metadata: Mapping[str, str]) -> b
             "data_offsets": [start, end],
         }
     text = json.dumps(members, separators=(",", ":")).encode()
+    if len(text) > _MAX_HEADER_BYTES:
+        raise UnsupportedValueError(
+            f"the names take {len(text)} bytes of JSON, more than the {_MAX_HEADER_BYTES} that a safetensors header holds; "
+            "nothing was written",
+            "names",
+        )
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
