@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def get_random_state() -> dict[str, Any]:
-    """Return it, as plain values and tensors."""
+    """Return the state of this process's random number generators, as plain values and tensors."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
