@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import subprocess
 import sys
 import threading
@@ -9,8 +11,10 @@ from concurrent.futures import wait
 from typing import Any
 
 import pytest
+from support.interrupts import interrupted_at
 
-from torchft_ckpt.threads import Thread, Threads, end_at_exit, parallel_map
+from torchft_ckpt import threads as our_threads
+from torchft_ckpt.threads import Condition, Event, Thread, Threads, end_at_exit, is_done, parallel_map
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, 50])
@@ -131,3 +135,67 @@ thread.let_go()
 """
     done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True, timeout=60)
     assert done.stderr == ""
+
+
+def waits_for_a_future(work: Threads, gate: Event) -> None:
+    is_done(work.submit(gate.wait, 20), 0.0)
+
+
+def waits_for_an_event(work: Threads, gate: Event) -> None:
+    work.submit(gate.wait, 20)
+    gate.wait(0.0)
+    gate.set()
+
+
+takes_interrupts = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="where Python 3.10 takes interrupts is not known"
+)
+
+
+@takes_interrupts
+@pytest.mark.parametrize("use", [waits_for_a_future, waits_for_an_event])
+def test_who_is_interrupted_as_it_waits_leaves_the_threads_at_work(use: Any) -> None:
+    """At each point at which CPython takes an interrupt, of this library's code and of Python's own."""
+    files = {our_threads.__file__, threading.__file__, concurrent.futures._base.__file__}
+    point, is_interrupted = 0, True
+    while is_interrupted:
+        work, gate = Threads("worker"), Event()
+        work.submit(int).result(20)  # its thread runs: to start one is Python's own
+        is_interrupted = interrupted_at(point, functools.partial(use, work, gate), files=files, only_taken=True)
+        gate.set()
+        assert work.submit(int).result(20) == 0
+        work.shutdown()
+        point += 1
+    assert point > 10
+
+
+@takes_interrupts
+def test_who_is_interrupted_as_it_waits_has_the_lock_until_its_block_ends() -> None:
+    point, is_interrupted = 0, True
+    while is_interrupted:
+        condition = Condition()
+
+        def wait_shortly(condition: Condition = condition) -> None:
+            with condition:
+                try:
+                    condition.wait(0.0)
+                finally:
+                    assert condition._is_owned()
+
+        is_interrupted = interrupted_at(point, wait_shortly, files={our_threads.__file__}, only_taken=True)
+        assert not condition._is_owned()
+        point += 1
+    assert point > 3
+
+
+def test_what_a_thread_has_not_begun_at_the_end_is_cancelled_or_done() -> None:
+    for cancels in (False, True):
+        work, may_end = Threads("worker"), threading.Event()
+        first, second = work.submit(may_end.wait, 20), work.submit(int)
+        while not first.running():
+            pass
+        work.shutdown(wait=False, cancel_futures=cancels)
+        may_end.set()
+        assert (first.result(20), is_done(second, 20), second.cancelled()) == (True, True, cancels)
+        with pytest.raises(RuntimeError, match="takes no work"):
+            work.submit(int)

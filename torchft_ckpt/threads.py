@@ -8,19 +8,24 @@ down, the newest first, and then the threads are waited for, in `atexit`, before
 
 Not `concurrent.futures.ThreadPoolExecutor`: its threads are waited for before `atexit`, when nobody has told them to end, and
 from then on it refuses work, the last save's too.
+
+The main thread may be interrupted at any moment, by Ctrl-C or a signal handler that raises, and the script may go on. What it
+shares with these threads must stay usable then: see `Condition`. It is safe where CPython takes interrupts, between two calls.
 """
 
 from __future__ import annotations
 
 import atexit
-import collections
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
+from _thread import RLock
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,87 @@ _EXIT_TIMEOUT_S = 10.0
 _lock = threading.RLock()
 _running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _to_end: list[weakref.WeakMethod[Callable[[], object]]] = []
+
+
+class Condition(RLock):  # type: ignore[misc]  # it is final in typeshed alone
+    """A `threading.Condition` that is left in order by an interrupt at any moment. A thread that waits holds it once.
+
+    Python's enters by a function in Python: who is interrupted in there has taken the lock, and is in no `with` block that gives
+    it back. This one is the lock, so `with` takes it in one step. And who is interrupted in Python's `notify` may have taken a
+    waiter off the list and woken nobody; here each takes itself off.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[SimpleQueue[None], None] = {}
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Let go until somebody notifies, or so long; return whether somebody did."""
+        bell: SimpleQueue[None] = SimpleQueue()
+        state = 1, threading.get_ident()
+        self._waiting[bell] = None
+        try:
+            self.release()
+            bell.get(timeout=None if timeout is None else max(timeout, 0.0))
+        except Empty:
+            return False
+        finally:
+            try:
+                self._acquire_restore(state)  # type: ignore[attr-defined]  # unlike `acquire` it is not interrupted
+            finally:
+                self._waiting.pop(bell, None)
+        return True
+
+    def wait_for(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until something is so, or so long; return whether it is."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not is_so():
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return False
+            self.wait(left_s)
+        return True
+
+    def notify_all(self) -> None:
+        """Wake all that wait."""
+        for bell in [*self._waiting]:
+            bell.put(None)
+
+
+class Event:
+    """A `threading.Event` that is left in order by an interrupt at any moment."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        with self._changed:
+            self._is_set = True
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, or so long; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(self.is_set, timeout)
+
+
+def new_future() -> Future[Any]:
+    """Return a future that is left in order by an interrupt at any moment of who waits for it."""
+    future: Future[Any] = Future()
+    future._condition = Condition()  # type: ignore[assignment]
+    return future
+
+
+def is_done(future: Future[Any], timeout: float | None = None) -> bool:
+    """Wait until a `new_future` is done, or so long; return whether it is."""
+    with future._condition:
+        return future._condition.wait_for(future.done, timeout)
 
 
 class Thread(threading.Thread):
@@ -62,7 +148,7 @@ class Thread(threading.Thread):
 
 def in_background(work: Callable[[], _T], name: str) -> Future[_T]:
     """Do something once on a thread of its own; its result or error is the future's."""
-    future: Future[_T] = Future()
+    future: Future[_T] = new_future()
     Thread(_fulfil, name, (future, work)).start()
     return future
 
@@ -87,8 +173,9 @@ class Threads(Executor):
     def __init__(self, name: str, num_threads: int = 1) -> None:
         self._name = name
         self._num_threads = num_threads
-        self._changed = threading.Condition()
-        self._jobs: collections.deque[tuple[Future[Any], Callable[[], Any]]] = collections.deque()
+        self._lock = threading.RLock()
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        """None: a thread ends."""
         self._threads: list[threading.Thread] = []
         self._is_shut_down = False
         end_at_exit(self._end)
@@ -99,15 +186,18 @@ class Threads(Executor):
         Raises:
             RuntimeError: after `shutdown`, or no thread can be started.
         """
-        future: Future[_T] = Future()
-        with self._changed:
+        future = new_future()
+        self.fulfil(future, lambda: fn(*args, **kwargs))
+        return future
+
+    def fulfil(self, future: Future[_T], work: Callable[[], _T]) -> None:
+        """Do something on a thread, whose result or error becomes that of a `new_future`. Raises as `submit`."""
+        with self._lock:
             if self._is_shut_down:
                 raise RuntimeError(f"{self._name} was shut down and takes no work")
             if not self._threads:
                 self._start()
-            self._jobs.append((future, lambda: fn(*args, **kwargs)))
-            self._changed.notify()
-        return future
+            self._jobs.put((future, work))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False, timeout_s: float | None = None) -> None:
         """End the threads after what was submitted; may be called twice.
@@ -116,12 +206,15 @@ class Threads(Executor):
             cancel_futures: what has not begun is not done.
             timeout_s: wait at most so long; None: as long as it takes.
         """
-        with self._changed:
+        cancelled: list[Future[Any]] = []
+        with self._lock:
             self._is_shut_down = True
-            cancelled = [future for future, _ in self._jobs] if cancel_futures else []
-            if cancel_futures:
-                self._jobs.clear()
-            self._changed.notify_all()
+            with contextlib.suppress(Empty):
+                while cancel_futures:
+                    job = self._jobs.get_nowait()
+                    cancelled += [] if job is None else [job[0]]
+            for _ in self._threads:
+                self._jobs.put(None)
         for future in cancelled:
             future.cancel()
             future.set_running_or_notify_cancel()  # tells those that wait for it
@@ -143,15 +236,9 @@ class Threads(Executor):
         self.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._jobs and not self._is_shut_down:
-                    self._changed.wait()
-                if not self._jobs:
-                    return
-                future, call = self._jobs.popleft()
-            _fulfil(future, call)
-            del future, call  # an idle thread keeps nothing alive
+        while (job := self._jobs.get()) is not None:
+            _fulfil(*job)
+            del job  # an idle thread keeps nothing alive
 
 
 def parallel_map(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,7 +40,7 @@ from torchft_ckpt.manager.comparing import bits_of, is_random_state, value_in_wo
 from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves
 from torchft_ckpt.manager.volatile import owned_by
 from torchft_ckpt.memory import gc_paused
-from torchft_ckpt.threads import Threads
+from torchft_ckpt.threads import Threads, is_done
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class EqualityCheck:
 
     def _finish(self) -> None:
         if (work := self._work) is not None:
-            wait([work])
+            is_done(work)
 
     def forget(self) -> None:
         """A step begins with a state of which no more is compared than what every vote shows."""

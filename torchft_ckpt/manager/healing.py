@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
@@ -37,7 +36,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.manager.comparing import Differences
 from torchft_ckpt.manager.state_registry import OwnState
-from torchft_ckpt.threads import Threads
+from torchft_ckpt.threads import Event, Threads, is_done
 
 logger = logging.getLogger(__name__)
 _CANCEL_TIMEOUT_S = 30.0
@@ -212,7 +211,7 @@ class Healing:
     @contextlib.contextmanager
     def saying(self, say: Callable[[], None], after_s: float = 0.0) -> Iterator[None]:
         """Call something a few times a second while the body runs, on the thread that fetches; first after so long."""
-        is_over = threading.Event()
+        is_over = Event()
 
         def repeat() -> None:
             is_over.wait(after_s)
@@ -242,7 +241,7 @@ class Healing:
         if self._fetch is None or self._wanted is None:
             raise RuntimeError("internal error: no fetch was started")
         standstill = Standstill()
-        while wait([self._fetch], _SAY_S).not_done:
+        while not is_done(self._fetch, _SAY_S):
             if says and not self._is_cancelled:
                 self._tell(max(self._reach_s, _SAY_S), Receives.TRANSFER)
             if self._is_cancelled:  # once more: it may not have begun when it was

@@ -64,7 +64,7 @@ from torchft_ckpt.manager.showing import CheckedLeaf, shown
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.manager.undo import Undo
-from torchft_ckpt.threads import Threads
+from torchft_ckpt.threads import Event, Threads, new_future
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
@@ -149,7 +149,7 @@ class Steps:
         )
         self._quorum: Future[None] | None = None
         """The quorum thread's work for the open step."""
-        self._is_planned = threading.Event()
+        self._is_planned = Event()
         """That thread has begun to receive what the quorum wants of this rank, or has failed; it may connect the group yet."""
         self._last_wishes = StepWishes()
         self._asked_with = "", ""
@@ -454,10 +454,16 @@ class Steps:
             self._learn_leaves()
             layout = self._registry.layout()
             has_to_wait, prepared, parts = self._prepare(wishes)
-        self._ask(wishes, layout, prepared, parts, can_serve=self._can_serve(wishes, prepared))
-        self._is_planned = is_planned = threading.Event()
-        self._quorum = self._worker.submit(self._run_quorum, prepared, limit)
-        self._quorum.add_done_callback(lambda _: is_planned.set())
+        self._is_planned = is_planned = Event()
+        self._quorum = quorum = new_future()  # what is on its way is never left without its step
+        try:
+            quorum.add_done_callback(lambda _: is_planned.set())
+            self._ask(wishes, layout, prepared, parts, can_serve=self._can_serve(wishes, prepared))
+            self._worker.fulfil(quorum, functools.partial(self._run_quorum, prepared, limit))
+        except BaseException:
+            if quorum.cancel():
+                self._quorum = None
+            raise
         self._settle(has_to_wait)
 
     def _can_serve(self, wishes: StepWishes, prepared: Prepared) -> bool:
@@ -763,10 +769,11 @@ class Steps:
     def leave(self) -> None:
         """Abandon the step that is open, if there is one. What was issued after the decision ends first."""
         self.end_taking()
-        quorum, self._quorum = self._quorum, None
+        quorum = self._quorum
         is_undecided = quorum is not None and self._is_committed is None
-        # It was raised from wait_quorum already, or its step was abandoned.
+        # It was raised from wait_quorum already, or its step was abandoned. Whoever is interrupted here waits for it again.
         has_failed = quorum is not None and quorum.exception() is not None
+        self._quorum = None
         self._vote = self._is_committed = None
         if self._collectives.has_open():
             # They must not end in the middle of the next one.

@@ -79,6 +79,7 @@ from torchft_ckpt.manager.clearing import Issued
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.rank_config import Link, RankConfig, open_link
+from torchft_ckpt.threads import Condition
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +139,8 @@ class StepClient:
         self._events = events
         self._answer_leaves = answer_leaves
         self._on_leaving = on_leaving
-        self.lock = threading.Lock()
+        self.lock = self._changed = Condition()
         self.replica = SharedReplica(settings)
-        self._changed = threading.Condition(self.lock)
         self._group_world_size = 1
         self.link: Link
         """The connection, once `connect` has returned."""

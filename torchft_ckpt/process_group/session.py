@@ -41,7 +41,7 @@ from torchft_ckpt.errors import (
     TorchftCkptError,
 )
 from torchft_ckpt.network import keep_for_ever, leave_to_parent
-from torchft_ckpt.threads import Thread, end_at_exit
+from torchft_ckpt.threads import Condition, Event, Thread, end_at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Session:
         self.label = label
         self.devices: list[int | str | torch.device] = list(devices)
         self._connect: Callable[[Session], TorchProcessGroup] | None = connect
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._phase = SessionPhase.CONNECTING
         self._error: ProcessGroupError | None = None
         # The only reference to the inner group; emptied by the reaper.
@@ -319,7 +319,7 @@ class SessionWork(Work):
         super().__init__()
         self._session = session
         self.inner = work
-        self._over = threading.Event()
+        self._over = Event()
         self._error: ProcessGroupError | None = None
         self._lock = threading.Lock()
         self._settle: Callable[[Exception | None], Any] | None = None

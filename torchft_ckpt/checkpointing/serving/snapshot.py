@@ -51,7 +51,7 @@ from torchft_ckpt.checkpointing.state.versions import Counted, StateVersions, co
 from torchft_ckpt.core.transfer.scheduler import blocks_of, mask_of
 from torchft_ckpt.errors import CheckpointError, StateChangedError
 from torchft_ckpt.memory import gc_paused
-from torchft_ckpt.threads import NUM_COPY_THREADS, parallel_map
+from torchft_ckpt.threads import NUM_COPY_THREADS, Condition, parallel_map
 
 logger = logging.getLogger(__name__)
 _STAGING_TIMEOUT = timedelta(seconds=120)
@@ -181,7 +181,7 @@ class Snapshot:
         self._staged: list[tuple[int, Memory]] = []
         """Of each segment on an accelerator: the first byte of what was staged of it, and where it is."""
         self._detaching = threading.Lock()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         # All below belong to `_changed`.
         self._phase = SnapshotPhase.LIVE
         self._copies: dict[int, Buffer] = {}

@@ -10,7 +10,6 @@ import base64
 import functools
 import logging
 import random
-import threading
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +43,7 @@ from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.core.boxes.geometry import Box, contains
 from torchft_ckpt.errors import CheckpointError, StateChangedError, StateFormatError, UnsupportedValueError
 from torchft_ckpt.memory import gc_paused
+from torchft_ckpt.threads import Event
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class CapturedState:
         """The blocks that are kept for the save, a bit for each."""
         self.owned_replicas: set[int] = set()
         """Places of the tensors that optimizers own and other ranks may hold, too."""
-        self._trainer_is_free = threading.Event()
+        self._trainer_is_free = Event()
         self._trainer_is_free.set()
 
         def see(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
