@@ -196,7 +196,7 @@ def test_a_load_that_steps_the_optimizer_keeps_the_lock_to_its_end() -> None:
 
     def load(_: object) -> None:
         adam.step()
-        held.append(manager.state_dict_lock._writer().locked())
+        held.append(manager.state_dict_lock.held_for_write())
 
     manager = Manager(
         ProcessGroupGloo(timeout=timedelta(seconds=20)),

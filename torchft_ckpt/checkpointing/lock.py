@@ -3,11 +3,14 @@
 Many readers or one writer; a waiting writer goes first. It decides who may touch the live state; it does not know what
 the state is or what is done with it.
 
-The lock is `readerwriterlock.RWLockWrite`. What was checked of it: a timed-out acquire of either side takes back every
-inner lock, so the lock stays usable; the side is bound to a handle, not to a thread; a handle's `locked()` is set after the
-lock was taken and cleared before it is let go. Nothing here repeats that knowledge: each thread that writes has one
-handle, and "does this thread hold the write side?" is answered by that handle alone. Where the guarantee ends: an
-asynchronous exception (a signal handler that raises) in the middle of an acquire can leave an inner lock taken.
+It is no `readerwriterlock`: that one's inner locks are taken in functions in Python, so an interrupt (Ctrl-C, a signal handler
+that raises) between taking one and the block that gives it back leaves it taken for ever. Here there is no inner lock. Who
+reads, and who writes or waits to, stands in a dict, each change of which is one step of C; a reader enters its name before it
+looks for writers, and a writer before it looks for readers, so one of them sees the other.
+
+What holds at an interrupt at any point, one at a time: whoever was taking a side, or giving it back, does not stand there any
+more once the exception is dropped; or it is a thread's write side, and `held_for_write` says so, and `release_write` of that
+thread gives it back. Who waits is told of each change, and looks by himself besides, as an interrupt may come in the way of that.
 """
 
 from __future__ import annotations
@@ -15,17 +18,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
-
-from readerwriterlock import rwlock
+from queue import Empty, SimpleQueue
 
 from torchft_ckpt.config import not_negative
 from torchft_ckpt.errors import CheckpointError, LockTimeoutError
 
 logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 1.0
 
 
 class StateDictLock:
@@ -49,10 +55,12 @@ class StateDictLock:
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         self._timeout_s = _seconds(timeout)
-        self._rwlock = rwlock.RWLockWrite()
-        self._here = _OfThread()
-        self._owner: threading.Thread | None = None
-        """The thread that holds the write side."""
+        self._readers: dict[object, threading.Thread] = {}
+        """By token. Also of who has just come, and finds a writer."""
+        self._writers: dict[threading.Thread, _Turn] = {}
+        """Those that write or wait to, in order: it is the first one's turn once nobody reads. No reader enters meanwhile."""
+        self._bells: dict[SimpleQueue[None], None] = {}
+        """Of those that wait."""
         self._before_write: tuple[Callable[[], None], ...] = ()
         self._callbacks_lock = threading.Lock()
 
@@ -84,14 +92,16 @@ class StateDictLock:
         Raises:
             CheckpointError: it does, for another task of its event loop.
         """
-        if not self._writer().locked():
+        turn = self._turn()
+        if turn is None or not turn.has_come:
             return False
-        self._check_same_task()
+        self._check_same_task(turn)
         return True
 
     def held_for_step(self) -> bool:
-        """Whether the calling thread holds the write side by `acquire_write`, as hooks of an optimizer do, and not by `write`."""
-        return self._writer().locked() and not self._here.num_writes
+        """Whether the calling thread holds the write side, or waits for it, by `acquire_write`, as hooks of an optimizer do."""
+        turn = self._turn()
+        return turn is not None and turn.is_for_step
 
     @contextmanager
     def read(self, timeout: timedelta | None = None) -> Iterator[None]:
@@ -99,30 +109,34 @@ class StateDictLock:
 
         Raises:
             LockTimeoutError: a writer held or awaited the lock for the whole timeout, or ended with it.
-            CheckpointError: another task of this thread holds the write side.
+            CheckpointError: another task of this thread holds the write side, or this thread waits for it.
         """
         if self.held_for_write():
             yield
             return
-        handle = self._rwlock.gen_rlock()
-        self._acquire(handle, timeout, "reader", "no read access", "a writer (optimizer step) holds or awaits it")
-        self._here.num_reads += 1
+        self._check_waits_not_for_itself(reads=False)
+        token = object()
         try:
-            yield
-        finally:
-            self._here.num_reads -= 1
-            handle.release()
+            try:
+                why = "no read access", "a writer (optimizer step) holds or awaits it"
+                self._wait(lambda: self._enters(token), timeout, "reader", *why)
+                yield
+            finally:
+                self._leave(token)
+        finally:  # again, as an interrupt may come in the way of that
+            self._leave(token)
 
     @contextmanager
     def try_read(self) -> Iterator[bool]:
         """Hold the read side if it is free right now; yields whether it is held."""
-        handle = self._rwlock.gen_rlock()
-        held = handle.acquire(blocking=False)
+        token = object()
         try:
-            yield held
+            try:
+                yield self._enters(token)
+            finally:
+                self._leave(token)
         finally:
-            if held:
-                handle.release()
+            self._leave(token)
 
     @contextmanager
     def write(self, timeout: timedelta | None = None) -> Iterator[None]:
@@ -130,14 +144,19 @@ class StateDictLock:
 
         Raises: as `acquire_write`.
         """
-        is_outer = self._take(timeout)
-        self._here.num_writes += 1
-        try:
+        if self.held_for_write():
+            self.announce_write()
             yield
+            return
+        thread, turn = threading.current_thread(), _Turn(_running_task())
+        try:
+            try:
+                self._take(thread, turn, timeout)
+                yield
+            finally:
+                self._let_go(thread, turn)
         finally:
-            self._here.num_writes -= 1
-            if is_outer:
-                self.release_write()
+            self._let_go(thread, turn)
 
     def acquire_write(self, timeout: timedelta | None = None) -> None:
         """Take the write side for the calling thread, if it does not hold it already.
@@ -146,9 +165,22 @@ class StateDictLock:
 
         Raises:
             LockTimeoutError: readers or another writer held the lock for the whole timeout, or ended with it; it was not taken.
-            CheckpointError: this thread is reading, or another task of it holds the write side.
+            CheckpointError: this thread is reading, or waits to write, or another task of it holds the write side.
         """
-        self._take(timeout)
+        if self.held_for_write():
+            self.announce_write()
+            return
+        thread, turn, is_taken = threading.current_thread(), _Turn(_running_task(), is_for_step=True), False
+        try:
+            try:
+                self._take(thread, turn, timeout)
+                is_taken = True
+            finally:
+                if not is_taken:
+                    self._let_go(thread, turn)
+        finally:
+            if not is_taken:
+                self._let_go(thread, turn)
 
     def release_write(self) -> None:
         """Let the write side go if the calling thread holds it; otherwise do nothing.
@@ -156,52 +188,84 @@ class StateDictLock:
         Raises:
             CheckpointError: another task of this thread holds it.
         """
-        if self.held_for_write():
-            self._let_go()
+        if self.held_for_write() and (turn := self._turn()) is not None:
+            self._let_go(threading.current_thread(), turn)
 
-    def _let_go(self) -> None:
-        token, self._here.token = self._here.token, None
-        _held_in_context.set(tuple(held for held in _held_in_context.get() if held is not token))
-        self._owner = None
-        self._writer().release()
+    def _turn(self) -> _Turn | None:
+        return self._writers.get(threading.current_thread())
 
-    def _take(self, timeout: timedelta | None) -> bool:
-        """Take the write side; False if this thread held it already."""
-        if self.held_for_write():
-            self.announce_write()
+    def _enters(self, token: object) -> bool:
+        """Take the read side, unless somebody writes or waits to."""
+        if self._writers:
             return False
-        if self._here.num_reads:
+        self._readers[token] = threading.current_thread()
+        if not self._writers:
+            return True
+        self._leave(token)  # one has come since
+        return False
+
+    def _leave(self, token: object) -> None:
+        """Give a read side back; may be called again."""
+        self._readers.pop(token, None)
+        self._tell()
+
+    def _take(self, thread: threading.Thread, turn: _Turn, timeout: timedelta | None) -> None:
+        """Take the write side. Whatever it raises, the caller lets go."""
+        self._check_waits_not_for_itself(reads=True)
+        self._writers[thread] = turn
+        why = "no write access", "a reader or another writer holds it"
+        self._wait(lambda: [*self._writers][:1] == [thread] and not self._readers, timeout, "writer", *why)
+        if turn.task is not None:
+            _held_in_context.set((*_held_in_context.get(), turn))
+        turn.has_come = True
+        self.announce_write()
+
+    def _let_go(self, thread: threading.Thread, turn: _Turn) -> None:
+        """Give a turn back; may be called again, by any thread."""
+        try:
+            if self._writers.get(thread) is turn:
+                self._writers.pop(thread)
+                if turn.task is not None:
+                    _held_in_context.set(tuple(held for held in _held_in_context.get() if held is not turn))
+        finally:
+            self._tell()
+
+    def _wait(self, may_go: Callable[[], bool], timeout: timedelta | None, party: str, what: str, why: str) -> None:
+        timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
+        if may_go():
+            return
+        until, bell = time.monotonic() + timeout_s, SimpleQueue[None]()
+        try:
+            self._bells[bell] = None
+            while not may_go():
+                self._check_owner(party)
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise LockTimeoutError(f"state dict lock: {what} within {timeout_s:g} s, {why}", party=party)
+                with suppress(Empty):
+                    bell.get(timeout=min(left_s, _LOOK_AGAIN_S))
+        finally:
+            self._bells.pop(bell, None)
+
+    def _tell(self) -> None:
+        for bell in [*self._bells]:
+            bell.put(None)
+
+    def _check_waits_not_for_itself(self, *, reads: bool) -> None:
+        waits = self._turn() is not None
+        if waits or (reads and threading.current_thread() in [*self._readers.values()]):
+            does = "waits to write, and a signal handler asks for the lock" if waits else "is reading and asks to write"
             raise CheckpointError(
-                "state dict lock: this thread, or another task of it, is reading and asks to write, which would wait for itself;"
-                " end the read first",
+                f"state dict lock: this thread, or another task of it, {does}, which would wait for itself; end that first",
                 party="writer",
             )
-        self._acquire(self._writer(), timeout, "writer", "no write access", "a reader or another writer holds it")
-        self._owner = threading.current_thread()
-        self._here.token = token = object()
-        self._here.task = _running_task()
-        _held_in_context.set((*_held_in_context.get(), token))
-        try:
-            self.announce_write()
-        except BaseException:
-            self._let_go()
-            raise
-        return True
 
-    def _acquire(self, handle: rwlock.Lockable, timeout: timedelta | None, party: str, what: str, why: str) -> None:
-        timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
-        self._check_owner(party)
-        if not handle.acquire(blocking=True, timeout=timeout_s):
-            self._check_owner(party)
-            raise LockTimeoutError(f"state dict lock: {what} within {timeout_s:g} s, {why}", party=party)
-
-    def _check_same_task(self) -> None:
+    def _check_same_task(self, turn: _Turn) -> None:
         """If a task took the write side of this thread, see that this task, or one that it has started since, is running.
 
         One that has ended with it holds it no more than any other: each may give it back.
         """
-        task = self._here.task
-        is_anothers = task is not None and not task.done() and self._here.token not in _held_in_context.get()
+        is_anothers = turn.task is not None and not turn.task.done() and turn not in _held_in_context.get()
         if is_anothers and _running_task() is not None:
             raise CheckpointError(
                 "state dict lock: another asyncio task of this thread holds the write side, and has awaited something in the "
@@ -210,31 +274,27 @@ class StateDictLock:
             )
 
     def _check_owner(self, party: str) -> None:
-        owner = self._owner
-        if owner is not None and not owner.is_alive():
+        owner = next((thread for thread in [*self._writers] if not thread.is_alive()), None)
+        if owner is not None:
             raise LockTimeoutError(
                 f"state dict lock: thread {owner.name!r} ended while it held the write side, so nobody can give it back; "
                 "use write() as a context manager there, and start the process again",
                 party=party,
             )
 
-    def _writer(self) -> rwlock.Lockable:
-        if self._here.handle is None:
-            self._here.handle = self._rwlock.gen_wlock()
-        return self._here.handle
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A thread's to write."""
+
+    task: asyncio.Task[object] | None
+    """The task that asked for it, if one did."""
+    is_for_step: bool = False
+    has_come: bool = False
 
 
-class _OfThread(threading.local):
-    handle: rwlock.Lockable | None = None
-    token: object = None
-    """Of the write side that it holds."""
-    task: asyncio.Task[object] | None = None
-    """The task that took it, if one did."""
-    num_reads = num_writes = 0
-
-
-_held_in_context: ContextVar[tuple[object, ...]] = ContextVar("torchft_ckpt_write_sides", default=())
-"""Tokens of the write sides that this context holds. Tasks have a context of their own, a copy of that which started them."""
+_held_in_context: ContextVar[tuple[_Turn, ...]] = ContextVar("torchft_ckpt_write_sides", default=())
+"""The write sides that this context holds. Tasks have a context of their own, a copy of that which started them."""
 
 
 def _running_task() -> asyncio.Task[object] | None:
