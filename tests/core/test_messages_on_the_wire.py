@@ -299,6 +299,17 @@ def test_hostile_input_is_a_protocol_error_that_names_the_peer(data: str | bytes
         assert error is None or (error.party == "peer 7" and "peer 7" in str(error))
 
 
+@pytest.mark.parametrize("num_still", [0, 1, 2, 2**31])
+def test_no_more_leaves_stood_still_than_are_shown(num_still: int) -> None:
+    shown = f'{{"owned":"x","open":[{{"name":"ema","digest":"1"}}],"num_still":{num_still}}}'
+    data = f'{{"type":"QuorumRequest","request_id":1,"version":{{}},"shown":[{shown}]}}'
+    if num_still <= 1:
+        assert decode_to_lighthouse(data, "peer 7").shown[0].num_still == num_still
+        return
+    with pytest.raises(ProtocolError, match=f"`num_still` is {num_still} of 1"):
+        decode_to_lighthouse(data, "peer 7")
+
+
 @pytest.mark.parametrize("character", '"{}:,x0\\')
 def test_a_flipped_character_is_a_protocol_error_or_changes_one_field(character: str) -> None:
     good = decode_to_lighthouse(GOOD, "peer")

@@ -172,6 +172,10 @@ class StateShown(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_still: Count = 0
     """So many of these, the last ones, were seen to have stood still since the job began: that they are equal says nothing."""
 
+    def __post_init__(self) -> None:
+        if self.num_still > len(self.open):
+            raise ValueError(f"`num_still` is {self.num_still} of {len(self.open)}")
+
 
 class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """First message on a connection, and what a lighthouse that lost its memory learns from."""
