@@ -671,7 +671,7 @@ def test_a_group_that_comes_in_by_a_hold_costs_the_others_the_step_that_it_died_
 
 def broken_end_of_holds(patch: pytest.MonkeyPatch) -> None:
     """A hold goes on until the group comes."""
-    patch.setattr(Holds, "_why_over", lambda *_: "")
+    patch.setattr(Holds, "_end", lambda *_: (None, ""))
 
 
 def broken_admission(patch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import SILENT_S, Joining
@@ -38,9 +39,16 @@ from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, Stat
 from torchft_ckpt.core.coordination.recovery import Assignment
 
 LOOK_AGAIN_S = 0.25
-_COULD_NOT = "it could not receive or load the state"
 BEGINS_WITHIN_S = 0.5
 """So long, or half as long again as it says that its loop takes, a group that has the state may take to ask for the step."""
+
+
+class _End(Enum):
+    """How the wait for a group ends that does not come."""
+
+    GONE = auto()
+    COULD_NOT = auto()
+    LATE = auto()
 
 
 @dataclass(slots=True)
@@ -168,9 +176,11 @@ class Holds:
             if self._has_come(replica_id):
                 del self._awaited[replica_id]
                 yield Log(f"{replica_id} has the state of step {self._version.step} after {now - awaited.since:.2f} s")
-            elif why := self._why_over(replica_id, awaited, stood_s, now):
+                continue
+            end, why = self._end(replica_id, awaited, stood_s, now)
+            if why:
                 del self._awaited[replica_id]
-                self._note_failed(replica_id, awaited, why, stood_s - awaited.stood_s, now)
+                self._note_failed(replica_id, awaited, end, why, stood_s - awaited.stood_s, now)
                 yield Log(f"the others wait no longer for {replica_id}: {why}")
         if not held_up:
             self._awaited.clear()
@@ -189,15 +199,16 @@ class Holds:
             return member is not None and member.is_beside and member.warms_up and member.version == self._version
         return self._is_held_up(member)
 
-    def _why_over(self, replica_id: str, awaited: _Awaited, stood_s: float, now: float) -> str:
-        """Say why the others wait no longer for a group; empty: they do."""
+    def _end(self, replica_id: str, awaited: _Awaited, stood_s: float, now: float) -> tuple[_End, str]:
+        """Say how and why the others wait no longer for a group; empty: they do."""
         member = self._job.members.get(replica_id)
         if member is None:
-            return "it is gone"
+            return _End.GONE, "it is gone"
         if member.request is not None or not member.is_beside or member.warms_up:
-            return _COULD_NOT
-        if self._is_needed:
-            return ""
+            return _End.COULD_NOT, "it could not receive or load the state"
+        return _End.LATE, "" if self._is_needed else self._why_late(awaited, stood_s, now)
+
+    def _why_late(self, awaited: _Awaited, stood_s: float, now: float) -> str:
         said, since_s = awaited.said, now - awaited.said_at
         if said is None:
             if stood_s >= awaited.stood_s + SILENT_S:
@@ -212,16 +223,15 @@ class Holds:
         need_s = stood_s + max(0.0, said.reach_s - since_s)
         return self._joining.why_not(need_s, now)
 
-    def _note_failed(self, replica_id: str, awaited: _Awaited, why: str, cost_s: float, now: float) -> None:
+    def _note_failed(self, replica_id: str, awaited: _Awaited, end: _End, why: str, cost_s: float, now: float) -> None:
         is_slow = awaited.has_loaded and awaited.begins_within_s == BEGINS_WITHIN_S and replica_id in self._job.members
         if is_slow and self._joining.excuses(replica_id, now):
             return  # nobody could know how long its loop takes this time; it tells that the next time
-        if why == _COULD_NOT and awaited.holding <= self._job.members.keys():  # else it may have been one of those
+        if end is _End.COULD_NOT and awaited.holding <= self._job.members.keys():  # else it may have been one of those
             self._joining.could_not(replica_id, cost_s, now, why)
             return
-        is_far = (
-            awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0 and why != _COULD_NOT
-        )
+        is_on_its_way = awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0
+        is_far = is_on_its_way and end is not _End.COULD_NOT
         self._joining.failed([replica_id], cost_s, now, why, {replica_id} if is_far else frozenset())
 
     # ----------------------------------------------------------------------------------------------------- invariants

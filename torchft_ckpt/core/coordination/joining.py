@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from torchft_ckpt.core.coordination.commit import CommitDecision
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
 from torchft_ckpt.core.coordination.messages import group_name
-from torchft_ckpt.core.coordination.patience import SHARE_OF_REFUSALS, Debt, JoinAllowance
+from torchft_ckpt.core.coordination.patience import Debt, JoinAllowance
 
 RETRY_S = 300.0
 """A group that has waited outside for so long is admitted once more: its link may have become faster."""
@@ -268,9 +268,8 @@ class Joining:
     def could_not(self, replica_id: str, cost_s: float, now: float, reason: str) -> None:
         """A member was waited for, and could not come in: its source may be why once, a firewall each time."""
         debt = self._allowance.debt(group_name(replica_id), now)
-        is_first, owed_s = not debt.failures, cost_s + debt.owed_s
-        debt.failed(min(8.0 * cost_s, _LONGEST_PAUSE_S) if is_first else owed_s / SHARE_OF_REFUSALS, reason, now)
-        debt.owed_s = cost_s if is_first else 0.0
+        pause_s = None if debt.failures else min(8.0 * cost_s, _LONGEST_PAUSE_S)
+        debt.could_not(cost_s, reason, now, first_pause_s=pause_s)
 
     def excuses(self, replica_id: str, now: float) -> bool:
         """Whether a member is excused that has failed as nobody could know better: once until it has come in."""
