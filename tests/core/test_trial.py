@@ -83,6 +83,54 @@ def test_after_a_discarded_step_who_differs_from_most_loads_their_state_and_the_
     assert {member.replica.shows for member in members} == {Shows.SAMPLES}, "whether it stays so is looked at"
 
 
+def tried_at(members: list[Member], until: int, differs_at: int = -1) -> list[int]:
+    """Train, and return the steps at which the groups are compared; the last one differs at one of them, and loads."""
+    found = []
+    while members[0].step < until:
+        is_tried, step = {member.replica.shows for member in members} == {Shows.SAMPLES}, members[0].step
+        found += [step] * is_tried
+        ask(members, "x" * len(members)) if is_tried and step != differs_at else None
+        if is_tried and step == differs_at:
+            ask(members, "x" * (len(members) - 1) + "y")
+            load(members[-1], "x")
+        elif not is_tried:
+            for member in members:
+                member.asks()
+        for member in members:
+            member.votes()
+            member.hears()
+    return found
+
+
+def test_groups_are_compared_again_ever_seldomer_after_the_job_has_begun() -> None:
+    _, members = at_work()
+    assert tried_at(members, 100) == [4, 8, 16, 32, 64]
+
+
+def test_they_are_compared_so_anew_after_one_had_to_load() -> None:
+    _, members = at_work()
+    assert tried_at(members, 100, differs_at=32) == [4, 8, 16, 32, 33, 36, 40, 48, 64, 96]
+
+
+def test_they_are_compared_so_anew_after_one_has_come_in() -> None:
+    job, (a, b) = at_work("ab")
+    tried_at([a, b], 21)
+    b.dies()
+    back = job.join("b", life=2)
+    job.lets_in(back, others=[a])
+    a.votes(), back.votes()
+    came_in_at = a.step - 1
+    assert [step - came_in_at for step in tried_at([a, back], 60)] == [1, 4, 8, 16, 32]
+
+
+def test_a_group_that_trains_alone_is_compared_with_nobody() -> None:
+    job = Job(least=1)
+    a = job.join("a")
+    job.step(a)
+    tried = tried_at([a], 40)
+    assert all(step < 4 for step in tried)
+
+
 def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -> None:
     _, (a, b, c) = two_have_come_in()
     assert a.replica.shows is Shows.SAMPLES

@@ -770,9 +770,10 @@ def run_plain(
     return lives
 
 
-def differences(life: Life, plain: Job, own: tuple[str, ...]) -> list[str]:
-    """Say where a life's registered state differs from another run's; `own`: see `Idiom.own`."""
+def differences(life: Life, plain: Job, own: tuple[str, ...], late: tuple[str, ...] = ()) -> list[str]:
+    """Say where a life's registered state differs from another run's; `own`, `late`: see `Idiom`."""
     found = []
+    last = max(life.history.keys() & plain.history.keys(), default=0)
     # Who contributes holds the state; what one that came back holds before is nobody's business.
     begins = min(life.contributed, default=MAX_STEPS)
     for step, mine in life.history.items():
@@ -782,7 +783,7 @@ def differences(life: Life, plain: Job, own: tuple[str, ...]) -> list[str]:
         if theirs is None:
             continue
         for path in sorted(set(mine) | set(theirs)):
-            if any(part in path for part in own):
+            if any(part in path for part in (own if step == last else own + late)):
                 continue
             if mine.get(path) != theirs.get(path):
                 found.append(
@@ -874,7 +875,7 @@ def _raise_errors(outcome: Outcome) -> None:
 def _compare(entry: Idiom, outcome: Outcome, plains: Sequence[Job] | None) -> None:
     """Compare the lives of a run with the plain loop's, or with the first of them where there is none."""
     others: Sequence[Job] = plains if plains is not None else [outcome.lives[0]] * outcome.run.num_groups
-    found = [line for life in outcome.lives for line in differences(life, others[life.group], entry.own)]
+    found = [line for life in outcome.lives for line in differences(life, others[life.group], entry.own, entry.late)]
     about = f"votes {outcome.run.votes}, contributors {outcome.run.contributors}"
     assert not found, "\n".join([f"{len(found)} differences; {about}", *found[:12]])
     num_compared = sum(len(life.history.keys() & others[life.group].history.keys()) for life in outcome.lives)

@@ -58,6 +58,9 @@ class Idiom:
     """Group 1 waits for ever, and is told why; group 0 trains alone."""
     own: tuple[str, ...] = ()
     """Parts of the paths in the registered state of which each group has its own value."""
+    late: tuple[str, ...] = ()
+    """Parts of the paths that differ some steps after a return until groups are compared: they are equal at the end of a longer
+    run, in which a group dies later."""
     dies: bool = True
     """Whether a group dies and returns; never where it is refused, or nothing is compared."""
     restarts: bool = False

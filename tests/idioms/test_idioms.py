@@ -50,8 +50,11 @@ def entries(*, restarts: bool = False) -> list[object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", entries())
 def test_a_group_dies_and_returns_and_all_compute_what_the_plain_loop_computes(
-    entry: Idiom, caplog: pytest.LogCaptureFixture
+    entry: Idiom, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if entry.late:
+        for name, step in (("DIES_AT_STEP", 9), ("IS_BACK_BEFORE_STEP", 11), ("NUM_STEPS", 18)):
+            monkeypatch.setattr(harness, name, step)
     if entry.refused:
         errors = harness.run_groups(
             entry.loop, dies=False, num_groups=entry.num_groups, gloo=entry.gloo, refused=True
@@ -84,9 +87,8 @@ ALWAYS = {
 
 def loops_and_ways() -> list[object]:
     """Return in which way a group comes back in which loop: a few by default, all in a thorough run."""
-    back = [
-        e for e in LOOPS if e.dies and e.compare != "nothing" and not (e.restarts or e.refused or e.waits or e.pending)
-    ]
+    others = [e for e in LOOPS if not (e.restarts or e.refused or e.waits or e.pending or e.late)]
+    back = [e for e in others if e.dies and e.compare != "nothing"]
     found = []
     for number, way in enumerate(WAYS):
         # Outer loops have no spares, and the samplers of a loop may be made for two groups.

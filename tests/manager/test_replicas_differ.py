@@ -101,7 +101,7 @@ def test_one_bit_of_one_weight_is_named_by_group_and_tensor_and_loaded_from_the_
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     replicas = groups(lighthouse, on_replicas_differ="heal")
-    train_to(replicas, EVERY + 1)
+    train_to(replicas, EVERY + 3)  # between two trials: the votes find it
     at = replicas[1].manager.current_step()
     replicas[1].flip_a_bit()
     with caplog.at_level(logging.WARNING):

@@ -148,10 +148,11 @@ class Manager:
         job: its name at the lighthouse, which serves many jobs; the same in all replica groups; `default`. What starts all
             groups at once sets `TORCHFT_CKPT_JOB` to another name for each start.
         check_equal_every: compare all of the state after each so many committed steps; 0: never. All groups give the same. What
-            groups hold is also compared when one has come in, after a discarded step, in a job's first step, and in samples with
-            each vote. Compared are parameters, the state and settings of optimizers that are wrapped or guarded, and all else
-            that was equal when it was first compared after a step. Not compared are what differed then (BatchNorm's running
-            statistics), arrays, states of Python's and numpy's generators, and what outer loops let differ.
+            groups hold is also compared when one has come in, or has loaded, and 4, 8, 16, ... steps after that, after a
+            discarded step, in a job's first step, and in samples with each vote. Compared are parameters, the state and
+            settings of optimizers that are wrapped or guarded, and all else that was equal when it was first compared after a
+            step. Not compared are what differed then (BatchNorm's running statistics), arrays, states of Python's and numpy's
+            generators, and what outer loops let differ.
         on_replicas_differ: what becomes of groups that were equal, and differ. "heal": those that are not of a strict majority,
             or without one not as the longest in the job, load the others' state before the next step. "warn" names them, and the
             first tensors or values, in the logs of the lighthouse and of the groups. "stop" discards the step and raises

@@ -108,6 +108,61 @@ def rate_of_next_read_at_top(job: Job) -> None:
                 group["lr"] = 1e-2 / (2 + step)
 
 
+LATER = (
+    "A group that comes back counts from 0, so it moves this in another step than the others. That is found 4, 8, 16, ... steps"
+    " after its return, or after the last time, and theirs is loaded. A warning says so each time. Register the counter."
+)
+DIFFERED = "came to another state of step .* differed. It has loaded theirs"
+
+
+@idiom(
+    "An average of the weights moved in each fourth step, by a counter that is not registered",
+    ORDER,
+    LATER,
+    was="named once, and it differed from then on",
+    says=DIFFERED,
+    compare="groups",
+    late=("/ema/",),
+)
+def ema_each_fourth_step_by_own_count(job: Job) -> None:
+    model, num_here = mlp(), 0
+    ema = copy.deepcopy(model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw, ema=ema))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step():
+            num_here += 1
+            if num_here % 4 == 0:
+                lerp(ema, model, 0.9)
+
+
+@idiom(
+    "A clock of epochs and batches, whose first epoch ends by a counter that is not registered",
+    ORDER,
+    LATER,
+    was="it differed from then on, silently",
+    says=DIFFERED,
+    compare="groups",
+    late=("/clock/",),
+)
+def epoch_by_own_count(job: Job) -> None:
+    model, num_here = mlp(), 0
+    clock = Box(now=[0, 0])
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw, clock=clock))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step():
+            epoch, batch = clock.now
+            num_here += 1
+            clock.now = [epoch + (num_here == 3), batch + 1]
+
+
 @idiom("nanoGPT's order: `zero_grad`, then the count from which the learning rate comes", ORDER, TAIL)
 def count_after_zero_grad(job: Job) -> None:
     model, counter = mlp(), Box(iter_num=0)

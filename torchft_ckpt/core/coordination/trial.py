@@ -2,7 +2,8 @@
 
 A state arrives bit-equal; then a group's own training loop runs, which may have read something before that arrived, or may move
 something in a place of its own. So groups are *tried* at the boundary after each event that a loop may answer in its own way: a
-group came in, a step was discarded, the job began, votes differed. Whoever is told to (`CommitDecided.shows`), or knows it by
+group came in, a step was discarded, the job began, votes differed. A loop may answer later, as it counts by itself: so they are
+tried again 4, 8, 16, ... steps after somebody has come in, or loaded. Whoever is told to (`CommitDecided.shows`), or knows it by
 itself, shows its state with its next request, and serves it. Here the requests are compared:
 
 - All show the same: the quorum forms. Nothing was sent, and nobody has waited.
@@ -45,6 +46,7 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment
 
+_FIRST_AGAIN = 4
 MAX_IN_A_ROW = 3
 """So often a rank differs in the same leaf at boundaries in a row until its group ends."""
 NOWHERE = "something that no state_dict function returns"
@@ -119,8 +121,12 @@ class Trials:
             self.lost(replica_id)
         if differs:
             self._differed = step, Shows.ALL
-        elif step in self._loaded.values() or any(m not in self._voices or m in self._joined_at for m in approvers):
-            self._differed = self._differed if self._differed[0] == step else (step, Shows.SAMPLES)
+        elif self._differed[0] != step:
+            is_new = step in self._loaded.values() or any(
+                m not in self._voices or m in self._joined_at for m in approvers
+            )
+            if is_new or (len(approvers) > 1 and _is_tried_again(step + 1 - self._same_at)):
+                self._differed = step, Shows.SAMPLES
 
     def shows_after(self, step: int) -> Shows:
         """Return what members show at the boundary after a step that counts."""
@@ -331,6 +337,11 @@ class Corrections:
             self._last[name] = step, times + 1 if step <= last + 1 else 1
         again = [name for name, (_, times) in self._last.items() if times >= MAX_IN_A_ROW]
         return (again[0] or NOWHERE) if again else ""
+
+
+def _is_tried_again(num_steps: int) -> bool:
+    """Whether groups are compared so many steps after all began one with the same, as the longer ago it is the seldomer."""
+    return num_steps >= _FIRST_AGAIN and num_steps.bit_count() == 1
 
 
 def _has_trained(member: Member) -> bool:
