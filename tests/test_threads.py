@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import subprocess
 import sys
 import threading
 from concurrent.futures import wait
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from support.interrupts import interrupted_at
+from support.interrupts import Interrupted, interrupted_at
 
 from torchft_ckpt import threads as our_threads
 from torchft_ckpt.threads import Condition, Event, Thread, Threads, end_at_exit, is_done, parallel_map
@@ -167,6 +169,53 @@ def test_who_is_interrupted_as_it_waits_leaves_the_threads_at_work(use: Any) -> 
         work.shutdown()
         point += 1
     assert point > 10
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_pool_has_no_thread_too_many_after_its_start_was_interrupted_and_all_end(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes when the thread runs already, before who has started it knows."""
+
+    def start(thread: Thread) -> None:
+        monkeypatch.undo()
+        thread.start()
+        raise Interrupted
+
+    work = Threads("interrupted", num_threads)
+    monkeypatch.setattr(Thread, "start", start)
+    with pytest.raises(Interrupted):
+        work.submit(int)
+    assert work.submit(int).result(20) == 0
+    working = {*work._threads.values()}
+    assert len(working) <= num_threads
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("interrupted_")]
+    for thread in {*threads} - working:
+        thread.join(5)
+        assert not thread.is_alive(), "it takes jobs of a pool that has its threads without it"
+    work.shutdown(timeout_s=20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@takes_interrupts
+def test_a_pool_works_and_ends_at_whatever_point_its_start_was_interrupted() -> None:
+    """Of this library's code, and of Python's own."""
+    point, is_interrupted = 0, True
+    while is_interrupted:
+        work, done = Threads("started"), SimpleQueue[int]()
+
+        def start(work: Threads = work) -> None:
+            with contextlib.suppress(RuntimeError):  # Python's own lock, of which it takes the interrupt's place
+                work.submit(int)
+
+        files = {our_threads.__file__, threading.__file__}
+        is_interrupted = interrupted_at(point, start, files=files, only_taken=True)
+        for number in range(5):
+            work.submit(done.put, number)
+        work.shutdown(timeout_s=20)
+        assert [done.get(timeout=20) for _ in range(5)] == [*range(5)] and done.empty()
+        point += 1
+    assert point > 20
 
 
 @takes_interrupts

@@ -136,9 +136,9 @@ class Thread(threading.Thread):
 
     def start(self) -> None:
         """Start it. Raises `RuntimeError` where no thread can be started."""
-        super().start()
         with _lock:
-            _running.add(self)
+            _running.add(self)  # first, as one whose start is interrupted may run nevertheless
+        super().start()
 
     def let_go(self) -> None:
         """The exit of the process does not wait for it any more: it hangs in a call of the kernel, and nothing else ends that."""
@@ -175,8 +175,10 @@ class Threads(Executor):
         self._num_threads = num_threads
         self._lock = threading.RLock()
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        """None: a thread ends."""
-        self._threads: list[threading.Thread] = []
+        """None: each thread ends."""
+        self._threads: dict[int, threading.Thread] = {}
+        """By number. A thread that runs, and one whose start returns, enters it if its number is free; else it ends at once. So
+        there is one of each, also if a start was interrupted, of which nobody knows whether it runs."""
         self._is_shut_down = False
         end_at_exit(self._end)
 
@@ -213,32 +215,35 @@ class Threads(Executor):
                 while cancel_futures:
                     job = self._jobs.get_nowait()
                     cancelled += [] if job is None else [job[0]]
-            for _ in self._threads:
-                self._jobs.put(None)
+            self._jobs.put(None)
         for future in cancelled:
             future.cancel()
             future.set_running_or_notify_cancel()  # tells those that wait for it
         if wait:
-            _join(self._threads, timeout_s)
+            _join([*self._threads.values()], timeout_s)
 
     def _start(self) -> None:
         for number in range(self._num_threads):
-            thread = Thread(self._run, f"{self._name}_{number}")
+            thread = Thread(self._run, f"{self._name}_{number}", (number,))
             try:
                 thread.start()
             except RuntimeError:
                 if not self._threads:
                     raise
                 return
-            self._threads.append(thread)
+            self._threads.setdefault(number, thread)
 
     def _end(self) -> None:
         self.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self) -> None:
+    def _run(self, number: int) -> None:
+        thread = threading.current_thread()
+        if self._threads.setdefault(number, thread) is not thread:
+            return
         while (job := self._jobs.get()) is not None:
             _fulfil(*job)
             del job  # an idle thread keeps nothing alive
+        self._jobs.put(None)  # for the next one
 
 
 def parallel_map(
