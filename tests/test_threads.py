@@ -218,6 +218,19 @@ def test_a_pool_works_and_ends_at_whatever_point_its_start_was_interrupted() -> 
     assert point > 20
 
 
+def test_a_signal_handler_waits_for_the_future_that_its_thread_is_about_to_wait_for() -> None:
+    """The thread has the future's lock already, and the handler has it once more: who fulfils it gets in nevertheless."""
+    work, gate = Threads("worker"), Event()
+    future = work.submit(gate.wait, 20)
+    with future._condition:
+        gate.set()
+        assert is_done(future, 20)
+        assert future.result(20)
+        assert future._condition._is_owned()  # type: ignore[attr-defined]
+    assert not future._condition._is_owned()  # type: ignore[attr-defined]
+    work.shutdown()
+
+
 @takes_interrupts
 def test_who_is_interrupted_as_it_waits_has_the_lock_until_its_block_ends() -> None:
     point, is_interrupted = 0, True

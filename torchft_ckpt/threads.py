@@ -44,11 +44,14 @@ _to_end: list[weakref.WeakMethod[Callable[[], object]]] = []
 
 
 class Condition(RLock):  # type: ignore[misc]  # it is final in typeshed alone
-    """A `threading.Condition` that is left in order by an interrupt at any moment. A thread that waits holds it once.
+    """A `threading.Condition` that is left in order by an interrupt at any moment.
 
     Python's enters by a function in Python: who is interrupted in there has taken the lock, and is in no `with` block that gives
     it back. This one is the lock, so `with` takes it in one step. And who is interrupted in Python's `notify` may have taken a
-    waiter off the list and woken nobody; here each takes itself off.
+    waiter off the list and woken nobody; here each takes itself off. A signal handler may wait for what its thread waits for.
+
+    But Python 3.14 may take an interrupt between a lock's `__enter__` and the block (cpython issue 148874; not so before, nor in
+    3.15): it leaves the lock taken.
     """
 
     def __init__(self) -> None:
@@ -57,16 +60,18 @@ class Condition(RLock):  # type: ignore[misc]  # it is final in typeshed alone
     def wait(self, timeout: float | None = None) -> bool:
         """Let go until somebody notifies, or so long; return whether somebody did."""
         bell: SimpleQueue[None] = SimpleQueue()
-        state = 1, threading.get_ident()
+        held: list[tuple[int, int]] = []
         self._waiting[bell] = None
         try:
-            self.release()
+            # Lets go and keeps how often it was held, in one step of C.
+            held.extend(map(RLock._release_save, (self,)))  # type: ignore[attr-defined]
             bell.get(timeout=None if timeout is None else max(timeout, 0.0))
         except Empty:
             return False
         finally:
             try:
-                self._acquire_restore(state)  # type: ignore[attr-defined]  # unlike `acquire` it is not interrupted
+                if held:
+                    self._acquire_restore(held[0])  # type: ignore[attr-defined]  # unlike `acquire` it is not interrupted
             finally:
                 self._waiting.pop(bell, None)
         return True
