@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from lighthouse_script import Job, Member
 
@@ -121,6 +122,15 @@ def test_they_are_compared_so_anew_after_one_has_come_in() -> None:
     a.votes(), back.votes()
     came_in_at = a.step - 1
     assert [step - came_in_at for step in tried_at([a, back], 60)] == [1, 4, 8, 16, 32]
+
+
+def test_they_are_compared_so_anew_after_the_lighthouse_was_started_again() -> None:
+    job, members = at_work("ab")
+    job.restart()
+    for member in members:
+        member.replica.version = msgspec.structs.replace(member.replica.version, step=40_000)
+        member.connects()
+    assert [step - 40_000 for step in tried_at(members, 40_020)] == [4, 8, 16]
 
 
 def test_a_group_that_trains_alone_is_compared_with_nobody() -> None:

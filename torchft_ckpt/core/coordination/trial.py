@@ -108,6 +108,7 @@ class Trials:
                 self.lost(replica_id)  # it comes in anew, also if its connection has held
             elif is_new_life and not member.asked.came_in and _has_trained(member):
                 self._voices[replica_id] = None  # it trained before this lighthouse was started again
+                self._same_at = assignment.version.step
                 self._joined.pop(replica_id, None)
             self._corrected.discard(replica_id)
             if replica_id not in self._voices and replica_id not in self._joined:
