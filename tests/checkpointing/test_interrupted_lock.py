@@ -11,12 +11,15 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from queue import SimpleQueue
 
 import pytest
+import torch
 from support.interrupts import interrupted_at
 
+from torchft_ckpt import Checkpointer
 from torchft_ckpt.checkpointing import StateDictLock, lock
-from torchft_ckpt.errors import LockTimeoutError
+from torchft_ckpt.errors import CheckpointError, LockTimeoutError
 
 LONG = timedelta(seconds=20)
 TRACED = {inspect.getsourcefile(lock), inspect.getsourcefile(contextlib)}
@@ -141,6 +144,33 @@ def test_who_waits_gets_in_although_the_one_before_was_interrupted_as_it_left(us
         tried.release_write()
         assert entered.wait(LONG.total_seconds())
         waits.join()
+
+
+def test_only_who_gives_a_side_back_wakes_those_that_wait():
+    tried, bell = StateDictLock(), SimpleQueue()
+    tried._bells[bell] = None
+    for use in (acquire_and_release, read, try_to_read, write):
+        use(tried)
+        assert [bell.get(), bell.empty()] == [None, True], use.__name__
+    with tried.write():
+        reader = threading.Thread(target=try_to_read, args=(tried,))
+        reader.start()
+        reader.join()
+        assert bell.empty(), "it had nothing to give back"
+
+
+def test_a_save_from_a_signal_handler_while_its_thread_waits_to_write_does_not_break_the_wait(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    tried, saves = checkpointer.state_dict_lock, []
+    turn = lock._Turn(None)
+    tried._writers[threading.current_thread()] = turn  # as in the middle of `write`, when the handler runs
+    saves.append(checkpointer.save({"w": torch.ones(3)}, step=1))
+    tried._let_go(threading.current_thread(), turn)
+    assert isinstance(saves[0].exception(20), CheckpointError), "nobody knows here when the step is over"
+    with tried.write(), tried.read():
+        assert not tried.held_for_step()
+    assert checkpointer.save({"w": torch.ones(3)}, step=1).result(20).step == 1
+    checkpointer.shutdown()
 
 
 def test_a_signal_handler_that_asks_while_its_thread_waits_to_write_is_told_at_once():

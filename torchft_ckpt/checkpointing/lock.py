@@ -99,9 +99,9 @@ class StateDictLock:
         return True
 
     def held_for_step(self) -> bool:
-        """Whether the calling thread holds the write side, or waits for it, by `acquire_write`, as hooks of an optimizer do."""
+        """Whether the calling thread holds the write side by `acquire_write`, as hooks of an optimizer do, or waits for it anyhow."""
         turn = self._turn()
-        return turn is not None and turn.is_for_step
+        return turn is not None and (turn.is_for_step or not turn.has_come)
 
     @contextmanager
     def read(self, timeout: timedelta | None = None) -> Iterator[None]:
@@ -206,8 +206,8 @@ class StateDictLock:
 
     def _leave(self, token: object) -> None:
         """Give a read side back; may be called again."""
-        self._readers.pop(token, None)
-        self._tell()
+        if self._readers.pop(token, None) is not None:
+            self._tell()
 
     def _take(self, thread: threading.Thread, turn: _Turn, timeout: timedelta | None) -> None:
         """Take the write side. Whatever it raises, the caller lets go."""
@@ -222,13 +222,11 @@ class StateDictLock:
 
     def _let_go(self, thread: threading.Thread, turn: _Turn) -> None:
         """Give a turn back; may be called again, by any thread."""
-        try:
-            if self._writers.get(thread) is turn:
-                self._writers.pop(thread)
-                if turn.task is not None:
-                    _held_in_context.set(tuple(held for held in _held_in_context.get() if held is not turn))
-        finally:
+        if self._writers.get(thread) is turn:
+            self._writers.pop(thread)
             self._tell()
+            if turn.task is not None:
+                _held_in_context.set(tuple(held for held in _held_in_context.get() if held is not turn))
 
     def _wait(self, may_go: Callable[[], bool], timeout: timedelta | None, party: str, what: str, why: str) -> None:
         timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
