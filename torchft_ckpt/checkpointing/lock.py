@@ -99,7 +99,7 @@ class StateDictLock:
         return True
 
     def held_for_step(self) -> bool:
-        """Whether the calling thread holds the write side by `acquire_write`, as hooks of an optimizer do, or waits for it anyhow."""
+        """Whether the calling thread holds the write side by `acquire_write`, as hooks of an optimizer do, or waits for it."""
         turn = self._turn()
         return turn is not None and (turn.is_for_step or not turn.has_come)
 
