@@ -502,7 +502,8 @@ class Steps:
             known.watch(leaves, came_in=now.is_on_trial)
         is_shown = is_told_to_show or (known.has_news and is_comparable and now.version.proven)
         has_to_wait = has_to_wait if wishes.waits is None else wishes.waits or is_shown
-        has_to_wait = has_to_wait or self._is_at_end
+        # Others may come for what is captured, and a loop like SAM's writes to it while its quorum is held for them.
+        has_to_wait = has_to_wait or self._is_at_end or (wishes.waits is None and captures and self._undo.sees_writes)
         parts: list[StateShown] = []
         if is_shown:
             captured = captured or registry.capture_to_serve()

@@ -183,6 +183,11 @@ class Undo:
         self._written: set[str] = set()
         """Of what is large, what the loop was seen to write to; it is copied, also if it was loaded since."""
 
+    @property
+    def sees_writes(self) -> bool:
+        """Whether the loop was seen to write before a vote to parameters, or to something else that is large."""
+        return bool(self._written)
+
     def begin(self) -> None:
         """A step begins with a state that is whole. What is held already stays so."""
         if self._num_changes != self._registry.num_changes:
