@@ -869,3 +869,33 @@ def test_one_that_dies_each_time_when_it_has_the_state_stays_outside_for_longer_
         c.dies()
         trains(job, members)
     assert stood_s <= 0.15 * job.now
+
+
+@pytest.mark.parametrize("how", ["its connection breaks", "it stays connected"])
+def test_one_that_was_given_the_state_of_an_attempt_that_was_discarded_does_not_begin_the_next_attempt_with_it(
+    how: str,
+) -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.5)
+    are_asked([a, b])
+    assert c.formed is not None and c.formed.held
+    given = c.formed.version
+    c.still_needs(0.0)
+    if how == "its connection breaks":
+        c.is_cut_off()
+    else:
+        job.passes(6.0)
+    assert a.formed is not None and a.formed.role is Role.HEALTHY and not job.lighthouse._holds.is_on
+    for member in (a, b):
+        member.votes(error="a loss that is not a number")
+    assert a.step == b.step == given.step
+    c.loads()
+    c.replica.learned()
+    if how == "its connection breaks":
+        c.connects()
+    c.asks()
+    assert c.replica.warms_up, "what the others have done in the attempt before is part of the state that it was given"
+    are_asked([a, b])
+    assert job.lighthouse.round is not None and "c:1" not in job.lighthouse.round.tally.roles

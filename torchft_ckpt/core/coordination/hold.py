@@ -90,8 +90,9 @@ class Holds:
         self._awaited: dict[str, _Awaited] = {}
         self._tried: dict[str, str] = {}
         """Groups that the quorum was held for since the last one formed, with the member that was given the state of now."""
-        self._late: set[str] = set()
-        """Were given a state, and have begun no step with it: it may be that of another attempt at the step."""
+        self._late: dict[str, int] = {}
+        """Were given the state of this step, and have not begun it with the others: it may be that of another attempt at it. Also
+        those that have lost their connection since: they may come back with it."""
 
     @property
     def is_on(self) -> bool:
@@ -145,11 +146,12 @@ class Holds:
             those = frozenset(other.replica_id for other in holding)
             self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s, those)
             self._tried[group_name(member.replica_id)] = member.replica_id
-            self._late.discard(member.replica_id)
+            self._late.pop(member.replica_id, None)
 
-    def quorum_forms(self, members: Collection[str]) -> None:
-        """A quorum forms: what comes now is another boundary."""
-        self._late = ({*self._late, *self._tried.values()} - set(members)) & self._job.members.keys()
+    def quorum_forms(self, members: Collection[str], step: int) -> None:
+        """A quorum of these forms for a step: what comes now is another boundary."""
+        late = self._late | dict.fromkeys(self._tried.values(), self._version.step)
+        self._late = {m: of_step for m, of_step in late.items() if of_step >= step and m not in members}
         self._tried.clear()
 
     def is_late(self, replica_id: str) -> bool:

@@ -344,7 +344,7 @@ class LighthouseState:
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
         yield from self._equality.joined(hello)
         self._learn_from(hello, now)
-        member.version = self._job.history.as_it_counts(hello.version)
+        member.version = self._as_it_counts(member, hello.version)
         self._speaking.said(replica_id, hello.speaks)
         if self._deciding.is_still_in_quorum(member):
             self._job.quorum_members[replica_id] = None
@@ -533,14 +533,18 @@ class LighthouseState:
 
     def _on_state_shown(self, member: Member, version: StateVersion, now: float) -> Iterator[Instruction]:
         """Note the state that a member holds between two steps."""
-        if self._holds.is_late(member.replica_id) and self._beside.others_hold(member):
-            version = StateVersion(step=version.step)
-        member.version = self._job.history.as_it_counts(version)
+        member.version = self._as_it_counts(member, version)
         self._job.quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
         self._job.history.note(member.replica_id, version)
         yield from self._deciding.declined(member.replica_id)
         yield from self._deciding.give_up_overtaken(now)
+
+    def _as_it_counts(self, member: Member, version: StateVersion) -> StateVersion:
+        """Return a member's state, without its name if that is void, or is that of another attempt at the step of others."""
+        if self._holds.is_late(member.replica_id) and self._beside.others_hold(member):
+            version = StateVersion(step=version.step)
+        return self._job.history.as_it_counts(version)
 
     # --------------------------------------------------------------------------------------------------------- quorum
 
@@ -965,7 +969,7 @@ class LighthouseState:
             gone = f"nobody is left who holds the state of step {assignment.version.step} that {name_some(own)} was to load"
             yield Log(f"{gone}: the job goes on from its own", is_warning=True)
         self._trials.begins(assignment, members)
-        self._holds.quorum_forms([member.replica_id for member in members])
+        self._holds.quorum_forms([member.replica_id for member in members], assignment.version.step)
         self._speaking.begins([member.replica_id for member in members], now)
         quorum_id = self._next_quorum_id(members)
         is_new = quorum_id != self.quorum_id or self.round is None
