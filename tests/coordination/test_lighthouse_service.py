@@ -69,7 +69,7 @@ async def connect(session: aiohttp.ClientSession, server: LighthouseServer, name
 
 
 def request(number: int) -> QuorumRequest:
-    return QuorumRequest(request_id=number, version=StateVersion(), store_address="127.0.0.1:1")
+    return QuorumRequest(request_id=number, version=StateVersion(), store_address="127.0.0.1:1", init_sync=False)
 
 
 async def test_a_closed_connection_is_pushed_to_the_others_at_once(lighthouse: LighthouseServer) -> None:

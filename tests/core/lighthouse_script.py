@@ -6,11 +6,13 @@
     b.asks()
     assert a.hears() == ["quorum 1 step 0 healthy"]
 
-What a member hears is taken by its `ReplicaState`; `hears` returns it in short words, in order, since the last call.
+What a member hears is taken by its `ReplicaState`; `hears` returns it in short words, in order, since the last call. The job's
+first state is received and loaded at once, and nothing is heard of that, unless `gives_first` is False.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection
 
@@ -79,6 +81,9 @@ class Job:
             min_replicas=least, join_timeout_s=join_timeout_s, heartbeat_timeout_s=5.0, allow_step_loss=allow_step_loss
         )
         self.now = 0.0
+        self.gives_first = True
+        self._given: list[Member] = []
+        """Were given the job's first state, and are about to ask again."""
         self.members: dict[str, Member] = {}
         self.log: list[str] = []
         self.closed: list[str] = []
@@ -119,6 +124,10 @@ class Job:
                     member.connection = None
             elif isinstance(instruction, Log):
                 self.log.append(instruction.line)
+        given, self._given = self._given, []
+        for member in given:
+            member.follows()
+            member.asks_again()
 
     def passes(self, seconds: float, *, heartbeats: bool = True) -> None:
         """Time goes by; the members' hearts beat, but of those that are stopped."""
@@ -172,6 +181,7 @@ class Member:
         self.replica = ReplicaState(settings)
         self.connection: str | None = None
         self.is_stopped = self.is_at_end = False
+        self.asks_again = self.asks
         self.outcomes: list[Outcome] = []
         self.last_vote: CommitVote | None = None
         self.formed: QuorumFormed | None = None
@@ -214,6 +224,7 @@ class Member:
         guesses: bool = False,
         kind: str = "",
         at_end: bool = False,
+        waits: bool | None = None,
         computes_alone: bool = False,
         top_s: float = 0.0,
         frozen: str = "",
@@ -224,13 +235,15 @@ class Member:
         """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself;
         `still`: which of these have not moved. `at_end`: an iteration ends instead, that did not count.
         """
+        asked = {name: value for name, value in locals().items() if name not in ("self", "leaves")}
         self.is_at_end = at_end
+        self.asks_again = functools.partial(self.asks, **asked, **leaves)
         serve = (self.replica.capture_wanted or bool(shows)) if can_serve is None else can_serve
         names = sorted(leaves, key=lambda name: name in still)
         found = [Leaf(name=name, digest=leaves[name]) for name in names]
         of_rank = StateShown(owned=shows, open=found, num_still=len(still))
         request = self.replica.begin(
-            StepWishes(allow_heal=allow_heal, shrink_only=shrink_only),
+            StepWishes(allow_heal=allow_heal, shrink_only=shrink_only, waits=waits),
             StepFacts(
                 serve,
                 store_address=f"store-{self.replica_id}",
@@ -392,7 +405,12 @@ class Member:
             return
         if self.is_stopped:
             return
-        self._heard.append(_words(message))
+        is_first = self.job.gives_first and self.job.lighthouse._first.proven
+        is_of_first = isinstance(message, QuorumPending | QuorumFormed) and is_first
+        if not is_of_first:
+            self._heard.append(_words(message))
+        if is_first and isinstance(message, QuorumFormed) and message.names_state:
+            self.job._given.append(self)
         if isinstance(message, QuorumFormed):
             plan = self.replica.formed(message)
             if plan is not None:
@@ -410,8 +428,8 @@ class Member:
         elif isinstance(message, QuorumPending):
             self.pending = message
         elif isinstance(message, JoinerWaiting):
-            self.replica.joiner_waits()
-            self.num_held += message.num_held
+            self.replica.joiner_waits(message)
+            self.num_held += 0 if is_first else message.num_held
 
     def hears(self) -> list[str]:
         """What it heard since the last call, `welcome` and notices of joiners apart."""

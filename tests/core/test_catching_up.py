@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from lighthouse_script import Job, Member
 
@@ -43,8 +45,9 @@ class Looker(Member):
         assert self.looks().is_held
 
     def asks_as(self, *, contributes: bool = True, patience_s: float = 0.0) -> None:
+        self.asks_again = functools.partial(self.asks_as, contributes=contributes, patience_s=patience_s)
         request = self.replica.begin(
-            StepWishes(contributes=contributes, patience_s=patience_s, waits=False),
+            StepWishes(contributes=contributes, patience_s=patience_s, waits=not self.replica.version.proven),
             StepFacts(can_serve=True, store_address="store:1"),
         )
         self.says(_with_address(request, self.replica_id))

@@ -10,8 +10,7 @@ import pytest
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, decide_forgotten
 from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, Role
 
-HEALTHY, INLINE, IDLE = Role.HEALTHY, Role.INLINE, Role.IDLE
-VOTING = (HEALTHY, INLINE)
+HEALTHY, IDLE = Role.HEALTHY, Role.IDLE
 
 
 def vote(
@@ -40,7 +39,7 @@ def tally(**roles: Role) -> Tally:
 
 
 def test_all_voters_approve() -> None:
-    step = tally(a=HEALTHY, b=INLINE)
+    step = tally(a=HEALTHY, b=HEALTHY)
     step.cast("a", YES)
     assert step.verdict is CommitDecision.PENDING
     step.cast("b", YES)
@@ -120,7 +119,7 @@ def oracle(roles: dict[str, Role], events: Sequence[tuple[str, str]]) -> CommitD
                 lost.add(member)
             elif member not in lost:
                 said.setdefault(member, what)
-        voters = [m for m, role in roles.items() if role in VOTING]
+        voters = [m for m, role in roles.items() if role is HEALTHY]
         if any(said.get(m) == "no" for m in voters):
             return CommitDecision.DISCARD
         if all(m in lost for m in voters):
@@ -134,10 +133,9 @@ def oracle(roles: dict[str, Role], events: Sequence[tuple[str, str]]) -> CommitD
     "roles",
     [
         {"a": HEALTHY, "b": HEALTHY},
-        {"a": HEALTHY, "b": INLINE, "c": HEALTHY},
+        {"a": HEALTHY, "b": HEALTHY, "c": HEALTHY},
         {"a": HEALTHY, "i": IDLE},
         {"a": HEALTHY, "b": HEALTHY, "i": IDLE},
-        {"a": INLINE, "b": HEALTHY, "i": IDLE},
     ],
     ids=lambda roles: "".join(role.value[0] for role in roles.values()),
 )
@@ -240,8 +238,8 @@ def check_new_life(old: Tally, said: dict[str, str], heard: Sequence[str], back:
     told = {member: old.outcome(member) for member in heard}
     followed = [member for member in told if told[member] is Outcome.COMMIT]
     in_doubt = [member for member in here if member not in told and said[member] != "open"]
-    num_voters = sum(role in VOTING for role in old.roles.values())
-    votes = [vote(said[m] == "yes", counts=old.roles[m] in VOTING, num_voters=num_voters) for m in in_doubt]
+    num_voters = sum(role is HEALTHY for role in old.roles.values())
+    votes = [vote(said[m] == "yes", counts=old.roles[m] is HEALTHY, num_voters=num_voters) for m in in_doubt]
     verdict = decide(
         *votes,
         committed=any(m in here for m in followed) or any(told.get(m) is Outcome.LEFT_BEHIND for m in here),

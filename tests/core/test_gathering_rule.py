@@ -56,7 +56,7 @@ def test_a_state_that_is_restored_after_it_is_what_the_job_goes_on_from() -> Non
     a.hears(), b.hears()
     b.replica.restore(120)  # a found nothing it could read
     a.asks(), b.asks()
-    assert a.hears() == [f"quorum {number + 1} step 120 inline"]
+    assert a.hears() == [f"quorum {number + 1} step 120 healthy"]
     assert b.hears() == [f"quorum {number + 1} step 120 healthy"]
     a.votes(), b.votes()
     assert (a.hears(), b.hears(), a.step, b.step) == (["commit"], ["commit"], 121, 121)
@@ -104,8 +104,8 @@ def test_who_comes_while_the_others_read_heals_from_what_they_restored() -> None
     b.asks(), c.asks()
     assert [member.hears()[-1].split(" ", 2)[2] for member in (a, b, c)] == [
         "step 120 healthy",
-        "step 120 inline",
-        "step 120 inline",
+        "step 120 healthy",
+        "step 120 healthy",
     ]
 
 
@@ -128,8 +128,8 @@ def test_who_gathers_while_others_ask_for_a_quorum_keeps_nobody_waiting_for_its_
     c.asks()
     assert [member.hears()[-1].split(" ", 2)[2] for member in (a, b, c)] == [
         "step 0 healthy",
-        "step 0 inline",
-        "step 0 inline",
+        "step 0 healthy",
+        "step 0 healthy",
     ]
 
 

@@ -102,7 +102,7 @@ class Group:
 
     def asks(self, *, at_end: bool = False) -> None:
         self.number += 1
-        self.says(QuorumRequest(request_id=self.number, version=self.version, at_end=at_end))
+        self.says(QuorumRequest(request_id=self.number, version=self.version, at_end=at_end, init_sync=False))
 
     def warms_up(self) -> None:
         """It asks, computes an iteration alone, and asks again at its end."""

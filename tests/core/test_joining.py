@@ -908,16 +908,6 @@ def test_a_death_explains_that_a_quorum_cannot_connect():
     assert (a.formed.replica_world_size, j.formed.role.value) == (2, "healthy")
 
 
-def test_one_that_cannot_load_a_first_state_is_named_with_the_reason_that_it_gave():
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
-    ask(a, b)
-    b.votes(load=False, error="SourceRefusedError: its certificate does not verify")
-    a.votes()
-    (said,) = [line for line in job.log if line.startswith("b:1 could not come in")]
-    assert "SourceRefusedError: its certificate does not verify" in said
-
-
 def test_one_that_cannot_load_the_state_is_left_out_and_told_why():
     job, a, b = trained()
     j = newcomer(job)

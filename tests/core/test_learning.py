@@ -159,7 +159,7 @@ def test_at_first_nobody_follows() -> None:
     a, b = job.join("a"), job.join("b")
     for member in (a, b):
         member.asks(reach_s=60.0, can_follow=True)
-    assert [a.formed.role, b.formed.role] == [Role.HEALTHY, Role.INLINE]
+    assert [a.formed.role, b.formed.role] == [Role.HEALTHY, Role.HEALTHY]
 
 
 def after_a_restart(num_learners: int, num_survivors: int, num_asking: int) -> tuple[float, int]:

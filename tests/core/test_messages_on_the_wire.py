@@ -67,6 +67,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "replica_id": NAMES,
         "version": VERSIONS,
         "rolled_back_to": VERSIONS,
+        "names": VERSIONS,
         "group_rank": st.integers(0, 65535),
         "group_world_size": st.integers(1, 65536),
         "heartbeat_timeout_s": st.floats(messages.MIN_HEARTBEAT_TIMEOUT_S, 1e9),
@@ -96,9 +97,9 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "contributor_rank": st.none() | RANKS,
         "contributors": st.lists(RANKS, max_size=3),
         "role": st.sampled_from(messages.Role),
+        "lacks": st.sampled_from(messages.Lacks),
         "outcome": st.sampled_from(messages.Outcome),
         "does": st.sampled_from(messages.Receives),
-        "lacks": st.sampled_from(messages.Lacks),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
         "sources": st.lists(SOURCES, max_size=2),
     }

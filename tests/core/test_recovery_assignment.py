@@ -1,4 +1,4 @@
-"""From which state a quorum trains, who lacks it and who serves it: a scenario for each rule, and what holds for all inputs."""
+"""From which state a quorum trains, and who lacks it: a scenario for each rule, and what holds for all inputs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination.messages import Role, StateVersion
-from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
+from torchft_ckpt.core.coordination.recovery import Assignment, Holder, StepLost, assign_recovery
 
-HEALTHY, INLINE, IDLE = Role.HEALTHY, Role.INLINE, Role.IDLE
+HEALTHY, IDLE = Role.HEALTHY, Role.IDLE
 
 
 def at(step: int, quorum_id: int = 0) -> StateVersion:
@@ -20,13 +20,10 @@ def holder(name: str, step: int, quorum_id: int = 0, **wants: bool) -> Holder:
     return Holder(replica_id=name, version=at(step, quorum_id), **wants)
 
 
-def fresh(name: str, step: int, **wants: bool) -> Holder:
-    """One of a job whose groups begin with states that are taken for equal."""
-    return holder(name, step, init_sync=False, **wants)
-
-
-def assign(*members: Holder, newest: int = 0, allow: bool = False) -> Assignment | StepLost:
-    return assign_recovery(members, newest_step=newest, allow_step_loss=allow, quorum_id=9, epoch="e")
+def assign(
+    *members: Holder, newest: int = 0, allow: bool = False, first: StateVersion | None = None
+) -> Assignment | StepLost:
+    return assign_recovery(members, newest_step=newest, allow_step_loss=allow, quorum_id=9, epoch="e", first=first)
 
 
 def formed(*members: Holder, newest: int = 0, allow: bool = False) -> Assignment:
@@ -60,7 +57,7 @@ def test_1_a_proven_state_wins_over_a_restored_one_of_a_higher_step() -> None:
 
 def test_1_fresh_weights_that_a_quorum_has_named_lose_against_a_restored_state() -> None:
     result = formed(holder("a", 0, 3), holder("b", 5, restored=True), holder("c", 0, 3))
-    assert (result.version, roles(result)) == (at(5, 9), {"a": INLINE, "b": HEALTHY, "c": INLINE})
+    assert (result.version, roles(result), result.lacking) == (at(5, 9), {"b": HEALTHY}, ("a", "c"))
 
 
 def test_1_and_not_against_a_restored_state_of_step_0() -> None:
@@ -78,13 +75,13 @@ def test_2_nor_with_fresh_weights() -> None:
 
 def test_2_a_state_restored_on_purpose_may_be_trained_from() -> None:
     result = formed(holder("a", 6, 3), holder("b", 4, restored=True), newest=7)
-    assert (result.version, roles(result)) == (at(4, 9), {"a": INLINE, "b": HEALTHY})
+    assert (result.version, roles(result), result.lacking) == (at(4, 9), {"b": HEALTHY}, ("a",))
     assert result.is_first
 
 
 def test_2_of_restored_states_the_highest_step_is_taken() -> None:
     result = formed(holder("a", 4, restored=True), holder("b", 5, restored=True), newest=7)
-    assert (result.version, roles(result)) == (at(5, 9), {"a": INLINE, "b": HEALTHY})
+    assert (result.version, roles(result), result.lacking) == (at(5, 9), {"b": HEALTHY}, ("a",))
 
 
 def test_2_the_operators_word_lets_the_best_proven_state_go_on() -> None:
@@ -102,14 +99,20 @@ def test_2_the_operators_word_lets_fresh_weights_go_on() -> None:
     assert formed(holder("a", 0), newest=7, allow=True).version == at(0, 9)
 
 
-def test_3_the_first_state_is_the_first_members_and_all_others_load_before_their_forward_pass() -> None:
+def test_3_the_first_state_is_the_first_members_and_all_others_lack_it() -> None:
     result = formed(holder("a", 0), holder("b", 0), holder("c", 0))
-    assert (result.version, roles(result)) == (at(0, 9), {"a": HEALTHY, "b": INLINE, "c": INLINE})
-    assert result.num_contributors == 3
+    assert (result.version, roles(result), result.lacking) == (at(0, 9), {"a": HEALTHY}, ("b", "c"))
+
+
+def test_3_a_first_state_that_has_its_name_is_one_until_a_quorum_has_begun_with_it() -> None:
+    members = [holder(name, 0, 8) for name in "abc"]
+    result = assign(*members, first=at(0, 8))
+    assert isinstance(result, Assignment) and result.is_first and not formed(*members).is_first
+    assert (result.version, result.num_contributors, result.num_proved) == (at(0, 8), 3, 3)
 
 
 def test_3_the_highest_step_is_the_first_state() -> None:
-    assert roles(formed(holder("a", 0), holder("b", 3))) == {"a": INLINE, "b": HEALTHY}
+    assert roles(formed(holder("a", 0), holder("b", 3))) == {"b": HEALTHY}
 
 
 def test_3_without_init_sync_states_of_one_step_are_taken_for_equal() -> None:
@@ -117,39 +120,17 @@ def test_3_without_init_sync_states_of_one_step_are_taken_for_equal() -> None:
     assert roles(result) == {"a": HEALTHY, "b": HEALTHY}
 
 
-def test_4_sources_serve_evenly_many() -> None:
-    result = formed(*(fresh(f"h{i}", 5) for i in range(3)), *(fresh(f"j{i}", 0) for i in range(6)))
-    assert [len(part.destinations) for part in result.parts[:3]] == [6, 6, 6]
-    result = formed(*(fresh(f"h{i}", 5) for i in range(7)), *(fresh(f"j{i}", 0) for i in range(4)))
-    assert [len(part.destinations) for part in result.parts[:7]] == [4, 2, 2, 2, 2, 2, 2]
-
-
-def test_4_all_who_heal_have_one_primary_through_which_they_find_each_other() -> None:
-    result = formed(*(fresh(f"h{i}", 5) for i in range(3)), *(fresh(f"j{i}", 0) for i in range(6)))
-    assert {part.sources[0] for part in result.parts[3:]} == {0}
-
-
-def test_4_no_more_sources_are_named_than_will_be_used() -> None:
-    result = formed(*(fresh(f"h{i:02}", 5) for i in range(10)), fresh("j", 0))
-    assert [len(part.sources) for part in result.parts if part.sources] == [MAX_SOURCES]
-
-
-def test_4_who_has_captured_its_state_serves_first() -> None:
-    result = formed(fresh("a", 5, can_serve=False), fresh("b", 5, can_serve=True), fresh("c", 0), fresh("d", 0))
-    assert [part.destinations for part in result.parts] == [(), (2, 3), (), ()]
-
-
-def test_5_a_torn_state_is_no_ones_source_even_where_nothing_else_was_committed() -> None:
+def test_4_a_torn_state_is_no_ones_source_even_where_nothing_else_was_committed() -> None:
     result = formed(holder("a", 0, torn=True), holder("b", 0))
-    assert roles(result) == {"a": INLINE, "b": HEALTHY}
+    assert (roles(result), result.lacking) == ({"b": HEALTHY}, ("a",))
 
 
-def test_5_with_torn_states_alone_there_is_no_quorum_not_even_by_the_operators_word() -> None:
+def test_4_with_torn_states_alone_there_is_no_quorum_not_even_by_the_operators_word() -> None:
     lost = assign(holder("a", 0, torn=True), newest=3, allow=True)
     assert lost == StepLost(newest_step=3, best_step=0, is_torn=True)
 
 
-def test_5_a_group_that_is_torn_has_no_proven_state_whatever_it_says() -> None:
+def test_4_a_group_that_is_torn_has_no_proven_state_whatever_it_says() -> None:
     result = formed(holder("a", 5, 2, torn=True), holder("b", 5, 2), newest=5)
     assert (roles(result), result.lacking) == ({"b": HEALTHY}, ("a",))
 
@@ -157,10 +138,7 @@ def test_5_a_group_that_is_torn_has_no_proven_state_whatever_it_says() -> None:
 def test_a_member_that_must_not_load_sits_out_and_contributes_nothing() -> None:
     result = formed(holder("a", 5, 2), holder("b", 4, 2, allow_heal=False), newest=5)
     assert not result.lacking
-    assert [(part.role, part.contributor_rank, part.sources) for part in result.parts] == [
-        (HEALTHY, 0, ()),
-        (IDLE, None, ()),
-    ]
+    assert [(part.role, part.contributor_rank) for part in result.parts] == [(HEALTHY, 0), (IDLE, None)]
 
 
 # ----------------------------------------------------------------------------------------------- for all inputs
@@ -173,7 +151,6 @@ HOLDERS = st.builds(
     torn=st.sampled_from([False, False, False, True]),
     init_sync=st.sampled_from([True, True, False]),
     allow_heal=st.sampled_from([True, True, False]),
-    can_serve=st.booleans(),
     contributes=st.sampled_from([True, True, False]),
     is_corrected=st.sampled_from([False, False, True]),
     min_contributors=st.integers(0, 3),
@@ -208,28 +185,17 @@ def test_what_holds_for_every_assignment(drawn: list[Holder], newest: int, allow
         member = by_id[part.replica_id]
         assert not member.torn
         assert member.version == result.version or (result.is_first and member.version.step == result.version.step)
-    # But for a job's first state nobody loads in a quorum: who lacks its state is not in it, and who must not load sits out.
+    # Nobody loads in a quorum: who lacks its state is not in it, and who must not load sits out.
+    lacking = [part for part in parts if part.replica_id in result.lacking]
+    assert len(lacking) == len(result.lacking)
+    assert all(by_id[part.replica_id].allow_heal and part.role is not HEALTHY for part in lacking)
+    assert all(part in lacking or not by_id[part.replica_id].allow_heal for part in parts if part.role is IDLE)
+    assert {part.role for part in parts} <= {HEALTHY, IDLE}
     if not result.is_first:
-        lacking = [part for part in parts if part.replica_id in result.lacking]
         assert len(healthy) == sum(member.version == result.version for member in whole)
-        assert len(lacking) == len(result.lacking)
-        assert all(by_id[part.replica_id].allow_heal and part.role is not HEALTHY for part in lacking)
-        assert {part.role for part in parts if part not in lacking} <= {HEALTHY, IDLE}
-    assert not (result.is_first and result.lacking)
-    # Who has to load has a source that is healthy and knows of it; nobody else has one.
-    for rank, part in enumerate(parts):
-        assert bool(part.sources) == (part.role is INLINE)
-        assert all(parts[source].role is HEALTHY for source in part.sources)
-        assert all(rank in parts[source].destinations for source in part.sources)
-        assert all(rank in parts[destination].sources for destination in part.destinations)
-        assert part.role is not IDLE or part.replica_id in result.lacking or not by_id[part.replica_id].allow_heal
-    able = [part for part in healthy if by_id[part.replica_id].can_serve] or healthy
-    loads = [len(part.destinations) for part in able]
-    assert max(loads[1:], default=0) - min(loads[1:], default=0) <= 1
-    assert sum(loads) == sum(len(part.sources) for part in parts)
     # Contributors are numbered without gaps, in the order of ranks.
     assert [p.contributor_rank for p in parts if p.contributor_rank is not None] == list(range(result.num_contributors))
-    assert {p.role for p in parts if p.contributor_rank is not None} <= {HEALTHY, INLINE}
+    assert {p.role for p in parts if p.contributor_rank is not None} <= {HEALTHY}
     # Who did not train adds something only where those who did are too few, and so does who may have used an older state.
     adds = {part.replica_id for part in parts if part.contributor_rank is not None}
     trained = [part.replica_id for part in healthy if by_id[part.replica_id].contributes]

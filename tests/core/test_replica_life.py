@@ -12,6 +12,7 @@ from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
+    JoinerWaiting,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -67,7 +68,7 @@ def formed(
         role=role,
         replica_rank=0,
         replica_world_size=2,
-        contributor_rank=0 if role in (Role.HEALTHY, Role.INLINE) else None,
+        contributor_rank=0 if role is Role.HEALTHY else None,
         num_contributors=contributors,
         num_voters=2,
         store_address="s",
@@ -101,8 +102,40 @@ def test_who_waits_for_a_state_has_it_captured() -> None:
     begun(state, version=V7)
     commit(state, 7)
     assert not state.wants_capture
-    state.joiner_waits()
+    state.joiner_waits(JoinerWaiting())
     assert state.wants_capture
+
+
+def test_the_first_state_gets_its_name_while_its_quorum_is_held_and_no_other_one_does() -> None:
+    fresh = StateVersion(step=0)
+    name = StateVersion(step=0, quorum_id=5, epoch="e")
+    for request_id, step, expected in [(0, 0, name), (-1, 0, fresh), (0, 3, StateVersion(step=3))]:
+        state = replica(StateVersion(step=step))
+        asked = state.begin(StepWishes(), StepFacts())
+        state.joiner_waits(JoinerWaiting(request_id=asked.request_id + request_id, names=name))
+        assert (state.version, state.is_behind) == (expected, expected is not name)
+        state.validate()
+
+
+def test_who_is_given_the_first_state_is_proved_by_that_and_who_comes_in_is_on_trial() -> None:
+    for names_state in (True, False):
+        state = replica(StateVersion())
+        plan = begun(
+            state,
+            version=V4,
+            role=Role.LEARNER,
+            has_sources=True,
+            follows=True,
+            held=True,
+            names_state=names_state,
+        )
+        assert plan.load and not plan.configure
+        state.validate()
+        state.load_finished(V4)
+        state.learned()
+        asked = state.begin(StepWishes(), StepFacts())
+        assert (asked.version, asked.came_in, state.is_on_trial) == (V4, not names_state, not names_state)
+        assert (state.shows is Shows.NOTHING) is names_state
 
 
 def begun(state: ReplicaState, **wants: object) -> StepPlan:
@@ -192,25 +225,17 @@ def test_whose_state_changed_after_its_vote_does_not_commit() -> None:
     assert (state.decided(decision(Outcome.COMMIT)), state.version) == (Outcome.LEFT_BEHIND, StateVersion(step=2))
 
 
-@pytest.mark.parametrize("role", [Role.INLINE, Role.IDLE])
-def test_without_the_quorums_state_it_neither_contributes_nor_approves(role: Role) -> None:
+def test_without_the_quorums_state_it_neither_contributes_nor_approves() -> None:
     state = replica()
-    plan = begun(state, version=V7, role=role)
-    assert (plan.load, state.healed, state.participating_rank) == (role is not Role.IDLE, False, None)
+    plan = begun(state, version=V7, role=Role.IDLE)
+    assert (plan.load, state.healed, state.participating_rank) == (False, False, None)
     vote = state.vote()
     assert (vote.approve, vote.reason) == (False, "its state is not loaded yet")
 
 
-def test_an_inline_member_contributes_once_it_has_loaded() -> None:
-    state = replica()
-    assert begun(state, version=V7, role=Role.INLINE).load
-    state.load_finished(V7)
-    assert (state.participating_rank, state.vote().counts) == (0, True)
-
-
 def test_an_abandoned_step_leaves_it_healing_in_the_next() -> None:
     state = replica()
-    begun(state, version=V7, role=Role.INLINE)
+    begun(state, version=V7, role=Role.IDLE)
     request = state.begin(StepWishes(), StepFacts())
     assert (request.version, request.needs_new_quorum) == (V4, True)
 
@@ -305,10 +330,9 @@ def test_a_step_with_a_collective_in_it_is_not_kept() -> None:
     assert not may_keep(state, has_reduced=True)
 
 
-@pytest.mark.parametrize("role", [Role.INLINE, Role.IDLE])
-def test_a_step_is_kept_without_its_state_only_while_that_is_on_the_way(role: Role) -> None:
+def test_a_step_is_kept_without_its_state_only_while_that_is_on_the_way() -> None:
     state = replica()
-    begun(state, version=V7, role=role)
+    begun(state, version=V7, role=Role.IDLE)
     assert (may_keep(state, is_loading=True), may_keep(state)) == (True, False)
     state.load_finished(V7)
     assert may_keep(state)
@@ -322,10 +346,9 @@ def test_a_question_who_gathers_is_no_step_to_keep() -> None:
 
 def test_a_torn_state_has_no_name_until_a_whole_one_is_loaded() -> None:
     state = replica()
-    begun(state, version=V7, role=Role.INLINE)
+    begun(state, version=V7, role=Role.LEARNER, has_sources=True, follows=True, held=True)
     state.load_torn()
-    assert not state.vote().approve
-    state.decided(decision(Outcome.LEFT_BEHIND, step=7))
+    state.learned()
     request = state.begin(StepWishes(), StepFacts())
     assert (request.version, request.torn, request.restored) == (StateVersion(), True, False)
     state.formed(formed(request.request_id, version=StateVersion(step=0, quorum_id=6, epoch="e"), names_state=True))
@@ -374,9 +397,9 @@ def test_the_process_group_is_kept_while_nothing_breaks() -> None:
     assert not begun(state, version=v5).configure
 
 
-def test_a_decision_that_overtakes_one_that_loads_cancels_its_load() -> None:
+def test_a_decision_without_its_vote_overtakes_one_that_sits_out() -> None:
     state = replica()
-    begun(state, version=V7, role=Role.INLINE)
+    begun(state, version=V7, role=Role.IDLE)
     assert state.overtaken(decision(Outcome.LEFT_BEHIND, step=7))
     assert not state.vote().approve
 
@@ -493,7 +516,7 @@ def test_an_answer_where_the_newest_state_is_that_comes_after_a_step_began_chang
     state.caught_up(V4)
     late = StateLocated(request_id=state.locate().request_id, version=V4)
     asked = state.begin(StepWishes(), StepFacts())
-    state.formed(formed(asked.request_id, role=Role.INLINE, version=V7, has_sources=True))
+    state.formed(formed(asked.request_id, role=Role.LEARNER, version=V7, has_sources=True, follows=True))
     state.located(late)
     assert state.is_behind
     state.validate()
@@ -576,7 +599,7 @@ def answer(
         names = not asked.version.proven
         held = StateVersion(step=asked.version.step, quorum_id=quorum_id, epoch="e") if names else asked.version
         return formed(number, role=role, version=held, quorum_id=quorum_id, names_state=names)
-    role = Role.INLINE if role is Role.HEALTHY else role
+    role = Role.LEARNER if role is Role.HEALTHY else role
     follows = role is Role.LEARNER and yes[0]
     told = formed(number, role=role, version=version, quorum_id=quorum_id, follows=follows, has_sources=True)
     warms_up, held = role is Role.LEARNER and not follows, follows and yes[2]
@@ -651,7 +674,9 @@ def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
             case "goes" if state.phase is StepPhase.IDLE or state.follows:
                 state.left_between_steps()
             case "waits":
-                state.joiner_waits()
+                state.joiner_waits(
+                    JoinerWaiting(request_id=state._request_id, names=version if yes[0] else StateVersion())
+                )
         state.validate()
 
 

@@ -175,10 +175,10 @@ def broken_lineage(patch: pytest.MonkeyPatch) -> None:
 
     right = recovery._go_on_from
 
-    def by_step(members: list[recovery.Holder], version: StateVersion) -> recovery.Assignment:
+    def by_step(members: list[recovery.Holder], version: StateVersion, *, is_first: bool) -> recovery.Assignment:
         of_step = [m.version.proven and m.version.step == version.step for m in members]
         alike = [replace(m, version=version) if is_it else m for m, is_it in zip(members, of_step, strict=True)]
-        return right(alike, version)
+        return right(alike, version, is_first=is_first)
 
     patch.setattr(recovery, "_go_on_from", by_step)
 
@@ -698,6 +698,29 @@ def broken_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReplicaState, "learned", learned)
 
 
+def broken_first_name(patch: pytest.MonkeyPatch) -> None:
+    """Who could not load the job's first state asks as one that has it."""
+    right = ReplicaState.learned
+
+    def learned(state: ReplicaState) -> Outcome:
+        if state.quorum is not None and state.quorum.names_state and state.version != state.quorum.version:
+            state.load_finished(state.quorum.version)
+        return right(state)
+
+    patch.setattr(ReplicaState, "learned", learned)
+
+
+def broken_beginners(patch: pytest.MonkeyPatch) -> None:
+    """Who comes while the first state is given counts as one of those who begin the job."""
+    right = Trials.begins
+
+    def begins(trials: Trials, assignment: recovery.Assignment, members: list[Member]) -> None:
+        trials.named(members, assignment.version.step)
+        right(trials, assignment, members)
+
+    patch.setattr(Trials, "begins", begins)
+
+
 def broken_place_of_loading(patch: pytest.MonkeyPatch) -> None:
     """Quorums are held for those who begin an iteration."""
     right = LighthouseState._on_quorum_request
@@ -741,6 +764,8 @@ def broken_cost_of_holds(patch: pytest.MonkeyPatch) -> None:
         (broken_end_of_holds, "stood still"),
         (broken_admission, "without its state"),
         (broken_name, "and show|takes|two states are called"),
+        (broken_first_name, "and show|takes|two states are called"),
+        (broken_beginners, "counts as one that began the job"),
         (broken_place_of_loading, "in the middle of an iteration"),
         (broken_putting_back, "and show|takes|two states are called"),
         (broken_ranks_together, "of its group have received it"),

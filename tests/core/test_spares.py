@@ -153,8 +153,7 @@ def test_where_the_others_are_too_few_to_train_a_spare_trains(when: str) -> None
         spare.comes_in()
         spare.asks()
     assert spare.formed is not None and a.formed is not None
-    role = Role.INLINE if when == "at the start" else Role.HEALTHY
-    assert (a.formed.replica_world_size, spare.formed.role) == (2, role)
+    assert (a.formed.replica_world_size, spare.formed.role) == (2, Role.HEALTHY)
 
 
 def test_a_spare_that_may_load_nothing_in_a_step_computes_it_alone_and_follows_after_it() -> None:

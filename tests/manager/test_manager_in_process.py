@@ -402,7 +402,7 @@ def test_a_state_that_cannot_be_moved_is_refused_by_its_path_when_the_job_starts
         return "went on"
 
     messages_ = together(replicas, start)
-    assert any("odd" in message for message in messages_)
+    assert all("odd" in message for message in messages_), "who holds the first state says so, and who is to receive it"
     shutdown(*replicas)
     server.shutdown()
 

@@ -28,7 +28,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -114,6 +114,7 @@ class Oracle:
         self._seen_quorum_id: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._requests: dict[str, QuorumRequest] = {}
         self._formed: set[tuple[int, str, StateVersion]] = set()
+        self._named: set[tuple[int, str, StateVersion]] = set()
         self._rollbacks: list[StateVersion] = []
         self._named_anew: list[StateVersion] = []
         """States of groups that were told to load those of others, who were gone before they had."""
@@ -166,13 +167,16 @@ class Oracle:
             self.fail(f"{trainer.address} saw quorum {self._seen_quorum_id[key]}, now {formed.quorum_id}")
         self._seen_quorum_id[key] = formed.quorum_id
         may_heal = self._requests[trainer.replica_id].allow_heal
-        is_without = formed.role is Role.INLINE or (formed.role is Role.IDLE and may_heal)
-        if is_without and not (formed.names_state or formed.gathers):
+        if formed.role is Role.IDLE and may_heal and not formed.gathers:
             self.fail(f"{trainer.address} is in quorum {formed.quorum_id} without its state, as {formed.role}")
         if formed.role is Role.HEALTHY:
             if trainer.replica.version != formed.version:
                 self.fail(f"{trainer.address} is healthy in {formed.version} with {trainer.replica.version}")
             self._holds(trainer, formed.version, trainer.value)
+
+    def named(self, trainer: Trainer) -> None:
+        """The state of a rank is the job's first one, and has its name before there is a quorum."""
+        self._holds(trainer, trainer.replica.version, trainer.value)
 
     def follows(self, trainer: Trainer) -> None:
         """A rank receives a state outside of the quorum."""
@@ -387,9 +391,16 @@ class Oracle:
                     self.fail(f"{told} is given {message.version} by {new}, which were just given it themselves")
                 life.held.add(told)
                 life.voices.pop(told, None)
-                self._came_in[told] = message.version
+                if message.names_state:
+                    self._came_in.pop(told, None)
+                else:
+                    self._came_in[told] = message.version
             elif isinstance(message, QuorumFormed) and message.role is not Role.LEARNER and not message.gathers:
                 life.held.clear()
+                if self._came_in.get(told) == message.version and state._trials._joined.get(told) is False:
+                    self.fail(
+                        f"{told} was given {message.version} when it came in, and counts as one that began the job"
+                    )
         is_on = state._holds.is_on and not state._holds._is_needed
         if is_on and life.hold_began is None:
             life.hold_began = now
@@ -457,6 +468,11 @@ class Oracle:
 
     def _check_formed(self, state: LighthouseState, life: _Life, formed: QuorumFormed) -> None:
         key = (formed.quorum_id, formed.epoch)
+        if formed.held and formed.names_state:  # before there is a quorum, the job goes on from there
+            if (*key, formed.version) not in self._named:
+                self._named.add((*key, formed.version))
+                self._check_origin(state, life, formed, [source.replica_id for source in formed.sources])
+            return
         current = None if state.round is None else state.round.assignment.version
         if formed.differs or ((formed.warms_up or formed.held) and formed.version != current):
             return  # it is in no quorum yet, nor beside one
@@ -479,16 +495,20 @@ class Oracle:
         if (*key, formed.version) in self._formed:
             return
         self._formed.add((*key, formed.version))
+        holders = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY]
+        self._check_origin(state, life, formed, holders)
+
+    def _check_origin(self, state: LighthouseState, life: _Life, formed: QuorumFormed, holders: Sequence[str]) -> None:
+        """The job goes on from a state of these: from the newest one, unless the older one was restored, or steps may be lost."""
         followed = {version for version in life.told_to_commit if version in self._parents}
         told = self._told(state, life)
         known = max((v.step for v in told | followed if not self._is_void(v)), default=0)
         if formed.version.step < known:
-            sources = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY]
-            is_restored = formed.names_state and all(self._requests[source].restored for source in sources)
+            is_restored = formed.names_state and all(self._requests[holder].restored for holder in holders)
             if not is_restored and not life.may_lose_steps:
-                self.fail(f"quorum {key} goes back to {formed.version}, step {known} was reported")
+                self.fail(f"quorum {formed.quorum_id} goes back to {formed.version}, step {known} was reported")
         to_load = {m for m, version in life.told_to_load.items() if version.step == formed.version.step}
-        if formed.names_state and any(state.round.tally.roles.get(m) is Role.HEALTHY for m in to_load):
+        if formed.names_state and to_load.intersection(holders):
             self._named_anew.append(formed.version)
         if formed.rolled_back_to.quorum_id == formed.quorum_id:
             # On purpose, for all that was checked. Members may have told of more than they were seen to hold.
@@ -530,8 +550,6 @@ class Oracle:
             votes = [f"{shown[m]}" for m in judges if last is None or last.tally.outcome(m) is not Outcome.LEFT_BEHIND]
             if told in life.voices and 2 * votes.count(f"{shown[told]}") > len(votes):
                 self.fail(f"{told} is told to load {formed.version}, and most hold what it holds")
-        elif formed.role is Role.INLINE:  # it comes in anew
-            life.voices = {m: at for m, at in life.voices.items() if at != connection}
         elif formed.role is Role.HEALTHY and state.round is not None:
             healthy = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY and m in shown]
             able = [m for m in healthy if life.told_to_load.get(m) != formed.version]

@@ -68,7 +68,7 @@ class OuterRank(Trainer):
     """Of the phase."""
     _patience_s = 0.0
     _retries_left = 0
-    _is_at_sync = False
+    _is_at_sync = _contributes = False
     _is_exchanged = False
     _answer: CommitDecided | CommitUnknown | None = None
     _located_for: int | None = None
@@ -211,7 +211,7 @@ class OuterRank(Trainer):
         self._ask_as(contributes=True)
 
     def _asks_anew(self) -> None:
-        self._prepare()
+        self._ask_as(contributes=self._contributes)
 
     def _come_to_sync(self) -> None:
         self._is_at_sync = True
@@ -221,7 +221,7 @@ class OuterRank(Trainer):
         if not self.replica.may_begin():
             self._next()
             return
-        turn = self._leave()
+        turn, self._contributes = self._leave(), contributes
         patience_s = self._patience_s if contributes else 0.0
         shown = self._shown() if contributes else []
         self._waits = not contributes or bool(shown)

@@ -69,7 +69,7 @@ class OuterWatch:
         parts = state.round.assignment.parts
         counted = [part for part in parts if part.contributor_rank is not None]
         if sorted(part.contributor_rank or 0 for part in counted) != list(range(len(counted))) or any(
-            part.role not in (Role.HEALTHY, Role.INLINE) for part in counted
+            part.role is not Role.HEALTHY for part in counted
         ):
             self._fail(f"in {parts} others are counted than those who contribute")
         trained = [asked[part.replica_id] for part in parts if part.role is Role.HEALTHY]

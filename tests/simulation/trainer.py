@@ -374,7 +374,8 @@ class Trainer:
         is_corrected = self.replica.is_waited_for
         if self._plan is not None and self.replica.version == self._plan.formed.version and not is_corrected:
             self._distance.followed()
-        is_held = self.replica.quorum is not None and self.replica.quorum.held
+        last = self.replica.quorum
+        is_held = last is not None and last.held and not last.names_state
         self.replica.learned()
         if is_held and not self.replica.is_behind and not self.replica.is_leaving:
             self._goes_on()
@@ -691,7 +692,10 @@ class Trainer:
         elif isinstance(message, LoadState):
             self._told_to_load(message)
         elif isinstance(message, JoinerWaiting):
-            self.replica.joiner_waits()
+            before = self.replica.version
+            self.replica.joiner_waits(message)
+            if self.replica.version != before:
+                self._oracle.named(self)
             if message.num_held and self.replica.phase is StepPhase.ASKING and not self.is_at_end:
                 self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
         elif isinstance(message, QuorumPending):

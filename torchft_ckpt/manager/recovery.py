@@ -25,12 +25,19 @@ from torchft_ckpt.core.coordination.messages import (
     Role,
     StateArrived,
     StateLocated,
+    StateVersion,
     clip,
     name_some,
 )
 from torchft_ckpt.core.coordination.replica import StepPlan
 from torchft_ckpt.core.coordination.trial import NOWHERE, Corrections
-from torchft_ckpt.errors import CheckpointError, ReplicasDifferError, StateDictLoadError, StateMismatchError
+from torchft_ckpt.errors import (
+    CheckpointError,
+    ReplicasDifferError,
+    StateDictLoadError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
 from torchft_ckpt.events import Healed
 from torchft_ckpt.manager.comparing import Differences
 from torchft_ckpt.manager.event_queue import EventQueue
@@ -50,6 +57,8 @@ _COMES_IN_S = 0.1
 class Prepared:
     """The training thread's preparations for the quorum that it asks for."""
 
+    version: StateVersion
+    """Of the state, as it is asked with."""
     captured: StateToServe | None
     """The state, to serve it."""
     counted: list[Counted]
@@ -125,7 +134,7 @@ class Recovery:
         say = functools.partial(self._tell, formed, _SAID_BEFORE_S, Receives.LOADS)
         self._healing.calls("state_dict")
         with self._healing.saying(say, after_s=_SAID_BEFORE_S):
-            receiving = self._registry.capture_to_receive(also_frozen=formed.role is Role.LEARNER)
+            receiving = self._registry.capture_to_receive(also_frozen=not formed.names_state)
         self._healing.calls("")
         self.is_pending = True
         # Else nobody could say what differed; and an outer loop that loads puts its global parameters into the model.
@@ -212,6 +221,7 @@ class Recovery:
 
         Raises:
             StateDictLoadError, StateMismatchError: it cannot be loaded here.
+            UnsupportedValueError: what is here cannot be moved, nor so received. Only as a job starts.
             ReplicasDifferError: see `_correct`.
         """
         plan = self.client.plan()
@@ -226,7 +236,9 @@ class Recovery:
             self.take_state(as_group=not self.is_alone)
         except (StateMismatchError, StateDictLoadError):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a transport raises: not healed yet, and no more
+        except Exception as error:  # whatever a transport raises: not healed yet, and no more
+            if isinstance(error, UnsupportedValueError) and plan.formed.names_state:
+                raise
             logger.warning("%s: healing to step %d failed: %s", self.client.replica_id, step, error)
             self.client.note_error(error)
             if plan.formed.follows and not plan.formed.held:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
-from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
+from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.volatile import StateToServe
@@ -70,41 +70,47 @@ class StateServing:
 
     def serve(
         self,
-        formed: QuorumFormed,
+        version: StateVersion,
         captured: StateToServe | None,
-        destinations: Sequence[int],
         counted: Sequence[Counted],
+        destinations: Sequence[int],
+        *,
+        for_learners: bool = False,
+        is_first: bool = False,
     ) -> None:
-        """Serve the state of a quorum. Whatever fails, this replica's step goes on: the loss is the receiver's.
+        """Serve the state with which this rank has asked for a quorum. On the quorum thread.
+
+        Whatever fails, this replica's step goes on: the loss is the receiver's.
 
         Args:
-            formed: names the state.
+            version: its name.
             captured: None: it is captured now.
-            destinations: the replica ranks that come for it.
             counted: versions of parameters as the step began, where the state was not captured then.
+            destinations: the replica ranks that come for it, or the places of those that the quorum is held for.
+            for_learners: they receive it while the step goes on.
+            is_first: it is the job's first one.
 
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried. Only as a job starts.
         """
-        version = formed.version
         if version == self._offered:
             return
-        if captured is None:
-            # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass; the lighthouse
-            # asks for this only where nobody else could serve.
-            captured = self._registry.capture_to_serve()
-            if is_changed(counted):
-                logger.warning(
-                    "%s cannot serve step %d: a parameter was written to in place since zero_grad, without the write side of the "
-                    "state dict lock",
-                    self._party,
-                    version.step,
-                )
-                return
         try:
-            self._send(version, captured, destinations, outlives_step=formed.has_learners)
+            if captured is None:
+                # In synchronous mode the training thread waits for us. Otherwise it may be in its forward pass; the lighthouse
+                # asks for this only where nobody else could serve.
+                captured = self._registry.capture_to_serve()
+                if is_changed(counted):
+                    logger.warning(
+                        "%s cannot serve step %d: a parameter was written to in place since zero_grad, without the write side of"
+                        " the state dict lock",
+                        self._party,
+                        version.step,
+                    )
+                    return
+            self._send(version, captured, destinations, outlives_step=for_learners)
         except Exception as error:  # whatever a transport raises
-            if isinstance(error, UnsupportedValueError) and formed.names_state:
+            if isinstance(error, UnsupportedValueError) and is_first:
                 raise  # a job whose state cannot be moved should say so when it starts
             logger.exception("%s cannot serve step %d", self._party, version.step)
 
@@ -127,34 +133,6 @@ class StateServing:
         except Exception:  # whatever a transport raises, it is the loss of those that come in
             logger.exception("%s cannot serve step %d before its quorum", self._party, version.step)
         return True
-
-    def serve_held(
-        self, version: StateVersion, captured: StateToServe | None, counted: Sequence[Counted], num_held: int
-    ) -> None:
-        """Serve the state with which this rank has asked for a quorum, which is held until others have it.
-
-        On the quorum thread. Whatever fails is the loss of those that come.
-
-        Args:
-            version: its name.
-            captured, counted: as in `serve`.
-            num_held: so many groups come for it.
-        """
-        if version == self._offered:
-            return
-        try:
-            if captured is None:
-                captured = self._registry.capture_to_serve()
-                if is_changed(counted):
-                    logger.warning(
-                        "%s cannot serve step %d: a parameter was written to since the step began",
-                        self._party,
-                        version.step,
-                    )
-                    return
-            self._send(version, captured, range(num_held))
-        except Exception:  # whatever a transport raises
-            logger.exception("%s cannot serve step %d, whose quorum is held", self._party, version.step)
 
     def _send(
         self, version: StateVersion, captured: StateToServe, destinations: Sequence[int], *, outlives_step: bool = False

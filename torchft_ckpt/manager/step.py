@@ -516,6 +516,7 @@ class Steps:
         is_new = now.is_checked or (is_new and not (parts and not parts[0].is_sampled))
         self._look_at(now, leaves, is_compared=is_compared, is_new=is_new)
         prepared = Prepared(
+            version=now.version,
             captured=captured,
             counted=[] if captured or can_capture_later else registry.count_writes(),
             trainer_waits=has_to_wait,
@@ -815,15 +816,20 @@ class Steps:
 
     def _run_quorum(self, prepared: Prepared, limit: timedelta) -> None:
         with record_function("torchft::manager::_client::_quorum"):
-            version = self._client.view().version
-            serve_held = functools.partial(self._serving.serve_held, version, prepared.captured, prepared.counted)
+
+            def serve_held(num_held: int) -> None:
+                version = self._client.view().version
+                is_first = version != prepared.version  # it has got its name since
+                self._serving.serve(version, prepared.captured, prepared.counted, range(num_held), is_first=is_first)
+
             plan = self._client.await_plan(limit, self._quorum_retries, serve_held)
         formed = plan.formed
         self._own.found = formed.common, formed.own
         self._note_quorum(formed)
         self._collectives.begin_step(is_new_quorum=plan.configure)
-        if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY and not plan.load):
-            self._serving.serve(formed, prepared.captured, formed.destinations, prepared.counted)
+        if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY):
+            served = formed.version, prepared.captured, prepared.counted, formed.destinations
+            self._serving.serve(*served, for_learners=plan.serve)
         self._recovery.begin(plan, prepared)
         if plan.configure:
             self._is_planned.set()

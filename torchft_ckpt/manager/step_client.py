@@ -665,7 +665,7 @@ class StepClient:
             if replica.follows:  # it computes no step at whose end it could leave
                 replica.left_between_steps()
         elif isinstance(message, JoinerWaiting):
-            replica.joiner_waits()
+            replica.joiner_waits(message)
             self._num_held += message.num_held if replica.phase is StepPhase.ASKING else 0
         elif isinstance(message, Refused):
             is_over = message.code == "finished"

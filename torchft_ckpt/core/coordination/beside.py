@@ -268,9 +268,17 @@ class Beside:
         return self._answer_outside_quorum(member, 0, why, now, sources=sources, warms_up=True)
 
     def give_held(
-        self, newcomers: Collection[Member], holding: Collection[Member], assignment: Assignment, now: float
+        self,
+        newcomers: Collection[Member],
+        holding: Collection[Member],
+        assignment: Assignment,
+        now: float,
+        *,
+        names_state: bool = False,
     ) -> Iterator[Instruction]:
-        """Give newcomers the state with which the next quorum begins, which is held meanwhile. `holding`: have that state."""
+        """Give newcomers the state with which the next quorum begins, which is held meanwhile. `holding`: have that state.
+        `names_state`: it is the job's first one, and they begin the job.
+        """
         able = [m for m in holding if m.asked.can_serve] or [*holding]
         ranks = {part.replica_id: rank for rank, part in enumerate(assignment.parts)}
         sources = [member.as_source(ranks[member.replica_id]) for member in able[:MAX_SOURCES]]
@@ -279,7 +287,15 @@ class Beside:
         for place, member in enumerate(newcomers):
             why = "the others have asked for the step, and wait until this group has its state"
             answer = self._answer_outside_quorum(
-                member, place, why, now, sources=sources, follows=True, held=True, assignment=assignment
+                member,
+                place,
+                why,
+                now,
+                sources=sources,
+                follows=True,
+                held=True,
+                names_state=names_state,
+                assignment=assignment,
             )
             member.is_called = True  # it comes as soon as it can
             yield answer
@@ -366,13 +382,13 @@ class Beside:
         warms_up: bool = False,
         follows: bool = False,
         held: bool = False,
+        names_state: bool = False,
         assignment: Assignment | None = None,
     ) -> Send:
         """Let a member compute a step beside a quorum, which does not wait for it. It is a learner from now on.
 
-        `warms_up`: it receives nothing. `follows`: it computes no step, but receives the
-        state and asks again. `held`: as in `QuorumFormed`. `assignment`: of the quorum, if it is not that of the open step, or of
-        the last one.
+        `warms_up`: it receives nothing. `follows`: it computes no step, but receives the state and asks again. `held`,
+        `names_state`: as in `QuorumFormed`. `assignment`: of the quorum, if it is not that of the open step, or of the last one.
         """
         current = self._job.round
         assignment = assignment or (None if current is None else current.assignment)
@@ -403,6 +419,7 @@ class Beside:
             follows=follows,
             stays=follows and not held and self._is_idle_spare(member),
             held=held,
+            names_state=names_state,
             newest_step=min(self._job.history.lasting_step, version.step) if held else self._job.history.lasting_step,
             common=[] if current is None else current.common,
             own=[] if current is None else current.own,

@@ -19,7 +19,6 @@ from enum import Enum
 import msgspec
 
 from torchft_ckpt.core.coordination.messages import (
-    VOTERS,
     CollectiveWait,
     CommitVote,
     LeaveWish,
@@ -58,7 +57,7 @@ class Tally:
     """The voter whose collectives are those of the step; it has approved."""
 
     def __post_init__(self) -> None:
-        self.undecided_voters = sum(role in VOTERS for role in self.roles.values())
+        self.undecided_voters = sum(role is Role.HEALTHY for role in self.roles.values())
 
     @property
     def decided(self) -> bool:
@@ -70,7 +69,7 @@ class Tally:
             return
         self.votes[replica_id] = vote
         self._settle(replica_id)
-        is_voter = self.roles[replica_id] in VOTERS
+        is_voter = self.roles[replica_id] is Role.HEALTHY
         if is_voter and not vote.approve:
             self._decide(
                 CommitDecision.DISCARD, f"{replica_id}: {clip(vote.reason or 'voted against')}", broken=vote.broken
@@ -97,7 +96,7 @@ class Tally:
             return
         if replica_id not in self.votes:
             self._settle(replica_id)
-        if not any(role in VOTERS and member not in self.lost for member, role in self.roles.items()):
+        if not any(role is Role.HEALTHY and member not in self.lost for member, role in self.roles.items()):
             self._decide(
                 CommitDecision.DISCARD,
                 f"no living voter is left, the last was {replica_id}: {clip(reason)}",
@@ -144,13 +143,13 @@ class Tally:
         if self.decided:
             return
         open_roles = [role for m, role in self.roles.items() if m not in self.votes and m not in self.lost]
-        voters = sum(role in VOTERS for role in open_roles)
+        voters = sum(role is Role.HEALTHY for role in open_roles)
         if self.undecided_voters != voters:
             raise RuntimeError(f"{voters} voters are undecided, and counted is another number: {self}")
         if voters == 0:
             raise RuntimeError(f"nobody is undecided, and the step is: {self}")
         for replica_id, role in self.roles.items():
-            vote = self.votes.get(replica_id) if role in VOTERS else None
+            vote = self.votes.get(replica_id) if role is Role.HEALTHY else None
             if vote is not None and not vote.approve and replica_id not in self.lost:
                 raise RuntimeError(f"{replica_id} is against the step, and it is not discarded: {self}")
 
@@ -158,7 +157,7 @@ class Tally:
         return self.first_approval is not None and vote.collectives != self.votes[self.first_approval].collectives
 
     def _settle(self, replica_id: str) -> None:
-        self.undecided_voters -= self.roles[replica_id] in VOTERS
+        self.undecided_voters -= self.roles[replica_id] is Role.HEALTHY
 
     def _close_if_complete(self) -> None:
         if self.undecided_voters == 0:

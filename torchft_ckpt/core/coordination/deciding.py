@@ -21,7 +21,6 @@ from torchft_ckpt.core.coordination.leaving import Leaving
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
 from torchft_ckpt.core.coordination.messages import (
-    VOTERS,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -157,7 +156,7 @@ class Deciding:
             # It gave up waiting for the decision: its vote stands. Or it was cut off: the others know.
             return
         reason = f"{replica_id} gave step {current.step} up"
-        if role in VOTERS:
+        if role is Role.HEALTHY:
             current.tally.give_up(reason)
             yield from self._announce(current, now, culprit=replica_id)
         else:
@@ -278,7 +277,7 @@ class Deciding:
         if tally.lost or tally.verdict is CommitDecision.COMMIT:
             return []
         if not any(vote.lacks is Lacks.CONNECTION for vote in tally.votes.values()):
-            return [m for m in tally.votes if tally.votes[m].lacks and tally.roles[m] is Role.INLINE]
+            return []
         new = [m for m in tally.roles if m not in self._trained]
         self._trained = self._trained if new else frozenset()
         return new

@@ -39,7 +39,6 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_COUNT,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
-    VOTERS,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -471,7 +470,7 @@ class GroupState:
             step=formed.version.step,
             approve=False,
             broken=True,
-            counts=formed.role in VOTERS,
+            counts=formed.role is Role.HEALTHY,
             num_voters=formed.num_voters,
             reason=reason,
         )
@@ -629,6 +628,8 @@ class GroupState:
                 yield SendToRank(message.group_rank, message)
         elif isinstance(message, ReplicasDiffer) and not message.stops:
             yield SendToRank(0, message)
+        elif isinstance(message, JoinerWaiting) and message.names.proven:
+            yield from self._named(message)
         elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused | ReplicasDiffer | LostTold):
             for rank in range(self.world_size):
                 yield SendToRank(rank, message)
@@ -651,6 +652,15 @@ class GroupState:
                 yield SendToRank(rank, msgspec.structs.replace(formed, request_id=asked.request_id))
         if formed.leaving:
             yield from self._begin_no_step()
+
+    def _named(self, message: JoinerWaiting) -> Iterator[GroupInstruction]:
+        """The state with which the group has asked gets its name, at all ranks."""
+        if self._asked is None or message.request_id != self._asked.request_id:
+            return
+        self._asked = msgspec.structs.replace(self._asked, version=message.names, restored=False)
+        for rank, asked in self._asked_by.items():
+            self._asked_by[rank] = msgspec.structs.replace(asked, version=message.names, restored=False)
+            yield SendToRank(rank, msgspec.structs.replace(message, request_id=asked.request_id))
 
     def _located(self, located: StateLocated) -> Iterator[GroupInstruction]:
         if self._located_for is None or located.request_id != self._located_for.request_id:

@@ -26,7 +26,6 @@ from typing import NamedTuple
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.messages import (
     MAX_NAMED,
-    VOTERS,
     CommitDecided,
     CommitVote,
     Hello,
@@ -34,6 +33,7 @@ from torchft_ckpt.core.coordination.messages import (
     LostAsked,
     LostTold,
     Outcome,
+    Role,
     Source,
     StateLocated,
     StateVersion,
@@ -331,7 +331,7 @@ class StateHistory:
         tally, outcome, reason = self._decided.get(key, unknown)
         if tally is not None:
             outcome = tally.outcome(replica_id)
-            voter = tally.roles.get(replica_id) in VOTERS
+            voter = tally.roles.get(replica_id) is Role.HEALTHY
             if outcome is Outcome.LEFT_BEHIND and vote.approve and voter:
                 outcome = Outcome.COMMIT  # lost before it voted, but it holds what was committed
         elif outcome is Outcome.COMMIT and not vote.approve:

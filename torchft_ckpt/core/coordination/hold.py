@@ -2,7 +2,8 @@
 
 Who is in a quorum holds its state. A group that lacks it asks at the end of an iteration that did not count (`at_end`). When all
 who train have asked for their next step, the state stands still: the quorum is *held*, such groups receive that very state, load
-it, and ask for the same step with its name. Then the quorum forms, with them as holders.
+it, and ask for the same step with its name. Then the quorum forms, with them as holders. A job's first state gets its name for
+that before there is a quorum: those who begin the job with its holder receive it before they compute anything.
 
     hold   event                                                 next   what follows
     -----  ----------------------------------------------------  -----  ----------------------------------------------------------
@@ -18,7 +19,8 @@ it, and ask for the same step with its name. Then the quorum forms, with them as
     held   it is gone, or asks otherwise: it has no such state   none   the quorum forms without it
     held   it is silent, does not begin its next step, or        none   the quorum forms without it; what it receives is of use in
            measures that it needs longer than the allowance             the next hold
-    held   those who train are too few without it                held   no limit of time: no step could count
+    held   those who train are too few without it, or it is      held   no limit of time: no step could count
+           the job's first state
     held   nobody waits any more who holds that state            none   nothing
 
 A hold that fails costs its own time, out of `JoinAllowance`, and nothing else: no step, no quorum id. Who fails owes, as all who
@@ -98,14 +100,26 @@ class Holds:
     def is_on(self) -> bool:
         return bool(self._awaited)
 
+    def is_for(self, version: StateVersion) -> bool:
+        """Whether a quorum that begins with this state is held."""
+        return self.is_on and self._version == version
+
     @property
     def awaited(self) -> list[Member]:
         """Those that the quorum is held for, and that are connected."""
         return [self._job.members[replica_id] for replica_id in self._awaited if replica_id in self._job.members]
 
-    @property
-    def reason(self) -> str:
-        return f"all others have asked, and wait until {name_some(self._awaited)} has the state of step {self._version.step}"
+    def reason(self, now: float) -> str:
+        """Say for whom the others wait, and of whom nothing was heard for long. The latter may have to be ended by hand."""
+        said_at = {
+            m: awaited.since if awaited.said is None else awaited.said_at for m, awaited in self._awaited.items()
+        }
+        silent = [m for m, at in said_at.items() if self._is_needed and now >= at + SILENT_S]
+        more = (
+            f"; {name_some(silent)} has said nothing for {SILENT_S:g} s and more: look into its log" if silent else ""
+        )
+        waits = f"wait until {name_some(self._awaited)} has the state of step {self._version.step}"
+        return f"all others have asked, and {waits}{more}"
 
     # ------------------------------------------------------------------------------------------------ before, and begin
 
@@ -137,7 +151,8 @@ class Holds:
         self, newcomers: Collection[Member], holding: Collection[Member], assignment: Assignment, now: float
     ) -> None:
         """The quorum that these hold the state for is held for newcomers; or for more of them than before."""
-        if not self.is_on:
+        if not self.is_on or self._version != assignment.version:
+            self._awaited.clear()
             self._joining.set_limit(holding, now)
             self._version, self._began, self._stood_before_s = assignment.version, now, 0.0
         usual_top_s = max(other.asked.top_s for other in holding)

@@ -54,7 +54,6 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_GROUPS,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
-    VOTERS,
     AllowStepLoss,
     CollectiveWait,
     CommitVote,
@@ -62,6 +61,7 @@ from torchft_ckpt.core.coordination.messages import (
     Dropped,
     Heartbeat,
     Hello,
+    JoinerWaiting,
     JoinProgress,
     LeafDigests,
     Leave,
@@ -143,6 +143,8 @@ class LighthouseState:
         self._contributors = RecentContributors()
         self._speaking = Speaking()
         self._deciding = Deciding(self._job, self._joining, self._equality, self._trials, self._speaking, self._leaving)
+        self._first = StateVersion()
+        """A first state that has its name, while no quorum has begun with it."""
         self._store_hosts: tuple[str, ...] = ()
         """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
@@ -418,7 +420,6 @@ class LighthouseState:
             torn=request.torn,
             init_sync=request.init_sync,
             allow_heal=request.allow_heal,
-            can_serve=request.can_serve,
             contributes=request.contributes,
             is_corrected=self._trials.is_corrected(member.replica_id) or self._beside.may_hold_more(member),
             came_in=request.came_in,
@@ -605,12 +606,13 @@ class LighthouseState:
         holding = [m for m in admitted if holders.goes_on_from(m.version)]
         # Too few without them: the others wait until they have come.
         are_few = self._job.are_too_few(admitted, holding)
-        self._holds.needs(are_few, now)
+        is_needed = are_few or self._holds.is_for(self._first)
+        self._holds.needs(is_needed, now)
         why_not = {m.replica_id: self._why_not_held_for(m, admitted, holding, now) for m in ending}
         following, why_outside = self._beside.at_end(ending, holding, why_not, now, are_needed=are_few)
         may_come = [m for m in ending if holding and m.replica_id not in why_outside]
         turns_come = any(why in (OUT_OF_TURN, TURN_UNKNOWN) and not why_not[m] for m, why in why_outside.items())
-        coming = {m.replica_id: Asked(at=m.asked_at) for m in (*may_come, *self._holds.awaited) if are_few}
+        coming = {m.replica_id: Asked(at=m.asked_at) for m in (*may_come, *self._holds.awaited) if is_needed}
         outside |= why_outside
         yield from self._notify_left_out(outside | others, others, now)
         if self._spares.awaits(self.members, now):
@@ -670,8 +672,9 @@ class LighthouseState:
             [self._holder(member, trial) for member in members],
             newest_step=self.newest_step,
             allow_step_loss=self.allow_step_loss or self.settings.allow_step_loss,
-            quorum_id=self._next_quorum_id(members),
+            quorum_id=self.quorum_id + 1,
             epoch=self.epoch,
+            first=self._first,
         )
         if isinstance(assignment, StepLost):
             yield from self._notify_pending(self._why_lost(assignment, verdict.members), now, None, is_warning=True)
@@ -681,7 +684,7 @@ class LighthouseState:
             hold = self._job.history.why_not_back(
                 assignment.version.step,
                 self._job.held(exclude=verdict.members),
-                is_first=assignment.is_first,
+                is_first=assignment.is_first and assignment.version != self._first,
                 restarted_at=self._restart.first_heard_at,
                 patience_s=self.settings.join_timeout_s,
                 now=now,
@@ -689,22 +692,24 @@ class LighthouseState:
         if hold is not None:
             yield from self._notify_pending(hold[0], now, hold[1], is_warning=True)
             return
-        healing = [p.replica_id for p in assignment.parts if p.role is Role.INLINE and p.sources]
-        lacking = [self.members[replica_id] for replica_id in (*assignment.lacking, *healing)]
+        lacking = [self.members[replica_id] for replica_id in assignment.lacking]
         if helpless := [member.replica_id for member in lacking if not member.asked.can_load]:
             yield from self._refuse_to_heal(helpless, assignment, now)
             return
-        if assignment.lacking:
-            for replica_id in assignment.lacking:
-                yield self._beside.let_warm_up(self.members[replica_id], now)
+        if lacking and assignment.is_first and assignment.version != self._first:
+            yield from self._give_first(assignment, [m for m in lacking if m.asked.waits_for_quorum], now)
+            lacking = [m for m in lacking if m.request is not None]
+        if lacking:
+            for member in lacking:
+                yield self._beside.let_warm_up(member, now)
             yield from self._try_to_form(now)
             return
-        if may_come and not assignment.is_first:
+        if may_come:
             yield from self._begin_hold(assignment, may_come, now, is_needed=are_few)
         was_held = self._holds.is_on
         yield from self._holds.look(now)  # those who waited in it may have been sent to warm up since
         if self._holds.is_on:
-            yield from self._notify_pending(self._holds.reason, now, now + LOOK_AGAIN_S, exclude=out, is_held=True)
+            yield from self._notify_pending(self._holds.reason(now), now, now + LOOK_AGAIN_S, exclude=out, is_held=True)
             return
         if was_held:  # and others may come for the state of now
             yield from self._try_to_form(now)
@@ -736,6 +741,21 @@ class LighthouseState:
         names = name_some(member.replica_id for member in newcomers)
         yield Log(f"{names} receives the state of step {assignment.version.step}, and the others wait for that")
         yield from self._beside.give_held(newcomers, proved, assignment, now)
+
+    def _give_first(self, assignment: Assignment, newcomers: list[Member], now: float) -> Iterator[Instruction]:
+        """Give the job's first state to those who begin the job with its holders: it gets its name, and the quorum is held."""
+        version = assignment.version
+        holding = [self.members[part.replica_id] for part in assignment.parts if part.role is Role.HEALTHY]
+        yield from self._go_on_from(assignment, version.quorum_id)
+        for member in holding:
+            yield Send(member.connection, JoinerWaiting(request_id=member.asked.request_id, names=version))
+            member.request = msgspec.structs.replace(member.asked, version=version, restored=False)
+            member.version = version
+        self._holds.needs(True, now)
+        self._holds.begin(newcomers, holding, assignment, now)
+        names = name_some(member.replica_id for member in newcomers) or "nobody"
+        yield Log(f"{assignment.reason}: {names} receives it, and the job begins when that is done")
+        yield from self._beside.give_held(newcomers, holding, assignment, now, names_state=True)
 
     def _trial_of(self, members: Collection[Member]) -> Verdict:
         """Compare what members show of the newest state. One that has no name yet is given out when the quorum forms."""
@@ -965,15 +985,16 @@ class LighthouseState:
         """
         yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
-        if own := [member.replica_id for member in members if assignment.is_first and self._trials.is_to_load(member)]:
-            gone = f"nobody is left who holds the state of step {assignment.version.step} that {name_some(own)} was to load"
-            yield Log(f"{gone}: the job goes on from its own", is_warning=True)
+        quorum_id = self._next_quorum_id(members)
+        if assignment.is_first and assignment.version.quorum_id >= self.quorum_id:
+            quorum_id = assignment.version.quorum_id  # it names their state, and no quorum yet
+        is_new = quorum_id != self.quorum_id or self.round is None
+        if assignment.version != self._first:
+            yield from self._go_on_from(assignment, quorum_id)
+        self._first = StateVersion()
         self._trials.begins(assignment, members)
         self._holds.quorum_forms([member.replica_id for member in members], assignment.version.step)
         self._speaking.begins([member.replica_id for member in members], now)
-        quorum_id = self._next_quorum_id(members)
-        is_new = quorum_id != self.quorum_id or self.round is None
-        yield from self._go_on_from(assignment, quorum_id)
         current = self._deciding.begin(assignment, members, quorum_id, now)
         current.common, current.own = trial.common, trial.own
         roles = current.tally.roles
@@ -982,7 +1003,7 @@ class LighthouseState:
         writers = {rank: who for rank, who in numbers.items() if rank is not None and rank < num_writers}
         self._contributors.note(quorum_id, current.step, writers)
         self.reason = reason
-        self._job.quorum_members = dict.fromkeys(m for m, role in roles.items() if role in VOTERS)
+        self._job.quorum_members = dict.fromkeys(m for m, role in roles.items() if role is Role.HEALTHY)
         self._spares.note_at_work(self.members[replica_id] for replica_id in self._job.quorum_members)
         self._evaluate_at = None
         self._choose_store_hosts(roles)
@@ -1023,14 +1044,13 @@ class LighthouseState:
                 num_voters=num_voters,
                 store_address=store,
                 standby_store_address=standby,
-                sources=[members[source].as_source(source) for source in part.sources],
-                destinations=[*part.destinations, *(places if rank in teachers else ())],
+                destinations=[*places] if rank in teachers else [],
                 joiner_waiting=len(taught) < len(learners) or awaits_turn or is_expecting,
                 newest_step=self._job.history.lasting_step,
                 patience_s=patience_s,
                 common=current.common,
                 own=current.own,
-                names_state=assignment.is_first,
+                names_state=assignment.is_first and request.version != assignment.version,
                 rolled_back_to=self._job.history.rolled_back_to,
                 reason=clip(reason),
             )
@@ -1043,6 +1063,15 @@ class LighthouseState:
     def _go_on_from(self, assignment: Assignment, quorum_id: int) -> Iterator[Instruction]:
         """Note from which state the job trains on, in which quorum. What was open of earlier lives is over with that."""
         step = assignment.version.step
+        members = [self.members[part.replica_id] for part in assignment.parts]
+        if own := [member.replica_id for member in members if assignment.is_first and self._trials.is_to_load(member)]:
+            gone = f"nobody is left who holds the state of step {step} that {name_some(own)} was to load"
+            yield Log(f"{gone}: the job goes on from its own", is_warning=True)
+        if assignment.is_first:
+            for replica_id in assignment.lacking:
+                self._trials.lost(replica_id)  # it begins anew
+            self._trials.named(members, step)
+            self._first = assignment.version
         holders = [part.replica_id for part in assignment.parts if part.role is Role.HEALTHY]
         newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch, holders)
         if assignment.is_first or step < newest_step:
@@ -1065,7 +1094,7 @@ class LighthouseState:
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
         hosts = [m for m in roles if self.members[m].store_address]
-        able = [m for role in VOTERS for m in hosts if roles[m] is role] or hosts
+        able = [m for m in hosts if roles[m] is Role.HEALTHY] or hosts
         kept = [replica_id for replica_id in self._store_hosts if replica_id in able]
         self._store_hosts = tuple([*kept, *(m for m in able if m not in kept)][:2])
 

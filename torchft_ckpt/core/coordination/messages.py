@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -93,17 +93,11 @@ class Role(str, Enum):
 
     HEALTHY = "healthy"
     """Holds the newest state, contributes, and its vote counts."""
-    INLINE = "inline"
-    """Loads a job's first state before its forward pass, then contributes; its vote counts."""
     IDLE = "idle"
     """Must not heal in this step (`allow_heal=False`): contributes zeros, commits nothing, nobody waits for it."""
     LEARNER = "learner"
     """Is beside the quorum: in no collective and no majority, without a vote; it commits nothing, and nobody waits for it to ask.
     It receives a state (`follows`), or computes a step for itself."""
-
-
-VOTERS = (Role.HEALTHY, Role.INLINE)
-"""Those whose votes count."""
 
 
 class Outcome(str, Enum):
@@ -487,7 +481,7 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     quorum_id: Number
     epoch: Annotated[str, msgspec.Meta(max_length=64)]
     version: StateVersion
-    """The state that all members train from; who lacks it loads it, an unproven source takes its name."""
+    """The state that all members train from."""
     role: Role
     replica_rank: ReplicaRank
     replica_world_size: NumGroups
@@ -503,7 +497,7 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Where the next quorum meets if the host of this one's store is lost: connect now, it will be wanted at once."""
     sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
     destinations: Annotated[list[ReplicaRank], msgspec.Meta(max_length=65536)] = []
-    """Replica ranks that this member has to serve."""
+    """Replica ranks beside the quorum that this member has to serve."""
     stays: bool = False
     """To a learner that follows: it is a spare, and keeps what it has received until it hears `Needed`."""
     joiner_waiting: bool = False
@@ -531,7 +525,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The role is LEARNER, as the member is further behind than a step: it loads `version` from `sources`, however many steps
     that takes, and asks again."""
     names_state: bool = False
-    """`version` is a new name: healthy members give it to the state of that step that they hold."""
+    """`version` is a new name: a healthy member gives it to the state of that step that it holds. Where a quorum is `held`: it is
+    that of the job's first state, and the receiver's loop has computed nothing before."""
     rolled_back_to: StateVersion = StateVersion()
     """The job went back on purpose to this step in this quorum: later steps of earlier quorums are void."""
     leaving: bool = False
@@ -547,11 +542,6 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             raise ValueError(f"`num_proved` is {self.num_proved} of {self.num_contributors}")
         if self.follows and (self.role is not Role.LEARNER or not self.sources or self.warms_up):
             raise ValueError(f"`follows` is set, for {self.role.value} with {len(self.sources)} sources")
-
-    @property
-    def has_learners(self) -> bool:
-        """Whether some of `destinations` learn: outside of the quorum, so no step waits for them."""
-        return any(rank >= self.replica_world_size for rank in self.destinations)
 
 
 class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -591,6 +581,9 @@ class JoinerWaiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     num_held: NumGroups = 0
     """The quorum that the receiver has asked for is held until so many groups have its state: it serves that to them now."""
+    request_id: Count = 0
+    names: StateVersion = StateVersion()
+    """If it is proven: the state with which the receiver has asked so is the job's first one, and has this name now."""
 
 
 class Needed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""This file decides, for the members of a quorum, from which state they train, who must load it, and from whom.
+"""This file decides, for the members of a quorum, from which state they train, and who lacks it.
 
 The rules, in this order:
 1. Proven states (committed or healed in a quorum) win over restored ones, restored ones over fresh ones, unless the newest
@@ -9,13 +9,11 @@ The rules, in this order:
 2. If the newest committed step is beyond every proven state, its holders are gone. Then only a state that was restored on
    purpose may be trained from, or one of that step that was found to differ and was to be replaced by theirs; or any if the
    operator allowed the loss of steps (then the highest step). Else there is no quorum.
-3. Where no state is proven and `init_sync` is asked for, the first member with the highest step is the source and all others
-   load from it before their forward pass. Without `init_sync` all states of that step are taken for equal.
-4. All ranks of a group load from the same sources. The first of these is the primary, the same for all who load in a quorum,
-   because they find each other through it; the others serve evenly many. Who has captured its state comes first.
-5. A torn state (a load failed half-way, or the ranks of one group hold different states) is never trained from, under any
+3. Where no state is proven and `init_sync` is asked for, the first member with the highest step holds the job's first state, and
+   all others lack it. Without `init_sync` all states of that step are taken for equal.
+4. A torn state (a load failed half-way, or the ranks of one group hold different states) is never trained from, under any
    rule: it has no name and gets none.
-6. A spectator (it did not train for this step) contributes nothing, and takes the outcome. If those who trained are too few for
+5. A spectator (it did not train for this step) contributes nothing, and takes the outcome. If those who trained are too few for
    a step that counts, it is one of them: this step will not count, but the next that they train for may.
 
 A group with as many ranks as a source group most likely has the same layout. Then each rank has everything from the rank of its
@@ -28,11 +26,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torchft_ckpt.core.coordination.messages import VOTERS, Role, StateVersion
+from torchft_ckpt.core.coordination.messages import Role, StateVersion
 
 MAX_SOURCES = 4
 """Sources named to one member that loads, the first of which is the primary. Each of them opens a snapshot for it, which costs
-it nothing while it is not mutated, and is withdrawn when the step is committed, unless a learner comes for it, too."""
+it nothing while it is not mutated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,6 @@ class Holder:
     torn: bool = False
     init_sync: bool = True
     allow_heal: bool = True
-    can_serve: bool = True
     contributes: bool = True
     is_corrected: bool = False
     """It loads before this step, and its loop may have computed something with its own state before that."""
@@ -57,13 +54,11 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRole:
-    """The part of one member in the step. Ranks are positions in `Assignment.parts`."""
+    """The part of one member in the step."""
 
     replica_id: str
     role: Role
     contributor_rank: int | None
-    sources: tuple[int, ...] = ()
-    destinations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +70,7 @@ class Assignment:
     lacking: tuple[str, ...]
     """These lack the state, and would load it: they are in no quorum. Their parts mean nothing."""
     is_first: bool
-    """No state was proven before: there are no survivors yet who could be kept waiting."""
+    """No quorum has begun with this state: there are no survivors yet who could be kept waiting."""
     num_proved: int
     """See `QuorumFormed`."""
     reason: str
@@ -86,7 +81,7 @@ class Assignment:
 
     @property
     def num_voters(self) -> int:
-        return sum(part.role in VOTERS for part in self.parts)
+        return sum(part.role is Role.HEALTHY for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +101,7 @@ def assign_recovery(
     allow_step_loss: bool,
     quorum_id: int,
     epoch: str,
+    first: StateVersion | None = None,
 ) -> Assignment | StepLost:
     """Assign every member of a quorum its part.
 
@@ -113,8 +109,9 @@ def assign_recovery(
         members: in the order of replica ranks; at least one.
         newest_step: the highest committed step that anybody is known to have reached.
         allow_step_loss: the operator allows to go on from an older state.
-        quorum_id: id of the quorum that is being formed, for the name of a first state.
+        quorum_id: the next one, for the name of a first state.
         epoch: the lighthouse's epoch, likewise.
+        first: a first state that was named already, and that no quorum has begun with.
     """
     whole = [member for member in members if not member.torn]
     if not whole:
@@ -127,7 +124,7 @@ def assign_recovery(
         is_newest = best_proven.step >= newest_step
         is_best_left = allow_step_loss and (best_restored is None or best_proven.step >= best_restored)
         if is_newest or is_best_left:
-            return _go_on_from(members, best_proven)
+            return _go_on_from(members, best_proven, is_first=best_proven == first)
     if best_restored is not None:
         equals = [member for member in restored if member.version.step == best_restored]
         return _first_state(members, equals, best_restored, quorum_id, epoch)
@@ -144,31 +141,25 @@ def _first_state(
     version = StateVersion(step=step, quorum_id=quorum_id, epoch=epoch)
     sync = any(member.init_sync for member in members)
     holders = {equals[0].replica_id} if sync else {member.replica_id for member in equals}
-    roles = [
-        Role.HEALTHY if member.replica_id in holders else (Role.INLINE if member.allow_heal else Role.IDLE)
-        for member in members
-    ]
     what = "restored from a checkpoint" if equals[0].restored else "fresh"
     return _assignment(
         members,
-        roles,
+        holders,
         version=version,
         is_first=True,
         reason=f"first state of this job is step {step} of {equals[0].replica_id} ({what})",
     )
 
 
-def _go_on_from(members: Sequence[Holder], version: StateVersion) -> Assignment:
+def _go_on_from(members: Sequence[Holder], version: StateVersion, *, is_first: bool) -> Assignment:
     holders = [member for member in members if member.version == version and not member.torn]
     trained = [member for member in holders if member.contributes]
     counts = len(trained) >= max([1, *(member.min_contributors for member in trained)])
-    holding = {member.replica_id for member in holders}
     return _assignment(
         members,
-        [Role.HEALTHY if member.replica_id in holding else Role.IDLE for member in members],
+        {member.replica_id for member in holders},
         version=version,
-        lacking=tuple(m.replica_id for m in members if m.replica_id not in holding and m.allow_heal),
-        is_first=False,
+        is_first=is_first,
         reason=f"{len(holders)} of {len(members)} hold step {version.step}",
         spectators={member.replica_id for member in members if counts and not member.contributes},
     )
@@ -176,54 +167,30 @@ def _go_on_from(members: Sequence[Holder], version: StateVersion) -> Assignment:
 
 def _assignment(
     members: Sequence[Holder],
-    roles: Sequence[Role],
+    holding: Collection[str],
     *,
     version: StateVersion,
     is_first: bool,
     reason: str,
-    lacking: tuple[str, ...] = (),
     spectators: Collection[str] = (),
 ) -> Assignment:
-    able = [rank for rank, role in enumerate(roles) if role is Role.HEALTHY and members[rank].can_serve]
-    servers = able or [rank for rank, role in enumerate(roles) if role is Role.HEALTHY]
-    sources: dict[int, tuple[int, ...]] = {}
-    destinations: dict[int, list[int]] = {}
-    healing = [
-        rank
-        for rank, (member, role) in enumerate(zip(members, roles, strict=True))
-        if role is Role.INLINE and (member.version != version or member.torn)
-    ]
-    primary, others = servers[0], servers[1:]
-    num_others = min(MAX_SOURCES - 1, len(others))
-    for turn, rank in enumerate(healing):
-        # Those who heal find each other through their primary, so it is the same for all; the others serve evenly many in turn.
-        mine = (primary, *(others[(turn * num_others + place) % len(others)] for place in range(num_others)))
-        sources[rank] = mine
-        for server in mine:
-            destinations.setdefault(server, []).append(rank)
-    parts: list[MemberRole] = []
-    computed = [
-        role in VOTERS and member.replica_id not in spectators for member, role in zip(members, roles, strict=True)
-    ]
+    computed = [m.replica_id in holding and m.replica_id not in spectators for m in members]
     rest = [has and not member.is_corrected for member, has in zip(members, computed, strict=True)]
     if sum(rest) >= max([1, *(member.min_contributors for member in members)]):
         computed = rest
     numbered = sorted((rank for rank, has in enumerate(computed) if has), key=lambda rank: members[rank].came_in)
     numbers = {rank: number for number, rank in enumerate(numbered)}
-    for rank, (member, role) in enumerate(zip(members, roles, strict=True)):
-        parts.append(
-            MemberRole(
-                replica_id=member.replica_id,
-                role=role,
-                contributor_rank=numbers.get(rank),
-                sources=sources.get(rank, ()),
-                destinations=tuple(destinations.get(rank, ())),
-            )
-        )
     return Assignment(
         version=version,
-        parts=tuple(parts),
-        lacking=lacking,
+        parts=tuple(
+            MemberRole(
+                replica_id=member.replica_id,
+                role=Role.HEALTHY if member.replica_id in holding else Role.IDLE,
+                contributor_rank=numbers.get(rank),
+            )
+            for rank, member in enumerate(members)
+        ),
+        lacking=tuple(m.replica_id for m in members if m.replica_id not in holding and m.allow_heal),
         is_first=is_first,
         num_proved=sum(not members[rank].came_in for rank in numbered),
         reason=reason,

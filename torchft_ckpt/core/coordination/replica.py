@@ -29,10 +29,10 @@ from torchft_ckpt.core.coordination.equality import is_checked
 from torchft_ckpt.core.coordination.messages import (
     MAX_TURNS,
     PROTOCOL_VERSION,
-    VOTERS,
     CommitDecided,
     CommitVote,
     Hello,
+    JoinerWaiting,
     Lacks,
     LocateState,
     OnReplicasDiffer,
@@ -181,7 +181,7 @@ class StepPlan:
     configure: bool
     """The process group has to be made anew."""
     load: bool
-    """The state has to be loaded from `formed.sources`, before the forward pass."""
+    """The state has to be loaded from `formed.sources`, and the step asked for again."""
     serve: bool
     """`formed.destinations` want this replica's state."""
 
@@ -395,9 +395,13 @@ class ReplicaState:
 
     # -------------------------------------------------------------------------------------------------------- events
 
-    def joiner_waits(self) -> None:
-        """A replica waits for a state: the state is captured before the next quorum."""
+    def joiner_waits(self, message: JoinerWaiting) -> None:
+        """A replica waits for a state: the state is captured before the next quorum. That with which this one has asked for the
+        open step may get its name."""
         self.capture_wanted = True
+        is_asked = message.request_id == self._request_id and self.phase is StepPhase.ASKING and not self._gathers
+        if message.names.proven and is_asked and not self.torn and self.version.step == message.names.step:
+            self._adopt(message.names)
 
     def restore(self, step: int) -> None:
         """The user loaded a checkpoint of `step` on purpose."""
@@ -536,8 +540,10 @@ class ReplicaState:
         if self._gathers:
             return StepPlan(formed=formed, configure=False, load=False, serve=False)
         self.quorum = formed
+        is_beginner = formed.held and formed.names_state
         if not formed.differs:  # who corrects shows as much as those who wait
-            self._shows = Shows.SAMPLES  # unless this step counts, and the decision says otherwise
+            # Unless this step counts, and the decision says otherwise. A first state was compared as it was received.
+            self._shows = Shows.NOTHING if is_beginner else Shows.SAMPLES
         if formed.leaving:
             self.fail(formed.reason)
             return StepPlan(formed=formed, configure=False, load=False, serve=False)
@@ -545,7 +551,7 @@ class ReplicaState:
         self._go_back(formed.rolled_back_to)
         self.capture_wanted = formed.joiner_waiting
         if formed.destinations:
-            self.serves_learners = formed.has_learners
+            self.serves_learners = True
         is_made, self._last_outcome = self._last_outcome is Outcome.COMMIT, None
         if (formed.differs or formed.role is Role.IDLE) and self.version == formed.version:
             self._lose_name()  # the others hold another state under that name
@@ -556,9 +562,10 @@ class ReplicaState:
             else:
                 self._adopt(formed.version)
         is_believed = is_made or formed.names_state or (formed.role is Role.HEALTHY and not formed.num_proved)
-        self.is_on_trial = formed.held or formed.differs or (self.is_on_trial and not is_believed)
+        is_given = (formed.held and not is_beginner) or formed.differs
+        self.is_on_trial = is_given or (self.is_on_trial and not is_believed)
         is_here = self.version == formed.version and not (formed.held and self._may_differ)
-        load = formed.role in (Role.INLINE, Role.LEARNER) and not (is_here or formed.warms_up)
+        load = formed.role is Role.LEARNER and not (is_here or formed.warms_up)
         self._may_differ = formed.warms_up or (self._may_differ and load)
         self._is_stale = not is_here or formed.warms_up
         configure = self.configured != (formed.quorum_id, formed.epoch) and not self.is_learner
@@ -826,7 +833,7 @@ class ReplicaState:
             yield "the quorum's state is one from which the job went back"
         if self._last_outcome is not None:
             yield "the last step's outcome is told beside a later one"
-        if self._shows is Shows.NOTHING and not formed.differs:
+        if self._shows is Shows.NOTHING and not (formed.differs or formed.names_state):
             yield "its state is not compared if this step does not count"
         if vote is not None and (vote.quorum_id, vote.epoch, vote.step) != (*self._quorum_key(), formed.version.step):
             yield "the vote is about another step"
@@ -848,7 +855,7 @@ class ReplicaState:
 
 
 def _is_voter(formed: QuorumFormed) -> bool:
-    return formed.role in VOTERS
+    return formed.role is Role.HEALTHY
 
 
 def _is_void(version: StateVersion, rolled_back_to: StateVersion) -> bool:

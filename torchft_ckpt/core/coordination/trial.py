@@ -92,12 +92,18 @@ class Trials:
         """Leaves that a group was given once, the latest last."""
         self._left_out: set[str] = set()
         """Leaves that were found common, and were not told yet, as there was no room: they are compared as such."""
+        self._began: set[str] = set()
+        """Members that were there when the job's first state got its name, and whose loops have read no other step than that."""
         self._same_at = -1
         """The step at which somebody last came in, or loaded: all began it with the same."""
         self._differed: tuple[int, Shows] = (-1, Shows.NOTHING)
         """The step in which something was last found that the boundary after it has to look into, and how closely."""
 
     # ------------------------------------------------------------------------------------------------ what happens
+
+    def named(self, members: Iterable[Member], step: int) -> None:
+        """The state of this step of one of these is the first one of the job, which they begin."""
+        self._began = {member.replica_id for member in members if member.asked.version.step == step}
 
     def begins(self, assignment: Assignment, members: Sequence[Member]) -> None:
         """A quorum forms, of these members in the order of their parts."""
@@ -112,8 +118,10 @@ class Trials:
                 self._joined.pop(replica_id, None)
             self._corrected.discard(replica_id)
             if replica_id not in self._voices and replica_id not in self._joined:
-                moved = not assignment.is_first or member.asked.version.step != assignment.version.step
-                self._joined[replica_id], self._same_at = moved, assignment.version.step
+                began = assignment.is_first and replica_id in self._began
+                # Or it was given the first state before this lighthouse was started again.
+                began = began or (is_new_life and not member.asked.came_in and member.hello.version.proven)
+                self._joined[replica_id], self._same_at = not began, assignment.version.step
                 self._joined_at[replica_id] = assignment.version.step
 
     def ended(self, step: int, approvers: Collection[str], others: Collection[str], *, differs: bool) -> None:
@@ -140,6 +148,7 @@ class Trials:
         self._joined_at.pop(replica_id, None)
         self._loaded.pop(replica_id, None)
         self._corrected.discard(replica_id)
+        self._began.discard(replica_id)
 
     def is_corrected(self, replica_id: str) -> bool:
         """Whether a member has loaded before the quorum that forms: its loop may have computed something before that."""

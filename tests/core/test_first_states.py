@@ -1,0 +1,228 @@
+"""A job's first state gets its name before the quorum, which is held until all who begin the job have received that state."""
+
+from __future__ import annotations
+
+import pytest
+from lighthouse_script import Job, Member
+
+from torchft_ckpt.core.coordination.joining import SILENT_S
+from torchft_ckpt.core.coordination.messages import Outcome, Role, StateVersion
+
+HELD = "held up: all others have asked, and wait until {} has the state of step 0"
+
+
+def begins(least: int = 2, names: str = "abc", **settings: object) -> tuple[Job, list[Member]]:
+    """Groups that have asked for their first step: the first one holds the job's first state, and the others receive it."""
+    job = Job(least=least)
+    job.gives_first = False
+    members = [job.join(name, **settings) for name in names]
+    for member in members:
+        member.asks(can_serve=True)
+    return job, members
+
+
+def receives(*members: Member) -> None:
+    for member in members:
+        member.follows()
+        member.asks_again()
+
+
+def in_quorum(job: Job) -> set[str]:
+    return set() if job.lighthouse.round is None else set(job.lighthouse.round.tally.roles)
+
+
+def test_all_who_begin_a_job_have_its_first_state_and_are_proved_as_its_first_quorum_forms() -> None:
+    job, (a, b, c) = begins(names="abc")
+    name = StateVersion(step=0, quorum_id=1, epoch=job.lighthouse.epoch)
+    assert (a.replica.version, a.num_held, a.hears()) == (name, 2, [HELD.format("b:1, c:1")])
+    for member in (b, c):
+        assert member.formed is not None and (member.formed.held, member.formed.names_state) == (True, True)
+        assert ([s.replica_id for s in member.formed.sources], member.formed.version) == (["a:1"], name)
+    job.passes(300.0)  # a first state may take long: no step could count without it
+    assert not in_quorum(job)
+    receives(c, b)
+    assert in_quorum(job) == {"a:1", "b:1", "c:1"}
+    for member in (a, b, c):
+        formed = member.formed
+        assert formed is not None and (formed.role, formed.version, formed.quorum_id) == (Role.HEALTHY, name, 1)
+        assert (formed.num_contributors, formed.num_proved, member.replica.is_on_trial) == (3, 3, False)
+        assert member.replica.num_writers == 3, "each of them writes its share of a save of this step"
+        member.votes()
+    assert a.outcomes == b.outcomes == c.outcomes == [Outcome.COMMIT]
+
+
+def test_groups_that_say_that_they_begin_with_equal_states_wait_for_none() -> None:
+    job, members = begins(names="ab", init_sync=False)
+    assert in_quorum(job) == {"a:1", "b:1"} and [member.num_held for member in members] == [0, 0]
+
+
+def test_all_begin_with_the_highest_step_that_one_of_them_has_restored() -> None:
+    job = Job(least=2)
+    job.gives_first = False
+    a, b = job.join("a"), job.join("b")
+    b.replica.restore(5)
+    a.asks(can_serve=True)
+    b.asks(can_serve=True)
+    assert a.formed is not None and a.formed.held and b.replica.version.step == a.formed.version.step == 5
+    receives(a)
+    for member in (a, b):
+        member.votes()
+    assert (a.step, b.step) == (6, 6)
+
+
+@pytest.mark.parametrize("how", ["dies", "leaves", "could not receive it"])
+def test_a_newcomer_that_does_not_get_the_first_state_is_waited_for_no_more(how: str) -> None:
+    job, (a, b, c) = begins(names="abc")
+    receives(b)
+    assert not in_quorum(job)
+    if how == "dies":
+        c.dies()
+    elif how == "leaves":
+        c.leaves()
+    else:
+        c.follows(load=False)
+        c.asks_again()
+        assert c.replica.warms_up, "it comes in as all do that come later"
+    assert in_quorum(job) == {"a:1", "b:1"}
+    for member in (a, b):
+        member.votes()
+    assert a.outcomes == b.outcomes == [Outcome.COMMIT]
+
+
+def test_it_is_said_for_whom_a_job_waits_that_cannot_begin() -> None:
+    job, (a, b) = begins(names="ab")
+    job.passes(2 * SILENT_S)
+    assert job.lighthouse.reason.endswith(f"; b:1 has said nothing for {SILENT_S:g} s and more: look into its log")
+    assert a.hears()[-1] == f"held up: {job.lighthouse.reason}"
+    b.still_needs(3.0)
+    job.passes(1.0)
+    assert job.lighthouse.reason == HELD.format("b:1").removeprefix("held up: ")
+    b.is_stopped = True
+    job.passes(10.0)
+    assert job.lighthouse.reason == "1 of at least 2 replica groups are here (a:1)"
+
+
+def test_if_the_holder_of_the_first_state_is_lost_the_job_begins_with_that_of_another_under_another_name() -> None:
+    job, (a, b, c) = begins(names="abc")
+    first = a.replica.version
+    a.dies()
+    for member in (b, c):
+        member.follows(load=False)
+        member.asks_again()
+    assert b.replica.version.proven and b.replica.version != first
+    receives(c)
+    assert in_quorum(job) == {"b:1", "c:1"}
+
+
+def test_if_the_holder_is_lost_those_who_have_received_its_state_begin_with_that() -> None:
+    job, (a, b, c) = begins(names="abc")
+    receives(b)
+    a.dies()
+    c.follows(load=False)
+    c.asks_again()
+    assert c.replica.warms_up
+    c.ends()
+    c.asks(at_end=True)
+    job.passes(3.0)
+    c.comes_in()
+    c.asks()
+    assert in_quorum(job) == {"b:1", "c:1"} and c.replica.version == b.replica.version
+
+
+def test_a_holder_whose_connection_breaks_meanwhile_comes_back_with_the_name_of_its_state() -> None:
+    job, (a, b) = begins(names="ab")
+    named = a.replica.version
+    a.is_cut_off()
+    a.connects()
+    a.asks(can_serve=True)
+    receives(b)
+    assert in_quorum(job) == {"a:1", "b:1"} and a.replica.version == b.replica.version == named
+
+
+def test_a_group_that_comes_while_the_first_state_is_given_is_none_of_those_who_begin_the_job() -> None:
+    job, (a, b) = begins(names="ab")
+    d = job.join("d")
+    d.asks()
+    assert d.replica.warms_up, "its loop has read what it likes by then"
+    d.ends()
+    d.asks(at_end=True)
+    d.comes_in()
+    d.asks()
+    receives(b)
+    assert in_quorum(job) == {"a:1", "b:1", "d:1"}
+    assert a.formed is not None and (a.formed.num_proved, d.replica.is_on_trial) == (2, True)
+    for member in (a, b, d):
+        member.votes()
+    for member in (a, b):
+        member.asks(can_serve=True, shows="w", ema="as all")
+    d.asks(can_serve=True, shows="w", ema="its own")
+    assert d.formed is not None and d.formed.differs, "else this would count as each group's own for good"
+
+
+def test_a_job_that_goes_back_to_a_checkpoint_begins_with_it_as_with_a_first_state() -> None:
+    job = Job(least=2, join_timeout_s=1.0)
+    a, b = job.join("a"), job.join("b")
+    for _ in range(3):
+        job.step(a, b)
+    a.dies(), b.dies()
+    job.gives_first = False
+    a, b = job.join("a", life=2), job.join("b", life=2)
+    a.replica.restore(2)
+    a.asks(can_serve=True), b.asks(can_serve=True)
+    job.passes(5.0)
+    assert b.formed is not None and b.formed.held and b.formed.version == a.replica.version
+    receives(b)
+    for member in (a, b):
+        member.votes()
+    assert (a.step, b.step) == (3, 3)
+    assert sum("steps 3 to 3 are lost" in line for line in job.log) == 1
+
+
+def test_a_spare_that_comes_while_the_first_state_is_given_stays_a_spare() -> None:
+    job, (_, b) = begins(least=1, names="ab")
+    spare = job.join("s", spare=True)
+    spare.asks()
+    spare.ends()
+    spare.asks(at_end=True, reach_s=0.1, can_follow=True)
+    receives(b)
+    assert in_quorum(job) == {"a:1", "b:1"}
+    assert spare.formed is not None and (spare.formed.held, spare.formed.stays) == (False, True)
+
+
+def test_a_group_that_does_not_wait_for_its_first_quorum_comes_in_at_the_end_of_its_iteration() -> None:
+    job = Job(least=2)
+    a, b = job.join("a"), job.join("b")
+    a.asks(can_serve=True, waits=False)
+    b.asks(waits=False)
+    assert (a.replica.version.step, a.replica.version.proven, b.replica.warms_up) == (0, True, True)
+    b.ends()
+    b.asks(at_end=True)
+    b.comes_in()
+    b.asks(waits=False)
+    assert in_quorum(job) == {"a:1", "b:1"}
+
+
+def test_who_was_given_the_first_state_began_the_job_also_if_the_lighthouse_restarts_before_its_first_step() -> None:
+    job = Job(least=2)
+    job.gives_first = False
+    a, z = job.join("a"), job.join("z")
+    a.asks(can_serve=True)
+    z.asks()
+    z.follows()
+    a.dies()
+    job.restart()
+    z.connects()
+    z.asks(can_serve=True)
+    b = job.join("b")
+    b.asks()
+    job.passes(12.0)
+    b.ends()
+    b.asks(at_end=True)
+    b.comes_in()
+    b.asks()
+    assert in_quorum(job) == {"b:1", "z:1"} and z.replica.version.quorum_id == 1
+    for member in (b, z):
+        member.votes()
+    z.asks(can_serve=True, shows="w")
+    b.asks(can_serve=True, shows="of an older state")
+    assert b.formed is not None and b.formed.differs, "else the one that has come in decides by its name"
