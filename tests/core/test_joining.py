@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lighthouse_script import Job, Member
 
-from torchft_ckpt.core.coordination.joining import FIRST_RATE, SILENT_S, STANDSTILL_S, Joining, Reception, Standstill
+from torchft_ckpt.core.coordination.joining import FIRST_RATE, SILENT_S, Joining, Reception
 from torchft_ckpt.core.coordination.messages import Outcome, Receives
 from torchft_ckpt.core.coordination.patience import JoinAllowance
 
@@ -129,15 +129,6 @@ def test_a_transfer_that_stands_needs_for_ever():
     for tenth in range(21):
         told = reception.progress(left_bytes=1000, done_bytes=0, elapsed_s=tenth / 10)
     assert told == pytest.approx(2000.0)
-
-
-def test_a_transfer_stands_once_nothing_has_come_for_a_while_unless_all_is_here() -> None:
-    standstill = Standstill()
-    assert not standstill.lasts(done_bytes=0, has_all=False, now=100.0), "its step may be over for a moment only"
-    assert not standstill.lasts(done_bytes=0, has_all=False, now=99.9 + STANDSTILL_S)
-    assert not standstill.lasts(done_bytes=1, has_all=False, now=100.0 + STANDSTILL_S)
-    assert standstill.lasts(done_bytes=1, has_all=False, now=100.0 + 2 * STANDSTILL_S)
-    assert not standstill.lasts(done_bytes=1, has_all=True, now=100.0 + 3 * STANDSTILL_S)
 
 
 def test_what_an_attempt_found_out_is_what_the_next_one_expects():

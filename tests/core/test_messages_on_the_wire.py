@@ -97,7 +97,6 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "contributor_rank": st.none() | RANKS,
         "contributors": st.lists(RANKS, max_size=3),
         "role": st.sampled_from(messages.Role),
-        "lacks": st.sampled_from(messages.Lacks),
         "outcome": st.sampled_from(messages.Outcome),
         "does": st.sampled_from(messages.Receives),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),

@@ -368,9 +368,8 @@ class OuterRank(Trainer):
             if self.replica.is_open(message):
                 self._answer = message
                 self._take_answer()
-            elif self.replica.overtaken(message):
-                self._is_cancelled = True
-                self._check_load()
+            else:
+                self.replica.overtaken(message)
         elif isinstance(message, CommitUnknown):
             if self.replica.phase is StepPhase.VOTED and self._answer is None:
                 self._answer = message

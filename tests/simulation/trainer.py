@@ -724,9 +724,7 @@ class Trainer:
             self._collectives.abort(self._handle)
         outcome = self.replica.decided(decided)
         if outcome is None:
-            if self.replica.overtaken(decided):
-                self._is_cancelled = True
-                self._check_load()
+            self.replica.overtaken(decided)
             return
         if outcome is Outcome.COMMIT:
             value = self._oracle.next_value(self.value, tuple(self._results))

@@ -20,7 +20,7 @@ from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.parameters import StateHere
 from torchft_ckpt.checkpointing.state.tree import in_words
-from torchft_ckpt.core.coordination.joining import Reception, Standstill
+from torchft_ckpt.core.coordination.joining import Reception
 from torchft_ckpt.core.coordination.learning import Distance
 from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateLocated
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
@@ -227,28 +227,22 @@ class Healing:
             if not said.cancel():
                 said.result()
 
-    def wait(self, is_over: Callable[[], bool] = lambda: False, *, says: bool = False) -> dict[str, Any]:
+    def wait(self, *, says: bool = False) -> dict[str, Any]:
         """Return the received state, whole and of the right step; its own part is what a Manager says of itself.
 
         Args:
             says: tell how long it takes also while nothing comes: a source may take long before the first byte.
-            is_over: whether the step that it is for cannot count any more. Its sources may wait for this group in the next quorum
-                then, so that they are not waited for without end here.
 
         Raises:
             TransferError, StateFormatError: why it could not be had; a state of another name is refused.
         """
         if self._fetch is None or self._wanted is None:
             raise RuntimeError("internal error: no fetch was started")
-        standstill = Standstill()
         while not is_done(self._fetch, _SAY_S):
             if says and not self._is_cancelled:
                 self._tell(max(self._reach_s, _SAY_S), Receives.TRANSFER)
             if self._is_cancelled:  # once more: it may not have begun when it was
                 self._transport.cancel_recv()
-            elif self._transport.uses_memory_of_state and is_over() and self._stands(standstill):
-                logger.info("the step is over, and no source sends its state: this group asks for it in the next step")
-                self.cancel()
         state = self._fetch.result()
         wanted = self._wanted.version
         own = state.get("torchft") if isinstance(state, dict) else None
@@ -260,12 +254,6 @@ class Healing:
         if complaint := self._own.complaint_about(own):
             raise StateFormatError(f"{self._source_name()} sent {wanted} with {complaint}", self._source_name())
         return state
-
-    def _stands(self, standstill: Standstill) -> bool:
-        progress, now = self.progress, time.monotonic()
-        if progress is None:
-            return standstill.lasts(done_bytes=0, has_all=False, now=now)
-        return standstill.lasts(done_bytes=_done_bytes(progress), has_all=_left_bytes(progress) <= 0, now=now)
 
     def cancel(self) -> None:
         """Give up a fetch in progress; what it brings is thrown away. Any thread."""

@@ -341,7 +341,7 @@ class Recovery:
         try:
             plan = self.client.plan()
             is_held = plan is not None and plan.formed.held
-            state = self._healing.wait(lambda: self.client.is_overtaken, says=is_held)
+            state = self._healing.wait(says=is_held)
             self._registry.check(state.get("user"))
             if as_group:
                 self.client.await_loading(self._limit)

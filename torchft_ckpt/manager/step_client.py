@@ -161,9 +161,6 @@ class StepClient:
         """A method has raised a `GroupLeftError` on the main thread."""
         self._error: ExceptionWithTraceback | None = None
         self._cleared: int | None = None
-        self.is_overtaken = False
-        """The open step cannot count. Its sources may have begun it again: they serve its state anew then, in a quorum that waits
-        for this group."""
         self.is_called = False
         """This group is a spare, and is to ask when it has a state: one of the others was lost, or another rank of it asks."""
         self._loading: list[LoadState] = []
@@ -233,7 +230,7 @@ class StepClient:
         self._num_held = 0
         self._error = None
         self._cleared = None
-        self.is_called = self.is_overtaken = False
+        self.is_called = False
         self._loading = []
 
     def locate(self, until: float, *, has_finished: bool = False, **moves: bool) -> StateLocated | None:
@@ -620,25 +617,19 @@ class StepClient:
             if replica.is_open(message):
                 self._answer = message
                 return f"they are broken: {message.reason}" if message.broken else "", False
-            else:
-                cancel = replica.overtaken(message)
-                self.is_overtaken = self.is_overtaken or cancel
-                return "", cancel
+            replica.overtaken(message)
         elif isinstance(message, CommitUnknown):
             if replica.phase is StepPhase.VOTED and self._answer is None:
                 self._answer = message
         elif isinstance(message, QuorumBroken):
             self._note_loss(replica, message)
             if replica.broken(message):
-                self.is_overtaken = True
                 first = self._error.original_exception if self._error is not None else None
                 if first is None or isinstance(first, CollectiveFailedError):  # a lost connection names nobody
                     error = ProcessGroupError(f"quorum {message.quorum_id} broke: {message.reason}", message.replica_id)
                     error.__cause__ = first
                     self._error = ExceptionWithTraceback(error)
-                sources = replica.quorum.sources if replica.quorum is not None else []
-                is_only_source = [source.replica_id for source in sources] == [message.replica_id]
-                return message.reason, message.lost and is_only_source
+                return message.reason, False
         elif isinstance(message, StateLocated):
             if self._asked_where is not None and message.request_id == self._asked_where.request_id:
                 self._asked_where = None

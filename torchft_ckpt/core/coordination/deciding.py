@@ -25,7 +25,6 @@ from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     CommitDecided,
     CommitVote,
-    Lacks,
     Outcome,
     QuorumBroken,
     Role,
@@ -276,7 +275,7 @@ class Deciding:
         tally = current.tally
         if tally.lost or tally.verdict is CommitDecision.COMMIT:
             return []
-        if not any(vote.lacks is Lacks.CONNECTION for vote in tally.votes.values()):
+        if all(vote.connects for vote in tally.votes.values()):
             return []
         new = [m for m in tally.roles if m not in self._trained]
         self._trained = self._trained if new else frozenset()
@@ -287,13 +286,10 @@ class Deciding:
         tally, since = current.tally, current.formed_at
         for replica_id in refused:
             vote = tally.votes.get(replica_id)
-            why = clip(vote.reason if vote is not None and vote.lacks else tally.reason)
-            connects = vote is None or vote.lacks is not Lacks.STATE
-            if connects:
-                why = f"the groups of quorum {current.quorum_id} cannot connect with it among them ({why}). {_REACH}"
-            said = self._joining.refused(
-                current, replica_id, (now - since) / len(refused), why, now, is_sure=connects and len(refused) == 1
-            )
+            why = clip(tally.reason if vote is None or vote.connects else vote.reason)
+            why = f"the groups of quorum {current.quorum_id} cannot connect with it among them ({why}). {_REACH}"
+            cost_s = (now - since) / len(refused)
+            said = self._joining.refused(current, replica_id, cost_s, why, now, is_sure=len(refused) == 1)
             yield Log(said, is_warning=True)
 
     def _is_listening(self, replica_id: str) -> bool:

@@ -27,8 +27,6 @@ FOLLOW_FROM_S = 0.25
 """A state that comes sooner is waited for, where a step is not known to take longer."""
 FIRST_RATE = 1e9
 """Bytes a second that are expected of a transfer before one was measured."""
-STANDSTILL_S = 5.0
-"""A transfer for a step that is over is given up when nothing has come for so long."""
 _WINDOW_S = 2.0
 _SOONEST_S = 0.3
 _SOONEST_LOADED_S = 0.5
@@ -103,28 +101,6 @@ class Reception:
             num_bytes: of the state; of one that began before, what it left is known.
         """
         return (num_bytes if self._left is None else self._left) / (self._rate or FIRST_RATE)
-
-
-class Standstill:
-    """Finds a transfer that brings nothing any more, for a step that is over. Not thread-safe.
-
-    The sources may serve that state in the next quorum alone, and that quorum may wait for the receiver.
-    """
-
-    def __init__(self) -> None:
-        self._done_bytes = -1
-        self._since = 0.0
-
-    def lasts(self, *, done_bytes: int, has_all: bool, now: float) -> bool:
-        """Take how far the transfer is; return whether nothing has come for so long that the receiver gives it up.
-
-        Args:
-            done_bytes: as of `Reception.progress`.
-            has_all: nothing more has to come.
-        """
-        if done_bytes != self._done_bytes or has_all:
-            self._done_bytes, self._since = done_bytes, now
-        return now - self._since >= STANDSTILL_S
 
 
 class Joining:

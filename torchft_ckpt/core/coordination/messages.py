@@ -324,16 +324,6 @@ class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The asker goes on alone from the state of one that stands still for it, and from no other."""
 
 
-class Lacks(str, Enum):
-    """Why a member could take no part in a step, where that is the reason of its vote."""
-
-    NOTHING = ""
-    CONNECTION = "connection"
-    """The members of the quorum could not connect to each other: its process group was not made."""
-    STATE = "state"
-    """It could not receive or load the state of the step."""
-
-
 class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Whether the step may count, from one rank to its group and from one group to the lighthouse."""
 
@@ -357,7 +347,8 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of a rank: one digest of the state that the step began with, where that is to be compared. Of a group: one for each of
     its
     ranks; empty where one of them has none."""
-    lacks: Lacks = Lacks.NOTHING
+    connects: bool = True
+    """False: the members of the quorum could not connect to each other, so its process group was not made."""
     reason: Text = ""
 
 

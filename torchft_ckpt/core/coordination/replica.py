@@ -33,7 +33,6 @@ from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     Hello,
     JoinerWaiting,
-    Lacks,
     LocateState,
     OnReplicasDiffer,
     Outcome,
@@ -71,7 +70,7 @@ class StepEvent(Enum):
     CANNOT_CONNECT = "cannot_connect"
     """Say in the vote that the process group could not be made."""
     OVERTAKEN = "overtaken"
-    """The step cannot count: what is loaded for it is of no use if that is returned."""
+    """The step cannot count."""
     BROKEN = "broken"
     """Abort what is in flight. The step cannot count if it was not voted on, and else stands."""
     VOTE = "vote"
@@ -640,7 +639,6 @@ class ReplicaState:
         formed = self.quorum
         approve = self.error is None and self.healed
         reason = self.error or ("" if self.healed else "its state is not loaded yet")
-        lacks = Lacks.NOTHING if self.healed or self.error is None else Lacks.STATE
         if approve and self.num_participants < self.settings.min_replica_size:
             approve = False
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
@@ -657,7 +655,7 @@ class ReplicaState:
             collectives=collectives,
             num_collectives=num_collectives,
             state_digests=[state_digest] if state_digest and approve and is_known_holder else [],
-            lacks=Lacks.CONNECTION if self._is_unconnected else lacks,
+            connects=not self._is_unconnected,
             reason=reason[:1000],
         )
         if self._vote.broken:
@@ -719,16 +717,13 @@ class ReplicaState:
             self.configured = None
         return outcome
 
-    def overtaken(self, decided: CommitDecided) -> bool:
-        """The others decided the open step without this replica's vote: what it still loads for it is of no use."""
+    def overtaken(self, decided: CommitDecided) -> None:
+        """The others decided the open step without this replica's vote."""
         formed = self.quorum
         key = (decided.quorum_id, decided.epoch, decided.step)
-        if formed is None or (formed.quorum_id, formed.epoch, formed.version.step) != key:
-            return False
-        if not self._moves(StepEvent.OVERTAKEN):
-            return False
-        self.fail(decided.reason or "the others went on without this replica")
-        return decided.outcome is Outcome.LEFT_BEHIND
+        is_open = formed is not None and (formed.quorum_id, formed.epoch, formed.version.step) == key
+        if is_open and self._moves(StepEvent.OVERTAKEN):
+            self.fail(decided.reason or "the others went on without this replica")
 
     def decision_unknown(self) -> None:
         """The time to wait for the decision is over. If the others committed, the next quorum heals this replica.
@@ -837,8 +832,8 @@ class ReplicaState:
             yield "its state is not compared if this step does not count"
         if vote is not None and (vote.quorum_id, vote.epoch, vote.step) != (*self._quorum_key(), formed.version.step):
             yield "the vote is about another step"
-        if vote is not None and vote.approve and (vote.broken or vote.lacks is not Lacks.NOTHING):
-            yield "it approves of what it says that it lacks, or is broken"
+        if vote is not None and vote.approve and (vote.broken or not vote.connects):
+            yield "it approves of what it says that it cannot connect for, or is broken"
         if vote is not None and vote.approve and version.proven and version != formed.version:
             yield "it approves of a step from a state that it does not hold"
         if vote is not None and vote.approve and self.num_participants < self.settings.min_replica_size:
