@@ -780,6 +780,22 @@ def test_one_that_has_gone_out_and_still_holds_the_newest_state_comes_in_in_turn
             b.votes()
 
 
+def test_the_turns_of_a_group_that_is_gone_are_forgotten_with_it() -> None:
+    job = Job(least=1)
+    a, b, other = [job.join(name) for name in "abc"]
+    one_step(job, a, b, other, kind="both")
+    for member, kind in ((a, "both"), (b, "both"), (other, "one of them")):
+        member.asks(can_serve=True, kind=kind)
+    assert other.replica.warms_up
+    other.leaves()
+    for member in (a, b):
+        member.votes()
+    j = newcomer(job, kind="another name")
+    for member in (a, b):
+        member.asks(can_serve=True, kind="both")
+    assert is_held(j), "else it would wait for a turn that never comes"
+
+
 def test_a_group_whose_loop_never_does_what_the_others_did_is_kept_outside_for_some_steps_alone():
     """Who trains what may follow from the number of the step: then it is no matter what each trained last."""
     job, a, b, turns = two_networks()

@@ -76,8 +76,8 @@ class Beside:
         self._joining = joining
         self._spares = spares
         self._told = TokenBucket(TOLD_PER_S, TOLD_AT_ONCE, TOLD_AT_ONCE, job.now)
-        self._kinds: set[str] = set()
-        """Of the steps that the job was seen to make. More than one: its loops have a step for each of several optimizers."""
+        self._takes_turns = False
+        """The loops of those who are here have a step for each of several optimizers."""
 
     # ---------------------------------------------------------------------------------------------- who stays outside
 
@@ -177,10 +177,12 @@ class Beside:
         anew, so it comes in at a place that its last steps tell; it makes steps alone until they do.
         """
         asking = {m.replica_id: m for m in candidates}
-        at_work = [asking[m].asked.kinds for m in self._job.quorum_members if m in asking]
-        if len(self._kinds) < MAX_KINDS:
-            self._kinds.update(*at_work)
-        if not at_work or len(self._kinds) < 2:
+        train = [asking[m] for m in self._job.quorum_members if m in asking]
+        at_work = [member.asked.kinds for member in train]
+        for member in train:
+            member.kinds.update(member.asked.kinds if len(member.kinds) < MAX_KINDS else ())
+        self._takes_turns = len({kind for member in self._job.members.values() for kind in member.kinds}) > 1
+        if not at_work or not self._takes_turns:
             return {}
         counts = Counter(tuple(kinds[-1:]) for kinds in at_work)
         usual = max(at_work, key=lambda kinds: counts[tuple(kinds[-1:])])  # of as many, that of the first
@@ -206,7 +208,7 @@ class Beside:
 
         A loop that trains two networks in turn does so: the critic learns from what the generator has made.
         """
-        return len(self._kinds) > 1 and member.replica_id not in self._job.quorum_members
+        return self._takes_turns and member.replica_id not in self._job.quorum_members
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
         """Whether a group that would follow has waited so long for another one to have its state that it comes in otherwise."""

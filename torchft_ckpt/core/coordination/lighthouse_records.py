@@ -83,6 +83,8 @@ class Member:
     """It was told to leave: it begins no step with the others any more, and is excused."""
     farewell: LeaveWish | None = None
     """Set once it issues no collective of its last step any more."""
+    kinds: set[str] = field(default_factory=set)
+    """Of the steps that its loop was seen to make: see `QuorumRequest`."""
     out_of_turn_since: float | None = None
     """Since when it has stayed outside because its loop is at another of its optimizers than the others' loops."""
     asked_at: float = 0.0
