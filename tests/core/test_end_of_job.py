@@ -59,6 +59,19 @@ def test_a_group_of_its_own_counts_the_discarded_iteration_and_the_others_end_wi
     assert a.hears() == ["refused: finished"]
 
 
+def test_of_two_that_go_on_one_that_loads_what_differs_before_its_step_goes_on_too() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    finishes(a)
+    b.asks(can_serve=True, shows="w")
+    c.asks(can_serve=True, shows="of its own")
+    assert c.formed is not None and c.formed.differs and job.lighthouse.finished_step is None
+    job.passes(1.0)
+    assert "refused: finished" not in b.hears()
+    c.follows()
+    c.asks(can_serve=True, shows="w")
+    assert [m.hears()[-1] for m in (b, c)] == ["quorum 2 step 3 healthy"] * 2
+
+
 def test_two_groups_that_go_on_train_on_and_the_operator_hears_so() -> None:
     job, (a, b, c) = trained("a", "b", "c")
     finishes(a)

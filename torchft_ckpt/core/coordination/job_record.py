@@ -66,7 +66,11 @@ class JobRecord:
         step = self.finished_at_step
         if step is None or step != self.newest_step:
             return None
-        holders = [m for m in self.staying() if m.version.step >= step and self.history.is_valid(m.version)]
+        # One at work without a name for its state is about to load what it differs in, and goes on too.
+        at_work, is_valid = self.quorum_members, self.history.is_valid
+        holders = [
+            m for m in self.staying() if m.version.step >= step and (is_valid(m.version) or m.replica_id in at_work)
+        ]
         train = [m for m in holders if not m.hello.spare or m.replica_id in self.quorum_members]
         goes_on = len(train) > 1 or any(m.replica_id in self.finished_by for m in holders)
         goes_on = goes_on or any(self._is_restored(m, step) for m in self.staying())
