@@ -26,6 +26,7 @@ from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     GiveUpWaiting,
     GroupBroken,
+    JoinerWaiting,
     JoinProgress,
     Leave,
     LeaveAt,
@@ -617,3 +618,33 @@ def test_what_its_ranks_say_they_have_received_is_summed_up_to_what_the_lighthou
     progress = JoinProgress(quorum_id=2, step=4, reach_s=1.0, done_bytes=most, total_bytes=most)
     (said,) = up([done for rank in range(2) for done in group.handle(RankMessage(rank, progress))])[-1:]
     assert isinstance(said, JoinProgress) and (said.done_bytes, said.total_bytes) == (most, most)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_rank_that_asks_anew_while_the_name_of_its_state_is_on_the_way_gets_the_name_again(restored: bool) -> None:
+    group, unnamed = GroupState(2), StateVersion(step=4)
+    for rank in (0, 1):
+        sent = up(group.handle(RankMessage(rank, request(version=unnamed, restored=restored))))
+    (asked,) = sent
+    assert isinstance(asked, QuorumRequest) and not asked.torn
+    group.handle(LighthouseMessage(JoinerWaiting(request_id=asked.request_id, names=PROVEN)))
+    out = group.handle(RankMessage(1, request(2, version=unnamed, restored=restored)))
+    assert [i.message for i in out if isinstance(i, SendToRank)] == [JoinerWaiting(request_id=2, names=PROVEN)]
+    (again,) = up(out)
+    assert isinstance(again, QuorumRequest) and (again.version, again.torn, again.restored) == (PROVEN, False, False)
+    group.validate()
+
+
+@pytest.mark.parametrize("other", ["torn", "of another step", "restored meanwhile"])
+def test_a_rank_that_asks_anew_with_another_state_than_the_one_that_was_named_does_not_get_that_name(
+    other: str,
+) -> None:
+    group, unnamed = GroupState(2), StateVersion(step=4)
+    for rank in (0, 1):
+        (asked,) = up(group.handle(RankMessage(rank, request(version=unnamed)))) or [None]
+    assert isinstance(asked, QuorumRequest)
+    group.handle(LighthouseMessage(JoinerWaiting(request_id=asked.request_id, names=PROVEN)))
+    version = StateVersion() if other == "of another step" else unnamed
+    anew = request(2, version=version, torn=other == "torn", restored=other == "restored meanwhile")
+    (again,) = up(group.handle(RankMessage(1, anew)))
+    assert isinstance(again, QuorumRequest) and again.torn

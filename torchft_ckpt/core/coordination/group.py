@@ -166,6 +166,8 @@ class GroupState:
         self._request_id = 0
         self._asked: QuorumRequest | None = None
         """What the group asked and has no answer to."""
+        self._unnamed: QuorumRequest | None = None
+        """The same before the state that it names got its name, if it did."""
         self._asked_by: dict[int, QuorumRequest] = {}
         """The ranks' requests that `_asked`, or the open quorum, goes back to."""
         self._locating: dict[int, LocateState] = {}
@@ -296,6 +298,10 @@ class GroupState:
             return
         if self._asked is not None:
             # It does not wait for the answer any longer: the group's question becomes a new one.
+            if (before := self._unnamed) is not None and _state_of(request) == _state_of(before):
+                named = self._asked.version  # the name is on its way to this rank
+                yield SendToRank(rank, JoinerWaiting(request_id=request.request_id, names=named))
+                request = msgspec.structs.replace(request, version=named, restored=False)
             self._asked_by[rank] = request
         else:
             if self._quorum is not None and rank not in self._requests:
@@ -306,7 +312,7 @@ class GroupState:
             if len(self._requests) < self.world_size:
                 yield from self._answer_locating()
                 return
-            self._asked_by, self._requests = self._requests, {}
+            self._asked_by, self._requests, self._unnamed = self._requests, {}, None
         self._request_id += 1
         self._asked = self._combine(self._asked_by)
         self._finished = None
@@ -657,6 +663,7 @@ class GroupState:
         """The state with which the group has asked gets its name, at all ranks."""
         if self._asked is None or message.request_id != self._asked.request_id:
             return
+        self._unnamed = self._asked
         self._asked = msgspec.structs.replace(self._asked, version=message.names, restored=False)
         for rank, asked in self._asked_by.items():
             self._asked_by[rank] = msgspec.structs.replace(asked, version=message.names, restored=False)
@@ -777,6 +784,10 @@ def _longest(seconds: list[float | None]) -> float | None:
     """Return the longest; None where one is not known."""
     known = [s for s in seconds if s is not None]
     return max(known) if len(known) == len(seconds) else None
+
+
+def _state_of(request: QuorumRequest) -> tuple[StateVersion, bool, bool]:
+    return request.version, request.restored, request.torn
 
 
 def _unequal(numbers: list[int]) -> list[int]:
