@@ -176,6 +176,7 @@ def test_a_job_that_goes_back_to_a_checkpoint_begins_with_it_as_with_a_first_sta
         member.votes()
     assert (a.step, b.step) == (3, 3)
     assert sum("steps 3 to 3 are lost" in line for line in job.log) == 1
+    assert sum(line.startswith(f"quorum {a.replica.version.quorum_id} at step 2: ") for line in job.log) == 1
 
 
 def test_a_spare_that_comes_while_the_first_state_is_given_stays_a_spare() -> None:

@@ -988,7 +988,7 @@ class LighthouseState:
         quorum_id = self._next_quorum_id(members)
         if assignment.is_first and assignment.version.quorum_id >= self.quorum_id:
             quorum_id = assignment.version.quorum_id  # it names their state, and no quorum yet
-        is_new = quorum_id != self.quorum_id or self.round is None
+        is_new = self.round is None or quorum_id != self.round.quorum_id
         if assignment.version != self._first:
             yield from self._go_on_from(assignment, quorum_id)
         self._first = StateVersion()
