@@ -344,7 +344,8 @@ class Oracle:
             elif isinstance(message, LocateState):
                 self._learn(state, life, event.connection, message.version)
                 who = next((m.replica_id for m in state.members.values() if m.connection == event.connection), None)
-                if who is not None and message.has_finished and message.version.proven:
+                # The word of a group that was in no quorum counts for nothing.
+                if message.has_finished and who in state._job.finished_by and message.version.proven:
                     life.finished[who] = message.version.step
             elif isinstance(message, AllowStepLoss):
                 life.may_lose_steps = True
