@@ -405,11 +405,11 @@ class Member:
             return
         if self.is_stopped:
             return
-        is_first = self.job.gives_first and self.job.lighthouse._first.proven
+        is_first = self.job.gives_first and self.job.lighthouse._job.first.proven
         is_of_first = isinstance(message, QuorumPending | QuorumFormed) and is_first
         if not is_of_first:
             self._heard.append(_words(message))
-        if is_first and isinstance(message, QuorumFormed) and message.names_state:
+        if is_first and isinstance(message, QuorumFormed) and message.held:
             self.job._given.append(self)
         if isinstance(message, QuorumFormed):
             plan = self.replica.formed(message)

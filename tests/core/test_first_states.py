@@ -65,9 +65,16 @@ def test_all_begin_with_the_highest_step_that_one_of_them_has_restored() -> None
     b.asks(can_serve=True)
     assert a.formed is not None and a.formed.held and b.replica.version.step == a.formed.version.step == 5
     receives(a)
+    assert a.replica.is_on_trial, (
+        "its loop has read another step at its top: it writes nothing before that was compared"
+    )
     for member in (a, b):
+        assert member.formed is not None and (member.formed.num_proved, member.replica.num_writers) == (1, 1)
         member.votes()
     assert (a.step, b.step) == (6, 6)
+    b.asks(can_serve=True, shows="w", ema="as all")
+    a.asks(can_serve=True, shows="w", ema="its own")
+    assert a.formed is not None and a.formed.differs, "else this would count as each group's own for good"
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves", "could not receive it"])
@@ -157,6 +164,96 @@ def test_a_group_that_comes_while_the_first_state_is_given_is_none_of_those_who_
         member.asks(can_serve=True, shows="w", ema="as all")
     d.asks(can_serve=True, shows="w", ema="its own")
     assert d.formed is not None and d.formed.differs, "else this would count as each group's own for good"
+
+
+@pytest.mark.parametrize("how", ["it was given that state at the end of its iteration", "it does not wait for quorums"])
+def test_who_has_computed_an_iteration_alone_is_no_beginner_if_the_state_is_named_anew(how: str) -> None:
+    job, (a, b) = begins(names="ab")
+    d = job.join("d")
+    d.asks(waits=False)
+    d.ends()
+    if how == "it was given that state at the end of its iteration":
+        d.asks(at_end=True)
+        assert d.formed is not None and (d.formed.held, d.formed.names_state) == (True, False)
+        d.follows(load=False)
+    a.dies()
+    b.follows(load=False)
+    b.asks_again()
+    d.asks(can_serve=True)
+    assert b.replica.version.proven
+    receives(d)
+    assert in_quorum(job) == {"b:1", "d:1"}
+    assert b.formed is not None and (b.formed.num_proved, d.replica.is_on_trial) == (1, True)
+    for member in (b, d):
+        member.votes()
+    b.asks(can_serve=True, shows="w", ema="as all")
+    d.asks(can_serve=True, shows="w", ema="its own")
+    assert d.formed is not None and d.formed.differs, "else this would count as each group's own for good"
+
+
+def test_who_has_computed_alone_is_right_if_the_first_state_is_its_own() -> None:
+    job, (z,) = begins(names="z", least=1)
+    b = job.join("b")
+    b.asks()
+    z.dies()
+    b.ends()
+    b.asks(can_serve=True)
+    a = job.join("a")
+    a.asks()
+    a.ends()
+    b.votes(error="it is alone")
+    a.asks(at_end=True)
+    b.asks(can_serve=True)
+    a.comes_in()
+    a.asks()
+    for member in (a, b):
+        member.votes()
+    b.asks(can_serve=True, shows="w")
+    a.asks(can_serve=True, shows="another")
+    assert a.formed is not None and a.formed.differs
+
+
+def test_a_job_begins_without_those_that_connect_meanwhile_and_do_not_ask() -> None:
+    job, (a, b) = begins(names="ab")
+    job.join("x"), job.join("y"), job.join("z")  # they still build their models
+    job.passes(30.0)
+    assert a.pending is not None and (a.pending.held_s > 0.0, job.lighthouse.reason) == (
+        True,
+        f"{HELD.format('b:1').removeprefix('held up: ')}; b:1 has said nothing for {SILENT_S:g} s and more: look into its log",
+    )
+    receives(b)
+    assert in_quorum(job) == {"a:1", "b:1"}
+
+
+def test_who_comes_later_keeps_a_job_from_its_first_step_no_longer_than_from_any_other() -> None:
+    job, (_, b) = begins(least=1, names="ab")
+    d = job.join("d")
+    d.warms_up(reach_s=0.1)
+    assert d.formed is not None and d.formed.held
+    receives(b)
+    assert not in_quorum(job)
+    job.passes(SILENT_S + 1.0)  # it hangs
+    assert in_quorum(job) == {"a:1", "b:1"}
+
+
+def test_a_row_of_those_who_come_later_keeps_a_job_from_its_first_step_for_one_allowance_at_most() -> None:
+    job, (_, b) = begins(least=2, names="ab", join_stall_limit_s=60.0)
+    before: Member | None = None
+    for number in range(9):
+        late = job.join(f"d{number}")
+        late.warms_up(reach_s=20.0)
+        receives(b) if number == 0 else None
+        for _ in range(10):
+            if late.formed is not None and late.formed.held:
+                late.still_needs(15.0)
+            job.passes(1.0)
+        if before is not None and before.formed is not None and before.formed.held:
+            before.comes_in()
+            before.asks()
+        before = late
+        if in_quorum(job):
+            break
+    assert in_quorum(job) >= {"a:1", "b:1"} and job.now <= 61.0
 
 
 def test_a_job_that_goes_back_to_a_checkpoint_begins_with_it_as_with_a_first_state() -> None:

@@ -174,6 +174,24 @@ def test_a_job_without_a_group_is_remembered() -> None:
     assert "set another TORCHFT_CKPT_JOB" in lighthouse.jobs.states["gpt"].reason
 
 
+@pytest.mark.parametrize("finished_at", [0, 100])
+def test_a_job_whose_groups_are_all_lost_while_its_first_state_is_given_is_remembered(finished_at: int) -> None:
+    lighthouse = Lighthouse()
+    if finished_at:
+        lighthouse.jobs.finished["gpt"] = FinishedJob(finished_at, 0.0)
+    a, b = Group(lighthouse, "gpt", "a:1"), Group(lighthouse, "gpt", "b:1")
+    a.says(QuorumRequest(request_id=1, version=StateVersion(step=120), restored=True))
+    b.says(QuorumRequest(request_id=1, version=StateVersion(), waits_for_quorum=True))
+    (formed,) = b.hears(QuorumFormed)
+    assert isinstance(formed, QuorumFormed) and formed.held and formed.version.step == 120
+    a.dies()
+    b.dies()
+    late = Group(lighthouse, "gpt", "c:1")
+    late.asks()
+    assert not late.hears(QuorumFormed), "it would begin again at step 0"
+    assert f"step {finished_at or 120} was committed" in lighthouse.jobs.states["gpt"].reason
+
+
 def test_a_job_that_was_never_more_than_a_hello_leaves_nothing() -> None:
     lighthouse = Lighthouse(LighthouseSettings(min_replicas=2))
     group = Group(lighthouse, "gpt")

@@ -195,7 +195,7 @@ def test_a_group_that_followed_takes_the_job_no_steps_back_because_it_is_the_fir
     job.restart()
     c.connects()
     c.asks(at_end=True, reach_s=30.0, can_follow=True)
-    assert "only groups that were beside the quorum are back" in job.log[-1]
+    assert "only groups that were in no quorum are back" in job.log[-1]
     a.connects()
     b.connects()
     job.step(a, b)

@@ -189,7 +189,7 @@ class Oracle:
     def healed(self, trainer: Trainer) -> None:
         """A rank has loaded the state of a version."""
         version, formed = trainer.replica.version, trainer.replica.quorum
-        may_load = trainer.is_at_end or (formed is not None and (formed.names_state or formed.differs))
+        may_load = trainer.is_at_end or (formed is not None and (formed.held or formed.differs))
         if trainer.replica.is_in_step and not may_load:
             self.fail(f"{trainer.address} has loaded {version} in the middle of an iteration")
         ranks = self._fetched[trainer.replica_id, version]
@@ -469,7 +469,7 @@ class Oracle:
 
     def _check_formed(self, state: LighthouseState, life: _Life, formed: QuorumFormed) -> None:
         key = (formed.quorum_id, formed.epoch)
-        if formed.held and formed.names_state:  # before there is a quorum, the job goes on from there
+        if formed.held and formed.version == state._job.first:  # before there is a quorum, the job goes on from there
             if (*key, formed.version) not in self._named:
                 self._named.add((*key, formed.version))
                 self._check_origin(state, life, formed, [source.replica_id for source in formed.sources])
@@ -504,12 +504,13 @@ class Oracle:
         followed = {version for version in life.told_to_commit if version in self._parents}
         told = self._told(state, life)
         known = max((v.step for v in told | followed if not self._is_void(v)), default=0)
+        is_named = formed.names_state or formed.held
         if formed.version.step < known:
-            is_restored = formed.names_state and all(self._requests[holder].restored for holder in holders)
+            is_restored = is_named and all(self._requests[holder].restored for holder in holders)
             if not is_restored and not life.may_lose_steps:
                 self.fail(f"quorum {formed.quorum_id} goes back to {formed.version}, step {known} was reported")
         to_load = {m for m, version in life.told_to_load.items() if version.step == formed.version.step}
-        if formed.names_state and to_load.intersection(holders):
+        if is_named and to_load.intersection(holders):
             self._named_anew.append(formed.version)
         if formed.rolled_back_to.quorum_id == formed.quorum_id:
             # On purpose, for all that was checked. Members may have told of more than they were seen to hold.

@@ -375,7 +375,7 @@ class Trainer:
         if self._plan is not None and self.replica.version == self._plan.formed.version and not is_corrected:
             self._distance.followed()
         last = self.replica.quorum
-        is_held = last is not None and last.held and not last.names_state
+        is_held = last is not None and last.held and self.is_at_end
         self.replica.learned()
         if is_held and not self.replica.is_behind and not self.replica.is_leaving:
             self._goes_on()

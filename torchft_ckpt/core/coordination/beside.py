@@ -275,12 +275,8 @@ class Beside:
         holding: Collection[Member],
         assignment: Assignment,
         now: float,
-        *,
-        names_state: bool = False,
     ) -> Iterator[Instruction]:
-        """Give newcomers the state with which the next quorum begins, which is held meanwhile. `holding`: have that state.
-        `names_state`: it is the job's first one, and they begin the job.
-        """
+        """Give newcomers the state with which the next quorum begins, which is held meanwhile. `holding`: have that state."""
         able = [m for m in holding if m.asked.can_serve] or [*holding]
         ranks = {part.replica_id: rank for rank, part in enumerate(assignment.parts)}
         sources = [member.as_source(ranks[member.replica_id]) for member in able[:MAX_SOURCES]]
@@ -296,7 +292,7 @@ class Beside:
                 sources=sources,
                 follows=True,
                 held=True,
-                names_state=names_state,
+                names_state=self._job.beginners.get(member.replica_id, False),
                 assignment=assignment,
             )
             member.is_called = True  # it comes as soon as it can
@@ -397,6 +393,8 @@ class Beside:
         request = self._job.take_request(member)
         # It may have been in the quorum, and have given its step up.
         self._job.quorum_members.pop(member.replica_id, None)
+        if warms_up:
+            self._job.computes_alone(member)
         member.is_excused = member.has_left_step = True
         member.is_beside, member.warms_up = follows or warms_up, warms_up
         member.follows_until = now + SAY_EVERY_S if follows else now

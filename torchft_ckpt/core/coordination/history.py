@@ -92,7 +92,7 @@ class StateHistory:
         """By the replica id of a connected member: the later step that it shows, which was not committed in this life. Empty
         before `_has_committed`."""
         self.has_begun = finished_step is not None
-        """Whether this life has formed a quorum, or the job was over. Never becomes false again."""
+        """Whether this life has formed a quorum, or named the state of the first one, or the job was over. Never false again."""
         self._has_committed = self.has_begun
         """Whether this life has committed a step, too. Before that a later state counts for what the job has come to: who began
         may be groups that knew no better, as the first ones back after the lighthouse was started again."""

@@ -19,8 +19,8 @@ that before there is a quorum: those who begin the job with its holder receive i
     held   it is gone, or asks otherwise: it has no such state   none   the quorum forms without it
     held   it is silent, does not begin its next step, or        none   the quorum forms without it; what it receives is of use in
            measures that it needs longer than the allowance             the next hold
-    held   those who train are too few without it, or it is      held   no limit of time: no step could count
-           the job's first state
+    held   those who train are too few without it, or one who    held   no limit of time: no step could count
+           begins the job has not come yet
     held   nobody waits any more who holds that state            none   nothing
 
 A hold that fails costs its own time, out of `JoinAllowance`, and nothing else: no step, no quorum id. Who fails owes, as all who
@@ -99,10 +99,6 @@ class Holds:
     @property
     def is_on(self) -> bool:
         return bool(self._awaited)
-
-    def is_for(self, version: StateVersion) -> bool:
-        """Whether a quorum that begins with this state is held."""
-        return self.is_on and self._version == version
 
     @property
     def awaited(self) -> list[Member]:

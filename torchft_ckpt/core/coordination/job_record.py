@@ -34,6 +34,12 @@ class JobRecord:
     quorum_members: dict[str, None] = field(default_factory=dict)
     """Members that the next quorum waits for, because they hold the state: those of the last quorum that were not lost or
     left behind, and those that caught up with them. Always connected."""
+    first: StateVersion = field(default_factory=StateVersion)
+    """A first state that has its name, while no quorum has begun with it."""
+    beginners: dict[str, bool] = field(default_factory=dict)
+    """The members that begin the job with that: its holders and those that were to receive it. True: its loop has read no step of
+    another state, and has computed nothing, or it alone holds the state. Always connected; who computes something alone since is
+    none of them any more."""
     finished_at_step: int | None = None
     """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
     finished_by: set[str] = field(default_factory=set)
@@ -47,7 +53,7 @@ class JobRecord:
 
     @property
     def quorum_id(self) -> int:
-        """The id of the last quorum, or the highest that no quorum may have any more; 0: there was none."""
+        """The id of the last quorum, or of `first`, or the highest that no quorum may have any more; 0: there was none."""
         return self.quorum_ids.latest
 
     @property
@@ -98,6 +104,17 @@ class JobRecord:
 
     # --------------------------------------------------------------------------------------------------------- groups
 
+    @property
+    def last_quorum(self) -> Collection[str]:
+        """The members that the next quorum waits for; of a job's first one, those who begin the job."""
+        return self.beginners if self.first.proven else self.quorum_members
+
+    def computes_alone(self, member: Member) -> None:
+        """A member computes an iteration for itself alone, or has done so: no quorum waits for it, and no job begins with it."""
+        member.has_computed = True
+        self.quorum_members.pop(member.replica_id, None)
+        self.beginners.pop(member.replica_id, None)
+
     def staying(self) -> list[Member]:
         return [member for member in self.members.values() if not (member.is_let_go or member.has_finished)]
 
@@ -145,8 +162,9 @@ class JobRecord:
         self.history.validate(dict(self.held()))
         if self.waiting.keys() != {replica_id for replica_id, m in self.members.items() if m.request is not None}:
             raise RuntimeError(f"{list(self.waiting)} wait, and others have an open request")
-        if not self.quorum_members.keys() <= self.members.keys():
-            raise RuntimeError(f"the next quorum waits for some of {list(self.quorum_members)} that are not here")
+        for those in (self.quorum_members, self.beginners):
+            if not those.keys() <= self.members.keys():
+                raise RuntimeError(f"the next quorum waits for some of {list(those)} that are not here")
         for member in self.members.values():
             if member.request is not None and member.is_excused:
                 raise RuntimeError(f"{member.replica_id} asks for a quorum, and nobody waits for it")

@@ -6,7 +6,7 @@
     jobs.next_deadline()  # call handle(Tick(), now) then
 
 A job begins with the first group that is welcomed under its name, and is remembered when its groups are gone: they may come
-back. Of a finished one only its step stays. A job that had no quorum in this life of the lighthouse is forgotten with its last
+back. Of a finished one only its step stays. A job that has not begun in this life of the lighthouse is forgotten with its last
 group, whatever its groups said of earlier ones: they say it again.
 
 All jobs share bounds on the addresses that groups give, and on what is kept of their last requests and votes. Above one of them
@@ -64,7 +64,7 @@ MAX_SAID_BYTES, LEAST_COUNTED_BYTES = 2 << 30, 16 << 10
 they say of each rank when they ask and vote, if it is not less."""
 LINES_PER_S, LINES_AT_ONCE = 20.0, 5000.0
 """Of a job in the log, and as many warnings. Names cost nothing: while `MAX_JOBS` such rates are in use, all jobs of new names
-have one together until they have had a quorum."""
+have one together until they have begun."""
 
 
 def _kept_bytes(message: ToLighthouse) -> int:
@@ -162,7 +162,7 @@ class Jobs:
             self._deadlines[name] = deadline
         if state.is_deserted and name not in (job or DEFAULT_JOB for job in self._job_of.values()):
             step = state.finished_step
-            if step is not None or not state.had_quorum:
+            if step is not None or not state.has_begun:
                 self._drop(name)
             if step is not None:
                 self.finished.setdefault(name, FinishedJob(step, now))
@@ -172,7 +172,7 @@ class Jobs:
 
     def _pays_for_lines(self, name: str, now: float) -> str:
         of = f"job {name}"
-        is_known = self.states[name].had_quorum or any(self._lines.knows((of, warns), now) for warns in (False, True))
+        is_known = self.states[name].has_begun or any(self._lines.knows((of, warns), now) for warns in (False, True))
         return of if is_known or len(self._lines) < MAX_JOBS else "new jobs"
 
     def _begin(self, name: str) -> None:

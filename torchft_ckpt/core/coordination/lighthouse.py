@@ -143,8 +143,6 @@ class LighthouseState:
         self._contributors = RecentContributors()
         self._speaking = Speaking()
         self._deciding = Deciding(self._job, self._joining, self._equality, self._trials, self._speaking, self._leaving)
-        self._first = StateVersion()
-        """A first state that has its name, while no quorum has begun with it."""
         self._store_hosts: tuple[str, ...] = ()
         """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
@@ -220,9 +218,9 @@ class LighthouseState:
         return not self.members
 
     @property
-    def had_quorum(self) -> bool:
-        """Whether one was formed in this life."""
-        return self.round is not None
+    def has_begun(self) -> bool:
+        """Whether a quorum was formed in this life, or the state was named with which the first one begins."""
+        return self.round is not None or self._job.first.proven
 
     def _excuse_silence_while_paused(self, now: float) -> Iterator[Instruction]:
         """If the lighthouse itself was paused, it could not hear: what the members said meanwhile is yet to be read."""
@@ -332,6 +330,7 @@ class LighthouseState:
             checkpoint_addresses=addresses,
             is_beside=hello.is_beside,
             has_left_step=hello.is_beside,
+            has_computed=hello.is_beside,
             is_excused=hello.is_beside,
         )
         self._roster.add(member)
@@ -453,7 +452,7 @@ class LighthouseState:
         yield from self._on_state_shown(member, request.version, now)
         self._job.waiting[replica_id] = None
         if request.at_end:
-            self._job.quorum_members.pop(replica_id, None)
+            self._job.computes_alone(member)
         yield from self._leaving.answer(now)
         if member.request is None:
             yield from self._reconsider(now)
@@ -553,7 +552,7 @@ class LighthouseState:
         """Look whether a quorum can be formed, if this event can have changed that. Else leave it to the deadline."""
         if not self._job.waiting:
             return
-        survivors_back = bool(self._job.quorum_members) and self._job.quorum_members.keys() <= self._job.waiting.keys()
+        survivors_back = bool(self._job.last_quorum) and self._job.waiting.keys() >= {*self._job.last_quorum}
         everyone = survivors_back or all(
             m.is_beside or m.replica_id in self._job.waiting or self._beside.is_absent_spare(m)
             for m in self.members.values()
@@ -606,7 +605,7 @@ class LighthouseState:
         holding = [m for m in admitted if holders.goes_on_from(m.version)]
         # Too few without them: the others wait until they have come.
         are_few = self._job.are_too_few(admitted, holding)
-        is_needed = are_few or self._holds.is_for(self._first)
+        is_needed = are_few or any(m.replica_id in self._job.beginners for m in self._holds.awaited)
         self._holds.needs(is_needed, now)
         why_not = {m.replica_id: self._why_not_held_for(m, admitted, holding, now) for m in ending}
         following, why_outside = self._beside.at_end(ending, holding, why_not, now, are_needed=are_few)
@@ -645,7 +644,7 @@ class LighthouseState:
         verdict = decide_quorum(
             alive=alive,
             asked=asked,
-            last_quorum=self._job.quorum_members,
+            last_quorum=self._job.last_quorum,
             holders=self._job.history.holders(self._job.held(), self.newest_step),
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
@@ -674,7 +673,7 @@ class LighthouseState:
             allow_step_loss=self.allow_step_loss or self.settings.allow_step_loss,
             quorum_id=self.quorum_id + 1,
             epoch=self.epoch,
-            first=self._first,
+            first=self._job.first,
         )
         if isinstance(assignment, StepLost):
             yield from self._notify_pending(self._why_lost(assignment, verdict.members), now, None, is_warning=True)
@@ -684,7 +683,7 @@ class LighthouseState:
             hold = self._job.history.why_not_back(
                 assignment.version.step,
                 self._job.held(exclude=verdict.members),
-                is_first=assignment.is_first and assignment.version != self._first,
+                is_first=assignment.is_first and assignment.version != self._job.first,
                 restarted_at=self._restart.first_heard_at,
                 patience_s=self.settings.join_timeout_s,
                 now=now,
@@ -696,7 +695,7 @@ class LighthouseState:
         if helpless := [member.replica_id for member in lacking if not member.asked.can_load]:
             yield from self._refuse_to_heal(helpless, assignment, now)
             return
-        if lacking and assignment.is_first and assignment.version != self._first:
+        if lacking and assignment.is_first and assignment.version != self._job.first:
             yield from self._give_first(assignment, [m for m in lacking if m.asked.waits_for_quorum], now)
             lacking = [m for m in lacking if m.request is not None]
         if lacking:
@@ -755,7 +754,7 @@ class LighthouseState:
         self._holds.begin(newcomers, holding, assignment, now)
         names = name_some(member.replica_id for member in newcomers) or "nobody"
         yield Log(f"{assignment.reason}: {names} receives it, and the job begins when that is done")
-        yield from self._beside.give_held(newcomers, holding, assignment, now, names_state=True)
+        yield from self._beside.give_held(newcomers, holding, assignment, now)
 
     def _trial_of(self, members: Collection[Member]) -> Verdict:
         """Compare what members show of the newest state. One that has no name yet is given out when the quorum forms."""
@@ -989,10 +988,10 @@ class LighthouseState:
         if assignment.is_first and assignment.version.quorum_id >= self.quorum_id:
             quorum_id = assignment.version.quorum_id  # it names their state, and no quorum yet
         is_new = self.round is None or quorum_id != self.round.quorum_id
-        if assignment.version != self._first:
+        if assignment.version != self._job.first:
             yield from self._go_on_from(assignment, quorum_id)
-        self._first = StateVersion()
-        self._trials.begins(assignment, members)
+        self._trials.begins(assignment, members, self._job.beginners)
+        self._job.first, self._job.beginners = StateVersion(), {}
         self._holds.quorum_forms([member.replica_id for member in members], assignment.version.step)
         self._speaking.begins([member.replica_id for member in members], now)
         current = self._deciding.begin(assignment, members, quorum_id, now)
@@ -1064,15 +1063,18 @@ class LighthouseState:
         """Note from which state the job trains on, in which quorum. What was open of earlier lives is over with that."""
         step = assignment.version.step
         members = [self.members[part.replica_id] for part in assignment.parts]
+        holders = [part.replica_id for part in assignment.parts if part.role is Role.HEALTHY]
         if own := [member.replica_id for member in members if assignment.is_first and self._trials.is_to_load(member)]:
             gone = f"nobody is left who holds the state of step {step} that {name_some(own)} was to load"
             yield Log(f"{gone}: the job goes on from its own", is_warning=True)
         if assignment.is_first:
             for replica_id in assignment.lacking:
                 self._trials.lost(replica_id)  # it begins anew
-            self._trials.named(members, step)
-            self._first = assignment.version
-        holders = [part.replica_id for part in assignment.parts if part.role is Role.HEALTHY]
+            self._job.first = assignment.version
+            self._job.beginners = {
+                m.replica_id: m.asked.version.step == step and (not m.has_computed or holders == [m.replica_id])
+                for m in members
+            }
         newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch, holders)
         if assignment.is_first or step < newest_step:
             self._job.finished_at_step = None  # the job goes on from a checkpoint, or from an older step
@@ -1149,6 +1151,7 @@ class LighthouseState:
             self._job.finished_at_step = None  # it may have been the word of this member alone
         if not is_back:  # the same process, with the state that it had
             self._trials.lost(replica_id)
+            self._job.beginners.pop(replica_id, None)
         if not is_on_purpose and not member.has_finished:
             self._job.history.cut_off(group_name(replica_id), member.version, now)
         self._job.stop_waiting(member)

@@ -517,7 +517,7 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     that takes, and asks again."""
     names_state: bool = False
     """`version` is a new name: a healthy member gives it to the state of that step that it holds. Where a quorum is `held`: it is
-    that of the job's first state, and the receiver's loop has computed nothing before."""
+    that of the job's first state, and the receiver's loop has computed nothing before, and has read no other step."""
     rolled_back_to: StateVersion = StateVersion()
     """The job went back on purpose to this step in this quorum: later steps of earlier quorums are void."""
     leaving: bool = False

@@ -7,8 +7,8 @@ This file knows no connections and no clock. From the first `Hello` with a state
 - Members that are still in the step's collectives hear that these are broken as soon as a member that shares them is gone,
   says so itself, or has not come back in time. Nobody else could tell them: the old lighthouse that knew the quorum is gone.
 
-Once this lighthouse has formed a quorum of its own there is nothing left to learn. A vote in doubt that comes later does not
-count, because the job has gone on without it.
+Once this lighthouse has formed a quorum of its own, or named the state of the first one, there is nothing left to learn. A vote
+in doubt that comes later does not count, because the job has gone on without it.
 
 Anybody may come, say something, and go: what is kept is bounded.
 """
@@ -161,7 +161,7 @@ class RestartRecovery:
         if self._is_over_at(now) or self._everyone_heard(self._last[:2]):
             return None
         if self._last[0] == 0:  # who only followed may hold a state that the others are long past
-            reason = "only groups that were beside the quorum are back since the lighthouse restarted"
+            reason = "only groups that were in no quorum are back since the lighthouse restarted"
             return (reason, self._patient_until) if self._beside else None
         heard = self._num_heard(self._last[:2])
         reason = f"{heard} of {self._last[2]} replica groups are back since the lighthouse restarted"
@@ -178,7 +178,10 @@ class RestartRecovery:
         )
 
     def end(self) -> list[tuple[str, int]]:
-        """A quorum of this life is formed. Returns who must be told that which quorum's collectives are broken."""
+        """A quorum of this life is formed, or the state of its first one has its name.
+
+        Returns who must be told that which quorum's collectives are broken.
+        """
         self.is_over = True
         broken = [(replica_id, key[0]) for replica_id, key in self._here.items()]
         self._training.clear()

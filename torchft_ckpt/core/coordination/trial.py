@@ -27,7 +27,7 @@ state.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -92,8 +92,6 @@ class Trials:
         """Leaves that a group was given once, the latest last."""
         self._left_out: set[str] = set()
         """Leaves that were found common, and were not told yet, as there was no room: they are compared as such."""
-        self._began: set[str] = set()
-        """Members that were there when the job's first state got its name, and whose loops have read no other step than that."""
         self._same_at = -1
         """The step at which somebody last came in, or loaded: all began it with the same."""
         self._differed: tuple[int, Shows] = (-1, Shows.NOTHING)
@@ -101,12 +99,8 @@ class Trials:
 
     # ------------------------------------------------------------------------------------------------ what happens
 
-    def named(self, members: Iterable[Member], step: int) -> None:
-        """The state of this step of one of these is the first one of the job, which they begin."""
-        self._began = {member.replica_id for member in members if member.asked.version.step == step}
-
-    def begins(self, assignment: Assignment, members: Sequence[Member]) -> None:
-        """A quorum forms, of these members in the order of their parts."""
+    def begins(self, assignment: Assignment, members: Sequence[Member], beginners: Mapping[str, bool]) -> None:
+        """A quorum forms, of these members in the order of their parts. `beginners`: as in `JobRecord`."""
         is_new_life = not self._voices and not assignment.is_first
         for member, part in zip(members, assignment.parts, strict=True):
             replica_id = part.replica_id
@@ -118,7 +112,7 @@ class Trials:
                 self._joined.pop(replica_id, None)
             self._corrected.discard(replica_id)
             if replica_id not in self._voices and replica_id not in self._joined:
-                began = assignment.is_first and replica_id in self._began
+                began = assignment.is_first and part.role is Role.HEALTHY and beginners.get(replica_id, False)
                 # Or it was given the first state before this lighthouse was started again.
                 began = began or (is_new_life and not member.asked.came_in and member.hello.version.proven)
                 self._joined[replica_id], self._same_at = not began, assignment.version.step
@@ -148,7 +142,6 @@ class Trials:
         self._joined_at.pop(replica_id, None)
         self._loaded.pop(replica_id, None)
         self._corrected.discard(replica_id)
-        self._began.discard(replica_id)
 
     def is_corrected(self, replica_id: str) -> bool:
         """Whether a member has loaded before the quorum that forms: its loop may have computed something before that."""
@@ -206,7 +199,8 @@ class Trials:
                 verdict.said.append(f"nobody is left who was found equal after a step, so {here}")
         shown = self._compared(members)
         groups = alike({m: shown[m] for m in judges})
-        right = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
+        most = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
+        right = [m for m in judges if m in most]
         wrong = [m for m in members if shown[m] != shown[right[0]]]
         verdict.equal.update(members.keys() - wrong)
         if wrong:
@@ -272,7 +266,6 @@ class Trials:
         late: set[str] = set()
         wrong: set[str] = set()
         stood = {m: _stood(member) for m, member in members.items()}
-        right = sorted(right, key=[*self._voices, *right].index)
         for name, by_member in _open(members, right).items():
             usual, _ = Counter(by_member[m] for m in right if m in by_member).most_common(1)[0]
             differing = [m for m in members if by_member.get(m) != usual]
