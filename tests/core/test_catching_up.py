@@ -306,3 +306,18 @@ def test_looking_abandons_an_open_step() -> None:
 
     assert b.hears()[-1].startswith("broken by a:1")
     assert a.replica.phase.value == "idle"
+
+
+def test_nobody_offers_a_jobs_first_state_which_is_given_in_a_hold() -> None:
+    """In an outer loop a newcomer looks first. It would fetch from a group that serves nobody but those that it is held for."""
+    job = Job(least=2)
+    job.gives_first = False
+    a, b = job.join("a"), look(job, "b")
+    a.asks(can_serve=True)
+    b.asks_as()
+    assert a.replica.version.proven and b.formed is not None and b.formed.held
+    b.follows()
+    a.dies()
+    b.asks_again()
+    located = look(job, "c").looks()
+    assert (located.version, located.sources) == (b.replica.version, [])

@@ -501,6 +501,8 @@ class LighthouseState:
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
         sources = ((other.as_source(rank), other.version) for rank, other in enumerate(living))
         located = self._handed_over(member, message, self._job.history.locate(replica_id, message, sources))
+        if self._job.first.proven:  # nobody offers that: it is given in a hold
+            located = msgspec.structs.replace(located, sources=[])
         may_say = not self._job.history.has_begun or (self.round is not None and replica_id in self.round.tally.roles)
         if message.has_finished and may_say and self.newest_step > 0 and self._job.holds_newest(message.version):
             if self._job.finished_at_step != self.newest_step:
