@@ -189,7 +189,7 @@ async def _get_status(address: str, headers: dict[str, str], job: str | None) ->
     """Return the status in JSON, for people. Another server than a lighthouse may answer, with a body without end, or no JSON."""
     import aiohttp
 
-    from torchft_ckpt.coordination.channel import client_session, in_words
+    from torchft_ckpt.coordination.channel import cause_of, client_session
 
     timeout = aiohttp.ClientTimeout(total=10)
     body = bytearray()
@@ -206,7 +206,7 @@ async def _get_status(address: str, headers: dict[str, str], job: str | None) ->
                     if len(body) > MAX_STATUS_BYTES:
                         raise _no_lighthouse(address, f"its status is longer than {MAX_STATUS_BYTES >> 20} MiB")
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        why = in_words(error) if str(error) else "the status was not there after 10 s"
+        why = cause_of(error) if str(error) else "the status was not there after 10 s"
         raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {why}", address) from error
     try:
         status = json.loads(body)
@@ -221,7 +221,7 @@ async def _tell(address: str, headers: dict[str, str], job: str | None, word: Al
     """Say the operator's word; return what follows from it."""
     import aiohttp
 
-    from torchft_ckpt.coordination.channel import client_session, in_words
+    from torchft_ckpt.coordination.channel import cause_of, client_session
     from torchft_ckpt.core.coordination.messages import Done, Refused, decode_from_lighthouse, encode
 
     party = f"the lighthouse at {address}"
@@ -236,7 +236,7 @@ async def _tell(address: str, headers: dict[str, str], job: str | None, word: Al
         _check_status(error.status, address)
         raise _no_lighthouse(address, f"HTTP {error.status}") from error
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {in_words(error)}", address) from error
+        raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {cause_of(error)}", address) from error
     if answer.type is not aiohttp.WSMsgType.TEXT:
         raise LighthouseUnreachableError(f"{party} closed the connection without an answer", address)
     said = decode_from_lighthouse(answer.data, party)

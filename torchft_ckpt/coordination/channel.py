@@ -76,7 +76,7 @@ async def open_websocket(
     return websocket
 
 
-def in_words(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """Say why a connection failed. aiohttp writes behind each address how it uses TLS, also where it uses none."""
     return str(error).replace(" ssl:default", "") or type(error).__name__
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 import aiohttp
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import Channel, client_session, in_words
+from torchft_ckpt.coordination.channel import Channel, cause_of, client_session
 from torchft_ckpt.core.coordination.jobs import DEFAULT_JOB, JOB_NAME_RULE, is_job_name
 from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
@@ -135,7 +135,7 @@ class LighthouseConnection:
                 if loop.time() + pause >= deadline:
                     await self._session.close()
                     message = (
-                        f"no lighthouse answers at {self.address} after {self._connect_timeout_s:g} s ({in_words(error)});"
+                        f"no lighthouse answers at {self.address} after {self._connect_timeout_s:g} s ({cause_of(error)});"
                         " start one with `python -m torchft_ckpt lighthouse`, or mend the address"
                         " (lighthouse_addr, TORCHFT_LIGHTHOUSE)"
                     )
@@ -280,7 +280,7 @@ class LighthouseConnection:
                         "the lighthouse at %s has been gone for %.1f s (%s); training goes on when it is back",
                         self.address,
                         loop.time() - lost_at,
-                        in_words(error),
+                        cause_of(error),
                     )
                 await asyncio.sleep(pause)
             except CoordinationError as error:

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import aiohttp
 
-from torchft_ckpt.coordination.channel import Channel, client_session, in_words
+from torchft_ckpt.coordination.channel import Channel, cause_of, client_session
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
@@ -75,7 +75,7 @@ class RankSession:
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
                 message = f"the manager service at {address} refused the token of group rank {group_rank}"
                 raise AuthenticationError(message, address) from error
-            message = f"group rank {group_rank} cannot reach its manager service (group rank 0) at {address}: {in_words(error)}"
+            message = f"group rank {group_rank} cannot reach its manager service (group rank 0) at {address}: {cause_of(error)}"
             raise GroupBrokenError(message, address) from error
         except BaseException:  # an interrupt too: nobody else could end the thread
             self.shutdown("it could not connect")
