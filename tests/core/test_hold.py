@@ -608,18 +608,23 @@ def test_one_that_cost_others_time_and_failed_stays_outside_for_eight_times_as_l
     assert tried_at[0] == pytest.approx(0.8 * 9 + 1.5, abs=1.0)
 
 
+def pause_after_a_failure(job: Job, members: list[Member], newcomer: Member) -> float:
+    """Have a newcomer fail to load in a hold and ask again; return the seconds until the others are held for it again."""
+    newcomer.comes_in(load=False)
+    newcomer.asks(at_end=True, reach_s=0.1)
+    failed_at = job.now
+    while not held_for(job):
+        trains(job, members)
+    return job.now - failed_at
+
+
 def test_one_that_could_not_receive_the_state_again_and_again_costs_the_others_a_thirtieth_of_their_time() -> None:
     """A firewall that drops all packets cost the healthy groups an eighth of their time for ever."""
     job, members, c, _ = in_hold()
     pauses_s = []
     for _ in range(3):
         job.passes(0.8)
-        c.comes_in(load=False)
-        c.asks(at_end=True, reach_s=0.1)
-        failed_at = job.now
-        while not held_for(job):
-            trains(job, members)
-        pauses_s.append(job.now - failed_at)
+        pauses_s.append(pause_after_a_failure(job, members, c))
     assert pauses_s == pytest.approx([8 * 0.8, 2 * 0.8 / 0.03, 0.8 / 0.03], abs=3.0)
 
 
@@ -634,12 +639,7 @@ def test_one_whose_sources_die_each_time_is_not_taken_for_one_that_nobody_can_re
         job.passes(0.8)
         source.dies()
         members.remove(source)
-        c.comes_in(load=False)
-        c.asks(at_end=True, reach_s=0.1)
-        failed_at = job.now
-        while not held_for(job):
-            trains(job, members)
-        pauses_s.append(job.now - failed_at)
+        pauses_s.append(pause_after_a_failure(job, members, c))
     assert pauses_s == pytest.approx([8 * 0.8] * 2, abs=2.0)
 
 

@@ -686,13 +686,14 @@ def broken_admission(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lighthouse, "assign_recovery", assign)
 
 
-def broken_name(patch: pytest.MonkeyPatch) -> None:
-    """Who could not load the state of a hold asks as one that has it."""
+def broken_name(patch: pytest.MonkeyPatch, *, is_first: bool = False) -> None:
+    """Who could not load the state of a hold asks as one that has it. `is_first`: of the job's first state alone."""
     right = ReplicaState.learned
 
     def learned(state: ReplicaState) -> Outcome:
-        if state.quorum is not None and state.quorum.held and state.version != state.quorum.version:
-            state.load_finished(state.quorum.version)
+        formed = state.quorum
+        if formed is not None and (formed.names_state if is_first else formed.held) and state.version != formed.version:
+            state.load_finished(formed.version)
         return right(state)
 
     patch.setattr(ReplicaState, "learned", learned)
@@ -700,14 +701,7 @@ def broken_name(patch: pytest.MonkeyPatch) -> None:
 
 def broken_first_name(patch: pytest.MonkeyPatch) -> None:
     """Who could not load the job's first state asks as one that has it."""
-    right = ReplicaState.learned
-
-    def learned(state: ReplicaState) -> Outcome:
-        if state.quorum is not None and state.quorum.names_state and state.version != state.quorum.version:
-            state.load_finished(state.quorum.version)
-        return right(state)
-
-    patch.setattr(ReplicaState, "learned", learned)
+    broken_name(patch, is_first=True)
 
 
 def broken_beginners(patch: pytest.MonkeyPatch) -> None:
