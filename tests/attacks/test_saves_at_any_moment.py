@@ -18,9 +18,10 @@ TIMEOUT_S = 280.0
 def test_a_save_at_any_moment_is_whole_and_of_one_step_or_says_why_not() -> None:
     script = Path(__file__).with_name("saves_at_any_moment.py")
     num_saves = by_default(20, thorough=250)
+    path = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(script), "--saves", str(num_saves)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

