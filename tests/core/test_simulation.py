@@ -756,11 +756,11 @@ def broken_cost_of_holds(patch: pytest.MonkeyPatch) -> None:
     [
         (broken_end_of_holds, "stood still"),
         (broken_admission, "without its state"),
-        (broken_name, "and show|takes|two states are called"),
+        (broken_name, "goes back|takes|two states are called"),
         (broken_first_name, "and show|takes|two states are called"),
         (broken_beginners, "counts as one that began the job"),
         (broken_place_of_loading, "in the middle of an iteration|not well"),
-        (broken_putting_back, "and show|takes|two states are called"),
+        (broken_putting_back, "nobody holds|takes|two states are called"),
         (broken_ranks_together, "of its group have received it"),
         (broken_once_at_a_boundary, "again|stood still"),
         (broken_cost_of_holds, "stood still"),

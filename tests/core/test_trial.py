@@ -167,6 +167,27 @@ def test_two_that_come_in_before_the_first_step_counts_do_not_outvote_the_one_th
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
 
 
+def test_newcomers_are_made_equal_although_the_only_one_with_a_voice_shows_nothing_and_have_no_voice_by_that() -> None:
+    """It asked anew in an outer loop's round. They trained a round with states that differed, until it showed its own."""
+    job, (a,) = at_work("a")
+    others = [job.join(name) for name in "bcde"]
+    job.lets_in(*others, others=[a])
+    members = [a, *others]
+    for member in members:
+        member.votes()
+    a.asks()
+    ask(others, "yxxx", ema="1111")
+    assert told_to_load(members) == {"b": {"c", "d", "e"}}
+    load(others[0], "x", ema="1")
+    assert roles(members) == [Role.HEALTHY] * 5
+    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [([], [])] * 5
+    assert not any("nobody is left" in line for line in job.log)
+    for member in members:
+        member.votes()
+    ask(members, "wxxxx")
+    assert told_to_load(members) == {name: {"a"} for name in "bcde"}
+
+
 def test_two_newcomers_alone_do_not_prove_each_other() -> None:
     """Their loops may have made the same of what both had read before: the job goes on from that, and it is said."""
     job, (a, b, c) = two_have_come_in()

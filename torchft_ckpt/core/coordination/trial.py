@@ -13,8 +13,9 @@ itself, shows its state with its next request, and serves it. Here the requests 
   that asks not to heal takes no part in the step.
 
 Who is right: only groups that were found equal after a step since they joined have a voice; where none has, as when the job
-begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. A
-group with a voice is told to load as `on_replicas_differ` says.
+begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. If
+those with a voice show nothing, the others are made equal among themselves, and have no voice by that. A group with a voice is
+told to load as `on_replicas_differ` says.
 
 What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once: one that has moved, and is
 equal in all groups after a step, is *common* from then on; one that differs, although all groups began the step with the same, is
@@ -166,8 +167,8 @@ class Trials:
         for those in by_kind.values():
             if len({of_rank.is_sampled for member in those for of_rank in member.asked.shown}) > 1:
                 self._differed = step, Shows.ALL  # all show all after this step
-            elif any(member.replica_id in self._voices for member in those) or not silent & self._voices.keys():
-                self._judge_alike({member.replica_id: member for member in those}, step, verdict)
+            else:
+                self._judge_alike({member.replica_id: member for member in those}, silent, step, verdict)
         if silent and self._differed[0] != step and any(s.open for m in members for s in m.asked.shown):
             self._differed = step, Shows.SAMPLES  # the leaves of which nobody knows are compared when all show theirs
         found = {*verdict.common, *verdict.own}
@@ -189,12 +190,15 @@ class Trials:
                     self._joined_at.pop(replica_id, None)
         return verdict
 
-    def _judge_alike(self, members: dict[str, Member], step: int, verdict: Verdict) -> None:
-        """Compare members whose ranks hold the same parts of the state."""
+    def _judge_alike(self, members: dict[str, Member], silent: set[str], step: int, verdict: Verdict) -> None:
+        """Compare members whose ranks hold the same parts of the state. If only `silent` ones have a voice, these are equal among
+        themselves from now on, which proves nothing: they are compared with those after the next step."""
         judges = [m for m in self._voices if m in members]
+        is_proof = bool(judges) or not silent & self._voices.keys()
         if not judges:
             judges = sorted(members, key=lambda m: (self._joined.get(m, False), m))
-            if step > self._same_at and self._joined.get(judges[0], False):  # all came in, and have made a step since
+            has_come_in = step > self._same_at and self._joined.get(judges[0], False)
+            if has_come_in and is_proof:  # all came in, and have made a step since
                 here = f"the job goes on from the state of step {step} of {name_some(judges)}"
                 verdict.said.append(f"nobody is left who was found equal after a step, so {here}")
         shown = self._compared(members)
@@ -202,10 +206,10 @@ class Trials:
         most = groups[0] if 2 * len(groups[0]) > len(judges) else next(those for those in groups if judges[0] in those)
         right = [m for m in judges if m in most]
         wrong = [m for m in members if shown[m] != shown[right[0]]]
-        verdict.equal.update(members.keys() - wrong)
+        verdict.equal.update(members.keys() - wrong if is_proof else ())
         if wrong:
             self._decide(members, right, wrong, step, verdict)
-        elif len(members) > 1 and step > self._same_at:  # what was just loaded is equal, and says nothing
+        elif is_proof and len(members) > 1 and step > self._same_at:  # what was just loaded is equal, and says nothing
             self._learn(members, right, step, verdict)
 
     def _decide(
