@@ -14,7 +14,15 @@ from torchft_ckpt.core.coordination.group import (
     SendToLighthouse,
     SendToRank,
 )
-from torchft_ckpt.core.coordination.messages import LocateState, QuorumRequest, Source, StateLocated, StateVersion
+from torchft_ckpt.core.coordination.messages import (
+    LocateState,
+    QuorumFormed,
+    QuorumRequest,
+    Role,
+    Source,
+    StateLocated,
+    StateVersion,
+)
 from torchft_ckpt.core.coordination.quorum import Asked, decide_quorum
 from torchft_ckpt.core.coordination.recovery import Assignment, Holder, assign_recovery
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaState, StepFacts, StepWishes
@@ -296,6 +304,34 @@ def test_a_replica_is_behind_until_it_holds_the_newest_state_that_it_heard_of() 
     assert not replica.is_behind
     replica.load_torn()
     assert replica.is_behind
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_rank_whose_group_has_yet_to_load_the_state_is_behind_although_it_holds_it(is_held: bool) -> None:
+    """One rank had failed to load the job's first state. Nobody names a source of that, so the one came in with an iteration's
+    end, and the others, which held it, with a beginning: the group computed iterations alone for ever (outer seed 8387)."""
+    replica = ReplicaState(ReplicaSettings(min_replica_size=1))
+    replica.caught_up(NEWEST)
+    asked = replica.begin(StepWishes(), StepFacts())
+    warms_up = QuorumFormed(
+        request_id=asked.request_id,
+        quorum_id=NEWEST.quorum_id,
+        epoch=NEWEST.epoch,
+        version=NEWEST,
+        role=Role.LEARNER,
+        warms_up=True,
+        replica_rank=0,
+        replica_world_size=0,
+        contributor_rank=None,
+        num_contributors=0,
+        num_voters=0,
+        store_address="",
+    )
+    assert replica.formed(warms_up) is not None
+    replica.learned()
+    looks = replica.locate()
+    replica.located(StateLocated(request_id=looks.request_id, version=NEWEST, is_held=is_held))
+    assert replica.is_behind is not is_held
 
 
 def test_looking_abandons_an_open_step() -> None:

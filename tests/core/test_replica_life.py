@@ -668,7 +668,8 @@ def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
             case "locates":
                 state.locate()
             case "located":
-                state.located(StateLocated(request_id=state._request_id, version=version if yes[0] else state.version))
+                named = version if yes[0] else state.version
+                state.located(StateLocated(request_id=state._request_id, version=named, is_held=yes[1]))
             case "catches_up" if state.phase is StepPhase.IDLE:
                 state.caught_up(version)
             case "goes" if state.phase is StepPhase.IDLE or state.follows:

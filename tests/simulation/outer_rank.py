@@ -128,10 +128,10 @@ class OuterRank(Trainer):
         if located.is_held or not located.version.proven:
             self._offer()
             self._watch_round()
-        elif located.version == self.replica.version:
-            self._locate()  # another rank of this group has yet to load it
         elif not located.sources:
             self._watch_round()
+        elif located.version == self.replica.version:
+            self._locate()  # another rank of this group has yet to load it
         else:
             turn = self._turn
             source = self._rng.choice(located.sources).checkpoint_addresses

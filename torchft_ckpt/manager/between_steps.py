@@ -92,11 +92,11 @@ class BetweenSteps:
                 return located.is_held
             if now.restored and not located.version.step:
                 return False  # what others began with does not outweigh a checkpoint that was restored on purpose
+            if not located.sources:
+                return False
             if located.version == now.version:
                 why = "another rank of this group does not come to hold it"
                 continue
-            if not located.sources:
-                return False
             # An older state is one that the job could still go back to, until the newer one is here whole.
             in_place = self._in_place and not now.version.proven
             failure = self._fetch(located, in_place, until)

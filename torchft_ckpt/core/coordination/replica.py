@@ -498,11 +498,14 @@ class ReplicaState:
         return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished, **moves)
 
     def located(self, located: StateLocated) -> None:
-        """The answer says what the newest state is, or that nothing is known of it. One that comes too late changes nothing."""
+        """The answer says what the newest state is, or that nothing is known of it. One that comes too late changes nothing.
+
+        If another rank of this group has yet to load it, this one is behind like that one: all of them come in alike.
+        """
         if located.request_id != self._request_id or self.phase is not StepPhase.IDLE:
             return
         self._go_back(located.rolled_back_to)
-        if located.version.proven and located.version == self.version:
+        if located.is_held and located.version.proven and located.version == self.version:
             self._adopt(located.version)
             self.newest_step = located.version.step
 
