@@ -48,6 +48,7 @@ from torchft_ckpt.core.coordination.messages import (
 )
 
 PROVEN = StateVersion(step=4, quorum_id=1, epoch="e")
+UNNAMED = StateVersion(step=PROVEN.step)
 
 
 def request(number: int = 1, *, version: StateVersion = PROVEN, address: str = "", **wants: bool) -> QuorumRequest:
@@ -308,7 +309,7 @@ EVENTS = st.one_of(
 
 
 ANY_RANK_MESSAGE = st.one_of(
-    st.builds(request, st.integers(1, 3), version=st.sampled_from([PROVEN, StateVersion()])),
+    st.builds(request, st.integers(1, 3), version=st.sampled_from([PROVEN, UNNAMED, StateVersion()])),
     st.builds(vote, st.booleans(), broken=st.booleans(), quorum_id=st.integers(2, 3)),
     st.builds(GiveUpWaiting, quorum_id=st.integers(2, 3), epoch=st.just("e"), step=st.just(4)),
     st.builds(LocateState, request_id=st.integers(1, 3), version=st.just(PROVEN), has_finished=st.booleans()),
@@ -332,6 +333,10 @@ ANY_EVENT = st.one_of(
     ),
     st.builds(LighthouseMessage, st.builds(decided, st.sampled_from(Outcome), st.integers(2, 3))),
     st.builds(LighthouseMessage, st.builds(StateLocated, request_id=st.just(0), version=st.just(PROVEN))),
+    st.builds(
+        LighthouseMessage,
+        st.builds(JoinerWaiting, request_id=st.just(0), names=st.sampled_from([PROVEN, StateVersion()])),
+    ),
     st.sampled_from([LighthouseMessage(LetGo(reason="SIGTERM")), RankLost(1, "its connection closed"), LighthouseUp()]),
 )
 
@@ -374,7 +379,9 @@ def test_whatever_comes_what_a_group_knows_agrees(world_size: int, events: list[
             told = [RankMessage(rank, event.message) for rank in range(world_size)]
         elif isinstance(event, RankMessage | RankLost) and event.rank >= world_size:
             continue
-        elif isinstance(event, LighthouseMessage) and isinstance(event.message, QuorumFormed | StateLocated):
+        elif isinstance(event, LighthouseMessage) and isinstance(
+            event.message, QuorumFormed | StateLocated | JoinerWaiting
+        ):
             told = [LighthouseMessage(msgspec.structs.replace(event.message, request_id=asked if is_answered else 0))]
         for one in told:
             for message in up(group.handle(one)):
@@ -632,6 +639,18 @@ def test_a_rank_that_asks_anew_while_the_name_of_its_state_is_on_the_way_gets_th
     assert [i.message for i in out if isinstance(i, SendToRank)] == [JoinerWaiting(request_id=2, names=PROVEN)]
     (again,) = up(out)
     assert isinstance(again, QuorumRequest) and (again.version, again.torn, again.restored) == (PROVEN, False, False)
+    group.validate()
+
+
+@pytest.mark.parametrize("versions", [(UNNAMED, StateVersion()), (UNNAMED, PROVEN), (StateVersion(), StateVersion())])
+def test_a_state_that_not_all_ranks_hold_gets_no_name(versions: tuple[StateVersion, StateVersion]) -> None:
+    """The ranks would not have taken it, and the group said that they hold it."""
+    group = GroupState(2)
+    for rank, version in enumerate(versions):
+        sent = up(group.handle(RankMessage(rank, request(version=version))))
+    (asked,) = sent
+    assert isinstance(asked, QuorumRequest)
+    assert group.handle(LighthouseMessage(JoinerWaiting(request_id=asked.request_id, names=PROVEN))) == []
     group.validate()
 
 

@@ -660,8 +660,10 @@ class GroupState:
             yield from self._begin_no_step()
 
     def _named(self, message: JoinerWaiting) -> Iterator[GroupInstruction]:
-        """The state with which the group has asked gets its name, at all ranks."""
+        """The state with which the group has asked gets its name, at all ranks, if all of them hold it."""
         if self._asked is None or message.request_id != self._asked.request_id:
+            return
+        if self._asked.torn or self._asked.version.step != message.names.step:
             return
         self._unnamed = self._asked
         self._asked = msgspec.structs.replace(self._asked, version=message.names, restored=False)
