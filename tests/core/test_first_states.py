@@ -213,6 +213,28 @@ def test_who_has_computed_alone_is_right_if_the_first_state_is_its_own() -> None
     assert a.formed is not None and a.formed.differs
 
 
+def test_who_has_trained_and_restores_the_step_that_another_one_has_restored_is_no_beginner() -> None:
+    """Its loop has read other steps, and may count by them: what it made of the state counted as each group's own for good."""
+    job = Job(least=1)
+    a = job.join("a")
+    for _ in range(3):
+        job.step(a)
+    job.restart()
+    a.replica.restore(2)
+    a.connects()
+    b = job.join("b")
+    b.replica.restore(2)
+    job.operator_allows_loss()
+    for member in (a, b):
+        member.asks(can_serve=True)
+    assert in_quorum(job) == {"a:1", "b:1"}
+    for member in (a, b):
+        member.votes()
+    a.asks(can_serve=True, shows="w", ema="as it counts")
+    b.asks(can_serve=True, shows="w", ema="another")
+    assert b.formed is not None and b.formed.differs, "the state is that of a"
+
+
 def test_a_job_begins_without_those_that_connect_meanwhile_and_do_not_ask() -> None:
     job, (a, b) = begins(names="ab")
     job.join("x"), job.join("y"), job.join("z")  # they still build their models

@@ -38,8 +38,8 @@ class JobRecord:
     """A first state that has its name, while no quorum has begun with it."""
     beginners: dict[str, bool] = field(default_factory=dict)
     """The members that begin the job with that: its holders and those that were to receive it. True: its loop has read no step of
-    another state, and has computed nothing, or it alone holds the state. Always connected; who computes something alone since is
-    none of them any more."""
+    another state, and has computed nothing; or it holds the state, and no such member does. Always connected; who computes
+    something alone since is none of them any more."""
     finished_at_step: int | None = None
     """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
     finished_by: set[str] = field(default_factory=set)

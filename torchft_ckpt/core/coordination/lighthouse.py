@@ -330,7 +330,7 @@ class LighthouseState:
             checkpoint_addresses=addresses,
             is_beside=hello.is_beside,
             has_left_step=hello.is_beside,
-            has_computed=hello.is_beside,
+            has_computed=hello.is_beside or hello.was_in_quorum,
             is_excused=hello.is_beside,
         )
         self._roster.add(member)
@@ -1028,7 +1028,7 @@ class LighthouseState:
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
             request = self._job.take_request(member)
-            member.has_left_step = False
+            member.has_left_step, member.has_computed = False, True
             if part.role is Role.HEALTHY:
                 member.version = assignment.version
             formed = QuorumFormed(
@@ -1070,13 +1070,12 @@ class LighthouseState:
             gone = f"nobody is left who holds the state of step {step} that {name_some(own)} was to load"
             yield Log(f"{gone}: the job goes on from its own", is_warning=True)
         if assignment.is_first:
-            for replica_id in assignment.lacking:
+            fresh = {m.replica_id for m in members if m.asked.version.step == step and not m.has_computed}
+            begin = fresh if fresh.intersection(holders) else {*holders}
+            for replica_id in {m.replica_id for m in members} - begin:
                 self._trials.lost(replica_id)  # it begins anew
             self._job.first = assignment.version
-            self._job.beginners = {
-                m.replica_id: m.asked.version.step == step and (not m.has_computed or holders == [m.replica_id])
-                for m in members
-            }
+            self._job.beginners = {m.replica_id: m.replica_id in begin for m in members}
         newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch, holders)
         if assignment.is_first or step < newest_step:
             self._job.finished_at_step = None  # the job goes on from a checkpoint, or from an older step

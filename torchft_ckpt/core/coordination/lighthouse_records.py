@@ -67,7 +67,7 @@ class Member:
     has_left_step: bool = False
     """It takes no decision on an earlier step any more: it asked where the newest state is, or computes outside of the quorum."""
     has_computed: bool = False
-    """Its loop has computed something for itself alone: it may have read what it likes."""
+    """Its loop has computed something, alone or with others: it may have read what it likes."""
     hands_over: bool = False
     """It stands still until somebody has taken its state over."""
     took: StateVersion | None = None
