@@ -72,6 +72,46 @@ def test_an_interrupt_is_not_taken_for_an_error_of_the_work() -> None:
         parallel_map(both, range(2), 2)
 
 
+@pytest.mark.parametrize("at", ["as it starts a thread", "as it waits for them"])
+def test_who_is_interrupted_outside_of_the_work_leaves_none_that_runs(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What read a checkpoint wrote on into tensors that the script used again."""
+    main, may_end = threading.current_thread(), threading.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        if threading.current_thread() is not main:
+            assert may_end.wait(30)
+        ended.append(number)
+
+    start, join, num_joined = Thread.start, our_threads._join, 0
+
+    def started(thread: Thread) -> None:
+        start(thread)
+        if at == "as it starts a thread":
+            raise KeyboardInterrupt
+
+    def joined(running: list[threading.Thread], timeout_s: float | None) -> None:
+        nonlocal num_joined
+        num_joined += 1
+        if at == "as it waits for them" and num_joined == 1:
+            raise KeyboardInterrupt
+        may_end.set()
+        join(running, timeout_s)
+
+    monkeypatch.setattr(Thread, "start", started)
+    monkeypatch.setattr(our_threads, "_join", joined)
+    with pytest.raises(KeyboardInterrupt):
+        parallel_map(work, range(100), 2)
+    is_over, num_begun = sorted(begun) == sorted(ended), len(begun)
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "torchft_ckpt":
+            thread.join(30)
+    assert (is_over, num_begun) == (True, len(begun))
+
+
 @pytest.mark.slow
 def test_what_the_garbage_collector_drops_meanwhile_may_start_a_thread_to_end_itself() -> None:
     """A process group that is dropped does so, wherever the collector happens to run."""

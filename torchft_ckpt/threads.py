@@ -11,6 +11,7 @@ from then on it refuses work, the last save's too.
 
 The main thread may be interrupted at any moment, by Ctrl-C or a signal handler that raises, and the script may go on. What it
 shares with these threads must stay usable then: see `Condition`. It is safe where CPython takes interrupts, between two calls.
+A second interrupt in the clean-up of a first one is not: what waited for a thread to end, or put something back, has not then.
 """
 
 from __future__ import annotations
@@ -256,8 +257,8 @@ def parallel_map(
 ) -> list[_R]:
     """Return what `work` returns for each item, in their order. Does it on a few threads, this one among them.
 
-    Where it raises, no more is begun, and the error of the first such item is raised once all that was begun has ended. Where
-    no more threads can be had, those that there are do all of it.
+    Where it raises, or is interrupted, no more is begun, and the error of the first such item is raised once all that was
+    begun has ended. Where no more threads can be had, those that there are do all of it.
 
     Args:
         work: for any thread.
@@ -270,23 +271,25 @@ def parallel_map(
 
     def take() -> None:
         for place in places:
+            if errors:
+                return
             try:
                 done[place] = work(items[place])
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors[place] = error
-            if errors:
-                return
 
     threads: list[threading.Thread] = []
     try:
-        for _ in range(min(num_threads, len(items)) - 1):
-            thread = Thread(take, name)
-            thread.start()
-            threads.append(thread)
-    except RuntimeError:
-        pass  # there are no more
-    take()
-    _join(threads, None)
+        with contextlib.suppress(RuntimeError):  # there are no more
+            for _ in range(min(num_threads, len(items)) - 1):
+                threads.append(Thread(take, name))
+                threads[-1].start()
+        take()
+        _join([thread for thread in threads if thread.is_alive()], None)
+    except BaseException as error:
+        errors[-1] = error
+        _join([thread for thread in threads if thread.is_alive()], None)
+        raise
     if errors:
         interrupt = (error for error in errors.values() if not isinstance(error, Exception))
         raise next(interrupt, errors[min(errors)])
