@@ -741,7 +741,10 @@ def run_groups(
         for life in lives:
             life.end()
         lighthouse.shutdown()
-    assert not stuck, f"after {limit_s} s these have not come to their end: {[life.group for life in stuck]}"
+    errors = [life.error for life in lives if life.error is not None]
+    assert not stuck, (
+        f"after {limit_s} s these have not come to their end: {[life.group for life in stuck]}; errors: {errors}"
+    )
     return Outcome(run, lives, [life.error for life in lives if life.error is not None])
 
 
