@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_outer_manager import run_replicas
 from torch import nn
 
 from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
 from torchft_ckpt.ddp import PureDistributedDataParallel
-from torchft_ckpt.testing.fake_outer_manager import run_replicas
 
 LIMIT = timedelta(seconds=20)
 

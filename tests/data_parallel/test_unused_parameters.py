@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.averaging import Averaging, connect
+from support.fake_outer_manager import run_replicas
 from support.fake_process_group import FakeFabric
 from torch import nn
 from torch.distributed import Work
@@ -21,7 +22,6 @@ from torchft_ckpt import DistributedDataParallel
 from torchft_ckpt.ddp import BackwardAverage, GradientAverage, PureDistributedDataParallel
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.collectives import done_work
-from torchft_ckpt.testing.fake_outer_manager import run_replicas
 
 Wrap = Callable[[Averaging, nn.Module], nn.Module]
 Bits = list[list[int] | None]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_outer_manager import FakeOuterManager, Hub
 from torch import nn
 
 from torchft_ckpt import DiLoCo, LighthouseServer, LocalSGD, Manager
@@ -13,7 +14,6 @@ from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.outer.fragment import InnerStateBackup
 from torchft_ckpt.process_group import ProcessGroupDummy
-from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 
 class CountingManager(FakeOuterManager):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.fake_outer_manager import FakeOuterManager, Hub
 from torch import nn
 
 from torchft_ckpt import DiLoCo, LocalSGD
-from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 SYNC_EVERY = 2
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
+from support.fake_outer_manager import FakeOuterManager, Hub
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -34,7 +35,6 @@ from torchft_ckpt import (
 )
 from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.manager.cold_start import ColdStartGroup
-from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 T = TypeVar("T")
 LONG_S = 60.0

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_outer_manager import FakeOuterManager, Hub
 from support.late import AsksLate
 from torch import nn
 from torch.distributed import Work
@@ -21,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchft_ckpt import DiLoCo, HTTPTransport, LighthouseServer, LocalSGD, Manager, ProcessGroupGloo
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
-from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 LONG_S = 60.0
 SYNC_EVERY = 4

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.fake_outer_manager import FakeOuterManager, Hub, run_replicas
 from torch import nn
 
 from torchft_ckpt.core.training.outer_schedule import whose_settings_count
 from torchft_ckpt.outer.averaging import RoundSettings
-from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub, run_replicas
 
 
 @pytest.mark.parametrize(

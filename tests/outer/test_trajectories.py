@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.fake_outer_manager import FakeOuterManager, Hub, run_replicas
 from support.outer_reference import (
     Bits,
     adamw,
@@ -27,7 +28,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torchft_ckpt import DiLoCo, LocalSGD
 from torchft_ckpt.errors import CheckpointError, StateMismatchError
 from torchft_ckpt.outer.fragment import PseudoGradientFragment
-from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub, run_replicas
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from torchft_ckpt.testing.fake_outer_manager import mean_of
+from support.fake_outer_manager import mean_of
 
 Bits = list[torch.Tensor]
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from support.fake_outer_manager import FakeOuterManager, Hub
 from support.outer_reference import adamw, build_model, fragments_of, nesterov, train_step
 from torchft_ckpt import DiLoCo
-from torchft_ckpt.testing.fake_outer_manager import FakeOuterManager, Hub
 
 OUTCOMES = [True, False, True]
 NUM_INNER_STEPS = 20

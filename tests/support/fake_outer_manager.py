@@ -1,7 +1,7 @@
 """A manager in memory for outer loops: replicas are threads of one process, and agree by a script.
 
 It shows what an outer loop computes, without processes and sockets. All replicas are healthy, always: none heals or joins. A
-loop's `allreduce` blocks until all replicas have come to it.
+loop's `allreduce` blocks until all replicas have come to it. Nobody may change the state while its lock is not held.
 
     hub = Hub(2, outcomes=[True, False])  # the second vote discards its round, later ones commit
     run_replicas(2, lambda rank: train(FakeOuterManager(hub, rank)))
@@ -9,6 +9,7 @@ loop's `allreduce` blocks until all replicas have come to it.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.process_group.dummy import CompletedWork
 from torchft_ckpt.process_group.quantization import Quantization
+from torchft_ckpt.testing.conformance import differences
 
 T = TypeVar("T")
 WAIT_S = 30.0
@@ -90,6 +92,7 @@ class FakeOuterManager:
         """The loop has reported that its state is torn."""
         self.state: Callable[[], Any] | None = None
         """What the loop has registered."""
+        self._at_release: Any = None
 
     @property
     def is_locked(self) -> bool:
@@ -168,9 +171,14 @@ class FakeOuterManager:
         return committed
 
     def disallow_state_dict_read(self) -> None:
+        """The state has not changed since the lock was let go."""
         self.state_dict_lock.acquire_write()
+        if self.state is not None and self._at_release is not None:
+            assert differences(self.state(), self._at_release) == []
 
     def allow_state_dict_read(self) -> None:
+        if self.state is not None and self.is_locked:
+            self._at_release = copy.deepcopy(self.state())
         self.state_dict_lock.release_write()
 
     def report_torn_state(self) -> None:
