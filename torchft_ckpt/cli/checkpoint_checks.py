@@ -1,7 +1,4 @@
-"""Verifies one checkpoint for `verify`, by reading all of it. It prints nothing.
-
-This library writes a digest for every 64 KiB. DCP's own records have at most a CRC-32 to compare.
-"""
+"""Verifies one checkpoint for `verify`, by reading all of it: there is a digest for every 64 KiB. It prints nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torchft_ckpt.checkpointing.durable.format.manifest import digest_table_bytes
 from torchft_ckpt.checkpointing.durable.names import METADATA
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, is_closed, notes_on
-from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.dcp_metadata import build_metadata
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
-from torchft_ckpt.cli.checkpoint_content import outlines_of, read_in_order, reason_of, values_of
+from torchft_ckpt.cli.checkpoint_content import outlines_of, read_in_order
 from torchft_ckpt.cli.checkpoint_places import OpenedCheckpoint
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, StorageError, UnsupportedValueError
 from torchft_ckpt.integrations.dcp.metadata import load_metadata
@@ -44,8 +40,6 @@ class VerifyResult(NamedTuple):
 
 def bytes_to_verify(opened: OpenedCheckpoint) -> int:
     """Return about how many bytes `verify` reads."""
-    if opened.checkpoint is None:
-        return opened.num_bytes
     total = 0
     for tensor in opened.checkpoint.tensors.values():
         for piece in tensor.pieces:
@@ -56,15 +50,7 @@ def bytes_to_verify(opened: OpenedCheckpoint) -> int:
 
 def verify(opened: OpenedCheckpoint) -> VerifyResult:
     """Read everything and compare it with what is known of it."""
-    if isinstance(opened.reader, CheckpointReader):
-        return _verify_own(opened, opened.reader)
-    if opened.reader is None:
-        return VerifyResult(Condition.DAMAGED, [opened.why_not_whole or "it cannot be read"], [])
-    return _verify_dcps(opened.reader)
-
-
-def _verify_own(opened: OpenedCheckpoint, reader: CheckpointReader) -> VerifyResult:
-    checkpoint = reader.checkpoint
+    reader, checkpoint = opened.reader, opened.checkpoint
     notes: list[str] = []
     found = reader.verify()
     has_metadata = is_closed(opened.place.storage, checkpoint.name)
@@ -88,21 +74,6 @@ def _verify_own(opened: OpenedCheckpoint, reader: CheckpointReader) -> VerifyRes
     else:
         notes.append("it can be loaded all the same: what is damaged is also elsewhere, or is read by DCP alone")
     return VerifyResult(Condition.DAMAGED, problems, notes)
-
-
-def _verify_dcps(reader: DCPReader) -> VerifyResult:
-    reasons: list[CheckpointError] = []
-    for outline in outlines_of(reader):
-        try:
-            for _ in read_in_order(reader, [outline]):
-                continue
-        except CheckpointError as error:
-            reasons.append(reason_of(error))
-    reasons += values_of(reader)[1].values()
-    problems = [str(reason) for reason in reasons if not isinstance(reason, UnsupportedValueError)]
-    notes = [f"not looked at: {reason}" for reason in reasons if isinstance(reason, UnsupportedValueError)]
-    notes.append("DCP keeps no digests: the checksums of its records were compared, where it wrote any")
-    return VerifyResult(Condition.DAMAGED if problems else Condition.RIGHT, problems, notes)
 
 
 def _metadata_problems(checkpoint: Checkpoint, storage: Storage, notes: list[str]) -> list[str]:

@@ -16,68 +16,46 @@ from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.cli.safetensors_file import Content, PendingTensor, in_file_order
 from torchft_ckpt.core.boxes.geometry import whole
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
-from torchft_ckpt.integrations.dcp.reader import DCPReader
 
 _BATCH_BYTES = 64 * 1024 * 1024
 
 
-def content_of(reader: CheckpointReader | DCPReader) -> tuple[Content, list[str]]:
+def content_of(reader: CheckpointReader) -> tuple[Content, list[str]]:
     """Return what of a checkpoint goes into a file, and in sentences what does not, and why. Values are read for it, tensors are
     not.
 
     Raises:
         CheckpointError: a value is damaged or cannot be read.
     """
-    values, unreadable = values_of(reader)
     left_out: list[str] = []
-    for error in unreadable.values():
-        if not isinstance(error, UnsupportedValueError):
-            raise error
-        left_out.append(str(error))
-    if isinstance(reader, CheckpointReader):
-        if told := differing_copies(reader.checkpoint):
-            left_out.append(f"all but the first copies: {told}")
-        if told := drifted_replicas(reader.checkpoint):
-            left_out.append(f"what one rank alone had: {told}")
-    # What this library wrote has tensors and arrays that are inside of values among its tensors, by the same name.
-    content = Content(outlines_of(reader), among_values=isinstance(reader, CheckpointReader))
-    for fqn, value in values.items():
-        try:
-            for path, leaf in leaves(value, fqn):
-                try:
-                    content.add(path, leaf)
-                except UnsupportedValueError as error:
-                    left_out.append(str(error))
-                    content.room -= len(path)  # a few lists can hold each other more often than anybody wants to read
-                    if content.room < 0:
-                        raise
-        except UnsupportedValueError as error:
-            left_out.append(f"{error}; the rest of {fqn[:120]} is left out")
+    if told := differing_copies(reader.checkpoint):
+        left_out.append(f"all but the first copies: {told}")
+    if told := drifted_replicas(reader.checkpoint):
+        left_out.append(f"what one rank alone had: {told}")
+    # Tensors and arrays that are inside of values are among the tensors, by the same name.
+    content = Content(outlines_of(reader))
+    for fqn, (_, value) in reader.values().items():
+        for path, leaf in leaves(value, fqn):
+            try:
+                content.add(path, leaf)
+            except UnsupportedValueError as error:
+                left_out.append(str(error))
     return content, left_out
 
 
-def values_of(
-    reader: CheckpointReader | DCPReader,
-) -> tuple[Mapping[str, object], Mapping[str, CheckpointError]]:
-    """Return the values that are no tensors, by name; and why others cannot be read."""
-    if isinstance(reader, DCPReader):
-        return reader.readable_values()
-    return {fqn: value for fqn, (_, value) in reader.values().items()}, {}
-
-
-def outlines_of(reader: CheckpointReader | DCPReader) -> list[PendingTensor]:
+def outlines_of(reader: CheckpointReader) -> list[PendingTensor]:
     """Return its tensors, in the order of a file."""
     return in_file_order(PendingTensor(tensor.fqn, tensor.dtype, tensor.shape) for tensor in reader.tensors.values())
 
 
 def read_in_order(
-    reader: CheckpointReader | DCPReader,
+    reader: CheckpointReader,
     outlines: Sequence[PendingTensor],
     extra: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[memoryview]:
     """Yield the elements of tensors, one after the other; what is yielded is there until the next is asked for.
 
-    It takes memory for the largest tensor, or 64 MiB. Tensors are read whole, because DCP's have a checksum of the whole alone.
+    It takes memory for the largest tensor, or 64 MiB.
 
     Args:
         outlines: those that are wanted, `in_file_order`.

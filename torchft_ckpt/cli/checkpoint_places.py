@@ -1,18 +1,14 @@
-"""Finds the durable checkpoints of a place, this library's and DCP's, and opens them. It reads no tensors and changes nothing.
-
-Of a directory that DCP wrote the step is what its name ends with (`step-100`, `iter_0000100`, `100`), where it does.
-"""
+"""Finds the durable checkpoints of a place, and opens them. It reads no tensors and changes nothing."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import NamedTuple
 
-from torchft_ckpt.checkpointing.durable.names import METADATA, TEMPORARY, CheckpointName, parse_checkpoint
+from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, parse_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -22,44 +18,39 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
-from torchft_ckpt.cli.output import format_bytes, format_count
+from torchft_ckpt.cli.output import format_bytes
 from torchft_ckpt.core.text import one_line
-from torchft_ckpt.errors import CheckpointError, ConfigError, StorageError
-from torchft_ckpt.integrations.dcp.reader import DCPReader
+from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.threads import parallel_map
 
 _NUM_THREADS = 8
-_STEP = re.compile(r"(?:\A|(?:step|iter)[-_=.]?)0*([0-9]{1,18})\Z", re.IGNORECASE)
 
 
 class CheckpointPlace(NamedTuple):
     """The place of a checkpoint, of which nothing was read yet."""
 
     storage: Storage
-    directory: str
-    """Its path in the storage; "" for the storage itself."""
-    name: str
-    step: int | None
-    own: CheckpointName | None
-    """None where DCP wrote it."""
+    name: CheckpointName
+    """Also its directory in the storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedCheckpoint:
-    """A checkpoint whose manifests, or metadata, were read."""
+    """A checkpoint whose manifests were read."""
 
     place: CheckpointPlace
-    checkpoint: Checkpoint | None
-    """None where DCP wrote it."""
-    reader: CheckpointReader | DCPReader | None
-    """None where DCP wrote it and it cannot be read."""
+    reader: CheckpointReader
     why_not_whole: str | None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What the manifests say."""
+        return self.reader.checkpoint
 
     @property
     def num_bytes(self) -> int:
         """Of its tensors, each counted once."""
-        tensors = [] if self.reader is None else self.reader.tensors.values()
-        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.reader.tensors.values())
 
 
 def find_checkpoints(location: str, step: int | None = None) -> list[CheckpointPlace]:
@@ -76,29 +67,19 @@ def find_checkpoints(location: str, step: int | None = None) -> list[CheckpointP
     places = _places_of(location)
     if not places:
         raise ConfigError(f"{location}: there is no checkpoint", location)
-    found = [place for place in places if step is None or place.step == step]
+    found = [place for place in places if step is None or place.name.step == step]
     if not found:
-        steps = sorted({place.step for place in places if place.step is not None}, reverse=True)
-        known = (
-            f"; its steps are {', '.join(map(str, steps[:20]))}{', ...' if len(steps) > 20 else ''}" if steps else ""
-        )
-        raise ConfigError(f"{location}: there is no checkpoint of step {step}{known}", location)
-    return sorted(found, key=_age, reverse=True)
+        steps = sorted({place.name.step for place in places}, reverse=True)
+        known = f"{', '.join(map(str, steps[:20]))}{', ...' if len(steps) > 20 else ''}"
+        raise ConfigError(f"{location}: there is no checkpoint of step {step}; its steps are {known}", location)
+    return sorted(found, key=lambda place: place.name, reverse=True)
 
 
 def open_checkpoint(place: CheckpointPlace) -> OpenedCheckpoint:
     """Read what a checkpoint says of itself, and whether it is whole."""
-    if place.own is not None:
-        checkpoint = read_checkpoint([place.storage], place.own)
-        why_not = why_not_whole(checkpoint)
-        return OpenedCheckpoint(
-            place=place, checkpoint=checkpoint, reader=CheckpointReader(checkpoint), why_not_whole=why_not
-        )
-    try:
-        reader = DCPReader(place.storage, place.directory)
-    except CheckpointError as error:
-        return OpenedCheckpoint(place=place, checkpoint=None, reader=None, why_not_whole=str(error))
-    return OpenedCheckpoint(place=place, checkpoint=None, reader=reader, why_not_whole=None)
+    checkpoint = read_checkpoint([place.storage], place.name)
+    why_not = why_not_whole(checkpoint)
+    return OpenedCheckpoint(place=place, reader=CheckpointReader(checkpoint), why_not_whole=why_not)
 
 
 def _places_of(location: str) -> list[CheckpointPlace]:
@@ -106,42 +87,15 @@ def _places_of(location: str) -> list[CheckpointPlace]:
         raise ConfigError("DIR is empty: a path or a URL was expected", "DIR")
     is_url = "://" in location or "::" in location
     path = location.rstrip("/") if is_url else os.path.realpath(location)
-    above, _, name = path.rpartition("/")
-    own = parse_checkpoint(name)
-    if own is not None:
+    above, _, last = path.rpartition("/")
+    name = parse_checkpoint(last)
+    if name is not None:
         storage = open_storage(above or "/")
-        return [CheckpointPlace(storage, name, name, own.step, own)] if storage.names(name) else []
+        return [CheckpointPlace(storage, name)] if storage.names(last) else []
     storage = open_storage(path)
-    names = storage.names()
-    if _is_dcps(names):
-        return [CheckpointPlace(storage, "", name, _step_of(name), None)]
-    places = [CheckpointPlace(storage, str(own), str(own), own.step, own) for own in list_checkpoints(storage)]
-    others = [entry for entry in names if parse_checkpoint(entry) is None and TEMPORARY not in entry]
-    are_dcps = parallel_map(lambda entry: _holds_dcps(storage, entry), others, _NUM_THREADS)
-    for entry, is_dcps in zip(others, are_dcps, strict=True):
-        if is_dcps:
-            places.append(CheckpointPlace(storage, entry, entry, _step_of(entry), None))
-    return places
-
-
-def _holds_dcps(storage: Storage, directory: str) -> bool:
-    try:
-        return _is_dcps(storage.names(directory))
-    except StorageError:
-        return False  # no checkpoint that could be read
-
-
-def _is_dcps(names: list[str]) -> bool:
-    return any(name == METADATA or (name.startswith("__") and name.endswith(METADATA)) for name in names)
-
-
-def _step_of(name: str) -> int | None:
-    match = _STEP.search(name)
-    return None if match is None else int(match[1])
-
-
-def _age(place: CheckpointPlace) -> tuple[int, str]:
-    return -1 if place.step is None else place.step, place.name
+    if METADATA in storage.names():
+        raise ConfigError(f"{location}: torch.distributed.checkpoint wrote it; its format_utils read it", location)
+    return [CheckpointPlace(storage, name) for name in list_checkpoints(storage)]
 
 
 # What people and programs are told
@@ -151,25 +105,23 @@ def _age(place: CheckpointPlace) -> tuple[int, str]:
 class Described:
     """The row of a checkpoint in `ls`. If it is not whole, the tensors are those that are known."""
 
-    step: int | None
+    step: int
     name: str
-    format: str
-    """`torchft_ckpt`, or `dcp`."""
     is_whole: bool
     why_not_whole: str | None
     num_tensors: int | None
-    """None where nothing is known."""
+    """None if nothing is known."""
     bytes: int | None
     """Of the tensors, each counted once."""
     bytes_on_disk: int
-    num_replicas: int | None = None
-    num_ranks: int | None = None
+    num_replicas: int | None
+    num_ranks: int | None
     """Of each replica."""
-    num_parts: int | None = None
+    num_parts: int
     """Ranks whose own part is there."""
-    num_filled: int | None = None
+    num_filled: int
     """Parts that were written in place of others."""
-    num_files: int = 0
+    num_files: int
     """Of data."""
     has_metadata: bool
     """Plain DCP can read it."""
@@ -187,30 +139,27 @@ def describe(opened: OpenedCheckpoint) -> Described:
     Raises:
         StorageError: the storage failed.
     """
-    place, checkpoint, reader = opened.place, opened.checkpoint, opened.reader
-    names = place.storage.names(place.directory)
-    paths = [f"{place.directory}/{name}" if place.directory else name for name in names]
-    on_disk = sum(size or 0 for size in parallel_map(place.storage.size, paths, _NUM_THREADS))
-    manifests = [] if checkpoint is None else [part.manifest for part in checkpoint.parts]
-    is_known = bool(manifests) if checkpoint is not None else reader is not None
+    storage, name, checkpoint = opened.place.storage, opened.place.name, opened.checkpoint
+    names = storage.names(str(name))
+    sizes = parallel_map(storage.size, [f"{name}/{one}" for one in names], _NUM_THREADS)
+    manifests = [part.manifest for part in checkpoint.parts]
     return Described(
-        step=place.step,
-        name=place.name,
-        format="dcp" if checkpoint is None else "torchft_ckpt",
+        step=name.step,
+        name=str(name),
         is_whole=opened.why_not_whole is None,
         why_not_whole=opened.why_not_whole,
-        num_tensors=len(reader.tensors) if is_known and reader is not None else None,
-        bytes=opened.num_bytes if is_known else None,
-        bytes_on_disk=on_disk,
+        num_tensors=len(opened.reader.tensors) if manifests else None,
+        bytes=opened.num_bytes if manifests else None,
+        bytes_on_disk=sum(size or 0 for size in sizes),
         num_replicas=max((manifest.num_replicas for manifest in manifests), default=None),
         num_ranks=max((manifest.num_ranks for manifest in manifests), default=None),
-        num_parts=None if checkpoint is None else sum(manifest.fill == 0 for manifest in manifests),
-        num_filled=None if checkpoint is None else sum(manifest.fill > 0 for manifest in manifests),
-        num_files=sum(name.endswith(".distcp") for name in names),
-        has_metadata=_is_dcps(names),
+        num_parts=sum(manifest.fill == 0 for manifest in manifests),
+        num_filled=sum(manifest.fill > 0 for manifest in manifests),
+        num_files=sum(one.endswith(".distcp") for one in names),
+        has_metadata=METADATA in names,
         written_at_s=max((manifest.written_at_s for manifest in manifests), default=None),
-        left_aside=[] if checkpoint is None else checkpoint.left_aside,
-        divergent=[] if checkpoint is None else checkpoint.divergent,
+        left_aside=checkpoint.left_aside,
+        divergent=checkpoint.divergent,
     )
 
 
@@ -233,7 +182,7 @@ def table(rows: list[Described]) -> str:
 
 def _cells(row: Described) -> tuple[str, ...]:
     return (
-        "-" if row.step is None else str(row.step),
+        str(row.step),
         "yes" if row.is_whole else "no",
         "-" if row.num_tensors is None else str(row.num_tensors),
         "-" if row.bytes is None else format_bytes(row.bytes),
@@ -252,8 +201,6 @@ def _when(unix_time_s: float) -> str:
 
 
 def _parts(row: Described) -> str:
-    if row.format == "dcp":
-        return f"DCP, {format_count(row.num_files, 'file')}"
     if row.num_replicas is None or row.num_ranks is None:
         return "-"
     all_of_them = f"{row.num_replicas}x{row.num_ranks}"

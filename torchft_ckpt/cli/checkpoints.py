@@ -20,10 +20,8 @@ from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
     from torchft_ckpt.cli.checkpoint_checks import VerifyResult
     from torchft_ckpt.cli.checkpoint_places import OpenedCheckpoint
-    from torchft_ckpt.integrations.dcp.reader import DCPReader
 
 _MAX_PROBLEMS = 20
 
@@ -64,7 +62,7 @@ def _add_location(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "location",
         metavar="DIR",
-        help="a directory with checkpoints, one checkpoint, or what torch.distributed.checkpoint wrote; a path or an fsspec URL",
+        help="a directory with checkpoints, or of one checkpoint; a path or an fsspec URL",
     )
 
 
@@ -95,8 +93,8 @@ def _run_verify(options: argparse.Namespace) -> int:
     for place in find_checkpoints(options.location, options.step):
         opened = open_checkpoint(place)
         with contextlib.ExitStack() as stack:
-            if not options.quiet and opened.reader is not None:
-                stack.enter_context(reading_bar(place.name, bytes_to_verify(opened), opened.reader))
+            if not options.quiet:
+                stack.enter_context(reading_bar(str(place.name), bytes_to_verify(opened), opened.reader))
             result = verify(opened)
         counts[result.condition] += 1
         if result.problems or not options.quiet:
@@ -111,7 +109,7 @@ def _lines_of(opened: OpenedCheckpoint, result: VerifyResult, max_problems: int 
     from torchft_ckpt.cli.output import format_bytes, format_count
 
     what = ""
-    if not result.problems and opened.reader is not None:
+    if not result.problems:
         what = f": {format_count(len(opened.reader.tensors), 'tensor')}, {format_bytes(opened.num_bytes)}"
     lines = [one_line(f"{opened.place.name}: {result.condition.value}{what}")]
     lines += [f"    {one_line(problem)}" for problem in result.problems[:max_problems]]
@@ -130,39 +128,40 @@ def _run_export(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile
 
     with SafetensorsFile(options.output, force=options.force) as file:
-        opened, reader = _newest_whole(options)
+        opened = _newest_whole(options)
+        name, reader = opened.place.name, opened.reader
         try:
             content, left_out = content_of(reader)
             with contextlib.ExitStack() as stack:
                 if not options.quiet:
-                    stack.enter_context(reading_bar(opened.place.name, opened.num_bytes, reader))
+                    stack.enter_context(reading_bar(str(name), opened.num_bytes, reader))
                 chunks = read_in_order(reader, content.outlines(), content.tensors)
-                num_bytes = file.write(content, opened.place.step, chunks)
+                num_bytes = file.write(content, name.step, chunks)
         except (CheckpointDamagedError, StorageError) as error:
-            raise type(error)(f"{reason_of(error)}; nothing was exported", opened.place.name) from error
+            raise type(error)(f"{reason_of(error)}; nothing was exported", str(name)) from error
     for told in content.describe_renamed():
         print(one_line(told), file=sys.stderr)
     for reason in left_out:
         print(one_line(f"left out: {reason}"), file=sys.stderr)
     if not options.quiet:
         print(
-            f"{options.output}: {one_line(opened.place.name)}, {format_count(len(content.outlines()), 'tensor')}, "
+            f"{options.output}: {name}, {format_count(len(content.outlines()), 'tensor')}, "
             f"{format_count(len(content.values), 'value')}, {format_bytes(num_bytes)}",
             file=sys.stderr,
         )
     return 0
 
 
-def _newest_whole(options: argparse.Namespace) -> tuple[OpenedCheckpoint, CheckpointReader | DCPReader]:
+def _newest_whole(options: argparse.Namespace) -> OpenedCheckpoint:
     from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 
     skipped: list[str] = []
     for place in find_checkpoints(options.location, options.step):
         opened = open_checkpoint(place)
-        if opened.reader is not None and opened.why_not_whole is None:
+        if opened.why_not_whole is None:
             for reason in skipped:
                 print(one_line(f"skipped: {reason}"), file=sys.stderr)
-            return opened, opened.reader
+            return opened
         skipped.append(f"{place.name} is not whole: {opened.why_not_whole}")
     raise CheckpointNotFoundError(
         f"{options.location}: there is no whole checkpoint: {'; '.join(skipped[:3])}"

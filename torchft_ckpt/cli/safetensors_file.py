@@ -31,7 +31,7 @@ from safetensors.torch import load, save
 
 from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
-from torchft_ckpt.checkpointing.state.space import as_bytes, has_elements_here
+from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.tree import TreeEncoder
 from torchft_ckpt.cli.output import leaves
 from torchft_ckpt.errors import CheckpointError, ConfigError, UnsupportedValueError
@@ -73,11 +73,10 @@ class Content:
     """The content of a file, leaf by leaf.
 
     Args:
-        pending: tensors that are read later.
-        among_values: whether these are among the leaves that are added as well, by their paths.
+        pending: tensors that are read later; they may be among the leaves that are added as well, by their paths.
     """
 
-    def __init__(self, pending: Iterable[PendingTensor] = (), *, among_values: bool = False) -> None:
+    def __init__(self, pending: Iterable[PendingTensor] = ()) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """Those that are in memory, by their names in the file."""
         self.tied: dict[str, str] = {}
@@ -88,9 +87,8 @@ class Content:
         pending = [*pending]
         self._taken = {outline.name: 1 for outline in pending}
         self.pending = [one._replace(name=self._not_reserved(one.name), path=one.name) for one in pending]
-        self.room = _VALUE_BYTES
-        """What is left of it."""
-        self._known = {one.path: one.name for one in self.pending if among_values}
+        self._room = _VALUE_BYTES
+        self._known = {one.path: one.name for one in self.pending}
 
     def add(self, path: str, leaf: object) -> None:
         """Add a leaf.
@@ -102,20 +100,17 @@ class Content:
         node = encoder.encode(leaf, path)
         # The values are a JSON text inside of one.
         num_bytes = _ENTRY_BYTES + len(path) if encoder.tensors else len(json.dumps(json.dumps({path: node})))
-        if num_bytes > self.room:
+        if num_bytes > self._room:
             raise UnsupportedValueError(
                 f"{path[:120]}: it takes more than what is left of {_VALUE_BYTES} bytes that a header holds of values",
                 path[:120],
             )
         if not encoder.tensors:
             self.values[unused_name(path, self._taken)] = node
-            self.room -= num_bytes
+            self._room -= num_bytes
             return
         name, tensor = self._known.get(path), encoder.tensors[0][1]
         if name is None:
-            if not has_elements_here(tensor):
-                kind = "nested" if tensor.is_nested else f"{tensor.device.type} {tensor.layout}"
-                raise UnsupportedValueError(f"{path}: safetensors holds no {kind} tensor", path)
             repeated = tensor.nbytes - tensor.untyped_storage().nbytes()
             if repeated > _MAX_REPEATED_BYTES:
                 raise UnsupportedValueError(
@@ -125,7 +120,7 @@ class Content:
             self.tensors[name] = tensor.detach()
         if encoder.arrays:
             self.arrays.append(name)
-        self.room -= num_bytes
+        self._room -= num_bytes
 
     def outlines(self) -> list[PendingTensor]:
         """Return all tensors, in the order of the file."""
@@ -139,17 +134,15 @@ class Content:
             for name, path in self.renamed.items()
         ]
 
-    def metadata(self, step: int | None) -> dict[str, str]:
+    def metadata(self, step: int) -> dict[str, str]:
         """Return what goes into the header beside the tensors."""
-        metadata = {
+        return {
             "format": "pt",
+            "torchft_ckpt.step": str(step),
             "torchft_ckpt.values": json.dumps(self.values, separators=(",", ":")),
             "torchft_ckpt.tied": json.dumps(self.tied),
             "torchft_ckpt.arrays": json.dumps(self.arrays),
         }
-        if step is not None:
-            metadata["torchft_ckpt.step"] = str(step)
-        return metadata
 
     def _not_reserved(self, name: str) -> str:
         if name != RESERVED:
@@ -201,11 +194,11 @@ class SafetensorsFile:
             self._leave_sigterm()
             raise ConfigError(f"{path} cannot be written: {error.strerror}", party=str(path)) from error
 
-    def write(self, content: Content, step: int | None, chunks: Iterable[memoryview] | None = None) -> int:
+    def write(self, content: Content, step: int, chunks: Iterable[memoryview] | None = None) -> int:
         """Write it all, put the file in its place, and return its length in bytes.
 
         Args:
-            step: of the state, where it is known.
+            step: of the state.
             chunks: the bytes of the tensors of `content.outlines()`, one after the other, in C order; cut anywhere. Default: all
                 of them are in memory.
 

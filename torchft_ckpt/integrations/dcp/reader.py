@@ -47,7 +47,6 @@ from torchft_ckpt.checkpointing.state.space import as_bytes, has_elements_here
 from torchft_ckpt.core.boxes.geometry import Box, missing_boxes
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
-    CheckpointError,
     CheckpointNotFoundError,
     StorageError,
     UnsupportedValueError,
@@ -129,17 +128,6 @@ class DCPReader(StateReader[DCPChunk]):
             if names is None or fqn in names
         }
         return PlannedValues(values.keys(), [], lambda: values)
-
-    def readable_values(self) -> tuple[dict[str, object], dict[str, CheckpointError]]:
-        """Return the values that can be read, by fqn, and why others cannot."""
-        readable: dict[str, object] = {}
-        unreadable: dict[str, CheckpointError] = {}
-        for fqn, (_, info) in self._values.items():
-            try:
-                readable[fqn] = self._load_value(fqn, info)
-            except CheckpointError as error:
-                unreadable[fqn] = error
-        return readable, unreadable
 
     def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
         return None  # DCP keeps nothing for one rank alone
