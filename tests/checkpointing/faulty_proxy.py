@@ -120,34 +120,6 @@ def cut_after(num_bytes: int) -> Fault:
     return fault
 
 
-def stall_after(num_bytes: int) -> Fault:
-    """Pass on so many bytes, then nothing, with the connection open."""
-
-    def fault(connection: Connection, passed: int, data: bytes) -> bytes:
-        if passed + len(data) <= num_bytes:
-            return data
-        connection._client.sendall(data[: max(num_bytes - passed, 0)])
-        connection.ended.wait(60)
-        return b""
-
-    return fault
-
-
-def drip_after(num_bytes: int, pause_s: float) -> Fault:
-    """Pass on so many bytes, then one at a time."""
-
-    def fault(connection: Connection, passed: int, data: bytes) -> bytes:
-        whole = max(min(num_bytes - passed, len(data)), 0)
-        connection._client.sendall(data[:whole])
-        for index in range(whole, len(data)):
-            connection._client.sendall(data[index : index + 1])
-            if connection.ended.wait(pause_s):
-                break
-        return b""
-
-    return fault
-
-
 def flip_bit_at(byte: int, bit: int = 0) -> Fault:
     """Flip one bit of one byte."""
 

@@ -36,9 +36,6 @@ LONG = timedelta(seconds=20)
 STEP = 3
 
 
-"""A test that fails as long as the library does: take the mark off with the mending."""
-
-
 def running() -> Iterator[HTTPTransport[Any]]:
     transport = make_transport()
     yield transport
@@ -364,7 +361,11 @@ def test_a_failure_midway_owns_up_to_having_overwritten_the_state(source, destin
 def test_a_deadline_midway_owns_up_as_well(source, destination):
     local = {"w": torch.zeros(100_000)}
     source.send_checkpoint([1], STEP, {"w": noise(100_000)}, LONG)
-    with FaultyProxy(parse_metadata(source.metadata()).port, faulty_proxy.stall_after(200_000)) as proxy:
+
+    def stall(connection: faulty_proxy.Connection, passed: int, data: bytes) -> bytes:
+        return data if passed < 200_000 or connection.ended.wait(60) else b""
+
+    with FaultyProxy(parse_metadata(source.metadata()).port, stall) as proxy:
         error = fails(destination, proxy.url, local, TransferTimeoutError, timeout=timedelta(seconds=0.5))
     assert error.state_overwritten is True and differences(local, {"w": torch.zeros(100_000)}) != []
 

@@ -267,6 +267,17 @@ def test_without_any_budget_nothing_is_copied_and_the_snapshot_ends():
     assert (scene.snapshot.closed, scene.pool.held_bytes(), scene.snapshot.is_revoked("a")) == (True, 0, True)
 
 
+def test_the_budget_is_one_for_all_snapshots_together():
+    first, second = Scene(), Scene()
+    second.pool.budget_bytes = 7 * BLOCK
+    second.snapshot._pool = first.snapshot._pool = second.pool
+    for scene in (first, second):
+        scene.snapshot.register("a")
+        scene.snapshot.detach()
+    assert [scene.snapshot.is_revoked("a") for scene in (first, second)] == [False, True]
+    assert second.pool.held_bytes() == 6 * BLOCK and first.read_all() == first.old_bytes
+
+
 def test_a_receiver_that_is_silent_loses_its_lease_and_what_was_kept_for_it():
     scene = Scene()
     scene.snapshot.register("a", now=100.0)
@@ -309,6 +320,51 @@ def test_touching_ahead_stops_at_what_is_needed():
     assert (num_touched, scene.pool.held_bytes()) == (4, 4 * BLOCK)
     scene.snapshot.detach()
     assert scene.pool.held_bytes() == 4 * BLOCK
+
+
+def saving() -> Scene:
+    """With one reader that will be long, as a save is: for it blocks are copied beside the forward pass."""
+    scene = Scene(num_expected=0)
+    scene.lock.add_before_write(scene.snapshot.detach)
+    scene.snapshot.register("save")
+    return scene
+
+
+def copy_all_ahead(scene: Scene) -> int:
+    return sum(iter(scene.snapshot.copy_ahead, False))
+
+
+@pytest.mark.parametrize("num_ahead", [2, 6])
+def test_what_was_copied_ahead_is_completed_by_the_step(num_ahead):
+    scene = saving()
+    scene.pool.budget_bytes = num_ahead * BLOCK
+    assert copy_all_ahead(scene) == num_ahead, "within the budget"
+    scene.pool.budget_bytes = 6 * BLOCK
+    with scene.lock.write():
+        scene.mutate()
+    assert (scene.read_all(), scene.snapshot.phase) == (scene.old_bytes, SnapshotPhase.DETACHED)
+    assert scene.snapshot.statistics().num_blocks_copied_aside == 6, "those that were copied ahead count once"
+    scene.snapshot.finish("save")
+    scene.snapshot.close()
+    assert (scene.snapshot.copy_ahead(), scene.pool.held_bytes()) == (False, 0)
+
+
+def test_blocks_that_the_reader_has_are_not_copied_ahead():
+    scene = saving()
+    scene.snapshot.contact("save", 0.0, received=blocks([0, 2]))
+    assert copy_all_ahead(scene) == 4
+
+
+def test_a_trainer_that_steps_while_blocks_are_copied_ahead_never_tears_them():
+    for _ in range(200):
+        scene = saving()
+        ahead = threading.Thread(target=copy_all_ahead, args=(scene,))
+        ahead.start()
+        with scene.lock.write():
+            scene.mutate()
+        ahead.join()
+        assert scene.read_all() == scene.old_bytes
+        scene.snapshot.close()
 
 
 @pytest.mark.parametrize("name", ["weight", "strided"])

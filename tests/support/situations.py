@@ -322,7 +322,7 @@ def _group_that_is_told_to_leave() -> Iterator[Situation]:
         def after(names: dict[str, Any]) -> None:
             assert 3 <= manager.current_step() < names["steps"]
             saved = [open_checkpoint(place) for place in find_checkpoints(directory)]
-            assert [(one.place.step, one.why_not_whole) for one in saved] == [(manager.current_step(), None)]
+            assert [(one.place.name.step, one.why_not_whole) for one in saved] == [(manager.current_step(), None)]
 
         try:
             yield Situation({**names, "batch": batch, "steps": 1000, "checkpointer": checkpointer}, after=after)
