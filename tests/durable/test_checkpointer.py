@@ -18,14 +18,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from support.nursery import Forked
 from support.savers import no_threads_left
 from support.spmd_double import random_bits
 from support.thoroughness import by_default
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchft_ckpt.checkpointer as checkpointer_module
 from torchft_ckpt import Checkpointer, HTTPTransport, Tier, checkpoints_in, load_checkpoint
@@ -183,29 +180,6 @@ def test_without_guard_optimizer_the_state_is_copied_before_save_returns(tmp_pat
         future.result(LONG_S)
         _, tensors, _ = all_of(tmp_path)
         assert_of_one_step(tensors, step)
-    checkpointer.shutdown()
-
-
-def test_batch_norm_statistics_that_a_forward_pass_changes_are_those_of_the_save(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
-    optimizer = torch.optim.Adam(model.parameters())
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.guard_optimizer(optimizer)
-
-    def train() -> None:
-        optimizer.zero_grad()
-        model(torch.randn(16, 8)).square().sum().backward()
-        optimizer.step()
-
-    train()
-    for step in range(10):
-        kept = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-        future = checkpointer.save({"model": model, "optimizer": optimizer}, step=step)
-        train()
-        future.result(LONG_S)
-        _, tensors, _ = all_of(tmp_path)
-        for key, tensor in kept.items():
-            assert torch.equal(bits_of(tensors[f"model.{key}"]), bits_of(tensor)), key
     checkpointer.shutdown()
 
 
@@ -626,43 +600,6 @@ def test_named_tuples_and_enums_become_the_classes_of_the_state_dict_or_are_refu
     assert torch.load(tmp_path / "all.pt", weights_only=False)["a"]["progress"][0] == Phase.DECAY.value
 
 
-def test_every_kind_of_value_is_loaded_into_a_state_dict_as_it_was_saved(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(every_kind(), step=1).result(LONG_S)
-    target = every_kind()
-    del target["expanded"]  # memory that several elements share cannot be loaded into
-    for tensor in [*target["tensors"].values(), target["scalar"], target["transposed"], target["every_other"]]:
-        tensor.zero_()
-    target["tied"]["a"].zero_()
-    target |= {"none": 5, "big": 0, "text": "", "bytes": b"", "nan": 0.0, "inf": [], "array0": 0, "dtype": None}
-    restored = checkpointer.load(target)
-    checkpointer.shutdown()
-    assert (restored.source, restored.step) == (RestoreSource.STORAGE, 1)
-    expected = every_kind()
-    for key, tensor in expected["tensors"].items():
-        assert torch.equal(bits_of(target["tensors"][key]), bits_of(tensor)), key
-    for key in ("scalar", "transposed", "every_other", "empty", "parameter"):
-        assert torch.equal(bits_of(target[key]), bits_of(expected[key])), key
-    assert target["tied"]["part"].tolist() == expected["tied"]["part"].tolist()
-    assert target["tied"]["a"].data_ptr() == target["tied"]["b"].data_ptr()
-    for key in ("none", "inf", "big", "complex", "bytes", "text", "size", "dtype", "counter", "ordered", "array0"):
-        assert target[key] == expected[key], key
-    assert np.isnan(target["nan"])
-    assert np.array_equal(target["array"], expected["array"], equal_nan=True)
-
-
-def test_plain_dcp_loads_into_tensors_that_are_there(tmp_path: Path) -> None:
-    optimizer = Counting([300, 70_000])
-    optimizer.step()
-    checkpointer = Checkpointer(tmp_path)
-    name = checkpointer.save(optimizer.tensors(), step=1).result(LONG_S).name
-    checkpointer.shutdown()
-    other = Counting([300, 70_000])
-    state = other.tensors()
-    dcp.load(state, checkpoint_id=tmp_path / name, no_dist=True)
-    assert_of_one_step({"w": state["weights"]["1"].detach(), "m": state["state"][1]["moment"]}, 1)
-
-
 # What belongs to this rank
 
 
@@ -718,66 +655,6 @@ def test_own_values_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> 
     assert restored.rank_state["seen"] == (1, None)
     assert restored.rank_state["loader"]["rng"].tolist() == [0, 1, 2, 3, 4]
     checkpointer.shutdown()
-
-
-def test_objects_that_are_fresh_go_on_where_those_that_were_saved_were(tmp_path: Path) -> None:
-    """Adam makes its state in its first step, so a fresh one names none of what is to be loaded."""
-
-    def job() -> dict[str, Any]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(16, 1)
-        return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.05)}
-
-    def train(job: dict[str, Any], steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            inputs = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
-            loss = (job["model"](inputs) - inputs.sum(1, keepdim=True)).square().mean()
-            job["optimizer"].zero_grad()
-            loss.backward()
-            job["optimizer"].step()
-            losses.append(loss.item())
-        return losses
-
-    first, checkpointer = job(), Checkpointer(tmp_path)
-    train(first, range(10))
-    checkpointer.save(first, step=10).result(LONG_S)
-    expected = train(first, range(10, 15))
-    second = job()
-    checkpointer.load(second)
-    checkpointer.shutdown()
-    assert train(second, range(10, 15)) == expected
-
-
-@pytest.mark.parametrize("loads", [True, False], ids=["load", "load_checkpoint"])
-def test_a_fresh_optimizer_of_sharded_parameters_gets_its_shards(tmp_path: Path, loads: bool) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-
-        def job() -> dict[str, Any]:
-            weight = torch.nn.Parameter(distribute_tensor(torch.zeros(6, 5), mesh, [Shard(0)]))
-            return {"model": {"weight": weight}, "optimizer": torch.optim.AdamW([weight])}
-
-        def train(job: dict[str, Any], step: int) -> list[int]:
-            weight = job["model"]["weight"]
-            gradient = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
-            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
-            job["optimizer"].step()
-            return bits_of(weight.to_local()).tolist()
-
-        first, second, checkpointer = job(), job(), Checkpointer(tmp_path / "saved")
-        train(first, 1)
-        checkpointer.save(first, step=1).result(LONG_S)
-        expected = train(first, 2)
-        if loads:
-            checkpointer.load(second)
-        else:
-            load_checkpoint(next((tmp_path / "saved").iterdir()), second)
-        assert train(second, 2) == expected
-        checkpointer.shutdown()
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_run_is_not_named_by_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

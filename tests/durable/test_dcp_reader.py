@@ -360,23 +360,6 @@ def test_a_record_that_would_execute_something_is_refused_by_name(tmp_path: Path
     assert not marker.exists()
 
 
-def test_metadata_that_would_execute_something_is_refused_by_name(tmp_path: Path) -> None:
-    marker = tmp_path / "executed"
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Touches(marker)))
-    with pytest.raises(CheckpointDamagedError, match="mkdir"):
-        DCPReader(LocalStorage(tmp_path))
-    assert not marker.exists()
-
-
-def test_files_outside_of_the_directory_are_not_read(tmp_path: Path) -> None:
-    ranks = sharded(tmp_path, torch.ones(8, 4), [0], rank_local=False)
-    index = MetadataIndex("w", torch.Size((0, 0)))
-    ranks.metadata[0].storage_data[index].relative_path = "../secret"
-    (tmp_path / "secret").write_bytes(ranks.file(0).read_bytes())
-    with pytest.raises(CheckpointDamagedError, match="no path within"):
-        ranks.done()
-
-
 def test_what_an_extension_of_dcp_wrote_is_refused_by_name(tmp_path: Path) -> None:
     ranks = sharded(tmp_path, torch.ones(8, 4), [0], rank_local=False)
     ranks.metadata[0].storage_data[MetadataIndex("w", torch.Size((0, 0)))].transform_descriptors = ["stream.zstd"]

@@ -264,16 +264,6 @@ def test_one_of_four_cannot_write_and_the_others_complete_the_checkpoint(fault: 
         check_freed(story)
 
 
-@pytest.mark.parametrize("dead", [(0, 3), (1, 2), (0, 1), (2, 3)])
-def test_two_of_four_die_and_each_rank_lives_on_in_one_group(dead: tuple[int, int]) -> None:
-    dice = random.Random(sum(dead))
-    for _ in range(by_default(5, thorough=15)):
-        faults = {member: {dice.randrange(operations_of(TWO_BY_TWO, member)): dice.choice(DEATHS)} for member in dead}
-        story = save(TWO_BY_TWO, faults=faults)
-        # One may leave a hole, and the other die when its own share is written: that shows when it does not close.
-        check_survivors(story, faults, num_waits=2)
-
-
 @pytest.mark.parametrize("dead", [(0, 2), (1, 3)])
 def test_both_replicas_of_a_rank_die_and_the_others_give_up_in_time(dead: tuple[int, int]) -> None:
     """Before their manifests are there: nobody knows what they held."""
@@ -287,12 +277,6 @@ def test_both_replicas_of_a_rank_die_and_the_others_give_up_in_time(dead: tuple[
         assert 60.0 <= story.time.now_s <= 62.0
         assert newest_on(story.disk) == OLD
         assert METADATA not in plain_storage(story.disk).names(str(plan.name))
-
-
-@pytest.mark.parametrize("absent", [(0,), (3,), (0, 1)])
-def test_members_that_never_begin_are_replaced(absent: tuple[int, ...]) -> None:
-    story = save(Plan(num_replicas=2, num_ranks=2, absent=frozenset(absent)))
-    check_survivors(story, {})
 
 
 def test_a_copy_of_every_group_survives_a_death_as_well() -> None:
@@ -452,14 +436,6 @@ def test_any_number_of_faults_in_any_job() -> None:
         crashed = newest_on(story.disk.after_crash(seed))
         assert crashed in (OLD, NEW), seed
         assert crashed == NEW or not story.saved(), (seed, story.log())
-
-
-def test_a_slow_writer_that_was_replaced_comes_back_and_does_no_harm() -> None:
-    for number in range(4, operations_of(TWO_BY_TWO, 1), by_default(6, thorough=3)):
-        story = save(TWO_BY_TWO, costs={1: {number: 4 * FILL_AFTER_S}})
-        assert not story.errors(), story.log()
-        assert all(saved.is_closed for saved in story.saved().values())
-        assert newest_on(story.disk) == NEW
 
 
 # Who else saves
