@@ -336,7 +336,7 @@ def _drop_unused(parameters: Sequence[nn.Parameter], counts: torch.Tensor, works
 
 @torch.compiler.disable
 def _refuse_reentrant_checkpoints(output: object) -> None:
-    """Raise where the graph behind an output has nodes of reentrant checkpoints, which hide the parameters in them."""
+    """Raise if the graph behind an output has nodes of reentrant checkpoints, which hide the parameters in them."""
     todo = [tensor.grad_fn for tensor in _tensors_in(output)]
     seen = set()
     while todo:
@@ -364,7 +364,7 @@ class BackwardAverage:
     where that wraps the module or is in it, has then written its own result into the gradients.
 
     Args:
-        average: does it, on a thread of autograd's. It is not called where no parameter got a gradient since the last time.
+        average: does it, on a thread of autograd's. It is not called if no parameter got a gradient since the last time.
         is_wanted: whether the backward pass that ends is one to average after, and not one that only accumulates.
     """
 
@@ -427,7 +427,7 @@ class GradientAverage:
         self.again()
 
     def again(self) -> None:
-        """Average what `take` has found once more, in another step; nothing where it was not called in this one."""
+        """Average what `take` has found once more, in another step; nothing if it was not called in this one."""
         parameters, own = self._parameters(), self._own
         if not own:
             return

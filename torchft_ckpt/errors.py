@@ -186,7 +186,7 @@ def torn_where_it_raises(doing: str, party: str, has_written: Callable[[], bool]
     """Around code that writes into a state that is in use here: what it raises says that the state is torn.
 
     Args:
-        doing: said where it raises something that is no `CheckpointError`; that becomes one, with its cause.
+        doing: said if it raises something that is no `CheckpointError`; that becomes one, with its cause.
         party: of that error.
         has_written: whether something was written; asked when it has raised. If not, the error is left as it is.
 

@@ -7,15 +7,15 @@
             inner_optimizer.step()      # every 50th exchanges what the replicas moved
 
 Names and parameters are those of torchft 0.2.0. The loop begins, and waits for others, in the first forward pass of what it
-trains (in the first inner step, where none is seen), not in the `with` statement. The manager needs no state functions of its
+trains (in the first inner step, if none is seen), not in the `with` statement. The manager needs no state functions of its
 own: what a replica that comes in has to know is registered here. If others are registered, their state is served as in any other
 loop, behind the lock of each inner step. A newcomer then begins with the rest of the iteration in which it was served:
 the inner step in that changes nothing.
 
-A checkpoint (`Checkpointer`) holds the global parameters and the outer optimizers of the last committed round, also where it is
+A checkpoint (`Checkpointer`) holds the global parameters and the outer optimizers of the last committed round, also if it is
 saved in the middle of the next. Restored before the loop or within it, before the first inner step, these are what all groups
 begin from, and the round begins anew: what was local when it was saved is not part of it. The model has the global parameters
-then, whatever functions of the script have loaded into it. The inner optimizer's state is in a checkpoint only where the script
+then, whatever functions of the script have loaded into it. The inner optimizer's state is in a checkpoint only if the script
 registers it, as the first group had it; else it stays what it is in the new process.
 
 Parameters that need no gradient when the loop is made are global as well, and are not exchanged; a warning says so of those
@@ -59,7 +59,7 @@ class LocalSGD(OuterLoop[AveragedFragment]):
         optimizer: of the inner steps.
         sync_every: inner steps between two exchanges.
         backup_device: where the copy is that a discarded round goes back to, and that others join from; default: the host.
-        pin_memory: pin it, where it is on the host and there is an accelerator.
+        pin_memory: pin it, if it is on the host and there is an accelerator.
         round_retries: how often a round that failed is tried again at once, with those who are left, before it is discarded.
         restore_inner_optimizer: keep a copy of the inner optimizer's state for discarded rounds. False saves its memory; the
             optimizer then remembers the steps that were discarded.
@@ -129,7 +129,7 @@ class DiLoCo(OuterLoop[PseudoGradientFragment]):
         outer_optimizer: of the global parameters, the same `Parameter` objects: one for all, or one for each fragment.
         sync_every: inner steps in which each fragment is exchanged once; a multiple of the number of fragments.
         backup_device: where the global parameters are kept, from which others join as well; default: the host.
-        pin_memory: pin them, where they are on the host and there is an accelerator.
+        pin_memory: pin them, if they are on the host and there is an accelerator.
         use_bucketization: exchange buckets instead of single parameters; default: the environment variable
             TORCHFT_CKPT_USE_BUCKETIZATION, or TORCHFT_USE_BUCKETIZATION.
         bucket_cap_mb: MiB of a bucket at most; default 32.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the collector for the whole process. Where another thread has paused it, that one starts it again."""
+    """Pause the collector for the whole process. If another thread has paused it, that one starts it again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -20,7 +20,7 @@ class OptimizerWrapper(Optimizer):
     """Wraps any optimizer, under the name and with the methods of torchft's wrapper.
 
     Call `zero_grad` before the forward pass and `step` after the backward pass. While the wrapped optimizer steps, the
-    write lock of the manager's state is held, and given back also where the step raises.
+    write lock of the manager's state is held, and given back also if the step raises.
 
     A loop may wrap several with one manager. They share a step, and its one decision, where all backward passes come before the
     first `step`. One whose `zero_grad` comes after the others' `step` has a step of its own.

@@ -101,7 +101,7 @@ class HTTPTransport(CheckpointTransport[T]):
         ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`), and refuse sources that do not; default: plain http.
         client_ssl_context: whom to believe, and who we are, where a source speaks https; default: the certificate
             authorities of this machine.
-        max_connections: connections at a time. Where there are more, those are closed first that have not shown the token.
+        max_connections: connections at a time. If there are more, those are closed first that have not shown the token.
         max_connections_per_client: those of one address that have not shown the token; without a token, all of one address.
         max_requests_per_s: requests that one address may make in the long run; beyond it answers are 429.
         max_serve_bytes_per_s: bytes of states that this transport sends to all receivers together, for links that training

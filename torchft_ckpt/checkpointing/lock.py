@@ -161,7 +161,7 @@ class StateDictLock:
     def acquire_write(self, timeout: timedelta | None = None) -> None:
         """Take the write side for the calling thread, if it does not hold it already.
 
-        Also where it does, readers are told: what this thread has handed out since is about to be written to.
+        Also if it does, readers are told: what this thread has handed out since is about to be written to.
 
         Raises:
             LockTimeoutError: readers or another writer held the lock for the whole timeout, or ended with it; it was not taken.

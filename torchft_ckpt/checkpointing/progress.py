@@ -45,7 +45,7 @@ class TransferProgress:
 
     @property
     def bytes_per_s(self) -> float:
-        """Mean rate of what was received, since the beginning; 0.0 where no time has passed."""
+        """Mean rate of what was received, since the beginning; 0.0 if no time has passed."""
         return self.received_bytes / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     @property
@@ -90,7 +90,7 @@ class ProgressBar:
     fails leaves its bar open: `close` it, or use the object as a context manager. From any thread.
 
     Args:
-        file: where to draw; default: standard error. Where that is no terminal, a line is drawn every few seconds at most.
+        file: where to draw; default: standard error. If that is no terminal, a line is drawn every few seconds at most.
     """
 
     def __init__(self, file: TextIO | None = None) -> None:
@@ -150,7 +150,7 @@ def make_bar(title: str, total_bytes: int, file: TextIO, *, done_bytes: int = 0,
     """Return a `tqdm` bar of bytes.
 
     Args:
-        file: where it is drawn. Where that is no terminal, a line is drawn every few seconds at most.
+        file: where it is drawn. If that is no terminal, a line is drawn every few seconds at most.
         done_bytes: what is done already, which says nothing about the rate.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -168,7 +168,7 @@ def make_bar(title: str, total_bytes: int, file: TextIO, *, done_bytes: int = 0,
         unit_divisor=1024,
         miniters=1,
         mininterval=_TERMINAL_INTERVAL_S if size else _FILE_INTERVAL_S,
-        ncols=size.columns if size else None,  # told, because tqdm draws nothing where a terminal says 0
+        ncols=size.columns if size else None,  # told, because tqdm draws nothing if a terminal says 0
         nrows=size.lines if size else None,
         leave=stays,
         file=file,

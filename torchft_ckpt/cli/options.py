@@ -11,7 +11,7 @@ from torchft_ckpt.errors import ConfigError
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
-    """Add `--token` and `--token-file`; either is in `options.token`, which is None where none of them was given."""
+    """Add `--token` and `--token-file`; either is in `options.token`, which is None if none of them was given."""
     options = parser.add_mutually_exclusive_group()
     options.add_argument(
         "--token",

@@ -284,7 +284,7 @@ def unused_name(path: str, taken: dict[str, int]) -> str:
 
 @functools.cache
 def _name_of(dtype: torch.dtype) -> str | None:
-    """Return what safetensors calls a dtype; None where it does not take it, or gives back another.
+    """Return what safetensors calls a dtype; None if it does not take it, or gives back another.
 
     It is asked itself, because versions differ.
     """

@@ -6,7 +6,7 @@
     ray.init(runtime_env={"worker_process_setup_hook": "torchft_ckpt.compat.torchft.install"})
 
 Processes that `multiprocessing` starts anew for such a script have the alias as well. Others, that a script starts by a command
-line, do not. torchft itself, where it is installed, is never imported.
+line, do not. torchft itself, if it is installed, is never imported.
 """
 
 from __future__ import annotations

@@ -484,14 +484,14 @@ def refuse(status: int, error: str, message: str) -> web.Response:
 
 
 def raw_refusal(status: str, error: str, message: str) -> bytes:
-    """Return a refusal as the bytes of the last answer on a connection, where there is no request to answer."""
+    """Return a refusal as the bytes of the last answer on a connection, if there is no request to answer."""
     body = msgspec.json.encode({"error": error, "message": message})
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     return head.encode("ascii") + body
 
 
 def acknowledged_bytes(transport: asyncio.Transport) -> int | None:
-    """Return how many bytes the peer has acknowledged so far, None where it has acknowledged all there are.
+    """Return how many bytes the peer has acknowledged so far, None if it has acknowledged all there are.
 
     The kernel tells it, because it holds more than the transport does, and a TLS transport does not tell all that it holds. On
     systems whose kernel does not tell, the answer is a number that changes with what the transport holds.

@@ -159,7 +159,7 @@ class _ReplicaGroup(Strategy):
         self._manager.register_state_dict_fn(KEY, self._load, self._state)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Warn where all groups would train on the same batches."""
+        """Warn if all groups would train on the same batches."""
         if (
             self._trainer.training
             and isinstance(dataloader, DataLoader)
@@ -583,7 +583,7 @@ def _name_below(callback: ModelCheckpoint, path: str) -> str:
 
 
 def _path_below(callback: ModelCheckpoint, name: object) -> str:
-    """Return the path of a checkpoint in the callback's directory, empty where it is none: the callback removes what it names."""
+    """Return the path of a checkpoint in the callback's directory, empty if it is none: the callback removes what it names."""
     ours, parts = str(callback.dirpath or ""), name.split("/") if isinstance(name, str) else []
     if any(part in ("", ".", "..") or {*":\\\0"} & {*part} for part in parts):
         return ""

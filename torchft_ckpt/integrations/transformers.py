@@ -17,9 +17,9 @@ and clipped once more, in another step of the job. A Trainer makes as many itera
 would be missing at the end: `max_steps` not reached, the last checkpoint not written. Position in the data, schedule and logs
 then follow from the Trainer's own loop.
 
-**An iteration goes by without a step** only where the group's gradients are not of the state that the job trains from: it has
+**An iteration goes by without a step** only if the group's gradients are not of the state that the job trains from: it has
 come back and computes its first iteration, or the others went on without it. It loads that state as the iteration ends. It then
-has more iterations than it needs, as the job's steps before it came were not among them. Where it has not, it loads at once.
+has more iterations than it needs, as the job's steps before it came were not among them. If it has not, it loads at once.
 
 **A group that comes back** begins its data where the job is (`ContinuedSampler`), as the Trainer's loop begins at zero. The job
 makes steps while it warms up and receives the state. So it compares the two places after each iteration, and what the loader
@@ -308,8 +308,8 @@ class FaultToleranceCallback(TrainerCallback):
     def resume_from(self, output_dir: str | os.PathLike[str]) -> str | None:
         """Return the checkpoint to give `train(resume_from_checkpoint=...)`, the same in all ranks of the group.
 
-        None where another group holds a state of the job: the state comes from there. Otherwise the newest checkpoint in
-        `output_dir` that is complete, or None. One in whose save the Trainer was killed is not complete. Where the lighthouse
+        None if another group holds a state of the job: the state comes from there. Otherwise the newest checkpoint in
+        `output_dir` that is complete, or None. One in whose save the Trainer was killed is not complete. If the lighthouse
         does not answer within the manager's `connect_timeout` it is as if there were no other group: the state of those that
         there are wins later.
 

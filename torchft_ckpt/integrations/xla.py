@@ -165,7 +165,7 @@ def _dressed_as(like: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _sharding_name(plain: torch.Tensor) -> str | None:
-    """Return the name of the kind of sharding; None where there is no annotation."""
+    """Return the name of the kind of sharding; None if there is no annotation."""
     kind = _runtime()._get_xla_sharding_type(plain)
     return None if kind is None else str(sys.modules[_SPMD].ShardingType(kind).name)
 

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _statuses(ranks: Any) -> list[int | None]:
-    """Return how the ranks ended that torchrun started; empty where this version of torch keeps it elsewhere."""
+    """Return how the ranks ended that torchrun started; empty if this version of torch keeps it elsewhere."""
     return [handler.proc.poll() for handler in getattr(ranks, "subprocess_handlers", {}).values()]
 
 

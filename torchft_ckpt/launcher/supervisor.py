@@ -105,7 +105,7 @@ class Supervisor:
                     thread.let_go()
 
     def _interrupt(self, number: signal.Signals) -> None:
-        """End all groups; at once, where they are asked to end already."""
+        """End all groups; at once, if they are asked to end already."""
         if self._job.is_stopping:
             _log.warning("%s: killing the groups that still run", number.name)
             self._kill_at = time.monotonic()

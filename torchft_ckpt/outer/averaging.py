@@ -54,7 +54,7 @@ class RoundSettings:
         self._own = [_number(group[key], index) for _, group, key, index in self._settings()]
 
     def rows(self, device: torch.device) -> list[torch.Tensor]:
-        """Return what is to be summed once the quorum is known: a row for each contributor; nothing where nothing is set."""
+        """Return what is to be summed once the quorum is known: a row for each contributor; nothing if nothing is set."""
         rank, num_settings = self._manager.participating_rank(), len(self._settings())
         self._own = None if rank is None else self._own
         rows = torch.zeros(self._manager.num_participants(), 1 + num_settings, dtype=torch.int64, device="cpu")
@@ -130,7 +130,7 @@ class RoundAverager:
         self._round = in_background(lambda: self._run(choose), "torchft_ckpt-outer")
 
     def wait(self) -> None:
-        """Wait for the averages. Where something went wrong the vote will say so.
+        """Wait for the averages. If something went wrong the vote will say so.
 
         Raises:
             What `Manager.wait_quorum` raises.

@@ -34,7 +34,7 @@ class Fragment(ABC):
         inner_optimizer: trains them.
         buffers: memory for the values of a round.
         backup_device: where the backup is.
-        pin_memory: pin it, where it is on the host and there is an accelerator.
+        pin_memory: pin it, if it is on the host and there is an accelerator.
         keep_inner_state: copy the inner optimizer's state when a round begins, so that it can go back.
     """
 
@@ -150,7 +150,7 @@ class Fragment(ABC):
             self.original_parameters[name].copy_(local_of(tensor))
 
     def complain_about(self, received: object) -> str:
-        """Say why a received backup is none of this fragment; empty where it is one."""
+        """Say why a received backup is none of this fragment; empty if it is one."""
         if not isinstance(received, Mapping) or set(received) != set(self.original_parameters):
             return "it has other parameters"
         for name, mine in self.original_parameters.items():
@@ -256,7 +256,7 @@ class InnerStateBackup:
     Args:
         optimizer: whose state is kept; its hyperparameters are not.
         device: where the copy is.
-        pin_memory: pin it, where it is on the host and there is an accelerator.
+        pin_memory: pin it, if it is on the host and there is an accelerator.
     """
 
     def __init__(

@@ -2,13 +2,13 @@
 
 It hangs on the inner optimizer's step. What it does there, and what becomes of a round, is decided in
 `core.training.outer_schedule`; this file carries it out. It begins, and waits for the others, in the first forward pass of
-what it trains (in the first inner step, where no forward pass is seen), not where it is entered: a script's own state
+what it trains (in the first inner step, if no forward pass is seen), not where it is entered: a script's own state
 functions may use the name that `as` binds.
 
 - A replica that comes to a running job, or fell behind, catches up beside the others' inner steps: global parameters and
   outer optimizers come from the others' backups. Then it waits for their next round, the quorum of which is held for it while
   it lacks what that begins with. It adds nothing to that round, and takes its outcome:
-  it is bit-equal then, and at the same place of the schedule. Where the script has registered state of its own (a learning-rate
+  it is bit-equal then, and at the same place of the schedule. If the script has registered state of its own (a learning-rate
   schedule, say), the first inner steps here change nothing: they bring the script to where the others are.
 - A round that fails is tried again at once with those who are left, `round_retries` times; nothing is lost then. If that
   does not help it is discarded: the fragment's parameters, and the inner optimizer's state of them, go back to where the
@@ -63,7 +63,7 @@ class OuterLoop(Generic[F]):
 
     Args:
         manager: of this rank.
-        inner_optimizer: each call of its `step` is an inner step, also where that calls the `step` of its base class.
+        inner_optimizer: each call of its `step` is an inner step, also if that calls the `step` of its base class.
         fragments: in the order in which they are exchanged.
         schedule: when.
         key: under which the state is registered with the manager.
@@ -222,7 +222,7 @@ class OuterLoop(Generic[F]):
     def _before_inner_step(
         self, _: object, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Begin, where no forward pass was seen; begin anew with a checkpoint that the script loaded within the loop, by hand.
+        """Begin, if no forward pass was seen; begin anew with a checkpoint that the script loaded within the loop, by hand.
 
         Where the step has to change nothing, return its arguments with a closure that leaves no gradients.
         """

@@ -28,7 +28,7 @@ def shaped_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_for(tensor: torch.Tensor, device: torch.device, pin_memory: bool) -> torch.Tensor:
-    """Return a copy of a local tensor, dense, on the backup device; pinned where that helps."""
+    """Return a copy of a local tensor, dense, on the backup device; pinned if that helps."""
     is_pinned = pin_memory and device.type == "cpu" and torch.accelerator.is_available()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=is_pinned)
     return copy.copy_(tensor)

@@ -100,7 +100,7 @@ def create_gloo_device(hostname: str, interface: str) -> tuple[object, GlooSocke
         interface: the network interface to listen on; empty to choose by address.
 
     Returns:
-        The device for `ProcessGroupGloo._Options._devices`, and its sockets; None where they cannot be told apart from
+        The device for `ProcessGroupGloo._Options._devices`, and its sockets; None if they cannot be told apart from
         others with certainty (not Linux; somebody else kept creating Gloo devices at the same moments).
 
     Raises:

@@ -184,7 +184,7 @@ class BlockTransfer(TransferState):
     def await_restart(self, name: str) -> bool:
         """Wait until a source whose tensors lie otherwise may begin again: nobody is left who could complete what was begun.
 
-        Returns False where the fetch is over instead.
+        Returns False if the fetch is over instead.
         """
         with self.changed:
             while not self._over:
@@ -352,7 +352,7 @@ class BlockTransfer(TransferState):
         return name == self.primary
 
     def await_primary(self) -> str | None:
-        """Wait until there is a primary, to ask it for BLAKE3 digests from now on; None where the fetch is over."""
+        """Wait until there is a primary, to ask it for BLAKE3 digests from now on; None if the fetch is over."""
         with self.changed:
             while not self._over and (not self._ready or self.primary is None):
                 self.changed.wait(WAIT_S)

@@ -54,7 +54,7 @@ class FetchOptions:
 
     `num_streams` are connections to each source of blocks, or to all sources of boxes together. `receiver` names this receiver
     over all its connections; for one without a name nothing is kept. `address` is where it serves what it holds to other
-    receivers, or None. Where that is https, it takes nothing from sources that do not speak it.
+    receivers, or None. If that is https, it takes nothing from sources that do not speak it.
     """
 
     connect_timeout_s: float

@@ -227,14 +227,14 @@ class FetchEngine(ABC, Generic[State]):
 
     @abstractmethod
     def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
-        """Have units come from a source, as what it turns out to be; False where none are to."""
+        """Have units come from a source, as what it turns out to be; False if none are to."""
 
     def _num_streams(self) -> int:
         return self._options.num_streams
 
     @abstractmethod
     def _stream(self) -> Stream | None:
-        """Return what brings units over a connection; None where nothing is to be brought."""
+        """Return what brings units over a connection; None if nothing is to be brought."""
 
     def _open_further(self, own: SourceAddress, manifest: Manifest) -> None:
         """Have units come over the further addresses that a source names, too."""
@@ -287,7 +287,7 @@ class FetchEngine(ABC, Generic[State]):
                 logger.info("a further connection to %s ended: %s", address, error)
 
     def _lose_path(self, address: SourceAddress, error: TransferError) -> None:
-        """Go on over the other paths to a source; raises the error where there is none."""
+        """Go on over the other paths to a source; raises the error if there is none."""
         again = self._state.lose_path(str(address))
         if again is None:
             raise error
@@ -325,7 +325,7 @@ class FetchEngine(ABC, Generic[State]):
                 logger.info("trying another address of source %s: %s", own, error)
 
     def _run_stream(self, client: SourceClient, manifest: Manifest) -> bool:
-        """Bring units over one connection; False where another one is to go on.
+        """Bring units over one connection; False if another one is to go on.
 
         Raises:
             CheckpointError: the source is lost without having brought anything since it was connected, or lies.

@@ -195,7 +195,7 @@ class Fetch(FetchEngine[BlockTransfer]):
         return Stream(self._state, destination, ask)
 
     def _take_part(self, client: SourceClient, manifest: Manifest) -> bool:
-        """Have blocks come from a source, as what it turns out to be; False where the fetch is over."""
+        """Have blocks come from a source, as what it turns out to be; False if the fetch is over."""
         state = self._state
         is_chosen = state.choose_primary(client.name, manifest)
         destination = state.destination

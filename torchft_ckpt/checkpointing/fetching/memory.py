@@ -83,7 +83,7 @@ class Toucher:
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """Return the system's own function, which Python's holds the interpreter for; None where it does not know how to touch."""
+    """Return the system's own function, which Python's holds the interpreter for; None if it does not know how to touch."""
     if sys.platform != "linux":
         return None
     try:

@@ -63,7 +63,7 @@ class BufferCache:
         return fresh_memory(num_bytes) if kept is None else kept
 
     def take_kept(self, num_bytes: int) -> np.ndarray | None:
-        """Return memory of that length that was kept; None where the next one is not there, or in use."""
+        """Return memory of that length that was kept; None if the next one is not there, or in use."""
         with self._lock:
             candidates = self._kept.get(num_bytes)
             if not candidates:
@@ -201,7 +201,7 @@ class Destination:
         return sample_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
 
     def samples(self, block: int) -> set[bytes]:
-        """Return the digests of a block's samples in the local state and in what was received before, where there are such."""
+        """Return the digests of a block's samples in the local state and in what was received before, if there are such."""
         start, stop = self._sample_range(block)
         memories: list[Sequence[memoryview | DeviceMemory | None]] = [self._old] if self._old else []
         if self._holds_old_contents:
@@ -255,7 +255,7 @@ class Destination:
     def assemble(self) -> object:
         """Return the state; call it once every block is in. Tensors of one segment share its memory.
 
-        Where it was received in place these are the local tensors themselves, where there is one of that name.
+        Where it was received in place these are the local tensors themselves, if there is one of that name.
         """
         self.is_overwritten = self.is_overwritten or self._in_place
         with gc_paused():

@@ -136,7 +136,7 @@ class SourceClient:
 
         Args:
             deadline: on the monotonic clock; a source is not made to wait longer.
-            pause: waits for some seconds; returns False where the fetch is over.
+            pause: waits for some seconds; returns False if the fetch is over.
             on_refused: told each time that the step is not there yet.
 
         Raises:

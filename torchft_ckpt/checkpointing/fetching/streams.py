@@ -48,7 +48,7 @@ class Stream:
         memory: where units are received to.
         ask: asks a source for units; yields each with the answer at its beginning.
         settle: called with the stream's number, the source, and what has come and does not count yet, with its BLAKE3 digests
-            (empty where none was made); what it does not settle comes from others.
+            (empty if none was made); what it does not settle comes from others.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class TransferState(ABC):
 
     @property
     def outcome(self) -> CheckpointError | None:
-        """Why it failed, once it is over; None where all is here."""
+        """Why it failed, once it is over; None if all is here."""
         return self._outcome
 
     def end(self, outcome: CheckpointError | None) -> None:
@@ -107,7 +107,7 @@ class TransferState(ABC):
         return type(error)(f"no source is left{what}. {first}: {error}{also}", party=error.party)
 
     def pause(self, pause_s: float) -> bool:
-        """Wait for some seconds; return False, at once, where it is over."""
+        """Wait for some seconds; return False, at once, if it is over."""
         with self.changed:
             return not self.changed.wait_for(lambda: self._over, pause_s)
 
@@ -142,7 +142,7 @@ class TransferState(ABC):
         """Note a unit that has come whole; whether the stream goes on with its batch.
 
         Args:
-            blake3: its BLAKE3 digest; None where the source's own state counted when the unit came.
+            blake3: its BLAKE3 digest; None if the source's own state counted when the unit came.
 
         Raises:
             DigestMismatchError: the source is to blame for what it sent.
@@ -160,7 +160,7 @@ class TransferState(ABC):
     def next_batch(self, stream: int, source: str, path: str) -> list[int] | None:
         """Wait for work; return what a stream is to ask for next.
 
-        None where the stream is to end: the fetch is over, or its source or path was dropped.
+        None if the stream is to end: the fetch is over, or its source or path was dropped.
         """
         with self.changed:
             while not self._over and self._ledger.has_source(source) and self._paths.is_used(path):
@@ -247,7 +247,7 @@ class TransferState(ABC):
             return self._paths.is_used(path)
 
     def await_use(self, source: str, path: str) -> bool:
-        """Wait until more is to come over a path; False where the source or the fetch is over before."""
+        """Wait until more is to come over a path; False if the source or the fetch is over before."""
         with self.changed:
             while not self._over and self._ledger.has_source(source) and not self._paths.is_used(path):
                 self.changed.wait(WAIT_S)

@@ -278,7 +278,7 @@ class ShardedFetch(FetchEngine[BoxTransfer]):
         return stream.num_batches > 0
 
     def _acknowledgement(self, name: str, manifest: Manifest) -> str:
-        """Return the blocks of a source of which nothing is needed any more, as `0-3,7`; the longest runs, where there are
+        """Return the blocks of a source of which nothing is needed any more, as `0-3,7`; the longest runs, if there are
         many.
 
         Nothing of another group than the primary: it may have to give all, or its digests, when the primary is lost.

@@ -197,7 +197,7 @@ class JobPeers:
         return PulledState(step=manifest.step, state=state)
 
     def give_back(self) -> None:
-        """Tell ranks that nothing they keep for us is needed any more; without effect where nothing is. Any thread.
+        """Tell ranks that nothing they keep for us is needed any more; without effect if nothing is. Any thread.
 
         Waits for a rank that does not answer for `DONE_TIMEOUT_S` at most; that one finds out by itself, as we are silent.
         """
@@ -365,7 +365,7 @@ class HeldStep(NamedTuple):
 
 
 def _first_whole(asked: Sequence[Sequence[Future[Manifest]]]) -> int | None:
-    """Wait for a group of which all ranks have answered; None where each has one that failed."""
+    """Wait for a group of which all ranks have answered; None if each has one that failed."""
     left = {future for group in asked for future in group}
     while True:
         for number, group in enumerate(asked):

@@ -251,14 +251,14 @@ def state_name(manifest: Manifest) -> object:
 
 def candidates_among(groups: Sequence[SourceGroup]) -> list[int]:
     """Return the groups whose state could stand for the first one's: the same tensors, tied in the same way, on every rank."""
-    first = _traits(groups[0]) if len(groups) > 1 else None  # None where its ranks list different tensors
+    first = _traits(groups[0]) if len(groups) > 1 else None  # None if its ranks list different tensors
     return [
         number for number, group in enumerate(groups) if not number or (first is not None and _traits(group) == first)
     ]
 
 
 def _traits(group: SourceGroup) -> dict[str, tuple[object, ...]] | None:
-    """Return, by name, dtype, shape and the first tensor that it is tied to; None where the ranks differ."""
+    """Return, by name, dtype, shape and the first tensor that it is tied to; None if the ranks differ."""
     entries = group.entries()
     num_ranks = sum(manifest is not None for manifest in group.manifests)
     twins: dict[int, str] = {}
@@ -280,7 +280,7 @@ def plan_parts(wants: Sequence[Want], groups: Sequence[SourceGroup], go_on: GoOn
         wants: each fits the tensor of its name; empty boxes need nothing.
         groups: the primary first. Others may hold their tensors in other shards; what is of another shape or dtype there is
             left aside.
-        go_on: called all the time, and raises where the plan is not wanted any more: what manifests announce may take long.
+        go_on: called all the time, and raises if the plan is not wanted any more: what manifests announce may take long.
 
     Raises:
         StateMismatchError: the primary's ranks do not hold all of it; the message names the first few tensors.

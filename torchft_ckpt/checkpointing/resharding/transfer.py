@@ -152,7 +152,7 @@ class BoxTransfer(TransferState):
             return [*units_of(self._ledger.held)] if is_wanted else None
 
     def adopted(self, differing: Iterable[int], group: int) -> None:
-        """Note that what is held is what a group has, but for these parts; without effect where it is not the primary now."""
+        """Note that what is held is what a group has, but for these parts; without effect if it is not the primary now."""
         with self.changed:
             if group != self.primary or not self._is_promoting:
                 return
@@ -199,7 +199,7 @@ class BoxTransfer(TransferState):
             return True  # nobody is woken: others have no more to ask for than before
 
     def confirmed(self, stream: int, path: str, agreed: Iterable[int], group: int) -> None:
-        """Note parts that are what a group has; without effect where that is not the primary (any more)."""
+        """Note parts that are what a group has; without effect if that is not the primary (any more)."""
         with self.changed:
             if group != self.primary or self._over:
                 return
@@ -216,7 +216,7 @@ class BoxTransfer(TransferState):
     def claim(self, parts: Iterable[int], group: int) -> list[int]:
         """Have nobody asked for those parts that are missing until what is here is `compared` with a group's; return them.
 
-        None where that group is not the primary.
+        None if that group is not the primary.
         """
         with self.changed:
             if not self._over and not self._is_promoting and group == self.primary:
@@ -239,7 +239,7 @@ class BoxTransfer(TransferState):
             self.changed.notify_all()
 
     def diverged(self, name: str, parts: list[int], group: int) -> None:
-        """Note that what a source has is not what a group has; without effect where that is not the primary (any more)."""
+        """Note that what a source has is not what a group has; without effect if that is not the primary (any more)."""
         with self.changed:
             if group != self.primary:
                 return

@@ -87,7 +87,7 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Buffer | None) -> None:
-        """Give back what `take` returned; None where somebody still reads it, so that it cannot be used again."""
+        """Give back what `take` returned; None if somebody still reads it, so that it cannot be used again."""
         with self._lock:
             self._num_taken -= 1
             if self._users and buffer is not None:

@@ -433,7 +433,7 @@ class CheckpointHandlers:
                 raise self._refuse("not_yet", message)
 
     async def _woken(self, deadline: float) -> bool:
-        """Wait until something is published; False where the deadline came first."""
+        """Wait until something is published; False if the deadline came first."""
         loop = asyncio.get_running_loop()
         remaining_s = deadline - loop.time()
         if remaining_s <= 0:
@@ -603,7 +603,7 @@ class CheckpointHandlers:
         return response
 
     def _duplicate(self, transport: asyncio.BaseTransport) -> socket.socket | None:
-        """Return a socket object of its own over the same connection; None where this process may open no more descriptors."""
+        """Return a socket object of its own over the same connection; None if this process may open no more descriptors."""
         try:
             sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         except OSError as error:

@@ -81,7 +81,7 @@ class Receivers:
         return self.num_seen < self.num_expected and not self._unseen_revoked
 
     def add(self, name: str, now: float, client: str = "") -> None:
-        """A receiver of a client starts from the first block. Where there are too many, another one is not kept for any more."""
+        """A receiver of a client starts from the first block. If there are too many, another one is not kept for any more."""
         if name not in self._seen:
             self._seen[name] = self.num_seen
             self.num_seen += 1
@@ -203,7 +203,7 @@ class Receivers:
         return revoked
 
     def peers_of(self, name: str) -> list[PeerBlocks]:
-        """Return others that serve what they hold; which ones, where there are many, depends on the name alone."""
+        """Return others that serve what they hold; which ones, if there are many, depends on the name alone."""
         peers = []
         for other, address in self._addresses.items():
             receiver = self._active.get(other)

@@ -464,7 +464,7 @@ def digest_burst(digests: Iterator[bytes | None], found: list[bytes], stop: thre
 
 
 def digest_blocks(served: Served, blocks: Sequence[int]) -> dict[int, bytes]:
-    """Return the digests of blocks; computed where they are not known, which takes as long as reading them.
+    """Return the digests of blocks; computed if they are not known, which takes as long as reading them.
 
     Raises:
         BlockGoneError: one is not there any more.
@@ -486,7 +486,7 @@ def sample_blocks(served: Served, blocks: Sequence[int]) -> dict[int, bytes]:
 
 
 def note_blake3s(snapshot: Snapshot, blocks: Sequence[int]) -> None:
-    """Have the snapshot know the BLAKE3 digests of blocks, computed where it does not. Leaves out those that are gone."""
+    """Have the snapshot know the BLAKE3 digests of blocks, computed if it does not. Leaves out those that are gone."""
     for block in blocks:
         if block not in snapshot.blake3s:
             hasher = start_blake3()

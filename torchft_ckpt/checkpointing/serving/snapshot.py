@@ -337,7 +337,7 @@ class Snapshot:
         """Copy one more block aside that a `detach` now would copy, so that it has less to do; False if nothing is left to do.
 
         For a reader that will be long, on its own thread. Waits while a writer holds the lock or waits for it, up to the lock's
-        timeout. Without effect where the budget has no room.
+        timeout. Without effect if the budget has no room.
 
         Raises:
             LockTimeoutError: a writer held the lock for the whole timeout.
@@ -363,7 +363,7 @@ class Snapshot:
             among: only blocks of these, a bit set; default: all.
 
         Returns:
-            whether it is set apart; False where the budget or the system has no room.
+            whether it is set apart; False if the budget or the system has no room.
         """
         blocks: set[int] = set()
         ordered = sorted(addresses)

@@ -46,7 +46,7 @@ def register_state_class(kind: _Class) -> _Class:
 
 
 def unregister_state_class(kind: type) -> None:
-    """Take a class back. Without effect where it is not registered."""
+    """Take a class back. Without effect if it is not registered."""
     with _lock:
         if _registered.get(name_of(kind)) is kind:
             del _registered[name_of(kind)]
@@ -134,7 +134,7 @@ def unmade_in(value: object) -> Iterator[Unmade]:
 
 
 def refuse_unmade(unmade: Sequence[Unmade], party: str) -> None:
-    """Raise where something could not be made.
+    """Raise if something could not be made.
 
     Raises:
         StateMismatchError: it says what, by path.

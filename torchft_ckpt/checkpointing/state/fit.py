@@ -131,7 +131,7 @@ def check_tensors(
     first step.
 
     Args:
-        local: the state that is here; None where nothing is.
+        local: the state that is here; None if nothing is.
         in_place: whether it is to be received into the tensors that are here.
         may_be_beside: what the rank that is described holds whole, and cannot be received into, arrives beside: who hands it to
             `load_state_dict` need have no such tensor. So of another shape; and what is here alone stays. Else it is refused.
@@ -205,7 +205,7 @@ def _of_other_parameters(local: LocalState, tree: Node, owners: object) -> list[
 
 
 def _value_at(tree: Node, path: Path) -> object:
-    """Return what is at a path of a checked tree; None where nothing is."""
+    """Return what is at a path of a checked tree; None if nothing is."""
     for name in path:
         items = (item for key, item in items_of_node(tree) if in_words(key) == str(name))
         tree = next(items, None)
@@ -293,7 +293,7 @@ def _check_apart(
 
     Args:
         tensors: each by name, with where its boxes lie at the source.
-        ties: returns the ties of tensors, which are needed only where some share memory here.
+        ties: returns the ties of tensors, which are needed only if some share memory here.
 
     Raises:
         StateMismatchError: two tensors, or elements of one, cannot both be received.

@@ -58,7 +58,7 @@ class HeldTensor(NamedTuple):
     adapter: ShardAdapter | None
     boxes: list[Box]
     data: list[torch.Tensor]
-    """The memory of each box; empty where an adapter's data are copies."""
+    """The memory of each box; empty if an adapter's data are copies."""
 
 
 SharedBox = tuple[str, int, torch.Tensor]
@@ -113,7 +113,7 @@ class LocalState:
         return path.startswith(self._optional) if self._optional else False
 
     def expect(self, tensors: Iterable[DescribedTensor]) -> list[str]:
-        """Have a tensor here for what arrives of optimizers' state, where it is to be sharded as its parameter is.
+        """Have a tensor here for what arrives of optimizers' state, if it is to be sharded as its parameter is.
 
         Returns:
             in sentences, what cannot be placed.
@@ -151,7 +151,7 @@ class LocalState:
         return self._held.get(path)
 
     def why_unfillable(self, path: str) -> str | None:
-        """Return why a tensor or an array that is here cannot be received into, to be said after its name; None where it can."""
+        """Return why a tensor or an array that is here cannot be received into, to be said after its name; None if it can."""
         held = self._held.get(path)
         if held is None:
             return None
@@ -160,7 +160,7 @@ class LocalState:
         return self.why_no_like(path) or next((why for part in held.data if (why := why_unfillable(part))), None)
 
     def why_no_like(self, path: str) -> str | None:
-        """Return why nothing can be made that has the layout of a sharded tensor that is here; None where it can."""
+        """Return why nothing can be made that has the layout of a sharded tensor that is here; None if it can."""
         held = self._held.get(path)
         is_lost = held is not None and held.adapter is not None and _has_no_memory(held.given)
         return _ON_META if is_lost else None
@@ -170,7 +170,7 @@ class LocalState:
         return self._memories.get(path, [])
 
     def why_not_made(self, entry: WireTensor) -> str | None:
-        """Return why a tensor of which none is here cannot be made, to be said of it; None where it can, or arrives whole."""
+        """Return why a tensor of which none is here cannot be made, to be said of it; None if it can, or arrives whole."""
         why: str | None = "of no mesh that is known in this process"
         if entry.layout is not None:
             why = self._meshes.why_not(entry.layout, entry.shape, [box_of(chunk) for chunk in entry.chunks])
@@ -190,7 +190,7 @@ class LocalState:
 
 
 def why_unfillable(tensor: torch.Tensor) -> str | None:
-    """Return why nothing can be received into a plain tensor, to be said after its name; None where it can."""
+    """Return why nothing can be received into a plain tensor, to be said after its name; None if it can."""
     if tensor.layout is not torch.strided:
         return f"is of layout {tensor.layout} here"
     if _has_no_memory(tensor):
@@ -221,7 +221,7 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def tensors_but_optimizer_state(state: object) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors of a state with their paths, but those in the state of an optimizer; none where it cannot be carried."""
+    """Return the tensors of a state with their paths, but those in the state of an optimizer; none if it cannot be carried."""
     encoder = TreeEncoder()
     try:
         encoder.encode(state)

@@ -85,7 +85,7 @@ def with_optimizer_state(
 
 
 class _Filled(defaultdict[Any, Any]):
-    """Stands in for `Optimizer.state`. It is true even where it is empty: PyTorch steps an optimizer whose state is false."""
+    """Stands in for `Optimizer.state`. It is true even if it is empty: PyTorch steps an optimizer whose state is false."""
 
     def __init__(self, state: dict[Any, Any], created: dict[Any, Any]) -> None:
         super().__init__(dict, {**state, **created})

@@ -1,7 +1,7 @@
 """Says which parameters the state of each optimizer in a state belongs to, and sees that it arrives at the same ones.
 
 An optimizer's state dict calls parameters by their number. Two scripts that hand the same parameters over in another order mean
-others by it. What a parameter *is* says the path of the tensor in the state that has its memory, and, where there is none, the
+others by it. What a parameter *is* says the path of the tensor in the state that has its memory, and, if there is none, the
 name that the optimizer was given (`param_names`).
 """
 
@@ -27,7 +27,7 @@ from torchft_ckpt.memory import gc_paused
 logger = logging.getLogger(__name__)
 
 Names: TypeAlias = "list[list[str]]"
-"""Of each parameter group, the path of each parameter in the state; empty where no tensor of the state has its memory."""
+"""Of each parameter group, the path of each parameter in the state; empty if no tensor of the state has its memory."""
 Returned: TypeAlias = "Sequence[tuple[list[Any], Any]]"
 """The `param_groups` of state dicts, as they were returned, each with the optimizer that returned it."""
 _OF_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -167,7 +167,7 @@ def names_of(owned: Mapping[str, Owned]) -> dict[str, Names]:
 
 
 def names_from(owners: object, path: str) -> Names:
-    """Return what `names_of` has said of a path; nothing where it has not."""
+    """Return what `names_of` has said of a path; nothing if it has not."""
     names = owners.get(path) if isinstance(owners, Mapping) else None
     return [_texts(group) for group in names] if isinstance(names, list) else []
 

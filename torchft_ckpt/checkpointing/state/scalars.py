@@ -33,7 +33,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 def encode_scalar(value: Any) -> dict[str, object] | None:
-    """Return the node of a value; None where it is of no class that is known here.
+    """Return the node of a value; None if it is of no class that is known here.
 
     Raises:
         ValueError: it is of one, but cannot be carried; the message continues "it".

@@ -46,8 +46,8 @@ class MeshLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     names: Annotated[list[_Name], msgspec.Meta(max_length=_MAX_MESH_DIMS)] | None
     """Of its dimensions."""
     placements: Annotated[list[list[_Count]], msgspec.Meta(max_length=_MAX_MESH_DIMS)]
-    """For each of its dimensions: nothing where the tensor is replicated, the tensor's dimension where it is sharded, and the
-    factor behind it where the shards are strided."""
+    """For each of its dimensions: nothing if the tensor is replicated, the tensor's dimension if it is sharded, and the
+    factor behind it if the shards are strided."""
     stride: Annotated[list[_Count], msgspec.Meta(max_length=64)]
     """Of the whole tensor, in items."""
 
@@ -80,14 +80,14 @@ class ShardAdapter(ABC):
         """
 
     def boxes_and_data(self, tensor: torch.Tensor, path: str) -> tuple[list[Box], list[torch.Tensor]]:
-        """Return `boxes` and `data` together, where that is less work.
+        """Return `boxes` and `data` together, if that is less work.
 
         Raises: as these.
         """
         return self.boxes(tensor, path), self.data(tensor, path)
 
     def holders(self, tensor: torch.Tensor, num_ranks: int) -> Sequence[tuple[Box, Sequence[int]]] | None:
-        """Return the boxes of the whole tensor, and which ranks of this replica group hold each; None where that is not known.
+        """Return the boxes of the whole tensor, and which ranks of this replica group hold each; None if that is not known.
 
         Optional. A durable save divides what is known among those who hold it. What is not is stored once by every rank that
         holds it, since nobody is asked.
@@ -98,7 +98,7 @@ class ShardAdapter(ABC):
 
         The boxes are apart from each other and make up the whole tensor; empty ones may be left out. What is said of this rank
         is what `boxes` says. If any of that is not so, nothing of it counts. Nobody may be asked: the answer follows from what
-        all ranks know alike, such as a mesh, and all of them give the same one. Where one rank says None all must: else
+        all ranks know alike, such as a mesh, and all of them give the same one. If one rank says None all must: else
         they divide the save in different ways, and a checkpoint with a hole is not closed: its writers get an error.
 
         Called on the trainer's thread for each tensor of a save, so it should be quick; the answer must not change afterwards.
@@ -106,7 +106,7 @@ class ShardAdapter(ABC):
         return None
 
     def layout(self, tensor: torch.Tensor) -> MeshLayout | None:
-        """Return how a tensor lies on a device mesh; None where it lies on none, or otherwise. Of this library's own adapters."""
+        """Return how a tensor lies on a device mesh; None if it lies on none, or otherwise. Of this library's own adapters."""
         return None
 
     @abstractmethod
@@ -118,7 +118,7 @@ class ShardAdapter(ABC):
 
 
 class DTensorAdapter(ShardAdapter):
-    """`torch.distributed.tensor.DTensor`: each rank holds one box, or nothing where it is outside of the mesh."""
+    """`torch.distributed.tensor.DTensor`: each rank holds one box, or nothing if it is outside of the mesh."""
 
     shares_memory = True
 
@@ -200,7 +200,7 @@ def register_own_adapter(adapter: ShardAdapter) -> None:
 
 
 def unregister_shard_adapter(adapter: ShardAdapter) -> None:
-    """Take an adapter back. Without effect where it is not registered."""
+    """Take an adapter back. Without effect if it is not registered."""
     global _adapters
     with _lock:
         _adapters = tuple(known for known in _adapters if known is not adapter)
@@ -222,7 +222,7 @@ def _import_xla() -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors whose bytes a tensor has here; none where it has none, or an adapter copies them at capture."""
+    """Return the plain tensors whose bytes a tensor has here; none if it has none, or an adapter copies them at capture."""
     adapter = adapter_of(tensor)
     if adapter is None:
         parts = [tensor]
@@ -249,7 +249,7 @@ class KnownMeshes:
         self._meshes: list[DeviceMesh] = list(found.values())
 
     def why_not(self, layout: MeshLayout, shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-        """Return why no DTensor can be made that has these boxes, to be said of it; None where it can."""
+        """Return why no DTensor can be made that has these boxes, to be said of it; None if it can."""
         mesh = self._find(layout)
         names = "" if layout.names is None else f" ({', '.join(layout.names)})"
         what = f"mesh {'x'.join(map(str, layout.mesh))}{names} of {layout.device}"
@@ -352,7 +352,7 @@ def _box_on(mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...])
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. Where nobody has imported that module, nobody can have made one."""
+    """Whether it is a DTensor. If nobody has imported that module, nobody can have made one."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -28,7 +28,7 @@ _WHOLE: list[tuple[int, tuple[int, ...] | None]] = [(0, None)]
 class Placed(NamedTuple):
     """The place of one box of a tensor: the box, and its bytes inside a segment.
 
-    `strides` (elements) is None where the box is the segment's bytes in C order.
+    `strides` (elements) is None if the box is the segment's bytes in C order.
     """
 
     offsets: tuple[int, ...]

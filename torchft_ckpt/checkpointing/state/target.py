@@ -65,7 +65,7 @@ class StateTarget:
     that are no tensors, and the tree itself, are those of the description.
 
     Args:
-        local: the state that is here; None where nothing is: then all is wanted, whole.
+        local: the state that is here; None if nothing is: then all is wanted, whole.
         in_place: receive into the tensors of `local`. What is not in plain memory on the CPU is copied at the end.
         may_be_beside: what cannot be received into arrives in memory of its own, for who hands on what is returned; else it is
             refused. See `fit.check_tensors`.
@@ -305,7 +305,7 @@ def wants_of(
     """Return the wants of a tensor, each for the box of its part; a box without elements is not wanted.
 
     Args:
-        here: the memory of each as it is here; empty where that is not known. An accelerator's is not looked at.
+        here: the memory of each as it is here; empty if that is not known. An accelerator's is not looked at.
     """
     return [
         Want(name, box, part, local if isinstance(local, LocalMemory) and _is_laid_out_as(local.tensor, part) else None)

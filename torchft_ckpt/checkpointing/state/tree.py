@@ -258,7 +258,7 @@ def _is_node(value: Any) -> bool:
 
 
 def _flags_of(member: enum.Flag) -> list[str] | None:
-    """Return the names of the flags that make up a member; None where no names do."""
+    """Return the names of the flags that make up a member; None if no names do."""
     kind, value = type(member), member.value
     names = [name for name, flag in kind.__members__.items() if flag.value and flag.value & value == flag.value]
     made = kind(0)
@@ -268,7 +268,7 @@ def _flags_of(member: enum.Flag) -> list[str] | None:
 
 
 def _value_of(member: enum.Enum) -> list[Node]:
-    """Return the node of a member's value in a list, which is empty where that cannot be carried."""
+    """Return the node of a member's value in a list, which is empty if that cannot be carried."""
     encoder = TreeEncoder()
     try:
         node = encoder.encode(member.value)

@@ -280,7 +280,7 @@ class _PlannedItems:
         return self._is_finishing or (has_received and into_place)
 
     def wants(self, group: SourceGroup) -> list[Want]:
-        """Return what is to be fetched; raise where the ranks do not hold all of each tensor that is named."""
+        """Return what is to be fetched; raise if the ranks do not hold all of each tensor that is named."""
         self._check_whole()
         self._received = []
         wants: list[Want] = []

@@ -190,7 +190,7 @@ class CapturedState:
 
     @functools.cached_property
     def replicas(self) -> str:
-        """What shows of each tensor whether other ranks hold the same of it, as in a manifest; empty where they hold none."""
+        """What shows of each tensor whether other ranks hold the same of it, as in a manifest; empty if they hold none."""
         shared: dict[int, list[tuple[int, ...]]] = {}
         orders: dict[tuple[int, ...], xxhash.xxh3_64] = {}
         for place in self._marks:

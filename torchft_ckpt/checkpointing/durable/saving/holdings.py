@@ -222,7 +222,7 @@ def _whole_tensor(said: Sequence[OwnedBox], shape: tuple[int, ...], num_ranks: i
 def _boxes_on_mesh(
     shape: tuple[int, ...], mesh: torch.Tensor, placements: Sequence[object], num_ranks: int
 ) -> list[OwnedBox] | None:
-    """Return the boxes of all ranks of a mesh; None where torch does not say, or the mesh reaches beyond this group."""
+    """Return the boxes of all ranks of a mesh; None if torch does not say, or the mesh reaches beyond this group."""
     try:
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     except ImportError:

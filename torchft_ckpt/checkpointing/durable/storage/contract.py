@@ -98,18 +98,18 @@ class Storage(ABC):
 
     @abstractmethod
     def names(self, directory: str = "") -> list[str]:
-        """Return the names of the entries of a directory, sorted; none where there is no such directory."""
+        """Return the names of the entries of a directory, sorted; none if there is no such directory."""
 
     @abstractmethod
     def size(self, path: str) -> int | None:
-        """Return the length of a file in bytes; None where there is no such file."""
+        """Return the length of a file in bytes; None if there is no such file."""
 
     @abstractmethod
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return exactly the bytes from `start` up to `stop`, or to the end.
 
         Raises:
-            StorageError: also where the file ends before `stop`.
+            StorageError: also if the file ends before `stop`.
         """
 
     @abstractmethod
@@ -121,7 +121,7 @@ class Storage(ABC):
             memory: contiguous and writable; undefined after an error.
 
         Raises:
-            StorageError: also where the file ends before the memory is full.
+            StorageError: also if the file ends before the memory is full.
         """
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Storage(ABC):
         """
 
     def _note_kept(self, directory: str, names: Collection[str] | None) -> None:
-        """Log what stays of a checkpoint: entries of its directory; None where the directory is no directory of its own."""
+        """Log what stays of a checkpoint: entries of its directory; None if the directory is no directory of its own."""
         if directory in self._logged:
             return
         self._logged = {*self._logged, directory}

@@ -84,7 +84,7 @@ class OsSystem:
         os.fsync(handle)
 
     def close(self, handle: int) -> None:
-        """Close a file. The handle is gone, also where this raises."""
+        """Close a file. The handle is gone, also if this raises."""
         os.close(handle)
 
     def rename(self, old: str, new: str) -> None:
@@ -186,7 +186,7 @@ class LocalStorage(Storage):
             for name in path_below(self.location, path).split("/") if path else ():
                 above, at = at, os.path.join(at, name)
                 self._mkdir(at)
-                # Also where it was there: who made it may have died before this.
+                # Also if it was there: who made it may have died before this.
                 self._system.fsync_directory(above)
 
     def create(self, path: str) -> OutputFile:
@@ -284,7 +284,7 @@ class LocalStorage(Storage):
         return set()
 
     def _remove_file(self, name: str, handle: int) -> bool:
-        """Remove a file from an open directory; return False where it is none, and stays."""
+        """Remove a file from an open directory; return False if it is none, and stays."""
         with contextlib.suppress(FileNotFoundError):  # another one removes it too
             if not self._system.is_file(name, handle):
                 return False
