@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from bench import join_learner, stats, table
+from bench import stats
 from bench.stats import KillOutcome, Step, Verdict
-from bench.table import Row, Section
 
 
 def steps(*attempts: tuple[float, bool]) -> list[Step]:
@@ -78,11 +76,6 @@ def test_pairs_are_divided_neighbour_by_neighbour() -> None:
     assert stats.pair_ratios([2.0, 9.0], [1.0, 3.0]) == [2.0, 3.0]
 
 
-def test_pairs_of_unequal_number_are_refused() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        stats.pair_ratios([2.0, 9.0], [1.0])
-
-
 @pytest.mark.parametrize("power", [1.0, 2.0])
 def test_the_growth_exponent_tells_linear_from_quadratic(power: float) -> None:
     measured = {size: 3e-5 * size**power for size in (64, 256, 1000)}
@@ -96,43 +89,3 @@ def test_one_size_has_no_growth() -> None:
 @pytest.mark.parametrize(("value", "expected"), [(0.5, Verdict.MET), (0.5001, Verdict.MISSED), (None, Verdict.NOT_RUN)])
 def test_a_figure_at_its_bar_keeps_it(value: float | None, expected: Verdict) -> None:
     assert stats.judge_at_most(value, 0.5) is expected
-
-
-def test_the_table_prints_each_bar_beside_its_figure_with_its_verdict() -> None:
-    rows = [
-        Row(figure="gap", ours="0.3 s", reference="died", bar="<= 0.5 s", verdict=Verdict.MET),
-        Row(figure="rejoin", ours="1.4 s", reference="1.7 s", bar="<= 1 s", verdict=Verdict.MISSED),
-        Row(figure="of it transfer", ours="0.1 s"),
-    ]
-    text = table.render([Section(name="x", title="Title", rows=rows, notes=["a note"])])
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert lines[3:] == [
-        "Title",
-        "gap 0.3 s died <= 0.5 s met",
-        "rejoin 1.4 s 1.7 s <= 1 s MISSED",
-        "of it transfer 0.1 s",
-        "note: a note",
-        "",
-        "bars met: 1, missed: 1 (rejoin)",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(None, "not run"), (0.00123, "1.23 ms"), (0.0456, "45.6 ms"), (0.5, "0.500 s"), (30.09, "30.1 s")],
-)
-def test_durations_are_written_with_the_unit_that_suits_them(value: float | None, expected: str) -> None:
-    assert table.seconds(value) == expected
-
-
-def test_json_has_the_rows_as_printed_and_the_raw_figures() -> None:
-    row = Row(figure="gap", ours="0.3 s", verdict=Verdict.MET)
-    section = Section(name="kill_gap", title="Title", rows=[row], raw={"gaps": [0.3]})
-    written = json.loads(json.dumps(table.to_json([section])))["kill_gap"]
-    assert (written["rows"][0]["verdict"], written["raw"]) == ("met", {"gaps": [0.3]})
-
-
-def test_a_setting_names_its_path_by_the_share_that_gradients_take_of_it() -> None:
-    setting = join_learner.Setting(name="x", rho=0.5, pause_s=2.0, num_layers=3, num_trained=3)
-    assert setting.state_bytes == 3 * setting.gradient_bytes
-    assert setting.bytes_per_s == setting.gradient_bytes

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -13,9 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from bench import command, diloco_bytes, diloco_figures, diloco_jobs, diloco_main, diloco_sync
+from bench import diloco_figures, diloco_jobs
 from bench.diloco_figures import InnerStep, Kind
-from bench.run import Run
 from diloco.job import JobRecord
 from diloco.records import Step
 
@@ -83,18 +79,6 @@ def test_groups_are_put_together() -> None:
     assert (together[Kind.SYNC], together[Kind.PLAIN], together[Kind.PREPARE]) == ([1.0, 2.0], [3.0], [])
 
 
-@pytest.mark.parametrize(("value", "expected"), [(1.02, "+2.0%"), (0.99, "-1.0%")])
-def test_how_far_a_loss_lies_above_another_is_written_with_its_sign(value: float, expected: str) -> None:
-    assert diloco_figures.percent(diloco_figures.excess(value, 1.0)) == expected
-
-
-def test_options_become_the_command_line_that_the_example_reads() -> None:
-    arguments = diloco_jobs.arguments_of(groups=3, sync_every=12, quantize=True, no_ddp=False, kills=0)
-
-    assert arguments == ["--groups=3", "--sync-every=12", "--quantize", "--kills=0"]
-    assert diloco_jobs.options_of(arguments).period == 6
-
-
 def test_the_steps_of_a_job_are_taken_from_its_groups_records() -> None:
     step = Step(
         at_s=2.0, took_s=0.5, round=3, num_counted=60, participants=2, contributed=True, loss=1.0, sent_bytes=700
@@ -102,34 +86,3 @@ def test_the_steps_of_a_job_are_taken_from_its_groups_records() -> None:
     record = JobRecord(name="x", num_groups=2, started_s=0.0, records=[[step], []])
 
     assert diloco_jobs.inner_steps(record) == [[InnerStep(took_s=0.5, round=3, sent_bytes=700)], []]
-
-
-def test_names_of_figures_are_read_with_commas() -> None:
-    assert command.parse_names("bytes, loss", diloco_main.FIGURES) == ["bytes", "loss"]
-
-
-@pytest.mark.parametrize("text", ["", "bytes,last"])
-def test_a_name_that_is_no_figure_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no figure"):
-        command.parse_names(text, diloco_main.FIGURES)
-
-
-@pytest.mark.parametrize("figure", [diloco_bytes, diloco_sync])
-def test_where_there_are_no_links_the_figure_is_skipped_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figure: object
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    run = Run(quick=True, repeat=None, seed=1, log_dir=tmp_path, say=lambda _: None)
-
-    section = figure.measure(run)  # type: ignore[attr-defined]
-
-    assert (section.rows[0].ours, section.notes) == ("SKIPPED", ["SKIPPED: network namespaces need root"])
-
-
-def test_what_was_measured_can_be_written_as_json() -> None:
-    assert json.loads(json.dumps({kind.value: [1.0] for kind in Kind})) == {
-        "plain": [1.0],
-        "prepare": [1.0],
-        "beside": [1.0],
-        "sync": [1.0],
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import sys
@@ -15,12 +14,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from bench import command, transport_figures, transport_links, transport_main, transport_sources, transport_states
+from bench import transport_figures, transport_links, transport_states
 from bench.stats import Verdict
 from bench.transport_memory import PeakMemory
 from bench.transport_raw import RawReceiver, RawSource
 from bench.transport_reader import SlowReader
-from bench.transport_run import Run
 
 from torchft_ckpt.checkpointing import HTTPTransport
 
@@ -43,26 +41,12 @@ def test_the_best_setting_is_the_one_with_the_smallest_median_and_not_the_luckie
     assert transport_figures.best_setting({0: [0.1, 3.0, 3.0], 4: [2.0, 2.0, 9.0], 8: []}) == 4
 
 
-def test_without_the_reference_there_is_no_best_setting() -> None:
-    assert transport_figures.best_setting({}) is None
-
-
 def test_the_payload_of_a_link_is_its_bytes_less_one_set_of_headers_a_packet() -> None:
     assert transport_figures.payload_bytes(3 * 1448 + 3 * 66, 3) == 3 * 1448
 
 
 def test_buffers_are_dealt_to_all_streams_and_none_twice() -> None:
     assert transport_figures.deal(range(7), 3) == [[0, 3, 6], [1, 4], [2, 5]]
-
-
-def test_names_of_figures_are_read_with_commas() -> None:
-    assert command.parse_names("first, swarm", transport_main.FIGURES) == ["first", "swarm"]
-
-
-@pytest.mark.parametrize("text", ["", "first,last"])
-def test_a_name_that_is_no_figure_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no figure"):
-        command.parse_names(text, transport_main.FIGURES)
 
 
 def test_with_another_seed_no_element_keeps_its_bits() -> None:
@@ -115,18 +99,6 @@ def test_the_peak_of_memory_is_seen_after_it_is_over() -> None:
     torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
     memory.close()
     assert 30 * MIB < watch.growth_bytes() < 64 * MIB
-
-
-def test_where_there_are_no_links_the_figure_is_skipped_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    run = Run(quick=True, repeat=None, seed=1, log_dir=tmp_path, say=lambda _: None)
-    section = transport_sources.measure(run)
-    assert (section.rows[0].ours, section.notes) == (
-        "SKIPPED",
-        ["SKIPPED: needs root, for network namespaces and tc"],
-    )
 
 
 def test_only_namespaces_of_dead_runs_are_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
-
-import msgspec
 import pytest
 from demo import events
-from demo.plot import draw
-from demo.report import Report, build_report, print_report, write_json
-from demo.timeline import Kill, KillFigures, Life, Phase, Timeline, judge, measure_kills, typical_step_s
-from rich.console import Console
+from demo.timeline import Kill, KillFigures, Life, Timeline, judge, measure_kills
 
 
 def step(
@@ -74,36 +67,6 @@ def test_the_next_kill_ends_what_is_counted_for_this_one() -> None:
     assert (first.gap_s, first.rejoin_gap_s, second.discarded) == (2.0, None, {0: 0})
 
 
-def test_the_typical_step_is_the_median_between_commits() -> None:
-    assert typical_step_s(make_timeline()) == 1.0
-
-
-def test_a_run_without_commits_has_no_figures_and_no_verdict() -> None:
-    timeline = Timeline(num_groups=1, started_s=0.0, lives=[Life(group=0, number=0, spawned_s=0.0)])
-
-    assert (typical_step_s(timeline), judge(timeline, num_planned_kills=0).is_bit_equal) == (None, False)
-
-
-def test_only_groups_whose_last_step_held_their_gradients_contribute() -> None:
-    timeline = make_timeline()
-    for life in timeline.lives:
-        life.finished = life.ended_s = None
-    before = timeline.contributing()
-    timeline.lives[-1].record(step(9, 8, contributed=False))  # it was thrown out, and heals again
-
-    assert (before, timeline.contributing()) == ({0: 7, 1: 7}, {0: 7})
-
-
-def test_a_life_goes_through_its_phases_as_its_events_come() -> None:
-    life = Life(group=0, number=0, spawned_s=0.0)
-    phases = [life.phase]
-    for event in (events.Imported(at_s=1), step(2, 5, contributed=False), step(3, 6), finished(4, 6)):
-        life.record(event)
-        phases.append(life.phase)
-
-    assert phases == [Phase.STARTING, Phase.JOINING, Phase.JOINING, Phase.TRAINING, Phase.FINISHED]
-
-
 @pytest.mark.parametrize(
     ("ends", "num_planned_kills", "is_bit_equal", "reason"),
     [
@@ -123,21 +86,3 @@ def test_the_verdict_holds_only_for_equal_states_at_one_step_after_all_kills(
     verdict = judge(timeline, num_planned_kills=num_planned_kills)
 
     assert (verdict.is_bit_equal, verdict.reason) == (is_bit_equal, reason)
-
-
-@pytest.mark.parametrize("shows_step_times", [False, True])
-def test_table_json_and_picture_tell_the_same_run(tmp_path: Path, shows_step_times: bool) -> None:
-    timeline = make_timeline()
-    timeline.lives[-1].record(events.StateReceived(at_s=7.4, took_s=3.0))
-    picture = tmp_path / "demo.png"
-    report = build_report(timeline, seed=3, num_planned_kills=1, duration_s=9.0, picture=picture)
-    text = io.StringIO()
-
-    write_json(report, tmp_path / "sub" / "demo.json")
-    draw(timeline, report, picture, shows_step_times=shows_step_times)
-    print_report(report, Console(file=text, width=120))
-
-    assert msgspec.json.decode((tmp_path / "sub" / "demo.json").read_bytes(), type=Report) == report
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "OK: all 2 groups ended bit-equal at step 7, after 1 kill (seed 3)" in text.getvalue()
-    assert "2000 ms" in text.getvalue()

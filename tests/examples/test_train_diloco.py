@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -218,42 +217,9 @@ def test_the_sent_bytes_are_those_of_the_interface_or_of_all_but_loopback(tmp_pa
     assert sent == [5, 70, 670]
 
 
-def test_every_group_is_killed_once_before_one_is_killed_twice_and_not_near_the_end() -> None:
-    for seed in range(50):
-        kills = job.plan_kills(num_kills=5, num_groups=4, seed=seed)
-        assert sorted(group for _, group in kills[:4]) == [0, 1, 2, 3]
-        assert kills == sorted(kills)
-        assert kills[0][0] >= 0.1 and kills[-1][0] <= 0.75
-
-
 @pytest.mark.parametrize("arguments", [["--groups=1"], ["--fragments=3"], ["--inner-steps=0"]])
 def test_what_cannot_be_run_is_refused_before_anything_starts(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as error:
         options.parse(arguments, "")
 
     assert error.value.code == 2
-
-
-def test_what_is_given_goes_before_what_the_short_form_says() -> None:
-    short = options.parse(["--quick", "--groups=2"], "")
-
-    assert (short.groups, short.inner_steps) == (2, options.QUICK["inner_steps"])
-
-
-def test_the_fragments_have_every_parameter_once() -> None:
-    from demo.model import CharGPT, GPTConfig
-    from diloco.task import split
-
-    model = CharGPT(GPTConfig(width=16, num_blocks=3, num_heads=2))
-    fragments = split(model, 2)
-
-    split_parameters = [id(param) for fragment in fragments for param in fragment.parameters()]
-    assert sorted(split_parameters) == sorted(id(param) for param in model.parameters())
-
-
-def test_lines_of_a_record_are_json(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    with records.Recorder(path, None) as recorder:
-        recorder.finish(round=3, num_counted=60, digest="d", held_out_loss=1.5)
-
-    assert json.loads(path.read_text())["digest"] == "d"
