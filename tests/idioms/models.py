@@ -31,6 +31,14 @@ def set_up(
     return module, inner, job.ddp(module), job.optimizer(inner)
 
 
+def make_steps(job: Job, ddp: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Train as the README's loop does."""
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
 class Each(nn.Module):
     """Models that are trained beside each other on the same batches: loops that differ in a part alone are one run of groups."""
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Box, error, mlp, set_up
+from idioms.models import Box, error, make_steps, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 
@@ -185,10 +185,7 @@ def resume(job: Job) -> None:
         for parameter in model.parameters():
             parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
     manager.load_state_dict({"step": 3, "batches_committed": 6})
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom("Give a bad batch no weight (loss * 0, nan_to_num)", FLOW, "Its group still counts in the average.")

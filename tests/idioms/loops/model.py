@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Box, Chosen, Each, error, errors, mlp, set_up
+from idioms.models import Box, Chosen, Each, error, errors, make_steps, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn import functional as F
@@ -25,10 +25,7 @@ def train(job: Job, model: nn.Module, *, is_pure: bool = False, **options: Any) 
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     job.manager(*states(model=model, adamw=adamw))
     ddp, optimizer = job.pure_ddp(model) if is_pure else job.ddp(model, **options), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 class Calls(nn.Module):
@@ -334,10 +331,7 @@ def lora_adapters_only(job: Job) -> None:
     adamw = torch.optim.AdamW(adapters.parameters(), lr=1e-2)
     job.manager(*states(adapters=adapters, adamw=adamw))
     ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom("train() and eval() in turn, both with gradients (RL, frozen BatchNorm)", MODEL)
@@ -406,10 +400,7 @@ def sparse_embedding(job: Job) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     job.manager(*states(model=model, sgd=sgd))
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom("Tied weights", MODEL, "They travel once. The receiver ties them again.")
@@ -433,10 +424,7 @@ def compiled(job: Job) -> None:
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     job.manager(*states(model=model, adamw=adamw))
     ddp, optimizer = job.ddp(torch.compile(model, backend="eager")), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom(
@@ -569,10 +557,7 @@ def within_torchs_ddp(job: Job) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     job.manager(*states(model=model, sgd=sgd))
     ddp, optimizer = parallel.DistributedDataParallel(job.ddp(model)), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom("torch's own DistributedDataParallel within ours", MODEL)
@@ -581,7 +566,4 @@ def around_torchs_ddp(job: Job) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     job.manager(*states(model=model, sgd=sgd))
     ddp, optimizer = job.ddp(parallel.DistributedDataParallel(model)), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from idioms.harness import Job, states
-from idioms.models import Box, error, mlp
+from idioms.models import Box, error, make_steps, mlp
 from idioms.table import Category, idiom
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -21,10 +21,7 @@ STATE = Category.STATE
 def loop(job: Job, model: nn.Module, inner: torch.optim.Optimizer) -> None:
     """The loop of the README, for what differs in the state alone."""
     ddp, optimizer = job.ddp(model), job.optimizer(inner)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom(

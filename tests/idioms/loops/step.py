@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from idioms.harness import Job, states
-from idioms.models import Each, error, errors, mlp, set_up
+from idioms.models import Each, error, errors, make_steps, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
 from torch.nn import functional as F
@@ -26,10 +26,7 @@ def train(
     inner = make_optimizer(model.parameters())
     job.manager(*states(model=model, optimizer=inner))
     ddp, optimizer = job.ddp(model, **ddp_options), job.optimizer(inner)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom("DistributedDataParallel, AdamW, zero_grad, backward, step", STEP, "This is the loop of the README.")
@@ -145,10 +142,7 @@ def param_groups(job: Job) -> None:
     )
     job.manager(*states(model=model, adamw=adamw))
     ddp, optimizer = job.ddp(model), job.optimizer(adamw)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom("zero_grad(set_to_none=False)", STEP)
@@ -228,10 +222,7 @@ def synchronous_quorum(job: Job) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     job.manager(*states(model=model, sgd=sgd), use_async_quorum=False)
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom(
@@ -367,10 +358,7 @@ def optimizers_container(job: Job) -> None:
     container = Container([torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in (model[0], model[2])])
     job.manager(*states(model=model, optimizers=container))
     ddp, optimizer = job.ddp(model), job.optimizer(container)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom(
@@ -385,10 +373,7 @@ def step_hooks(job: Job) -> None:
     sgd.register_step_post_hook(lambda *_: [p.data.clamp_(-0.4, 0.4) for p in model.parameters()] and None)
     job.manager(*states(model=model, sgd=sgd))
     ddp, optimizer = job.ddp(model), job.optimizer(sgd)
-    while job.goes_on():
-        optimizer.zero_grad()
-        error(ddp, job.batch()).backward()
-        optimizer.step()
+    make_steps(job, ddp, optimizer)
 
 
 @idiom(
