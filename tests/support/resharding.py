@@ -402,14 +402,14 @@ class Reply:
         path = self.handler.path.partition("?")[0]
         return "parts/digests" if path.endswith("parts/digests") else path.rpartition("/")[2]
 
-    def send(self, num_bytes: int | None = None, *, announced: int | None = None) -> None:
-        """Send it on; with a number, only so many bytes of the body. `announced`: its length, as the head says it."""
+    def send(self, num_bytes: int | None = None) -> None:
+        """Send it on; with a number, only so many bytes of the body."""
         self.handler.send_response(self.status)
         for name, value in self.headers.items():
             if name.lower() not in ("content-length", "date", "server", "transfer-encoding"):
                 self.handler.send_header(name, value)
         if self.status != 204:
-            self.handler.send_header("Content-Length", str(len(self.body) if announced is None else announced))
+            self.handler.send_header("Content-Length", str(len(self.body)))
         self.handler.end_headers()
         self.handler.wfile.write(self.body[:num_bytes])
         self.handler.wfile.flush()
