@@ -20,7 +20,7 @@ from torchft_ckpt.core.text import one_line
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
 
 if TYPE_CHECKING:
-    from torchft_ckpt.cli.checkpoint_checks import VerifyResult
+    from torchft_ckpt.cli.checkpoint_content import VerifyResult
     from torchft_ckpt.cli.checkpoint_places import OpenedCheckpoint
 
 _MAX_PROBLEMS = 20
@@ -85,7 +85,7 @@ def _run_ls(options: argparse.Namespace) -> int:
 
 
 def _run_verify(options: argparse.Namespace) -> int:
-    from torchft_ckpt.cli.checkpoint_checks import Condition, bytes_to_verify, verify
+    from torchft_ckpt.cli.checkpoint_content import Condition, bytes_to_verify, verify
     from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
     from torchft_ckpt.cli.output import reading_bar
 
