@@ -295,17 +295,15 @@ def test_names_begin_where_pull_is_told_to_begin(peer: HTTPTransport[Any], tmp_p
     assert sorted(load_file(path)), "what was there stays"
 
 
-def test_pull_leaves_one_file_with_ordinary_permissions(peer: HTTPTransport[Any], tmp_path: Path) -> None:
+def test_a_quiet_pull_leaves_one_file_with_ordinary_permissions_and_prints_nothing(
+    peer: HTTPTransport[Any], tmp_path: Path, capsys: Capture
+) -> None:
     ordinary = tmp_path / "ordinary"
     ordinary.touch()
     assert main(["pull", peer.metadata(), "-o", str(tmp_path / "state.safetensors"), "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
     assert files_in(tmp_path) == ["ordinary", "state.safetensors"]
     assert stat.S_IMODE((tmp_path / "state.safetensors").stat().st_mode) == stat.S_IMODE(ordinary.stat().st_mode)
-
-
-def test_a_quiet_pull_prints_nothing(peer: HTTPTransport[Any], tmp_path: Path, capsys: Capture) -> None:
-    assert main(["pull", peer.metadata(), "-o", str(tmp_path / "state.safetensors"), "--quiet"]) == 0
-    assert capsys.readouterr() == ("", "")
 
 
 def test_pull_waits_for_a_state(make_peer: Callable[..., HTTPTransport[Any]], tmp_path: Path) -> None:
@@ -404,16 +402,6 @@ def test_a_pull_that_is_terminated_leaves_nothing_behind(tmp_path: Path, request
         time.sleep(30)  # the signal comes before
     assert ended.value.code == 143 and files_in(tmp_path) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_pull_that_fails_leaves_the_old_file_as_it_was(
-    make_peer: Callable[..., HTTPTransport[Any]], tmp_path: Path
-) -> None:
-    path = tmp_path / "state.safetensors"
-    path.write_text("precious")
-    arguments = ["pull", make_peer().metadata(), "-o", str(path), "--force", "--quiet", "--timeout", "0.2"]
-    assert main(arguments) == 1
-    assert (files_in(tmp_path), path.read_text()) == (["state.safetensors"], "precious")
 
 
 def test_a_place_that_cannot_be_written_to_is_known_before_anybody_is_asked(tmp_path: Path, capsys: Capture) -> None:
