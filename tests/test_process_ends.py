@@ -24,9 +24,8 @@ def test_a_process_ends_with_and_without_shutdown_and_by_an_exception(name: str,
         started = []
         for way in WAYS:
             with (tmp_path / way).open("wb") as said:
-                arguments = [name, "--way", way]
                 script = Path(process_ends.__file__)
-                started.append((way, Forked(script, arguments, ENVIRONMENT, said.fileno(), ends_whole=True)))
+                started.append((way, Forked(script, [name, way], ENVIRONMENT, said.fileno(), ends_whole=True)))
         ends = []
         for way, process in started:
             try:

@@ -1,23 +1,16 @@
-"""Processes that use one public class each and then end, in one of three ways; forked after the imports, which take seconds.
+"""A process that uses one public class and then ends, in one of three ways: `process_ends.py CLASS WAY`.
 
-    python tests/support/process_ends.py --rounds 200 [CLASS...]
-
-Each goes through the whole end of its interpreter, which is held up for a moment on purpose: a thread that is still in C++ then
+It goes through the whole end of its interpreter, which is held up for a moment on purpose: a thread that is still in C++ then
 comes back while the interpreter ends, which aborts the process.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import functools
-import gc
 import logging
-import os
 import re
-import select
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -34,7 +27,6 @@ from torch import nn
 from torch.distributed import ReduceOp, TCPStore
 
 import torchft_ckpt
-from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.ports import reserved_port
 from torchft_ckpt import (
     Checkpointer,
@@ -202,11 +194,6 @@ def process_groups(members: list[ProcessGroup]) -> Iterator[None]:
         member.shutdown()
 
 
-def fake_process_groups() -> Iterator[None]:
-    fabric = FakeFabric()
-    return process_groups([keep(FakeProcessGroup(fabric)) for _ in range(2)])
-
-
 def a_managed_group() -> Iterator[None]:
     server = keep(LighthouseServer("127.0.0.1:0", min_replicas=1))
     manager = group("group_0", server)
@@ -353,7 +340,6 @@ CLASSES: dict[str, Callable[[], Iterator[None]]] = {
     "DistributedDataParallel": averaged_modules,
     "ProcessGroupGloo": lambda: process_groups([keep(ProcessGroupGloo(timeout=LONG)) for _ in range(2)]),
     "ProcessGroupDummy": lambda: process_groups([keep(ProcessGroupDummy(0, 1))]),
-    "FakeProcessGroup": fake_process_groups,
     "ManagedProcessGroup": a_managed_group,
     "HTTPTransport": a_transport,
     "DiLoCo": lambda: outer_loops(DiLoCo),
@@ -393,77 +379,9 @@ def end(name: str, way: str) -> None:
         next(scene, None)
 
 
-# ------------------------------------------------------------------------------------------------------ the parent
-
-
-def start() -> tuple[int, int] | None:
-    """Fork. Returns the pid and what its stderr can be read from; None in the child."""
-    readable, writable = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writable)
-        return pid, readable
-    os.close(readable)
-    os.dup2(writable, 2)
-    os.close(writable)
-    return None
-
-
-def watch(pid: int, readable: int, way: str) -> Ends:
-    """Read what it says, until it has ended; kill it where it does not."""
-    said = b""
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        ready, _, _ = select.select([readable], [], [], max(deadline - time.monotonic(), 0.0))
-        if not ready:
-            os.kill(pid, signal.SIGKILL)
-            said += b"\nit did not end"
-            break
-        more = os.read(readable, 1 << 16)
-        if not more:
-            break
-        said += more
-    os.close(readable)
-    return Ends(way, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said.decode(errors="replace"))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("classes", nargs="*", metavar="CLASS", help=f"of {', '.join(CLASSES)}; all by default")
-    parser.add_argument("--rounds", type=int, default=3, help="processes for each class; the ways to end take turns")
-    parser.add_argument("--way", choices=WAYS, help="end so, in this process")
-    arguments = parser.parse_args()
-    if arguments.way:
-        end(arguments.classes[0], arguments.way)
-        return
-    for name in torchft_ckpt.__all__:
-        getattr(torchft_ckpt, name)
-    gc.freeze()  # or each process looks at all of that when it ends
-    num_wrong = 0
-    for name in arguments.classes or CLASSES:
-        wrong = []
-        began = time.monotonic()
-        for number in range(arguments.rounds):
-            way = WAYS[number % len(WAYS)]
-            child = start()
-            if child is None:
-                end(name, way)
-                return
-            ended = watch(*child, way)
-            wrong += [ended.wrong] if ended.wrong else []
-        took_s = (time.monotonic() - began) / arguments.rounds
-        print(
-            f"{name}: {arguments.rounds - len(wrong)} of {arguments.rounds} ended well, {took_s:.2f} s each", flush=True
-        )
-        for line in wrong[:5]:
-            print(f"  {line}", flush=True)
-        num_wrong += len(wrong)
-    sys.exit(num_wrong > 0)
-
-
 if __name__ == "__main__":
     # By this name it stays until the interpreter ends, as a script does.
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from support import process_ends
 
-    process_ends.main()
+    process_ends.end(*sys.argv[1:])
