@@ -11,8 +11,7 @@ import itertools
 import logging
 import math
 import random
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -383,17 +382,3 @@ def test_nothing_is_mixed_without_a_word(seed: int, tmp_path: Path) -> None:
     outcome = check(seed, tmp_path)
     print(f"seed {seed}: {outcome}")
     assert "WRONG" not in outcome
-
-
-def outcomes_of(seeds: Sequence[int], directory: Path, say: Callable[[str], object] = print) -> dict[str, int]:
-    """Check many, and count how they went: by hand."""
-    counts: dict[str, int] = {}
-    for seed in seeds:
-        try:
-            outcome = check(seed, directory / "tree")
-        except Exception as error:
-            outcome = f"WRONG: {type(error).__name__}"
-            say(f"seed {seed}: {error!r:.600}")
-        shutil.rmtree(directory / "tree", ignore_errors=True)
-        counts[outcome] = counts.get(outcome, 0) + 1
-    return counts

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from support.device import DEVICE
 from support.trainer import SteeredTransport
-from support.trainer_process import begin, is_over, make_manager, report
+from support.trainer_process import begin, digest_of, is_over, make_manager, report
 from torchft_ckpt import DiLoCo, LocalSGD, Manager
 from torchft_ckpt.core.coordination.messages import CommitVote
 from torchft_ckpt.errors import SourceLostError
@@ -39,27 +38,6 @@ class FailsOnce(SteeredTransport):
             self.has_failed = True
             raise SourceLostError("told to fail once", party="test")
         return super().fetch_checkpoint(sources, step, timeout, **how)
-
-
-def digest_of(whole: Any) -> str:
-    """Return a digest of all bits of a state."""
-    state = xxhash.xxh3_128()
-
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            state.update(value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                state.update(str(key).encode())
-                add(value[key])
-        elif isinstance(value, list | tuple):
-            for item in value:
-                add(item)
-        else:
-            state.update(repr(value).encode())
-
-    add(whole)
-    return state.hexdigest()
 
 
 def die() -> None:

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from support.device import DEVICE
-from support.trainer_process import begin, is_over, make_manager, report, report_step, state_functions
+from support.trainer_process import begin, digest_of, is_over, make_manager, report, report_step, state_functions
 from torchft_ckpt import DistributedDataParallel, HTTPTransport, Optimizer, WorldSizeMode
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.core.coordination import joining
@@ -58,19 +57,6 @@ class SteeredTransport(HTTPTransport):
         super().cancel_recv()
 
 
-def digest(module: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return a digest of all bits of parameters, buffers and optimizer state."""
-    state = xxhash.xxh3_128()
-    tensors = [
-        *module.parameters(),
-        *module.buffers(),
-        *(t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)),
-    ]
-    for tensor in tensors:
-        state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-    return state.hexdigest()
-
-
 def main() -> None:
     options = begin()
     torch.manual_seed(options["seed"])
@@ -87,11 +73,13 @@ def main() -> None:
         max_serve_bytes_per_s=options.get("serve_bytes_per_s"),
     )
     transport.control, transport.cancelled = Path(options["control"]), threading.Event()
+    load_state_dict, state_dict = state_functions(model, inner)
     try:
         manager = make_manager(
             options,
             transport,
-            *state_functions(model, inner),
+            load_state_dict,
+            state_dict,
             min_replica_size=options.get("min_replica_size", 2),
             world_size_mode=WorldSizeMode[options.get("world_size_mode", "DYNAMIC")],
             follow=options.get("follow", False),
@@ -141,9 +129,9 @@ def main() -> None:
                 contributed=contributed,
                 logged=average,
                 quorum=manager.statistics().quorum_id,
-                digest=digest(model, inner) if options.get("digest_each_step") else "",
+                digest=digest_of(state_dict()) if options.get("digest_each_step") else "",
             )
-        report("done", step=manager.current_step(), digest=digest(model, inner))
+        report("done", step=manager.current_step(), digest=digest_of(state_dict()))
     finally:
         manager.shutdown()
         transport.shutdown()

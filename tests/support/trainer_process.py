@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from support.device import USES_NCCL
@@ -53,6 +54,27 @@ def report_step(manager: Manager, before: ManagerStatistics, **more: Any) -> boo
         **more,
     )
     return is_committed
+
+
+def digest_of(whole: Any) -> str:
+    """Return a digest of all bits of a state."""
+    state = xxhash.xxh3_128()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            state.update(value.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                state.update(str(key).encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                add(item)
+        else:
+            state.update(repr(value).encode())
+
+    add(whole)
+    return state.hexdigest()
 
 
 def is_over(options: dict[str, Any], step: int) -> bool:
