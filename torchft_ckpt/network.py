@@ -355,8 +355,7 @@ def set_dead_peer_timeout(sock: socket.socket, timeout_s: float) -> None:
 
 _not_for_children: dict[int, tuple[int, int]] = {}
 """Descriptors that a forked child must not keep open, with what they were then: another one's number may be used again. So
-there
-is at most one entry for each number, however many connections there have been."""
+there is at most one entry for each number, however many connections there have been."""
 
 
 def keep_from_forked_children(sock: socket.socket) -> None:

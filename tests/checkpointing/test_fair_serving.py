@@ -21,6 +21,7 @@ from typing import Any, cast
 import pytest
 import torch
 from aiohttp import web
+from support.waiting import wait_until
 
 from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.protocol import MAX_DIGESTED_BYTES, MAX_PARTS, parse_metadata
@@ -59,15 +60,6 @@ def ask_for_digests(connection: http.client.HTTPConnection, num_times: int, num_
     """Ask for the digest of the whole tensor, so many times in one request."""
     body = json.dumps({"parts": [[0, 0, seed, [0], [num_elements]] for seed in range(num_times)]})
     connection.request("POST", f"/v1/checkpoint/{STEP}/parts/digests", body=body)
-
-
-def eventually(holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def test_one_host_with_a_network_of_ipv6_addresses_is_one_client_and_has_one_share() -> None:
@@ -129,17 +121,17 @@ def test_work_for_digests_ends_when_the_client_leaves(source, gate):
     num_in_all = 4 * NUM // BLOCK
     connection = connected(source)
     ask_for_digests(connection, 1)
-    assert eventually(lambda: gate.num_slices == 1)
+    wait_until(lambda: gate.num_slices == 1)
     connection.close()
     clients = source._server._front._clients
-    assert eventually(lambda: not clients._connections)
+    wait_until(lambda: not clients._connections)
     queue = source._server._handlers._threads._queue
 
     def is_idle_after_one_more_slice() -> bool:
         gate.permits.release()
         return not queue._begun
 
-    assert eventually(is_idle_after_one_more_slice, 5.0)
+    wait_until(is_idle_after_one_more_slice, timeout_s=5.0)
     assert gate.num_slices < num_in_all
 
 
@@ -177,7 +169,7 @@ def test_others_are_served_while_a_client_has_all_the_digests_computed_that_it_m
     hostile = [connected(source, STRANGER) for _ in range(8)]
     for connection in hostile:
         ask_for_digests(connection, 1)
-    assert eventually(lambda: gate.num_slices == 2)
+    wait_until(lambda: gate.num_slices == 2)
     honest = HTTPTransport(
         hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=timedelta(seconds=10)
     )
@@ -310,7 +302,7 @@ def test_a_manifest_that_nobody_reads_is_not_copied_for_each_who_asks_for_it():
         def num_waiting() -> int:
             return max((one._transport.get_write_buffer_size() for one in [*guarded] if one._transport), default=0)
 
-        assert eventually(num_waiting)
+        wait_until(num_waiting)
         time.sleep(0.1)
         assert num_waiting() < 1 << 20
         answer = connection.getresponse()

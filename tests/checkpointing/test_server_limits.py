@@ -22,6 +22,7 @@ import pytest
 import torch
 import trustme
 from support.certificates import client_context, server_context
+from support.waiting import wait_until
 
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.lock import StateDictLock
@@ -89,15 +90,6 @@ def receiver(
         yield connection
     finally:
         connection.release()
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 10
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 # Time
@@ -241,7 +233,7 @@ def test_idle_connections_of_one_client_do_not_keep_another_one_out():
                     closed += ended(sock)
             return closed
 
-        eventually(lambda: num_closed() >= 300 - 64)
+        wait_until(lambda: num_closed() >= 300 - 64)
         assert (status, num_closed()) == (404, 300 - 64)
 
 
@@ -258,7 +250,7 @@ def test_a_connection_too_many_is_closed_at_once_and_there_is_room_again_later(l
                 return link.get(PATH).status == 404
             return False
 
-        assert eventually(admitted)
+        wait_until(admitted)
 
 
 def test_a_receiver_that_finds_no_room_is_told_what_it_may_be():
@@ -459,7 +451,7 @@ def test_a_server_that_stops_leaves_no_thread_and_no_descriptor(tls):
                         return link.get(PATH).status == 200
                 return False
 
-            assert eventually(admitted)
+            wait_until(admitted)
         with contextlib.suppress(ConnectionError):
             for sock in idle[1:]:
                 while sock.recv(1024 * 1024):
@@ -469,7 +461,7 @@ def test_a_server_that_stops_leaves_no_thread_and_no_descriptor(tls):
         num_descriptors, threads = held()
         return max(num_descriptors - before[0], 0), threads - before[1]
 
-    assert eventually(lambda: left() == (0, set())), left()
+    wait_until(lambda: left() == (0, set()), "no thread and no descriptor is left")
 
 
 # With time handed in

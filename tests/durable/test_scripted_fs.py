@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.scripted_fs import DEATHS, Disk, Fault, ProcessDied, ScriptedSystem
+from support.scripted_fs import Disk, Fault, ProcessDied, ScriptedSystem
 
 from torchft_ckpt.checkpointing.durable.storage.local_storage import OsSystem
 
@@ -103,12 +103,6 @@ def test_without_faults_it_does_what_the_real_one_does(seed: int, tmp_path: Path
     assert scripted.num_open == 0
 
 
-def test_no_operation_reaches_the_real_one() -> None:
-    operations = {name for name in vars(OsSystem) if not name.startswith("_")}
-    assert operations
-    assert operations <= vars(ScriptedSystem).keys()
-
-
 def test_a_sequence_that_was_fsynced_survives_every_crash() -> None:
     system = ScriptedSystem()
     system.mkdir("/d")
@@ -155,46 +149,6 @@ def test_a_killed_process_leaves_all_that_it_wrote_and_does_nothing_more() -> No
     assert system.after_kill().files() == {"/a": b"abc"}
 
 
-@pytest.mark.parametrize("death", DEATHS)
-def test_death_comes_before_within_or_after(death: Fault) -> None:
-    system = ScriptedSystem({1: death})
-    handle = system.open_new("/a")
-    with pytest.raises(ProcessDied):
-        system.write(handle, memoryview(b"x" * 100))
-    length = len(system.files()["/a"])
-    assert {Fault.DEATH_BEFORE: length == 0, Fault.DEATH_WITHIN: 0 < length < 100, Fault.DEATH_AFTER: length == 100}[
-        death
-    ]
-
-
-def test_one_process_dies_and_another_goes_on_with_the_same_disk() -> None:
-    system = ScriptedSystem({0: Fault.DEATH_BEFORE})
-    other = ScriptedSystem(disk=system.disk)
-    with pytest.raises(ProcessDied):
-        system.open_new("/a")
-    write(other, "/b", b"b")
-    assert other.files() == {"/b": b"b"}
-
-
-def test_an_error_is_before_its_operation_or_behind_it() -> None:
-    system = ScriptedSystem({0: Fault.EIO, 1: Fault.EIO_DONE, 2: Fault.ENOSPC})
-    for name, number in (("/a", errno.EIO), ("/b", errno.EIO), ("/c", errno.ENOSPC)):
-        with pytest.raises(OSError) as caught:
-            system.open_new(name)
-        assert caught.value.errno == number
-    assert system.files() == {"/b": b""}
-
-
-def test_a_short_write_and_a_short_read_say_what_they_did() -> None:
-    system = ScriptedSystem({1: Fault.SHORT, 4: Fault.SHORT})
-    handle = system.open_new("/a")
-    count = system.write(handle, memoryview(b"x" * 100))
-    assert 0 < count < 100 and system.files() == {"/a": b"x" * count}
-    system.close(handle)
-    handle = system.open_existing("/a")
-    assert 0 < system.read_into(handle, memoryview(bytearray(count)), 0) < count
-
-
 def test_an_fsync_that_failed_cannot_be_made_good() -> None:
     system = ScriptedSystem({2: Fault.EIO})
     handle = system.open_new("/a")
@@ -204,27 +158,3 @@ def test_an_fsync_that_failed_cannot_be_made_good() -> None:
     system.fsync(handle)
     system.fsync_directory("/")
     assert any(system.after_crash(seed).files() == {"/a": b""} for seed in range(50))
-
-
-def test_a_full_disk_takes_what_fits_and_has_room_again_when_something_goes() -> None:
-    system = ScriptedSystem(disk=Disk(capacity_bytes=150))
-    write(system, "/a", b"x" * 100)
-    handle = system.open_new("/b")
-    assert system.write(handle, memoryview(b"y" * 100)) == 50
-    with pytest.raises(OSError) as caught:
-        system.write(handle, memoryview(b"y"))
-    assert caught.value.errno == errno.ENOSPC
-    system.unlink("/a")
-    assert system.write(handle, memoryview(b"y" * 60)) == 60
-
-
-def test_operations_are_counted_and_logged() -> None:
-    system = ScriptedSystem()
-    write(system, "/a", b"abc", fsync=True)
-    assert system.num_operations == 4
-    assert [str(line).split() for line in system.log] == [
-        ["0", "open_new", "/a"],
-        ["1", "write", "/a", "3", "at", "0"],
-        ["2", "fsync", "/a"],
-        ["3", "close", "/a"],
-    ]

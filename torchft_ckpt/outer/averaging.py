@@ -31,8 +31,6 @@ from torchft_ckpt.threads import in_background
 if TYPE_CHECKING:
     from torchft_ckpt.outer.manager import OuterManager
     from torchft_ckpt.process_group.quantization import Quantization
-if TYPE_CHECKING:
-    from torchft_ckpt.outer.manager import OuterManager
 
 logger = logging.getLogger(__name__)
 
