@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch
+from faulty_proxy import Connection, FaultyProxy
 from support.ports import is_open
 from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.fetching import source as asking
 from torchft_ckpt.checkpointing.fetching.connection import FetchOptions
-from torchft_ckpt.checkpointing.protocol import SourceAddress
+from torchft_ckpt.checkpointing.protocol import SourceAddress, parse_metadata
 from torchft_ckpt.config import parse_host_port
 
 LONG = timedelta(seconds=20)
 TOKEN = "secret"
-Address = tuple[str, int]
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8")
 
 
@@ -56,9 +55,9 @@ def test_a_receiver_whose_first_connection_is_cut_comes_again(monkeypatch: pytes
     receiver: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(hostname="127.0.0.1")
     state = {"w": torch.arange(1000)}
     source.send_checkpoint([1], 3, state, LONG)
-    with cutting(parse_host_port(source.metadata(), what="address"), num_cut=2) as (address, num_seen):
-        received = receiver.recv_checkpoint(0, f"http://{address[0]}:{address[1]}", 3, LONG)
-    assert torch.equal(received["w"], state["w"]) and num_seen[0] >= 3
+    with cutting(source, num_cut=2) as (address, seen):
+        received = receiver.recv_checkpoint(0, str(address), 3, LONG)
+    assert torch.equal(received["w"], state["w"]) and len(seen) >= 3
     for transport in (receiver, source):
         transport.shutdown()
 
@@ -69,7 +68,7 @@ def test_so_does_one_that_is_cut_before_its_source_has_proved_that_it_knows_the_
     monkeypatch.setattr(asking, "_UNANSWERED_PAUSES_S", (0.01, 0.01))
     source: HTTPTransport[object] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", token=TOKEN)
     source.send_checkpoint([1], 3, {"w": torch.arange(1000)}, LONG)
-    with cutting(parse_host_port(source.metadata(), what="address"), num_cut=2) as (address, num_seen):
+    with cutting(source, num_cut=2) as (address, seen):
         options = FetchOptions(
             connect_timeout_s=10,
             stall_timeout_s=10,
@@ -80,45 +79,25 @@ def test_so_does_one_that_is_cut_before_its_source_has_proved_that_it_knows_the_
             receiver="receiver",
             server_identity=source.identity,
         )
-        client = asking.SourceClient(SourceAddress(*address), 3, options)
+        client = asking.SourceClient(address, 3, options)
         manifest = client.fetch_manifest(
             deadline=time.monotonic() + 20, pause=lambda pause_s: True, on_refused=lambda refused: None
         )
         client.release()
-    assert (manifest.step, num_seen[0]) == (3, 3)
+    assert (manifest.step, len(seen)) == (3, 3)
     source.shutdown()
 
 
 @contextlib.contextmanager
-def cutting(to: Address, num_cut: int) -> Iterator[tuple[Address, list[int]]]:
-    """Accept connections in front of a server; cut the first ones unanswered, carry the others there and back."""
-    listener, num_seen = socket.create_server(("127.0.0.1", 0)), [0]
+def cutting(source: HTTPTransport[object], num_cut: int) -> Iterator[tuple[SourceAddress, dict[Connection, bool]]]:
+    """Stand in front of a source, and cut the first connections unanswered."""
+    seen: dict[Connection, bool] = {}
 
-    def carry(one: socket.socket, other: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := one.recv(65536):
-                other.sendall(data)
-        with contextlib.suppress(OSError):
-            other.shutdown(socket.SHUT_WR)
+    def fault(connection: Connection, passed: int, data: bytes) -> bytes:
+        if seen.setdefault(connection, len(seen) < num_cut):
+            connection.cut()
+            return b""
+        return data
 
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                num_seen[0] += 1
-                if num_seen[0] <= num_cut:
-                    client.recv(65536)
-                    client.close()
-                    continue
-                server = socket.create_connection(to, timeout=20)
-                for ends in ((client, server), (server, client)):
-                    threading.Thread(target=carry, args=ends, daemon=True).start()
-
-    thread = threading.Thread(target=accept)
-    thread.start()
-    try:
-        yield listener.getsockname()[:2], num_seen
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(20)
+    with FaultyProxy(parse_metadata(source.metadata()).port, fault) as proxy:
+        yield parse_metadata(proxy.url), seen

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from attacks.f01_peer_poisons_receiver import forge
 from blake3 import blake3
+from support.forging import forge
 from support.waiting import wait_until
 from test_peers import BLOCK, NUM_BLOCKS, STEP, Scene, WrongPeer, get, scene  # noqa: F401 (a fixture)
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from faulty_proxy import Connection, FaultyProxy
+from support.links import connecting
 from support.ports import reserved_port
 from support.sources import BLOCK, make_transport
 
 from torchft_ckpt.checkpointing import HTTPTransport, http_transport
 from torchft_ckpt.checkpointing.fetching import connection as connection_module
 from torchft_ckpt.checkpointing.fetching import engine
-from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.protocol import parse_metadata, proof_of
 from torchft_ckpt.checkpointing.resharding.peers import JobPeers
@@ -236,11 +236,8 @@ def test_who_passes_on_the_proof_of_a_source_does_not_pass_for_it(source: HTTPTr
     url, key = parse_metadata(source.metadata()), source._server.proof_key
 
     def prove(host: str, key: str) -> None:
-        connection = SourceConnection(url.further(host, key), headers={}, connect_timeout_s=20, stall_timeout_s=20)
-        try:
+        with connecting(url.further(host, key)) as connection:
             connection.open()
-        finally:
-            connection.release()
 
     prove("127.0.0.1", key)
     with pytest.raises(SourceRefusedError, match="does not prove that it is source"):
@@ -256,27 +253,21 @@ def test_who_passes_on_the_proof_of_a_source_does_not_pass_for_it(source: HTTPTr
 
 def test_a_connection_over_which_nothing_was_proved_carries_no_request(source: HTTPTransport[Any]) -> None:
     route = parse_metadata(source.metadata()).further("127.0.0.1", "0" * 32)
-    connection = SourceConnection(
-        route, headers={"Authorization": f"Bearer {TOKEN}"}, connect_timeout_s=20, stall_timeout_s=20
-    )
-    for _ in range(2):
-        with pytest.raises(SourceRefusedError, match="does not prove"):
-            connection.get("/v1/checkpoint")
-    connection.release()
+    with connecting(route, headers={"Authorization": f"Bearer {TOKEN}"}) as connection:
+        for _ in range(2):
+            with pytest.raises(SourceRefusedError, match="does not prove"):
+                connection.get("/v1/checkpoint")
 
 
 def test_a_proof_needs_no_token_and_opens_no_other_door(source: HTTPTransport[Any]) -> None:
-    connection = SourceConnection(
-        parse_metadata(source.metadata()), headers={}, connect_timeout_s=20, stall_timeout_s=20
-    )
     paths = ("proof?nonce=" + "0" * 32, "proof?nonce=1", "proof", "proof/", f"{STEP}/manifest", "")
-    statuses = {}
-    for path in paths:
-        answer = connection.get(f"/v1/checkpoint/{path}")
-        statuses[path] = answer.status
-        answer.read(4096)
-    connection.release()
-    assert list(statuses.values()) == [200, 416, 416, 401, 401, 401]
+    statuses = []
+    with connecting(parse_metadata(source.metadata())) as connection:
+        for path in paths:
+            answer = connection.get(f"/v1/checkpoint/{path}")
+            statuses.append(answer.status)
+            answer.read(4096)
+    assert statuses == [200, 416, 416, 401, 401, 401]
 
 
 def test_a_source_names_its_other_addresses_unless_its_user_chose_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import http.client
 import itertools
 import json
 import logging
 import os
 import socket
-import ssl
 import sys
 import threading
 import time
@@ -22,15 +20,12 @@ import pytest
 import torch
 import trustme
 from support.certificates import client_context, server_context
+from support.links import connecting, listening, serving
 from support.waiting import wait_until
 
 from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
-from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.protocol import SourceAddress
-from torchft_ckpt.checkpointing.serving.buffers import BufferPool
-from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer, ServerLimits
-from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
-from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
+from torchft_ckpt.checkpointing.serving.http_server import ServerLimits
 from torchft_ckpt.errors import ConfigError, SourceLostError
 from torchft_ckpt.front.limits import ClientLimits, GuardedConnection, SparseLog
 
@@ -40,23 +35,6 @@ SHORT_S = 0.2
 other_addresses = pytest.mark.skipif(
     sys.platform != "linux", reason="needs all of 127.0.0.0/8 on the loopback interface"
 )
-
-
-@contextlib.contextmanager
-def serving(
-    state: object = None, *, token: str | None = None, context: ssl.SSLContext | None = None, **limits: float
-) -> Iterator[SourceAddress]:
-    server = CheckpointServer(
-        SnapshotRegistry(), bind="127.0.0.1", port=0, token=token, ssl_context=context, limits=ServerLimits(**limits)
-    )
-    try:
-        if state is not None:
-            lock = StateDictLock(datetime.timedelta(seconds=20))
-            snapshot = Snapshot(state, step=3, lock=lock, pool=BufferPool(4096), num_expected=1)
-            server.publish(snapshot, lease_s=60)
-        yield SourceAddress("127.0.0.1", server.port, "http" if context is None else "https")
-    finally:
-        server.stop()
 
 
 def connected(source: SourceAddress, from_host: str = "127.0.0.1") -> socket.socket:
@@ -79,25 +57,12 @@ def answer_to(sock: socket.socket, request: bytes) -> tuple[int, dict[str, objec
     return response.status, json.loads(response.read())
 
 
-@contextlib.contextmanager
-def receiver(
-    source: SourceAddress, context: ssl.SSLContext | None = None, stall_timeout_s: float = 20
-) -> Iterator[SourceConnection]:
-    connection = SourceConnection(
-        source, headers={}, connect_timeout_s=20, stall_timeout_s=stall_timeout_s, ssl_context=context
-    )
-    try:
-        yield connection
-    finally:
-        connection.release()
-
-
 # Time
 
 
 def test_a_head_that_drips_is_cut_off_while_others_are_served():
     started = time.monotonic()
-    with serving(head_timeout_s=SHORT_S) as source, receiver(source) as other, connected(source) as slow:
+    with serving(head_timeout_s=SHORT_S) as source, connecting(source) as other, connected(source) as slow:
         statuses, is_cut_off = set(), False
         slow.settimeout(0.02)
         for byte in HEAD.ljust(
@@ -178,7 +143,7 @@ def test_an_answer_that_is_read_slowly_arrives_whole(tls):
     authority = trustme.CA()
     context = server_context(authority, "127.0.0.1") if tls else None
     with serving(large_state(), context=context, head_timeout_s=0.8) as source:
-        with receiver(source, client_context(authority) if tls else None) as link:
+        with connecting(source, client_context(authority) if tls else None) as link:
             answer = link.get(PATH)
             body = bytearray(answer.length or 0)
             for at in range(0, len(body), 500_000):
@@ -223,7 +188,7 @@ def test_idle_connections_of_one_client_do_not_keep_another_one_out():
         idle = [stack.enter_context(connected(source, "127.0.0.2")) for _ in range(300)]
         for sock in idle:
             sock.settimeout(0)
-        with receiver(source) as link:
+        with connecting(source) as link:
             status = link.get(PATH).status
 
         def num_closed() -> int:
@@ -246,7 +211,7 @@ def test_a_connection_too_many_is_closed_at_once_and_there_is_room_again_later(l
         second.close()
 
         def admitted() -> bool:
-            with receiver(source) as link, contextlib.suppress(SourceLostError):
+            with connecting(source) as link, contextlib.suppress(SourceLostError):
                 return link.get(PATH).status == 404
             return False
 
@@ -256,7 +221,7 @@ def test_a_connection_too_many_is_closed_at_once_and_there_is_room_again_later(l
 def test_a_receiver_that_finds_no_room_is_told_what_it_may_be():
     with serving(max_connections=1) as source, connected(source) as only:
         answer_to(only, HEAD + b"\r\n")
-        with receiver(source) as link, pytest.raises(SourceLostError, match="too many connections"):
+        with connecting(source) as link, pytest.raises(SourceLostError, match="too many connections"):
             link.get(PATH)
 
 
@@ -339,7 +304,7 @@ def ask_until_refused(link: SourceConnection, most: int = 500) -> str:
 
 @pytest.mark.slow
 def test_who_asks_too_often_is_refused_until_it_has_waited():
-    with serving(max_requests_per_s=5) as source, receiver(source) as link:
+    with serving(max_requests_per_s=5) as source, connecting(source) as link:
         refused = ask_until_refused(link)
         time.sleep(1)
         afterwards = link.get(PATH).status
@@ -347,13 +312,13 @@ def test_who_asks_too_often_is_refused_until_it_has_waited():
 
 
 def test_requests_without_the_token_count_too():
-    with serving(token="secret", max_requests_per_s=1) as source, receiver(source) as link:
+    with serving(token="secret", max_requests_per_s=1) as source, connecting(source) as link:
         assert ask_until_refused(link) == "too_many_requests"
 
 
 @other_addresses
 def test_one_client_that_asks_too_often_costs_another_one_nothing():
-    with serving(max_requests_per_s=1) as source, receiver(source) as link, connected(source, "127.0.0.2") as other:
+    with serving(max_requests_per_s=1) as source, connecting(source) as link, connected(source, "127.0.0.2") as other:
         ask_until_refused(link)
         assert answer_to(other, HEAD + b"\r\n")[0] == 404
 
@@ -366,7 +331,7 @@ def test_a_connection_that_was_closed_while_it_was_idle_is_opened_again(tls):
     authority = trustme.CA()
     context = server_context(authority, "127.0.0.1") if tls else None
     with serving(context=context, head_timeout_s=0.1) as source:
-        with receiver(source, client_context(authority) if tls else None) as link:
+        with connecting(source, client_context(authority) if tls else None) as link:
             statuses = []
             for method in ("GET", "POST", "GET"):
                 answer = link.get(PATH if method == "GET" else "/v1/checkpoint/3/done", method=method)
@@ -379,36 +344,23 @@ def test_a_connection_that_was_closed_while_it_was_idle_is_opened_again(tls):
 @contextlib.contextmanager
 def answering_a_few(num_answers: int) -> Iterator[tuple[SourceAddress, list[int]]]:
     """Answers so many requests on its first connection and none on the others; counts requests by connection."""
-    listener = socket.create_server(("127.0.0.1", 0))
     requests: list[int] = []
 
-    def serve() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            with client:
-                requests.append(0)
-                while client.recv(65536):
-                    requests[-1] += 1
-                    if len(requests) > 1 or requests[-1] > num_answers:
-                        break
-                    client.sendall(b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\n\r\n")
+    def talk(client: socket.socket) -> None:
+        requests.append(0)
+        while client.recv(65536):
+            requests[-1] += 1
+            if len(requests) > 1 or requests[-1] > num_answers:
+                break
+            client.sendall(b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\n\r\n")
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield SourceAddress("127.0.0.1", listener.getsockname()[1]), requests
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(20)
+    with listening(talk) as source:
+        yield source, requests
 
 
 @pytest.mark.parametrize(("num_answers", "requests"), [(0, [1]), (1, [2, 1]), (2, [3, 1])])
 def test_an_unanswered_request_is_sent_again_once_and_only_if_the_connection_had_answered(num_answers, requests):
-    with answering_a_few(num_answers) as (source, seen), receiver(source) as link:
+    with answering_a_few(num_answers) as (source, seen), connecting(source) as link:
         link.open()
         with pytest.raises(SourceLostError, match="unanswered"):
             for _ in range(num_answers + 1):
@@ -417,7 +369,7 @@ def test_an_unanswered_request_is_sent_again_once_and_only_if_the_connection_had
 
 
 def test_a_connection_that_this_side_closed_is_not_opened_again():
-    with serving() as source, receiver(source) as link:
+    with serving() as source, connecting(source) as link:
         link.get(PATH).read(4096)
         link.close()
         with pytest.raises(SourceLostError):
@@ -446,7 +398,7 @@ def test_a_server_that_stops_leaves_no_thread_and_no_descriptor(tls):
             idle[0].close()
 
             def admitted() -> bool:
-                with receiver(source, client_context(authority) if tls else None) as link:
+                with connecting(source, client_context(authority) if tls else None) as link:
                     with contextlib.suppress(SourceLostError):
                         return link.get(PATH).status == 200
                 return False
@@ -621,15 +573,8 @@ def test_what_all_receivers_together_are_sent_stays_within_the_bound(tls: bool) 
         started = time.monotonic()
 
         def receive() -> None:
-            link = SourceConnection(
-                source,
-                headers={},
-                connect_timeout_s=20,
-                stall_timeout_s=20,
-                ssl_context=client_context(authority) if tls else None,
-            )
-            assert len(link.get("/v1/checkpoint/3/blocks/0-244").read(2 * num_bytes)) > num_bytes
-            link.release()
+            with connecting(source, client_context(authority) if tls else None) as link:
+                assert len(link.get("/v1/checkpoint/3/blocks/0-244").read(2 * num_bytes)) > num_bytes
 
         with ThreadPoolExecutor(2) as pool:
             for received in [pool.submit(receive) for _ in range(2)]:

@@ -8,20 +8,17 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 import trustme
 from support.certificates import client_context, server_context
+from support.links import connecting, listening, serving
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
-from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.protocol import SourceAddress, parse_metadata
-from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.http_server import CheckpointServer
-from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
@@ -42,67 +39,16 @@ def stranger() -> trustme.CA:
     return trustme.CA()
 
 
-@contextlib.contextmanager
-def serving(context: ssl.SSLContext | None, state: object = None, bind: str = "127.0.0.1") -> Iterator[SourceAddress]:
-    """A server that serves `state` as step 3, and its address."""
-    server = CheckpointServer(SnapshotRegistry(), bind=bind, port=0, token=None, ssl_context=context)
-    try:
-        if state is not None:
-            lock = StateDictLock(datetime.timedelta(seconds=20))
-            server.publish(
-                Snapshot(state, step=3, lock=lock, pool=BufferPool(MIB), num_expected=1),
-                lease_s=60,
-            )
-        yield SourceAddress(bind, server.port, "http" if context is None else "https")
-    finally:
-        server.stop()
-
-
-@contextlib.contextmanager
-def connecting(
-    source: SourceAddress, context: ssl.SSLContext | None = None, *, connect_timeout_s: float = 20
-) -> Iterator[SourceConnection]:
-    connection = SourceConnection(
-        source, headers={}, connect_timeout_s=connect_timeout_s, stall_timeout_s=20, ssl_context=context
-    )
-    try:
-        yield connection
-    finally:
-        connection.release()
-
-
-@contextlib.contextmanager
-def listening(talk: Callable[[socket.socket], None]) -> Iterator[SourceAddress]:
-    """Something else than a checkpoint server: `talk` is called with each connection, on a thread."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def accept() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            with client, contextlib.suppress(OSError):
-                client.settimeout(20)
-                talk(client)
-
-    thread = threading.Thread(target=accept)
-    thread.start()
-    try:
-        yield SourceAddress("127.0.0.1", listener.getsockname()[1], "https")
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join(20)
-
-
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_a_state_arrives_bit_equal_over_tls(authority, version):
     tensor = torch.randint(-(2**62), 2**62, (MIB,), generator=torch.Generator().manual_seed(7))  # 8 MiB
     raw = tensor.numpy().tobytes()
     context = client_context(authority)
     context.maximum_version = context.minimum_version = version
-    with serving(server_context(authority, "127.0.0.1"), {"w": tensor}) as source, connecting(source, context) as link:
+    with (
+        serving({"w": tensor}, context=server_context(authority, "127.0.0.1"), block_bytes=MIB) as source,
+        connecting(source, context) as link,
+    ):
         received = bytearray(len(raw))
         for first, last in ((0, 2), (3, 5), (6, 7)):
             answer = link.get(f"/v1/checkpoint/3/blocks/{first}-{last}")
@@ -150,7 +96,7 @@ def test_a_source_is_believed_under_each_name_that_its_certificate_has(authority
     except OSError:
         pytest.skip(f"no {host} here")
     bind = host if ":" in host else "127.0.0.1"
-    with serving(server_context(authority, "127.0.0.1", "::1", "localhost"), bind=bind) as source:
+    with serving(context=server_context(authority, "127.0.0.1", "::1", "localhost"), bind=bind) as source:
         named = parse_metadata(str(SourceAddress(host, source.port, "https")))
         with connecting(named, client_context(authority)) as link:
             assert link.get(PATH).status == 404
@@ -173,7 +119,7 @@ def test_a_certificate_that_does_not_verify_is_refused_with_the_reason(authority
         "an authority that only we know": lambda: server_context(authority, "127.0.0.1"),
     }[why]()
     context = None if why == "an authority that only we know" else client_context(authority)
-    with serving(server) as source, connecting(source, context) as link:
+    with serving(context=server) as source, connecting(source, context) as link:
         with pytest.raises(SourceRefusedError, match=f"does not verify.*({text})") as raised:
             link.get(PATH)
     assert raised.value.party == str(source)
@@ -181,7 +127,7 @@ def test_a_certificate_that_does_not_verify_is_refused_with_the_reason(authority
 
 def test_another_address_of_a_source_has_a_certificate_for_the_name_that_the_source_is_known_by(authority):
     context = server_context(authority, "a.source")
-    with serving(context) as there:
+    with serving(context=context) as there:
         server = SourceAddress("a.source", there.port, "https").further(there.host, "0" * 32)
         with connecting(server, client_context(authority)) as connection:
             with pytest.raises(SourceRefusedError, match="does not prove that it is source https:"):
@@ -199,21 +145,21 @@ def test_a_source_that_should_speak_tls_is_never_asked_without(authority):
         heard.append(client.recv(65536))
         client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
 
-    with listening(talk) as source, connecting(source, client_context(authority)) as link:
+    with listening(talk, "https") as source, connecting(source, client_context(authority)) as link:
         with pytest.raises(SourceRefusedError, match="plain http"):
             link.get(PATH)
     assert [data[:1] for data in heard] == [b"\x16"]
 
 
 def test_asking_a_plain_server_over_tls_is_named(authority):
-    with serving(None) as source:
+    with serving() as source:
         with connecting(SourceAddress(source.host, source.port, "https"), client_context(authority)) as link:
             with pytest.raises(SourceRefusedError, match="plain http"):
                 link.get(PATH)
 
 
 def test_asking_a_tls_server_without_tls_is_answered_with_what_to_do(authority):
-    with serving(server_context(authority, "127.0.0.1")) as source:
+    with serving(context=server_context(authority, "127.0.0.1")) as source:
         with connecting(SourceAddress(source.host, source.port)) as link:
             answer = link.get(PATH)
             refusal = answer.refusal()
@@ -235,7 +181,10 @@ def test_a_handshake_that_does_not_end_is_given_up_at_the_connect_timeout(author
         was_waited_for.set()
 
     started = time.monotonic()
-    with listening(talk) as source, connecting(source, client_context(authority), connect_timeout_s=0.3) as link:
+    with (
+        listening(talk, "https") as source,
+        connecting(source, client_context(authority), connect_timeout_s=0.3) as link,
+    ):
         try:
             with pytest.raises(SourceLostError, match="timed out"):
                 link.get(PATH)
@@ -252,7 +201,7 @@ def test_a_handshake_is_woken_by_close(authority):
         begun.set()
         over.wait(20)
 
-    with listening(talk) as source, connecting(source, client_context(authority)) as link:
+    with listening(talk, "https") as source, connecting(source, client_context(authority)) as link:
         failures: list[BaseException] = []
 
         def ask() -> None:
@@ -272,7 +221,7 @@ def test_a_handshake_is_woken_by_close(authority):
 
 def test_a_read_over_tls_is_woken_by_close(authority):
     with (
-        serving(server_context(authority, "127.0.0.1")) as source,
+        serving(context=server_context(authority, "127.0.0.1")) as source,
         connecting(source, client_context(authority)) as link,
     ):
         link.get(PATH).read(MIB)
@@ -282,7 +231,7 @@ def test_a_read_over_tls_is_woken_by_close(authority):
 
 
 def test_with_client_certificates_those_that_have_one_are_served(authority, stranger):
-    with serving(server_context(authority, "127.0.0.1", clients=stranger), {"w": torch.arange(5)}) as source:
+    with serving({"w": torch.arange(5)}, context=server_context(authority, "127.0.0.1", clients=stranger)) as source:
         with connecting(source, client_context(authority, vouched_for_by=stranger)) as link:
             assert link.get(PATH).read(MIB)[:-DIGEST_BYTES] == torch.arange(5).numpy().tobytes()
 
@@ -293,7 +242,7 @@ def test_with_client_certificates_others_are_turned_away(authority, stranger, ha
     context = client_context(authority, vouched_for_by=trustme.CA() if has_one else None)
     context.maximum_version = version
     with (
-        serving(server_context(authority, "127.0.0.1", clients=stranger)) as source,
+        serving(context=server_context(authority, "127.0.0.1", clients=stranger)) as source,
         connecting(source, context) as link,
     ):
         with pytest.raises((SourceLostError, SourceRefusedError), match=r"TLS|certificate"):
@@ -301,14 +250,12 @@ def test_with_client_certificates_others_are_turned_away(authority, stranger, ha
 
 
 def test_a_server_that_stops_closes_its_tls_connections(authority):
-    with serving(server_context(authority, "127.0.0.1")) as source:
-        link = SourceConnection(
-            source, headers={}, connect_timeout_s=20, stall_timeout_s=20, ssl_context=client_context(authority)
-        )
-        link.get(PATH).read(MIB)
-    with pytest.raises(SourceLostError):
-        link.get(PATH)
-    link.release()
+    with contextlib.ExitStack() as opened:
+        with serving(context=server_context(authority, "127.0.0.1")) as source:
+            link = opened.enter_context(connecting(source, client_context(authority)))
+            link.get(PATH).read(MIB)
+        with pytest.raises(SourceLostError):
+            link.get(PATH)
 
 
 def test_a_context_for_the_other_side_is_named(authority):

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from attacks.f01_peer_poisons_receiver import forge
+from support.forging import forge
 from support.resharding import (
     LONG,
     PLAIN,
