@@ -1,5 +1,5 @@
 """For all tests: one that fails is named at once and shows the last lines of its processes; unknown names are looked up quickly;
-the longest begin first.
+the longest begin first; each step has its line in the log.
 
 Drawn examples have no deadline: on a busy machine any of them may take long. They are the same in each run that is not thorough.
 
@@ -19,6 +19,7 @@ import pytest
 from support.processes import forget, last_lines
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+os.environ.setdefault("TORCHFT_CKPT_LOG_EVERY_SEC", "0")
 with suppress(ImportError):  # it is not in the environments of scripts/test-torchft and scripts/test-xla
     from hypothesis import HealthCheck, settings
     from support.thoroughness import by_default

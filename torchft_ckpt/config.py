@@ -16,7 +16,7 @@
 | `TORCHFT_CKPT_CONNECT_TIMEOUT_SEC`  | `TORCHFT_CONNECT_TIMEOUT_SEC` | connecting to lighthouse and peers; seconds      |
 | `TORCHFT_CKPT_QUORUM_RETRIES`       | `TORCHFT_QUORUM_RETRIES`      | attempts at a quorum after the first             |
 | `TORCHFT_CKPT_LOG_EVERY_SEC`        |                               | fewest seconds between lines of committed steps  |
-|                                     |                               | that tell nothing new; not set: each has a line  |
+|                                     |                               | that tell nothing new; 2; with 0 each has a line |
 | `TORCHFT_CKPT_USE_BUCKETIZATION`    | `TORCHFT_USE_BUCKETIZATION`   | DiLoCo exchanges buckets, not single parameters  |
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
 |                                     |                               | find each other, as torchrun sets them           |
@@ -206,6 +206,11 @@ def parse_seconds(text: str) -> timedelta:
     if not 0 < seconds < 1e9:
         raise ValueError("expected a positive number of seconds")
     return timedelta(seconds=seconds)
+
+
+def parse_pause(text: str) -> timedelta:
+    """Parse a number of seconds that may be 0."""
+    return timedelta(0) if text.strip() == "0" else parse_seconds(text)
 
 
 def parse_port(text: str) -> int:

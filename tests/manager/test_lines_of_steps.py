@@ -1,14 +1,16 @@
-"""With TORCHFT_CKPT_LOG_EVERY_SEC a committed step that tells nothing new has a line now and then; what is new has one always."""
+"""A committed step that tells nothing new has a line now and then (TORCHFT_CKPT_LOG_EVERY_SEC); what is new has one always."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
+from torchft_ckpt.config import LOG_EVERY, parse_pause, resolve
 from torchft_ckpt.core.coordination.messages import CommitVote, Outcome
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaState
 from torchft_ckpt.manager.outcomes import StepOutcomes
@@ -17,7 +19,7 @@ from torchft_ckpt.manager.outcomes import StepOutcomes
 @pytest.mark.parametrize(
     ("log_every_s", "lines"),
     [(0.0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]), (2.0, [1, 4, 5, 6, 7, 8, 10])],
-    ids=["not set", "2 s"],
+    ids=["each", "2 s"],
 )
 def test_a_step_has_a_line_if_it_tells_something_new_or_the_last_line_is_old(
     log_every_s: float, lines: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -42,4 +44,29 @@ def test_a_step_has_a_line_if_it_tells_something_new_or_the_last_line_is_old(
         step(8, 4.4, quorum=2)
         step(9, 4.5, quorum=2)
         step(10, 4.6, quorum=3)
-    assert [record.args[0] for record in caplog.records if "step=%d" in record.msg] == lines
+    found = [re.match(r"step=(\d+) ", record.getMessage()) for record in caplog.records]
+    assert [int(match[1]) for match in found if match] == lines
+
+
+def test_a_long_reason_is_folded(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes = StepOutcomes("g", min_replica_size=0, max_retries=None)
+    view = ReplicaState(ReplicaSettings(min_replica_size=1)).view()
+    vote = CommitVote(quorum_id=1, epoch="e", step=7, approve=True)
+    why = "group_1:0123abcd: CollectiveFailedError: " + "the connection to group_2:01234567 was reset by its peer; " * 9
+    with caplog.at_level(logging.INFO):
+        outcomes.ended(
+            vote, Outcome.DISCARD, why, view._replace(quorum=SimpleNamespace(replica_world_size=2, sources=[])), 0.1
+        )
+    first, *others = caplog.records[0].getMessage().splitlines()
+    assert first.startswith(
+        "step=7 quorum=1 participants=0/2 verdict=discard heal=no took=0.100s reason='group_1:0123abcd"
+    )
+    assert len(others) == 3 and all(line.startswith("    ") for line in others)
+    assert max(map(len, [first, *others])) <= 200
+    assert " ".join([first, *map(str.strip, others)]).endswith(f"reason={why!r}")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("0.5", 0.5), ("", 2.0)])
+def test_the_pause_may_be_none(text: str, seconds: float) -> None:
+    pause = resolve(None, LOG_EVERY, timedelta(seconds=2), parse_pause, {LOG_EVERY[0]: text})
+    assert pause == timedelta(seconds=seconds)

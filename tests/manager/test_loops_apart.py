@@ -138,7 +138,8 @@ def train_in_memory(*loops: list[Step]) -> list[Group]:
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
-    lines = [record.getMessage() for record in caplog.records if record.name == "torchft_ckpt.manager.outcomes"]
+    told = [record.getMessage() for record in caplog.records if record.name == "torchft_ckpt.manager.outcomes"]
+    lines = [" ".join(map(str.strip, text.splitlines())) for text in told]  # a long reason is folded
     return [line.partition("reason=")[2] for line in lines if "verdict=discard" in line]
 
 

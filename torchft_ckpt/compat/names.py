@@ -55,7 +55,7 @@ _XCCL = Instead(
 _QUANTIZED = Instead("use Manager.allreduce(tensor, should_quantize=True), or 'int8' and 'fp8': it needs no Triton")
 _FP8 = Instead("use Manager.allreduce(tensor, should_quantize='fp8'), which packs and unpacks by itself")
 _OTEL = Instead(
-    "use the loggers below 'torchft_ckpt' with a handler of your own; 'torchft_ckpt.manager' has a line for each step"
+    "use the loggers below 'torchft_ckpt' with a handler of your own; 'torchft_ckpt.manager' has the lines of steps"
 )
 _FLIGHT_RECORDER = Instead("it asks for no dumps; use torch.distributed's TORCH_NCCL_DUMP_ON_TIMEOUT")
 _STORE_KEY = Instead(

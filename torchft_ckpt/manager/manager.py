@@ -329,7 +329,7 @@ class Manager:
             party,
             min_replica_size=min_replica_size,
             max_retries=max_retries,
-            log_every=config.resolve(None, config.LOG_EVERY, timedelta(0), config.parse_seconds),
+            log_every=config.resolve(None, config.LOG_EVERY, timedelta(seconds=2), config.parse_pause),
         )
         self._steps = Steps(
             pg,

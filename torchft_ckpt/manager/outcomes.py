@@ -1,8 +1,9 @@
-"""Counts how the steps of this process ended, and says so: one line a step, and warnings of what repeats itself."""
+"""Counts how the steps of this process ended, and says so: lines of steps, and warnings of what repeats itself."""
 
 from __future__ import annotations
 
 import logging
+import textwrap
 import time
 from datetime import timedelta
 
@@ -17,12 +18,14 @@ TOO_FEW_LOG_S = 10.0
 SILENT_LOG_S = 10.0
 """A group that would speak for the job says so for the first time after this, and then again in each minute."""
 SILENT_AGAIN_S = 60.0
+_MAX_LINE_CHARS = 200
 
 
 class StepOutcomes:
     """Counts how the steps ended, by the settings of `Manager`. Used by the training thread.
 
     A committed step has no line within `log_every` of the last one, if the same groups have made it and nobody healed.
+    A long reason is folded.
     """
 
     def __init__(
@@ -80,17 +83,13 @@ class StepOutcomes:
         if not tells_new and at - self._logged_at < self._log_every_s:
             return
         self._logged, self._logged_at = groups, at
-        logger.info(
-            "step=%d quorum=%d participants=%d/%d verdict=%s heal=%s took=%.3fs%s",
-            vote.step,
-            vote.quorum_id,
-            now.num_participants,
-            formed.replica_world_size,
-            outcome.value,
-            "yes" if formed.sources else "no",
-            took_s,
-            "" if outcome is Outcome.COMMIT else f" reason={reason!r}",
+        line = (
+            f"step={vote.step} quorum={vote.quorum_id} participants={now.num_participants}/{formed.replica_world_size}"
+            f" verdict={outcome.value} heal={'yes' if formed.sources else 'no'} took={took_s:.3f}s"
         )
+        if outcome is not Outcome.COMMIT:
+            line = textwrap.fill(f"{line} reason={reason!r}", _MAX_LINE_CHARS, subsequent_indent="    ")
+        logger.info("%s", line)
 
     def _warn_if_nothing_was_averaged(self, vote: CommitVote, now: ReplicaView) -> None:
         if vote.num_collectives == 0 and now.num_participants > 1 and not self._has_warned_of_none:
