@@ -181,7 +181,7 @@ DEEP = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 async def test_status_of_something_else_is_one_line(
     body: bytes | None, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_ckpt.cli.lighthouse.MAX_STATUS_BYTES", 1 << 20)
+    monkeypatch.setattr("torchft_ckpt.coordination.asking.MAX_STATUS_BYTES", 1 << 20)
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if body == b"gzip":

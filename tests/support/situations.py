@@ -435,17 +435,44 @@ def _served() -> Iterator[tuple[str, nn.Module]]:
         transport.shutdown()
 
 
+@contextmanager
+def _trains_on(job: str | None) -> Iterator[dict[str, Any]]:
+    """A job of one rank that trains, and somebody beside it."""
+    over = threading.Event()
+    with _training(job=job) as names:
+
+        def train() -> None:
+            while not over.is_set():
+                names["train_one_step"]()
+                time.sleep(0.02)
+
+        loop = threading.Thread(target=train)
+        loop.start()
+        try:
+            yield names
+        finally:
+            over.set()
+            loop.join()
+
+
 @_situation
 def _reader() -> Iterator[Situation]:
-    """Another program, beside a job of one rank."""
-    with _served() as (url, source):
+    """Another program, beside a job that trains."""
+    with _trains_on(None):
         model = nn.Linear(4, 2)
+        before = model.weight.clone()
 
         def after(names: dict[str, Any]) -> None:
-            assert torch.equal(model.weight, source.weight)
+            assert names["reader"].step >= 2 and not torch.equal(model.weight, before)
 
-        names = {"model": model, "url_of_rank_0": url}
-        yield Situation(names, {"[url_of_rank_0, url_of_rank_1]": "[url_of_rank_0]"}, after)
+        yield Situation({"model": model, "lighthouse_address": os.environ["TORCHFT_LIGHTHOUSE"]}, after=after)
+
+
+@_situation
+def _job_that_trains() -> Iterator[Situation]:
+    with _trains_on("NAME"), _workplace() as directory:
+        address = os.environ["TORCHFT_LIGHTHOUSE"].removeprefix("http://")
+        yield Situation(replaced={"host:29510": address}, directory=directory)
 
 
 @_situation

@@ -6,28 +6,24 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import queue
 import signal
 import time
 from typing import TYPE_CHECKING
 
-from torchft_ckpt import config
 from torchft_ckpt.cli.options import add_token
-from torchft_ckpt.errors import AuthenticationError, ConfigError, LighthouseUnreachableError, RefusedError
-from torchft_ckpt.network import join_host_port, max_descriptors
+from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.network import max_descriptors
 
 if TYPE_CHECKING:
-    from torchft_ckpt.core.coordination.messages import AllowStepLoss, Drain, ForgetJob
+    from torchft_ckpt.coordination.asking import Lighthouse
 
 _DESCRIPTORS = 8192  # twice as many as a lighthouse takes connections
 _SIGNALS_APART_S = 0.5
 """What ends a whole job, as Slurm and Kubernetes do, sends SIGTERM to the lighthouse and to its groups within this time."""
 _LEAVE_PATIENCE_S = 28.0
 """Beyond the deadline of `Manager.leave_on`, and before SIGKILL comes."""
-MAX_STATUS_BYTES = 64 << 20
-"""Ten times what one needs of a job with 20,000 groups."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -139,14 +135,14 @@ def _comes_within(signals: queue.SimpleQueue[int], seconds: float) -> bool:
 
 
 def _run_status(options: argparse.Namespace) -> int:
-    print(asyncio.run(_get_status(*_lighthouse(options), options.job)))
+    print(json.dumps(_lighthouse(options).status(options.job), indent=2))
     return 0
 
 
 def _run_allow_step_loss(options: argparse.Namespace) -> int:
     from torchft_ckpt.core.coordination.messages import AllowStepLoss
 
-    print(asyncio.run(_tell(*_lighthouse(options), options.job, AllowStepLoss())))
+    print(_lighthouse(options).tell(options.job, AllowStepLoss()))
     return 0
 
 
@@ -159,100 +155,18 @@ def _run_drain(options: argparse.Namespace) -> int:
         word = msgspec.convert({"type": "Drain", "replica_id": options.group}, Drain)
     except msgspec.ValidationError as error:
         raise ConfigError(f"GROUP {options.group[:80]!r} is no name of a replica group: {error}", "group") from error
-    print(asyncio.run(_tell(*_lighthouse(options), options.job, word)))
+    print(_lighthouse(options).tell(options.job, word))
     return 0
 
 
 def _run_forget_job(options: argparse.Namespace) -> int:
     from torchft_ckpt.core.coordination.messages import ForgetJob
 
-    print(asyncio.run(_tell(*_lighthouse(options), options.job, ForgetJob())))
+    print(_lighthouse(options).tell(options.job, ForgetJob()))
     return 0
 
 
-def _lighthouse(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    address = config.resolve(options.lighthouse, config.LIGHTHOUSE, "", str)
-    if not address:
-        raise ConfigError("no lighthouse address: pass --lighthouse or set TORCHFT_LIGHTHOUSE", "lighthouse")
-    token = config.resolve(options.token, config.TOKEN, "", str)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return join_host_port(*config.parse_host_port(address, what="lighthouse address")), headers
+def _lighthouse(options: argparse.Namespace) -> Lighthouse:
+    from torchft_ckpt.coordination.asking import Lighthouse
 
-
-def _query(job: str | None) -> dict[str, str]:
-    from torchft_ckpt.coordination.lighthouse_connection import resolve_job
-
-    return {} if job is None else {"job": resolve_job(job)}
-
-
-async def _get_status(address: str, headers: dict[str, str], job: str | None) -> str:
-    """Return the status in JSON, for people. Another server than a lighthouse may answer, with a body without end, or no JSON."""
-    import aiohttp
-
-    from torchft_ckpt.coordination.channel import cause_of, client_session
-
-    timeout = aiohttp.ClientTimeout(total=10)
-    body = bytearray()
-    try:
-        async with client_session(headers | {"Accept-Encoding": "identity"}) as session:
-            async with session.get(f"http://{address}/", params=_query(job), timeout=timeout) as response:
-                if response.status == 404 and job is not None:
-                    raise ConfigError(f"the lighthouse at {address} knows no job {job}; `status` lists them", "job")
-                _check_status(response.status, address)
-                if "Content-Encoding" in response.headers:
-                    raise _no_lighthouse(address, "it compresses its answer, and was asked not to")
-                async for chunk in response.content.iter_chunked(1 << 16):
-                    body += chunk
-                    if len(body) > MAX_STATUS_BYTES:
-                        raise _no_lighthouse(address, f"its status is longer than {MAX_STATUS_BYTES >> 20} MiB")
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        why = cause_of(error) if str(error) else "the status was not there after 10 s"
-        raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {why}", address) from error
-    try:
-        status = json.loads(body)
-        if not isinstance(status, dict):
-            raise ValueError("it is no JSON object")
-        return json.dumps(status, indent=2)
-    except (ValueError, RecursionError) as error:
-        raise _no_lighthouse(address, f"its status cannot be read: {error}") from error
-
-
-async def _tell(address: str, headers: dict[str, str], job: str | None, word: AllowStepLoss | Drain | ForgetJob) -> str:
-    """Say the operator's word; return what follows from it."""
-    import aiohttp
-
-    from torchft_ckpt.coordination.channel import cause_of, client_session
-    from torchft_ckpt.core.coordination.messages import Done, Refused, decode_from_lighthouse, encode
-
-    party = f"the lighthouse at {address}"
-    try:
-        async with client_session(headers) as session:
-            url = f"http://{address}/v1/groups"
-            socket = await asyncio.wait_for(session.ws_connect(url, params=_query(job)), 10)
-            await socket.send_str(encode(word))
-            answer = await socket.receive(timeout=10)
-            await socket.close()
-    except aiohttp.WSServerHandshakeError as error:
-        _check_status(error.status, address)
-        raise _no_lighthouse(address, f"HTTP {error.status}") from error
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise LighthouseUnreachableError(f"no lighthouse answers at {address}: {cause_of(error)}", address) from error
-    if answer.type is not aiohttp.WSMsgType.TEXT:
-        raise LighthouseUnreachableError(f"{party} closed the connection without an answer", address)
-    said = decode_from_lighthouse(answer.data, party)
-    if isinstance(said, Refused):
-        raise RefusedError(f"{party} did not do it: {said.reason}", address)
-    return said.text if isinstance(said, Done) else ""
-
-
-def _check_status(status: int, address: str) -> None:
-    if status in (401, 403):
-        raise AuthenticationError(
-            f"the lighthouse at {address} refused our token; set TORCHFT_CKPT_TOKEN, or pass --token-file", address
-        )
-    if status != 200:
-        raise _no_lighthouse(address, f"HTTP {status}")
-
-
-def _no_lighthouse(address: str, why: str) -> LighthouseUnreachableError:
-    return LighthouseUnreachableError(f"what answers at {address} is no lighthouse of ours: {why}", address)
+    return Lighthouse(options.lighthouse, options.token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import ssl
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchft_ckpt.cli.options import add_token, count, seconds
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import ConfigError, SourceRefusedError
 
 if TYPE_CHECKING:
     from torchft_ckpt.checkpointing.protocol import Index
@@ -46,7 +47,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     pull = commands.add_parser(
         "pull", help="save the state of a live peer, or of all ranks of a replica group, to a safetensors file"
     )
-    _add_peer(pull, nargs="+")
+    _add_peer(pull, all_ranks=True)
     pull.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     pull.add_argument("--step", type=count, default=None, help="the step wanted (default: the newest)")
     pull.add_argument(
@@ -66,9 +67,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     pull.set_defaults(run=_run_pull)
 
 
-def _add_peer(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    more = "; of a model that is sharded over several ranks, of each of them" if nargs else ""
-    parser.add_argument("url", metavar="URL", nargs=nargs, help=_URL_HELP + more)
+def _add_peer(parser: argparse.ArgumentParser, *, all_ranks: bool = False) -> None:
+    more = "; of a model that is sharded over several ranks, of each of them" if all_ranks else ""
+    parser.add_argument("url", metavar="URL", nargs="*" if all_ranks else "?", help=f"{_URL_HELP}{more}; or --job")
+    parser.add_argument("--job", help="in place of URLs: the job, whose groups its lighthouse names")
+    parser.add_argument("--lighthouse", metavar="HOST:PORT", help="of that job (default: TORCHFT_LIGHTHOUSE)")
     add_token(parser)
     parser.add_argument(
         "--ca", metavar="FILE", help="certificates to check the peer's with, PEM (default: the system's)"
@@ -79,16 +82,19 @@ def _add_peer(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
 def _run_inspect(options: argparse.Namespace) -> int:
     from torchft_ckpt.cli import summary
 
-    peer = _peers(options, [options.url])
+    peer = _peers(options, [options.url] if options.url else [])
     index = peer.index()
     # What it only passes on while it receives it has no manifest here.
     step = next((entry.step for entry in index.snapshots if entry.phase != "relay"), None)
-    if step is None and options.wait is None:
-        print(_nothing_served(peer.urls, index, options))
-        return 0
-    manifest = peer.manifest(None, timeout=options.wait) if step is None else peer.manifest(step)
-    if step is None:
-        index = peer.index()
+    manifest = None
+    if step is not None:
+        with contextlib.suppress(SourceRefusedError):  # the peer may have gone on since
+            manifest = peer.manifest(step)
+    if manifest is None:
+        if options.wait is None:
+            print(_nothing_served(peer.urls, index, options))
+            return 0
+        manifest, index = peer.manifest(None, timeout=options.wait), peer.index()
     if options.json:
         print(json.dumps(summary.as_json(peer.urls, index, manifest, options.tensors), indent=2))
     else:
@@ -120,7 +126,7 @@ def _run_pull(options: argparse.Namespace) -> int:
     with SafetensorsFile(options.output, force=options.force) as file:
         if not options.quiet:
             wanted = "the newest state" if options.step is None else f"step {options.step}"
-            print(f"asking {peers.urls} for {wanted}", file=sys.stderr)
+            print(f"asking {peers.urls or 'the groups of the job'} for {wanted}", file=sys.stderr)
         with contextlib.ExitStack() as stack:
             on_progress = None if options.quiet else stack.enter_context(ProgressBar())
             pulled = peers.pull(options.step, timeout=options.timeout, on_progress=on_progress)
@@ -141,8 +147,12 @@ def _run_pull(options: argparse.Namespace) -> int:
 
 def _peers(options: argparse.Namespace, urls: list[str]) -> JobPeers:
     from torchft_ckpt.checkpointing.resharding.peers import JobPeers
+    from torchft_ckpt.coordination.asking import Lighthouse
 
-    return JobPeers([urls], token=options.token, ssl_context=_ssl_context(urls[0], options.ca))
+    if urls and (options.job is not None or options.lighthouse is not None):
+        raise ConfigError("name the peer by its URL, or the job by --job, not both", "job")
+    groups = [urls] if urls else functools.partial(Lighthouse(options.lighthouse, options.token).urls, options.job)
+    return JobPeers(groups, token=options.token, ssl_context=_ssl_context(urls[0] if urls else "", options.ca))
 
 
 def _ssl_context(url: str, ca: str | None) -> ssl.SSLContext | None:

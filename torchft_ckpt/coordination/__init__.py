@@ -6,6 +6,7 @@
     lighthouse_connection  a group's one connection to it, kept up
     group_service          group rank 0: this group's ranks on one side, the lighthouse on the other
     rank_session           group ranks above 0: the connection to their group's service
+    asking                 who is in no group asks: what a lighthouse knows, where a job's state is
 
 They receive, hand to the core, carry out what it says and arm one timer. No torch is imported here.
 """

@@ -252,6 +252,7 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
         {
             "replica_id": member.replica_id,
             "step": member.version.step,
+            "urls": member.checkpoint_addresses,
             "waiting_s": round(now - member.asked_at, 3) if member.request else None,
             "reason": member.notified_reason or learner_in_words(member, state.newest_step) or state.why_failed(member),
             "silent_s": round(now - member.last_seen, 3),

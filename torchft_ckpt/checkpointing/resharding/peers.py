@@ -14,11 +14,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torchft_ckpt.checkpointing.fetching.connection import (
     FetchOptions,
@@ -37,6 +37,7 @@ from torchft_ckpt.config import TOKEN, not_negative, resolve
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
+    LighthouseUnreachableError,
     SourceLostError,
     SourceRefusedError,
     StateMismatchError,
@@ -55,6 +56,10 @@ _LEAD_FACTOR = 4
 _GRACE_S = 0.5
 _ANSWER_TIMEOUT = timedelta(seconds=30)
 _CONNECT_TIMEOUT_S = 10.0
+_AGAIN_S = 1.0
+
+_T = TypeVar("_T")
+FindGroups = Callable[[], Sequence[Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,8 @@ class JobPeers:
 
     Args:
         groups: for each replica group, what the `HTTPTransport.metadata()` of each rank returned, in the order of ranks:
-            `http://HOST:PORT`; `HOST:PORT` is taken for it.
+            `http://HOST:PORT`; `HOST:PORT` is taken for it. Or a function that says which they are now: it is asked before each
+            `pull` and `hold`, and until they have it whole, as groups end and come back elsewhere.
         token: shared secret of the job; default: `TORCHFT_CKPT_TOKEN`, else none.
         ssl_context: for clients; whom to believe, and who we are, where the urls are `https`; default: the system's certificates.
         stall_timeout: limit for each wait for a byte.
@@ -83,7 +89,7 @@ class JobPeers:
 
     def __init__(
         self,
-        groups: Sequence[Sequence[str]],
+        groups: Sequence[Sequence[str]] | FindGroups,
         *,
         token: str | None = None,
         ssl_context: ssl.SSLContext | None = None,
@@ -93,15 +99,8 @@ class JobPeers:
             raise ConfigError(
                 f"stall_timeout={stall_timeout!r} cannot be used; expected a positive duration", "stall_timeout"
             )
-        scheme = "http" if ssl_context is None else "https"
-        self._groups = [[_parse_url(url, scheme) for url in group] for group in groups]
-        self._ranks = [address for group in self._groups for address in group]
-        if not self._groups or not self._groups[0]:
-            raise ConfigError("urls is empty; name the ranks of a replica group", party="urls")
-        urls = list(map(str, self._ranks))
-        twice = sorted({url for url in urls if urls.count(url) > 1})
-        if twice:
-            raise ConfigError(f"urls names {', '.join(twice[:5])} more than once", party="urls")
+        self._find = groups if callable(groups) else None
+        self._groups: list[list[SourceAddress]] = []
         self.options = FetchOptions(
             connect_timeout_s=_CONNECT_TIMEOUT_S,
             stall_timeout_s=stall_timeout.total_seconds(),
@@ -116,11 +115,40 @@ class JobPeers:
         self._kept_lock = threading.Lock()
         self._kept: list[tuple[SourceAddress, Manifest]] = []
         """What ranks keep for us."""
+        if not callable(groups):
+            self._take(groups)
 
     @property
     def urls(self) -> str:
         """All of them, for messages."""
         return ", ".join(map(str, self._ranks))
+
+    @property
+    def _ranks(self) -> list[SourceAddress]:
+        return [address for group in self._groups for address in group]
+
+    def _take(self, groups: Sequence[Sequence[str]]) -> None:
+        scheme = "http" if self.options.ssl_context is None else "https"
+        self._groups = [[_parse_url(url, scheme) for url in group] for group in groups]
+        if not self._groups or not self._groups[0]:
+            raise ConfigError("urls is empty; name the ranks of a replica group", party="urls")
+        urls = list(map(str, self._ranks))
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        if twice:
+            raise ConfigError(f"urls names {', '.join(twice[:5])} more than once", party="urls")
+
+    def _following(self, get: Callable[[], _T], deadline: float) -> _T:
+        """Return what `get` does; while the groups are not to be had that a function names, ask it again which they are."""
+        while self._find is not None:
+            try:
+                self._take(self._find())
+                return get()
+            except (SourceLostError, TransferStalledError, LighthouseUnreachableError) as error:
+                if time.monotonic() + _AGAIN_S >= deadline:
+                    raise
+                logger.info("%s; looking for the job's groups again", error)
+                time.sleep(_AGAIN_S)
+        return get()
 
     def index(self, *, timeout: timedelta = _ANSWER_TIMEOUT) -> Index:
         """Return what the first rank serves now. Asks it for nothing more and keeps nothing there.
@@ -129,7 +157,8 @@ class JobPeers:
             TransferError: a subclass says why there is no answer.
             StateFormatError: the answer is none.
         """
-        return self._index_of(self._ranks[0], _deadline(timeout))
+        deadline = _deadline(timeout)
+        return self._following(lambda: self._index_of(self._ranks[0], deadline), deadline)
 
     def manifest(self, step: int | None = None, *, timeout: timedelta = _ANSWER_TIMEOUT) -> Manifest:
         """Return all of the first rank's state but its bytes. Keeps nothing there.
@@ -142,7 +171,8 @@ class JobPeers:
             TransferError: a subclass says why there is none.
             StateFormatError: what the rank sends is not a manifest.
         """
-        return self._manifest_of(self._ranks[0], step, _deadline(timeout))
+        deadline = _deadline(timeout)
+        return self._following(lambda: self._manifest_of(self._ranks[0], step, deadline), deadline)
 
     def pull(self, step: int | None, *, timeout: timedelta, on_progress: ProgressCallback | None = None) -> PulledState:
         """Fetch the state of a step whole, every tensor put together from the ranks that hold parts of it.
@@ -159,9 +189,12 @@ class JobPeers:
             StateFormatError: what a rank sends is not a state.
         """
         deadline = _deadline(timeout)
+        return self._following(lambda: self._pull(step, deadline, on_progress), deadline)
+
+    def _pull(self, step: int | None, deadline: float, on_progress: ProgressCallback | None) -> PulledState:
         if len(self._ranks) == 1:
             return self._pull_alone(step, deadline, on_progress)
-        held = self.hold(step, deadline)
+        held = self._hold(step, deadline)
         target = StateTarget(None)
         try:
             source = ShardedFetch(
@@ -228,6 +261,9 @@ class JobPeers:
             TransferError: a subclass says why it is not to be had.
             StateFormatError: what a rank sends is not a manifest.
         """
+        return self._following(lambda: self._hold(step, deadline), deadline)
+
+    def _hold(self, step: int | None, deadline: float) -> HeldStep:
         self.give_back()
         if step is not None:
             return self._ask_all(step, deadline)

@@ -1,7 +1,7 @@
 """A `StorageReader` of torch.distributed.checkpoint whose storage is a running job: its live weights, re-sharded on the way.
 
     state_dict = {"model": model.state_dict()}
-    dcp.load(state_dict, storage_reader=PeerReader([url_of_rank_0, url_of_rank_1]), no_dist=True)
+    dcp.load(state_dict, storage_reader=PeerReader(lighthouse="host:29510", job="name"), no_dist=True)
 
 DCP's planner says which boxes go where; this reader says what there is, and fetches all of it at once, verified, when every
 box is known to be covered. Nothing that comes from the network is unpickled: plain values are JSON.
@@ -10,6 +10,7 @@ box is known to be covered. Nothing that comes from the network is unpickled: pl
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import ssl
@@ -34,7 +35,7 @@ from torch.futures import Future
 
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.resharding.fetch import ShardedFetch
-from torchft_ckpt.checkpointing.resharding.peers import HeldStep, JobPeers
+from torchft_ckpt.checkpointing.resharding.peers import FindGroups, HeldStep, JobPeers
 from torchft_ckpt.checkpointing.resharding.plan import GoOn, SourceGroup, cells_of, first_missing, tensors_of
 from torchft_ckpt.checkpointing.state.classes import KnownClasses, refuse_unmade, unmade_in
 from torchft_ckpt.checkpointing.state.containers import Path, below_root
@@ -44,6 +45,7 @@ from torchft_ckpt.checkpointing.state.local_state import HeldTensor, box_of, som
 from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.target import Filling, Want, is_same_memory, memory_for, wants_of
 from torchft_ckpt.config import not_negative
+from torchft_ckpt.coordination.asking import Lighthouse
 from torchft_ckpt.core.boxes.geometry import Box, contains, whole
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError, torn_where_it_raises
 
@@ -58,7 +60,10 @@ class PeerReader(StorageReader):
 
     Args:
         urls: what the `HTTPTransport.metadata()` of each rank returned, in the order of ranks: of one group, or a list of
-            these for several. The first group is the primary: the state is its own, others give what is equal.
+            these for several. The first group is the primary: the state is its own, others give what is equal. Without urls
+            the lighthouse is asked for them before each load, so the reader follows the job over restarts and new ports.
+        lighthouse: its address; default: `TORCHFT_LIGHTHOUSE`.
+        job: the job's name there; default: `TORCHFT_CKPT_JOB`, else `default`.
         step: the step wanted; default: one that can be had soon. Programs of several ranks that load without `no_dist`
             must pass one, so that all of them read the same.
         root: dotted path in the job's state where names begin; default: what the Manager's `state_dict` returned
@@ -75,8 +80,10 @@ class PeerReader(StorageReader):
 
     def __init__(
         self,
-        urls: Sequence[str] | Sequence[Sequence[str]],
+        urls: Sequence[str] | Sequence[Sequence[str]] | None = None,
         *,
+        lighthouse: str | None = None,
+        job: str | None = None,
         step: int | None = None,
         root: str | None = None,
         token: str | None = None,
@@ -89,9 +96,16 @@ class PeerReader(StorageReader):
             raise ConfigError(f"urls={urls!r} cannot be used; expected a list of urls", party="urls")
         if step is not None and step < 0:
             raise ConfigError(f"step={step!r} cannot be used; expected a step that is not negative", party="step")
-        groups = [[url] if isinstance(url, str) else list(url) for url in urls]
-        if all(isinstance(url, str) for url in urls):
-            groups = [[url for group in groups for url in group]]
+        groups: Sequence[Sequence[str]] | FindGroups
+        if urls is None:
+            asked = Lighthouse(lighthouse, token)
+            groups = functools.partial(asked.urls, job)
+        elif lighthouse is not None or job is not None:
+            raise ConfigError("urls and a job's name are two ways to say the same; give one of them", party="urls")
+        else:
+            groups = [[url] if isinstance(url, str) else list(url) for url in urls]
+            if all(isinstance(url, str) for url in urls):
+                groups = [[url for group in groups for url in group]]
         self._peers = JobPeers(groups, token=token, ssl_context=ssl_context, stall_timeout=stall_timeout)
         self._wanted_step = step
         self._root = root

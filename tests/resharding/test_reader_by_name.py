@@ -1,0 +1,117 @@
+"""A job is read by its name: its lighthouse says where its groups are now, over restarts and new ports."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.groups import Job, LighthouseProcess, Rank, running_job
+from support.ports import reserved_port
+from support.trainer import digest
+from torch import nn
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from torchft_ckpt import LighthouseServer, PeerReader
+from torchft_ckpt.__main__ import main
+from torchft_ckpt.errors import ConfigError, LighthouseUnreachableError
+
+LIMIT = timedelta(seconds=60)
+
+
+def read(reader: PeerReader) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state
+
+
+def digest_of(state: dict[str, Any]) -> str:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    model.load_state_dict(state["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer.load_state_dict(state["optimizer"])
+    return digest(model, optimizer)
+
+
+def is_that_of_the_job(state: dict[str, Any], step: int, job: Job) -> bool:
+    """Whether it is, bit for bit, the state of a step of which the job has told a digest; waits until it has."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        told = {event["digest"] for rank in job.ranks for event in rank.steps() if event["step"] == step}
+        if told:
+            return told == {digest_of(state)}
+        time.sleep(0.01)
+    return False
+
+
+def newest(job: Job) -> int:
+    return max((event["step"] for rank in job.ranks for event in rank.steps()), default=0)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_reader_follows_its_job_through_restarts_of_its_groups(tmp_path: Path) -> None:
+    lighthouse = LighthouseProcess(min_replicas=1)
+    with running_job(tmp_path, lighthouse=lighthouse, min_replica_size=1, digest_each_step=True, pause_s=0.02) as job:
+        groups: dict[str, Rank] = {name: job.start(name)[0] for name in "ab"}
+        for rank in groups.values():
+            rank.wait_for_step(3)
+        reader, ports = PeerReader(lighthouse=job.lighthouse, timeout=LIMIT), set[str]()
+        for name in "aba":
+            before = newest(job)
+            state = read(reader)
+            assert reader.step is not None and reader.step >= before
+            assert is_that_of_the_job(state, reader.step, job)
+            ports.add(reader._peers.urls)
+            groups[name].kill()
+            state = read(reader)  # at once: the lighthouse may not know yet
+            assert is_that_of_the_job(state, reader.step, job)
+            groups[name] = job.start(name)[0]
+            groups[name].wait_for_step(newest(job))
+        assert len(ports) == 3
+        file = tmp_path / "state.safetensors"
+        assert main(["pull", "--lighthouse", job.lighthouse, "--job", "default", "-o", str(file), "--quiet"]) == 0
+        assert load_file(file)["model.0.weight"].shape == (256, 64)
+        job.finish()
+
+
+@pytest.mark.processes
+def test_status_says_where_the_states_are_and_inspect_finds_one(tmp_path: Path, capsys: Any) -> None:
+    lighthouse = LighthouseProcess(min_replicas=1)
+    with running_job(tmp_path, lighthouse=lighthouse, min_replica_size=1) as job:
+        (rank,) = job.start("a")
+        url = rank.wait_for_event("ready")["transport"]
+        rank.wait_for_step(1)
+        assert main(["status", "--lighthouse", job.lighthouse, "--job", "default"]) == 0
+        assert [member["urls"] for member in json.loads(capsys.readouterr().out)["members"]] == [[url]]
+        assert main(["inspect", "--lighthouse", job.lighthouse, "--wait", "20"]) == 0
+        assert capsys.readouterr().out.startswith(f"{url} serves ")
+        job.finish()
+
+
+def test_a_name_that_the_lighthouse_does_not_know_is_refused_at_once(capsys: Any) -> None:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    try:
+        with pytest.raises(ConfigError, match="knows no job mine"):
+            PeerReader(lighthouse=server.address(), job="mine", timeout=LIMIT).read_metadata()
+    finally:
+        server.shutdown()
+    with pytest.raises(ConfigError, match="two ways to say the same"):
+        PeerReader(["http://127.0.0.1:1"], job="mine")
+    assert main(["pull", "http://127.0.0.1:1", "--job", "mine", "-o", "x"]) == 2
+    assert "not both" in capsys.readouterr().err
+
+
+def test_a_lighthouse_that_is_away_is_asked_again_until_the_deadline() -> None:
+    with reserved_port() as port:
+        reader = PeerReader(lighthouse=f"127.0.0.1:{port}", timeout=timedelta(seconds=1.5))
+        began = time.monotonic()
+        with pytest.raises(LighthouseUnreachableError):
+            reader.read_metadata()
+        assert time.monotonic() - began > 0.9

@@ -1,0 +1,171 @@
+"""Asks a lighthouse from outside of any group: what it knows of its jobs, where a job's state is, and an operator's words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from torchft_ckpt import config
+from torchft_ckpt.coordination.channel import cause_of, client_session
+from torchft_ckpt.coordination.lighthouse_connection import resolve_job
+from torchft_ckpt.core.coordination.messages import (
+    AllowStepLoss,
+    Done,
+    Drain,
+    ForgetJob,
+    Refused,
+    decode_from_lighthouse,
+    encode,
+)
+from torchft_ckpt.errors import (
+    AuthenticationError,
+    ConfigError,
+    LighthouseUnreachableError,
+    RefusedError,
+    SourceLostError,
+)
+from torchft_ckpt.network import join_host_port
+from torchft_ckpt.threads import in_background
+
+MAX_STATUS_BYTES = 64 << 20
+"""Ten times what one needs of a job with 20,000 groups."""
+_MAX_GROUPS = 8
+"""So many serve one reader."""
+
+
+class Lighthouse:
+    """One lighthouse, as those see it that are in no group.
+
+    Args:
+        address: default: the environment's.
+        token: shared secret; default: the environment's.
+
+    Raises:
+        ConfigError: there is no address, or it is none.
+    """
+
+    def __init__(self, address: str | None, token: str | None) -> None:
+        address = config.resolve(address, config.LIGHTHOUSE, "", str)
+        if not address:
+            raise ConfigError("no lighthouse address: pass --lighthouse or set TORCHFT_LIGHTHOUSE", "lighthouse")
+        self.address = join_host_port(*config.parse_host_port(address, what="lighthouse address"))
+        self.token = config.resolve(token, config.TOKEN, "", str)
+        self._headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def status(self, job: str | None) -> dict[str, Any]:
+        """Return what it knows of a job, or of all of them in short. Another server than a lighthouse may answer.
+
+        Raises:
+            ConfigError: it knows no such job.
+            AuthenticationError: it refuses our token.
+            LighthouseUnreachableError: it does not answer, or is none.
+        """
+        return in_background(lambda: asyncio.run(self._status(job)), "torchft_ckpt-asks").result()
+
+    def urls(self, job: str | None) -> list[list[str]]:
+        """Return where the newest state of a job is now: of some groups that train, the URL of each rank.
+
+        Raises: as `status`, and
+            SourceLostError: no group of the job is here that has told its URLs.
+        """
+        job = resolve_job(job)
+        status = self.status(job)
+        if "finished_at" in status:
+            raise ConfigError(f"job {job} is finished: nobody serves its state any more; read its checkpoints", "job")
+        try:
+            known = msgspec.convert(status, _JobStatus)
+        except msgspec.ValidationError as error:
+            raise self._is_none(f"its status cannot be read: {error}") from error
+        there = [member for member in known.members if member.urls]
+        newest = max((member.step for member in there), default=0)
+        training = [member for member in there if member.replica_id in known.participants]
+        chosen = training or [member for member in there if member.step == newest]
+        if not chosen:
+            raise SourceLostError(f"no group of job {job} is at the lighthouse at {self.address} with a state", job)
+        return [member.urls for member in chosen[:_MAX_GROUPS]]
+
+    def tell(self, job: str | None, word: AllowStepLoss | Drain | ForgetJob) -> str:
+        """Say the operator's word; return what follows from it.
+
+        Raises: as `status`, and
+            RefusedError: it did not do it.
+        """
+        return asyncio.run(self._tell({} if job is None else {"job": resolve_job(job)}, word))
+
+    async def _status(self, job: str | None) -> dict[str, Any]:
+        timeout, body = aiohttp.ClientTimeout(total=10), bytearray()
+        query = {} if job is None else {"job": resolve_job(job)}
+        try:
+            async with client_session(self._headers | {"Accept-Encoding": "identity"}) as session:
+                async with session.get(f"http://{self.address}/", params=query, timeout=timeout) as response:
+                    if response.status == 404 and job is not None:
+                        told = f"the lighthouse at {self.address} knows no job {job}; `status` lists them"
+                        raise ConfigError(told, "job")
+                    self._check(response.status)
+                    if "Content-Encoding" in response.headers:
+                        raise self._is_none("it compresses its answer, and was asked not to")
+                    async for chunk in response.content.iter_chunked(1 << 16):
+                        body += chunk
+                        if len(body) > MAX_STATUS_BYTES:
+                            raise self._is_none(f"its status is longer than {MAX_STATUS_BYTES >> 20} MiB")
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            why = cause_of(error) if str(error) else "the status was not there after 10 s"
+            raise self._is_silent(why) from error
+        try:
+            status = json.loads(body)
+            if not isinstance(status, dict):
+                raise ValueError("it is no JSON object")
+            return status
+        except (ValueError, RecursionError) as error:
+            raise self._is_none(f"its status cannot be read: {error}") from error
+
+    async def _tell(self, query: dict[str, str], word: AllowStepLoss | Drain | ForgetJob) -> str:
+        party = f"the lighthouse at {self.address}"
+        try:
+            async with client_session(self._headers) as session:
+                url = f"http://{self.address}/v1/groups"
+                socket = await asyncio.wait_for(session.ws_connect(url, params=query), 10)
+                await socket.send_str(encode(word))
+                answer = await socket.receive(timeout=10)
+                await socket.close()
+        except aiohttp.WSServerHandshakeError as error:
+            self._check(error.status)
+            raise self._is_none(f"HTTP {error.status}") from error
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise self._is_silent(cause_of(error)) from error
+        if answer.type is not aiohttp.WSMsgType.TEXT:
+            raise LighthouseUnreachableError(f"{party} closed the connection without an answer", self.address)
+        said = decode_from_lighthouse(answer.data, party)
+        if isinstance(said, Refused):
+            raise RefusedError(f"{party} did not do it: {said.reason}", self.address)
+        return said.text if isinstance(said, Done) else ""
+
+    def _check(self, status: int) -> None:
+        if status in (401, 403):
+            told = f"the lighthouse at {self.address} refused our token; set TORCHFT_CKPT_TOKEN, or pass --token-file"
+            raise AuthenticationError(told, self.address)
+        if status != 200:
+            raise self._is_none(f"HTTP {status}")
+
+    def _is_silent(self, why: str) -> LighthouseUnreachableError:
+        return LighthouseUnreachableError(f"no lighthouse answers at {self.address}: {why}", self.address)
+
+    def _is_none(self, why: str) -> LighthouseUnreachableError:
+        return LighthouseUnreachableError(
+            f"what answers at {self.address} is no lighthouse of ours: {why}", self.address
+        )
+
+
+class _Member(msgspec.Struct):
+    replica_id: str
+    step: int
+    urls: list[str]
+
+
+class _JobStatus(msgspec.Struct):
+    participants: list[str]
+    members: list[_Member]
