@@ -43,13 +43,14 @@ def test_the_argument_is_taken_then_the_variable_then_the_file(file: Path) -> No
     [
         (b"", "it is empty"),
         (b"\n", "it is empty"),
-        (b"one\ntwo\n", "more than one line"),
+        (b"one\ntwo\nthree\n", "more than one line"),
+        (b"one\n\n", "more than one line"),
         (b"a" * 5000, "more than one line"),
         ("schl\u00fcssel".encode(), "printable ASCII"),
         (b"\xff\xfe", "it is no text"),
         (None, "No such file"),
     ],
-    ids=["empty", "a newline", "two lines", "long", "not ASCII", "bytes", "absent"],
+    ids=["empty", "a newline", "three lines", "an empty line", "long", "not ASCII", "bytes", "absent"],
 )
 def test_a_file_that_cannot_be_used_is_named_with_what_named_it(file: Path, content: bytes | None, why: str) -> None:
     file.unlink() if content is None else file.write_bytes(content)
@@ -92,6 +93,27 @@ def test_a_file_that_others_may_read_is_named_once(file: Path, caplog: pytest.Lo
         assert config.read_secret(str(file), "--token-file") == "from the file"
     (record,) = caplog.records
     assert f"others than its owner may read the token in {file}" in record.message
+
+
+def test_a_token_changes_while_the_process_runs(file: Path) -> None:
+    first = token(None, TORCHFT_CKPT_TOKEN_FILE=str(file))
+    for content, shown, accepted in [
+        ("from the file\nnew\n", "from the file", ["from the file", "new"]),
+        ("new\r\nfrom the file\r\n", "new", ["new", "from the file"]),
+        ("", "new", ["new", "from the file"]),  # it is being written
+        (None, "new", ["new", "from the file"]),
+        ("new\n", "new", ["new"]),
+    ]:
+        if content is None:
+            file.unlink()
+        else:
+            file.with_name("next").write_text(content)
+            file.with_name("next").replace(file)
+        assert config.secrets(first) == accepted and accepted[0] == shown
+        of_all = ["from the file", "new", "other"]
+        assert [secret for secret in of_all if network.bearer_matches(f"Bearer {secret}", first)] == sorted(accepted)
+    assert token(None, TORCHFT_CKPT_TOKEN_FILE=str(file)) == "new"
+    assert config.secrets("argument") == ["argument"]
 
 
 def test_a_command_reads_it_from_a_file_and_says_that_ps_shows_an_argument(

@@ -5,7 +5,8 @@
 | `TORCHFT_CKPT_LIGHTHOUSE`           | `TORCHFT_LIGHTHOUSE`          | address of the lighthouse                        |
 | `TORCHFT_CKPT_JOB`                  |                               | name of the job at the lighthouse; `default`     |
 | `TORCHFT_CKPT_TOKEN`                |                               | shared secret of all parties of a job            |
-| `TORCHFT_CKPT_TOKEN_FILE`           |                               | file that holds the secret, if that is not set   |
+| `TORCHFT_CKPT_TOKEN_FILE`           |                               | file that holds the secret, if that is not set;  |
+|                                     |                               | read again when it has changed                   |
 | `TORCHFT_CKPT_HOSTNAME`             |                               | address that this process tells its peers        |
 | `NCCL_SOCKET_IFNAME`                |                               | NCCL's interface; beside NCCL it gives that      |
 |                                     |                               | address, if nothing above does                   |
@@ -28,10 +29,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import stat
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -135,20 +138,51 @@ def _secret(text: str, what: str) -> str:
     return secret
 
 
+_secret_files: dict[str, tuple[str, list[str]]] = {}
+"""By the secret that was read first: the file that it was in, and what that held when it could be read last."""
+
+
+def secrets(token: str) -> list[str]:
+    """Return what is accepted for a token, and first what is shown: what the file holds now from which the token was read."""
+    path, found = _secret_files.get(token, ("", [token]))
+    if path:
+        with contextlib.suppress(OSError, ValueError):  # it is being written
+            found, _ = _secrets_in(path, _stamp_of(path))
+            _secret_files[token] = path, found
+    return found
+
+
+def _stamp_of(path: str) -> tuple[int, ...]:
+    status = os.stat(path)
+    return status.st_ino, status.st_ctime_ns, status.st_size
+
+
+@functools.lru_cache(maxsize=16)
+def _secrets_in(path: str, stamp: tuple[int, ...]) -> tuple[list[str], int]:
+    """Return the secret in a file, or two while it is changed, and the file's mode."""
+    with open(path, "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        text = file.read(MAX_SECRET_BYTES + 1).decode().removesuffix("\n")
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    if not any(lines):
+        raise ValueError("it is empty")
+    if (
+        len(text) > MAX_SECRET_BYTES
+        or len(lines) > 2
+        or not all(line and line.isprintable() and line.isascii() for line in lines)
+    ):
+        raise ValueError("it holds more than one line of printable ASCII, or two while the token is changed")
+    return lines, mode
+
+
 def read_secret(path: str, what: str) -> str:
-    """Return what a file holds, without the newline at its end. A warning names it where others than its owner may read it.
+    """Return the secret that a file holds; of two the first. A warning names it where others than its owner may read it.
 
     Raises:
-        ConfigError: it cannot be read, is empty, or holds what is no secret: several lines, or more than 4 KiB.
+        ConfigError: it cannot be read, is empty, or holds what is no secret: more than two lines, or more than 4 KiB.
     """
     try:
-        with open(path, "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read(MAX_SECRET_BYTES + 1).decode().removesuffix("\n").removesuffix("\r")
-        if not text:
-            raise ValueError("it is empty")
-        if len(text) > MAX_SECRET_BYTES or not text.isprintable() or not text.isascii():
-            raise ValueError("it holds more than one line of printable ASCII")
+        found, mode = _secrets_in(path, _stamp_of(path))
     except (OSError, ValueError) as error:
         why = (
             error.strerror
@@ -161,7 +195,22 @@ def read_secret(path: str, what: str) -> str:
     if mode & (stat.S_IRGRP | stat.S_IROTH) and path not in _warned_of:
         _warned_of.add(path)
         logger.warning("others than its owner may read the token in %s; `chmod 600` keeps it secret", path)
-    return text
+    _secret_files[found[0]] = path, found
+    return found[0]
+
+
+def token_file_of_run(lighthouse: str) -> str:
+    """Return where `run` keeps the token that it made for its lighthouse, `HOST:PORT`; this user alone reads it."""
+    own = os.environ.get("XDG_RUNTIME_DIR", "")  # set, and not there, after `su` or in a container
+    folder = own if os.access(own, os.W_OK) else tempfile.gettempdir()
+    return os.path.join(folder, f"torchft_ckpt-{os.getuid()}-{lighthouse.replace(':', '-')}.token")
+
+
+def token_for(lighthouse: str, argument: str | None) -> str:
+    """Return the token to show to a lighthouse: the argument, else the environment's, else that of a `run` of this user."""
+    path = token_file_of_run(lighthouse)
+    is_of_run = os.path.exists(path) and os.lstat(path).st_uid == os.getuid()
+    return resolve(argument, TOKEN, "", str) or (read_secret(path, "run") if is_of_run else "")
 
 
 def not_read() -> dict[str, str]:

@@ -282,11 +282,7 @@ def warn_if_open(what: str, host: str, token: str | None) -> None:
         token: what it wants to be shown; empty or None: nothing.
     """
     global _has_logged_open
-    try:
-        is_local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = host == "localhost"
-    if token or is_local or _has_logged_open:
+    if token or is_loopback(host) or _has_logged_open:
         return
     _has_logged_open = True
     logger.warning(
@@ -295,6 +291,14 @@ def warn_if_open(what: str, host: str, token: str | None) -> None:
         what,
         host or "all addresses",
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def is_wildcard(host: str) -> bool:
@@ -337,11 +341,14 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def bearer_matches(header: str | None, token: str) -> bool:
-    """Whether an `Authorization` header carries the token, compared in constant time. An empty token lets all in."""
+    """Whether an `Authorization` header carries the token, or another that is accepted for it, compared in constant time.
+
+    An empty token lets all in.
+    """
     if not token:
         return True
     presented = (header or "").encode(errors="surrogateescape")  # a header may hold any bytes
-    return hmac.compare_digest(presented, f"Bearer {token}".encode())
+    return any([hmac.compare_digest(presented, f"Bearer {secret}".encode()) for secret in config.secrets(token)])
 
 
 def set_dead_peer_timeout(sock: socket.socket, timeout_s: float) -> None:

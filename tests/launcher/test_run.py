@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from support.processes import run, start
 from support.waiting import wait_until
 
+from torchft_ckpt import config
 from torchft_ckpt.__main__ import main
 
 RUN = [sys.executable, "-m", "torchft_ckpt", "run"]
@@ -73,6 +75,51 @@ def test_a_launcher_that_is_killed_leaves_no_group_behind(tmp_path: Path) -> Non
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
     wait_until(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), "the rank is gone")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("given", ["", "ours"])
+def test_a_job_on_one_machine_has_a_token_that_the_commands_there_find(tmp_path: Path, given: str) -> None:
+    """Both ends are ours: nobody is warned of others, and nobody else comes in."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import os, stat, subprocess, sys
+path = os.environ.get("TORCHFT_CKPT_TOKEN_FILE")
+if path:
+    print("file", path, oct(stat.S_IMODE(os.stat(path).st_mode)), flush=True)
+shell = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
+for option in ([], ["--token", "guess"]):
+    asked = [sys.executable, "-m", "torchft_ckpt", "status", "--lighthouse", os.environ["TORCHFT_LIGHTHOUSE"], *option]
+    print("status", subprocess.run(asked, env=shell, stdout=subprocess.DEVNULL).returncode, flush=True)
+"""
+    )
+    environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": ""}
+    environment |= {"TORCHFT_CKPT_TOKEN": given} if given else {}
+    done = run([*RUN, "--groups", "1", "--", str(script)], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = [line.split()[1:] for line in done.stdout.splitlines()]
+    if given:
+        assert said == [["status", "1"], ["status", "1"]]
+        return
+    (_, path, mode), *statuses = said
+    assert (mode, statuses) == ("0o600", [["status", "0"], ["status", "1"]])
+    assert not Path(path).exists()
+
+
+def test_a_token_is_kept_where_the_session_has_no_folder_and_a_place_that_is_taken_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("TORCHFT_CKPT_TOKEN", "TORCHFT_CKPT_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "of-nobody"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert Path(config.token_file_of_run("127.0.0.1:29510")).parent == tmp_path
+    monkeypatch.setattr(config, "token_file_of_run", lambda lighthouse: str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["run", "--groups", "1", "--", "train.py"]) == 2
+    assert f"the file {tmp_path} cannot be made" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,11 @@ def _peers(options: argparse.Namespace, urls: list[str]) -> JobPeers:
 
     if urls and (options.job is not None or options.lighthouse is not None):
         raise ConfigError("name the peer by its URL, or the job by --job, not both", "job")
-    groups = [urls] if urls else functools.partial(Lighthouse(options.lighthouse, options.token).urls, options.job)
-    return JobPeers(groups, token=options.token, ssl_context=_ssl_context(urls[0] if urls else "", options.ca))
+    context = _ssl_context(urls[0] if urls else "", options.ca)
+    if urls:
+        return JobPeers([urls], token=options.token, ssl_context=context)
+    asked = Lighthouse(options.lighthouse, options.token)
+    return JobPeers(functools.partial(asked.urls, options.job), token=asked.token, ssl_context=context)
 
 
 def _ssl_context(url: str, ca: str | None) -> ssl.SSLContext | None:

@@ -16,6 +16,7 @@ from torchft_ckpt import config
 from torchft_ckpt.cli.options import add_token
 from torchft_ckpt.core.services.launching import LaunchPlan
 from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.network import is_loopback
 
 _log = logging.getLogger(__name__)
 
@@ -137,11 +138,37 @@ def _lighthouse(options: argparse.Namespace, plan: LaunchPlan) -> Iterator[str]:
         return
     from torchft_ckpt.coordination.lighthouse_server import LighthouseServer
 
-    server = LighthouseServer(bind=options.bind, min_replicas=plan.min_replicas, token=options.token)
-    try:
+    host, _ = config.parse_host_port(options.bind, what="lighthouse bind address", default_host="0.0.0.0")
+    has_token = options.token or config.resolve(None, config.TOKEN, "", str)
+    own_token = None if has_token or not is_loopback(host) else secrets.token_hex(32)
+    server = LighthouseServer(bind=options.bind, min_replicas=plan.min_replicas, token=own_token or options.token)
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.shutdown)
+        if own_token is not None:
+            stack.enter_context(_token_file(server.address().removeprefix("http://"), own_token))
         yield server.address()
+
+
+@contextlib.contextmanager
+def _token_file(address: str, token: str) -> Iterator[None]:
+    """Keep a token for all groups, and for what this user starts on this machine: both ends are ours."""
+    path = config.token_file_of_run(address)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of a `run` that was killed
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token)
+    except OSError as error:
+        raise ConfigError(
+            f"the file {path} cannot be made ({error.strerror}); set TORCHFT_CKPT_TOKEN", "token"
+        ) from error
+    os.environ[config.TOKEN_FILE] = path
+    _log.info("who reads its state by URL on this machine needs the token in %s", path)
+    try:
+        yield
     finally:
-        server.shutdown()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 @contextlib.contextmanager

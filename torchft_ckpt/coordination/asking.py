@@ -42,7 +42,7 @@ class Lighthouse:
 
     Args:
         address: default: the environment's.
-        token: shared secret; default: the environment's.
+        token: shared secret; default: the environment's, else that of the `run` on this machine that started the lighthouse.
 
     Raises:
         ConfigError: there is no address, or it is none.
@@ -53,8 +53,11 @@ class Lighthouse:
         if not address:
             raise ConfigError("no lighthouse address: pass --lighthouse or set TORCHFT_LIGHTHOUSE", "lighthouse")
         self.address = join_host_port(*config.parse_host_port(address, what="lighthouse address"))
-        self.token = config.resolve(token, config.TOKEN, "", str)
-        self._headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        self.token = config.token_for(self.address, token)
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {config.secrets(self.token)[0]}"} if self.token else {}
 
     def status(self, job: str | None) -> dict[str, Any]:
         """Return what it knows of a job, or of all of them in short. Another server than a lighthouse may answer.
@@ -155,9 +158,8 @@ class Lighthouse:
         return LighthouseUnreachableError(f"no lighthouse answers at {self.address}: {why}", self.address)
 
     def _is_none(self, why: str) -> LighthouseUnreachableError:
-        return LighthouseUnreachableError(
-            f"what answers at {self.address} is no lighthouse of ours: {why}", self.address
-        )
+        told = f"what answers at {self.address} is no lighthouse of ours: {why}"
+        return LighthouseUnreachableError(told, self.address)
 
 
 class _Member(msgspec.Struct):

@@ -20,6 +20,7 @@ from datetime import timedelta
 
 from aiohttp import web
 
+from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.lighthouse_connection import LighthouseConnection
 from torchft_ckpt.coordination.loop_thread import LoopThread
@@ -217,7 +218,9 @@ class GroupService:
     async def _serve_rank(self, front: Front, request: web.Request) -> web.StreamResponse:
         headers: dict[str, str] = {}
         if self._token:
-            shown = RankProof.of(request.headers.get("Authorization", ""), self._token, self._replica_id)
+            header = request.headers.get("Authorization", "")
+            found = (RankProof.of(header, secret, self._replica_id) for secret in config.secrets(self._token))
+            shown = next(filter(None, found), None)
             if shown is None or shown.answer in self._proofs_used:
                 return refuse_token(request, front)
             self._proofs_used[shown.answer] = None

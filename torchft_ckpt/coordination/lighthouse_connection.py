@@ -178,7 +178,7 @@ class LighthouseConnection:
     async def _connect(self) -> Channel:
         if self._session is None:
             raise RuntimeError("internal error: not started")
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        headers = {"Authorization": f"Bearer {config.secrets(self._token)[0]}"} if self._token else {}
         url = f"http://{self.address}/v1/groups?job={self._job}"
         try:
             socket = await asyncio.wait_for(

@@ -43,6 +43,7 @@ from torchft_ckpt.checkpointing.protocol import (
 )
 from torchft_ckpt.checkpointing.state.blocks import BLAKE3_BYTES, DIGEST_BYTES, count_blocks, format_runs, parse_mask
 from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
+from torchft_ckpt.config import secrets
 from torchft_ckpt.errors import (
     CheckpointError,
     DigestMismatchError,
@@ -90,7 +91,7 @@ class SourceClient:
         self._closed = threading.Event()
         headers = {RECEIVER_HEADER: options.receiver}
         if options.token is not None and not options.server_identity:
-            headers["Authorization"] = f"Bearer {options.token}"
+            headers["Authorization"] = f"Bearer {secrets(options.token)[0]}"
         self._connection = SourceConnection(
             address,
             headers=headers,

@@ -99,7 +99,7 @@ class PeerReader(StorageReader):
         groups: Sequence[Sequence[str]] | FindGroups
         if urls is None:
             asked = Lighthouse(lighthouse, token)
-            groups = functools.partial(asked.urls, job)
+            groups, token = functools.partial(asked.urls, job), asked.token
         elif lighthouse is not None or job is not None:
             raise ConfigError("urls and a job's name are two ways to say the same; give one of them", party="urls")
         else:
