@@ -19,8 +19,10 @@ if TYPE_CHECKING:
         ProgressBar,
         ShardAdapter,
         TransferProgress,
+        fetch,
         register_shard_adapter,
         register_state_class,
+        serve,
     )
     from torchft_ckpt.checkpointing.durable.reading.loading import checkpoints_in, load_checkpoint
     from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode
@@ -65,9 +67,11 @@ _HOME = {
     "TransferProgress": ("torchft_ckpt.checkpointing", "TransferProgress"),
     "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),
     "checkpoints_in": ("torchft_ckpt.checkpointing.durable.reading.loading", "checkpoints_in"),
+    "fetch": ("torchft_ckpt.checkpointing", "fetch"),
     "load_checkpoint": ("torchft_ckpt.checkpointing.durable.reading.loading", "load_checkpoint"),
     "register_shard_adapter": ("torchft_ckpt.checkpointing", "register_shard_adapter"),
     "register_state_class": ("torchft_ckpt.checkpointing", "register_state_class"),
+    "serve": ("torchft_ckpt.checkpointing", "serve"),
     "set_all_reduce_hook": ("torchft_ckpt.fsdp", "set_all_reduce_hook"),
 }
 
@@ -98,9 +102,11 @@ __all__ = [
     "TransferProgress",
     "WorldSizeMode",
     "checkpoints_in",
+    "fetch",
     "load_checkpoint",
     "register_shard_adapter",
     "register_state_class",
+    "serve",
     "set_all_reduce_hook",
 ]
 

@@ -174,7 +174,14 @@ class JobPeers:
         deadline = _deadline(timeout)
         return self._following(lambda: self._manifest_of(self._ranks[0], step, deadline), deadline)
 
-    def pull(self, step: int | None, *, timeout: timedelta, on_progress: ProgressCallback | None = None) -> PulledState:
+    def pull(
+        self,
+        step: int | None,
+        *,
+        timeout: timedelta,
+        on_progress: ProgressCallback | None = None,
+        into: object = None,
+    ) -> PulledState:
         """Fetch the state of a step whole, every tensor put together from the ranks that hold parts of it.
 
         It is on the CPU, in fresh memory; what is one tensor there is one here. Values that are no tensors are those of the
@@ -182,6 +189,7 @@ class JobPeers:
 
         Args:
             step: the step; None for one that all ranks can serve soon: of one rank alone, the newest that it serves, or its next.
+            into: of one rank alone: a state whose tensors are filled.
 
         Raises:
             TransferError: a subclass says why there is no state.
@@ -189,11 +197,13 @@ class JobPeers:
             StateFormatError: what a rank sends is not a state.
         """
         deadline = _deadline(timeout)
-        return self._following(lambda: self._pull(step, deadline, on_progress), deadline)
+        return self._following(lambda: self._pull(step, deadline, on_progress, into), deadline)
 
-    def _pull(self, step: int | None, deadline: float, on_progress: ProgressCallback | None) -> PulledState:
+    def _pull(
+        self, step: int | None, deadline: float, on_progress: ProgressCallback | None, into: object
+    ) -> PulledState:
         if len(self._ranks) == 1:
-            return self._pull_alone(step, deadline, on_progress)
+            return self._pull_alone(step, deadline, on_progress, into)
         held = self._hold(step, deadline)
         target = StateTarget(None)
         try:
@@ -209,7 +219,9 @@ class JobPeers:
             self.give_back()
         return PulledState(step=held.step, state=target.finish(source.description(0)))
 
-    def _pull_alone(self, step: int | None, deadline: float, on_progress: ProgressCallback | None) -> PulledState:
+    def _pull_alone(
+        self, step: int | None, deadline: float, on_progress: ProgressCallback | None, into: object
+    ) -> PulledState:
         """Fetch the state of the only rank, which has to hold all of it, as blocks."""
         fetch = Fetch(
             self._ranks,
@@ -217,6 +229,8 @@ class JobPeers:
             deadline=deadline,
             options=self.options,
             cache=BufferCache(),
+            local_state=into,
+            in_place=into is not None,
             on_progress=on_progress,
         )
         state, manifest = fetch.run(), fetch.manifest
