@@ -712,22 +712,16 @@ def _sharded_group() -> Iterator[Situation]:
 
 @_situation
 def _process_to_kill() -> Iterator[Situation]:
-    """A process that sleeps, under a name of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        script = Path(directory) / f"sleeper{os.getpid()}.py"
-        script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)")
-        process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
+    process = subprocess.Popen(["sleep", "600"])
 
-        def after(names: dict[str, Any]) -> None:
-            assert process.wait(30) == -signal.SIGKILL
+    def after(names: dict[str, Any]) -> None:
+        assert process.wait(30) == -signal.SIGKILL
 
-        try:
-            yield Situation(replaced={"train_ddp.py": script.name}, after=after)
-        finally:
-            process.kill()
-            process.communicate()
+    try:
+        yield Situation(replaced={"27582": str(process.pid)}, after=after)
+    finally:
+        process.kill()
+        process.wait()
 
 
 @_situation

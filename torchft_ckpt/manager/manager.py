@@ -257,7 +257,8 @@ class Manager:
             token=rank_config.token or None,
             lock=lock,
         )
-        logger.info("%s of job %s serves its state at %s", party, rank_config.job, transport.metadata())
+        where = f"{party} of job {rank_config.job} is process {os.getpid()} and serves its state at {transport.metadata()}"
+        logger.info("%s", where)
         self._transport: CheckpointTransport[Any] = checkpoint_transport or transport
         self._state_dict_lock = lock
         self._registry = StateRegistry(lock)
