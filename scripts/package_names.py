@@ -12,7 +12,7 @@ site = Path(sys.argv[1])
 assert Path(torchft_ckpt.__file__).is_relative_to(site), (
     f"{torchft_ckpt.__file__} is not the package that was installed"
 )
-assert version("torchft_ckpt") == torchft_ckpt.__version__, "pyproject.toml and __init__.py name different versions"
+assert version("torchft_ckpt") == torchft_ckpt.__version__, "the wheel has another version than the package"
 assert (site / "torchft_ckpt/py.typed").exists(), "py.typed is not in the wheel"
 assert sorted(path.name for path in site.iterdir() if path.name.startswith(("test", "example", "doc"))) == []
 

@@ -44,7 +44,7 @@ class DistributedSampler(data.distributed.DistributedSampler):
     ) -> None:
         if not 0 <= replica_rank < num_replica_groups:
             raise ConfigError(
-                f"replica_rank={replica_rank} is not in 0..{num_replica_groups - 1} (num_replica_groups)",
+                f"replica_rank={replica_rank} (REPLICA_GROUP_ID) is not in 0..{num_replica_groups - 1} (NUM_REPLICA_GROUPS)",
                 "replica_rank",
             )
         group_rank, num_replicas = _place_in_group(group_rank, num_replicas)

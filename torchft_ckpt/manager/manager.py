@@ -257,7 +257,9 @@ class Manager:
             token=rank_config.token or None,
             lock=lock,
         )
-        where = f"{party} of job {rank_config.job} is process {os.getpid()} and serves its state at {transport.metadata()}"
+        where = (
+            f"{party} of job {rank_config.job} is process {os.getpid()} and serves its state at {transport.metadata()}"
+        )
         logger.info("%s", where)
         self._transport: CheckpointTransport[Any] = checkpoint_transport or transport
         self._state_dict_lock = lock
