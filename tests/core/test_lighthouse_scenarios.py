@@ -307,6 +307,20 @@ def test_when_all_holders_are_gone_there_is_no_quorum_and_a_line_names_the_step_
     assert "allow-step-loss" in pending
 
 
+def test_a_loss_is_said_at_once_while_there_are_too_few_groups_for_a_quorum() -> None:
+    job, (a, b) = trained("a", "b", least=2, steps=2)
+    a.dies()
+    b.dies()
+    fresh = job.join("f")
+    fresh.asks()
+    job.passes(2.0)
+    (pending,) = fresh.hears()
+    assert pending.startswith(
+        "pending: 1 of at least 2 replica groups are here (f:1). No group here holds step 2, which"
+    )
+    assert pending.endswith("was committed; gone are: a:1, b:1")
+
+
 def test_a_group_whose_own_state_is_torn_hears_that_nobody_else_is_to_blame() -> None:
     job, (a,) = trained("a", steps=2)
     fresh = job.join("f")

@@ -643,11 +643,12 @@ class LighthouseState:
         out |= {m.replica_id for m in ending if m.replica_id not in asked}
         out |= {m.replica_id for m in self.members.values() if self._beside.is_absent_spare(m)}
         alive = [m for m, here in self.members.items() if m in asked or not (m in out or here.is_excused)]
+        newest = self._job.history.holders(self._job.held(), self.newest_step)
         verdict = decide_quorum(
             alive=alive,
             asked=asked,
             last_quorum=self._job.last_quorum,
-            holders=self._job.history.holders(self._job.held(), self.newest_step),
+            holders=newest,
             min_replicas=self.settings.min_replicas,
             join_timeout_s=self.settings.join_timeout_s,
             now=now,
@@ -656,6 +657,9 @@ class LighthouseState:
             reason = f"{verdict.reason}; of another layout: {name_some(sorted(others))}" if others else verdict.reason
             if left := self._leaving.hint_if_over():
                 reason = f"{reason}.{left}"
+            elif self.newest_step and not newest:
+                gone = name_some(list(self.lost_members)[-5:])
+                reason += f". No group here holds step {self.newest_step}, which was committed; gone are: {gone or 'not known'}"
             yield from self._notify_pending(reason, now, verdict.deadline, is_warning=bool(others), exclude=out)
             return
         members = [self.members[m] for m in verdict.members if m not in coming]
