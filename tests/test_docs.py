@@ -103,6 +103,17 @@ def entries_of(page: Path) -> list[Path]:
     return [(page.parent / f"{entry.rpartition('<')[2].strip('>')}.md").resolve() for entry in entries]
 
 
+def test_two_tutorials_on_one_machine_never_meet() -> None:
+    """Each has a lighthouse at a port of its own, or of `run`, and kills no process of another."""
+    pages: dict[str, set[str]] = {}
+    for block in code_blocks():
+        assert not re.search(r"\bp(grep|kill)\b", block.text), f"{block.name} looks for a process on the whole machine"
+        for port in re.findall(r"lighthouse .*--bind 127\.0\.0\.1:(\d+)", block.text):
+            pages.setdefault(port, set()).add(block.page.name)
+    assert len(pages) >= 5
+    assert {port: names for port, names in pages.items() if len(names) > 1} == {}
+
+
 def test_each_page_is_in_the_sidebar_once() -> None:
     door = REPO / "docs/index.md"
     listed = [entry for page in (door, REPO / "docs/reference/index.md") for entry in entries_of(page)]
