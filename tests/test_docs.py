@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from support import framework_pages
 from support.pages import (
     LANGUAGES,
     PAGES,
@@ -112,6 +113,18 @@ def test_two_tutorials_on_one_machine_never_meet() -> None:
             pages.setdefault(port, set()).add(block.page.name)
     assert len(pages) >= 5
     assert {port: names for port, names in pages.items() if len(names) > 1} == {}
+
+
+def test_what_is_typed_of_a_frameworks_page_is_all_of_it_but_the_installation() -> None:
+    page = REPO / "docs" / "guides" / "fabric.md"
+    typed = framework_pages.script_of(page)
+    shown = [block.text for block in blocks_of(page) if block.language == "sh" and block.needs]
+    assert [text in typed for text in shown] == [not text.startswith("pip install") for text in shown]
+    assert {"fabric", "lightning", "ray", "transformers"} <= set(framework_pages.names())
+    digest, other = "0123456789abcdef", "fedcba9876543210"
+    for states, is_right in [((digest, digest), True), ((digest, other), False), ((digest,), False), ((), False)]:
+        said = "\n".join(["--- a block", f"state {other}", "--- the last", *(f"[0] state {one}" for one in states)])
+        assert (framework_pages.problem_of(said) == "") is is_right
 
 
 def test_each_page_is_in_the_sidebar_once() -> None:

@@ -8,7 +8,8 @@ repository.
     <!-- block: slow -->                  takes more than a few seconds: `scripts/docs --run` alone runs it
     <!-- block: slow, in short-job -->    both
     <!-- block: needs a GPU -->           is not run, only parsed; so "a cluster", "another host", "a network", and "another
-                                          environment" where `scripts/test-integrations` runs what it shows
+                                          environment" where `scripts/test-integrations` runs what it shows, and
+                                          `scripts/test-docs` its commands
     <!-- block: from examples/a.py -->    lines of that script, as they stand there one after another; they run with the script
     <!-- block: story -->                 the page is one story, run from its beginning to its end by `run_story`
     <!-- block: file train.py -->         of such a story: the text of a file
