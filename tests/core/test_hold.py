@@ -844,7 +844,7 @@ def test_of_those_that_could_not_come_in_one_is_tried_at_a_time_that_is_not_in_i
     c, d, e = (warms_up(job, name) for name in "cde")
     allowance = job.lighthouse._joining._allowance
     for name, cost_s in (("c", 10.0), ("d", 0.0), ("e", 0.0)):
-        allowance.debt(name, job.now).refused(cost_s, "it cannot connect", job.now, is_sure=True)
+        allowance.debt(name, job.now).could_not(cost_s, "it cannot connect", job.now, first_pause_s=None, is_alone=True)
     job.passes(1.0)
     for member in (c, d, e):
         member.asks(at_end=True, reach_s=0.1)

@@ -19,15 +19,15 @@ def test_a_group_that_cannot_come_in_costs_the_others_three_hundredths_of_their_
     for attempt in range(50):
         now = debt.out_until if attempt else now
         now += cost_s
-        debt.refused(cost_s, "firewall", now, is_sure=True)
+        debt.could_not(cost_s, "firewall", now, first_pause_s=None, is_alone=True)
     assert 50 * cost_s / debt.out_until == pytest.approx(0.03, rel=0.05)
 
 
 def test_the_first_refusal_is_forgiven_where_it_may_be_anothers_fault_and_paid_with_the_second() -> None:
     debt = Debt()
-    debt.refused(6.0, "", 0.0, is_sure=False)
+    debt.could_not(6.0, "", 0.0, first_pause_s=6.0, is_alone=True)
     assert (debt.out_until, debt.hold_until) == (6.0, 0.0)
-    debt.refused(3.0, "", 10.0, is_sure=False)
+    debt.could_not(3.0, "", 10.0, first_pause_s=3.0, is_alone=True)
     assert debt.out_until == pytest.approx(10.0 + 9.0 / 0.03)
 
 

@@ -203,7 +203,7 @@ class Joining:
             cost_s = 0.0  # there was nothing else to do
         self._allowance.spend(cost_s, now)
         debt = self._allowance.debt(group_name(replica_id), now)
-        debt.refused(cost_s, reason, now, is_sure=is_sure)
+        debt.could_not(cost_s, reason, now, first_pause_s=None if is_sure else cost_s, is_alone=True)
         cost, pause = _in_words(cost_s), _in_words(debt.out_until - now)
         return f"{replica_id} could not come in, which cost the others {cost}: {reason}; it is tried again in {pause}"
 
@@ -244,8 +244,7 @@ class Joining:
     def could_not(self, replica_id: str, cost_s: float, now: float, reason: str) -> None:
         """A member was waited for, and could not come in: its source may be why once, a firewall each time."""
         debt = self._allowance.debt(group_name(replica_id), now)
-        pause_s = None if debt.failures else min(8.0 * cost_s, _LONGEST_PAUSE_S)
-        debt.could_not(cost_s, reason, now, first_pause_s=pause_s)
+        debt.could_not(cost_s, reason, now, first_pause_s=min(8.0 * cost_s, _LONGEST_PAUSE_S))
 
     def excuses(self, replica_id: str, now: float) -> bool:
         """Whether a member is excused that has failed as nobody could know better: once until it has come in."""

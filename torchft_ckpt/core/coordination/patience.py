@@ -61,18 +61,21 @@ class Debt:
         self.failures += 1
         self.reason = reason or "it was left behind"
 
-    def could_not(self, cost_s: float, reason: str, now: float, *, first_pause_s: float | None) -> None:
-        """It could not come in. `first_pause_s`: for so long it stays out the first time, which may be another's fault."""
-        pause_s = (cost_s + self.owed_s) / SHARE_OF_REFUSALS if first_pause_s is None else first_pause_s
-        self.failed(pause_s, reason, now)
-        self.owed_s = 0.0 if first_pause_s is None else cost_s
+    def could_not(
+        self, cost_s: float, reason: str, now: float, *, first_pause_s: float | None, is_alone: bool = False
+    ) -> None:
+        """It could not come in.
 
-    def refused(self, cost_s: float, reason: str, now: float, *, is_sure: bool) -> None:
-        """It could not come in, and is tried alone next. `is_sure`: that is nobody else's fault."""
-        is_first = not is_sure and not self.refusals
-        self.could_not(cost_s, reason, now, first_pause_s=cost_s if is_first else None)
-        self.hold_until = now if is_first else self.hold_until
-        self.refusals += 1
+        Args:
+            first_pause_s: for so long it stays out the first time, which may be another's fault; None: it is not.
+            is_alone: it is tried alone from now on, and at once by those who need it, if that was the first time.
+        """
+        is_first = first_pause_s is not None and not (self.refusals if is_alone else self.failures)
+        pause_s = (first_pause_s or 0.0) if is_first else (cost_s + self.owed_s) / SHARE_OF_REFUSALS
+        self.failed(pause_s, reason, now)
+        self.owed_s = cost_s if is_first else 0.0
+        self.refusals += is_alone
+        self.hold_until = now if is_alone and is_first else self.hold_until
 
     @property
     def factor_of_need(self) -> float:
