@@ -322,6 +322,17 @@ def test_a_group_that_does_not_wait_for_its_first_quorum_comes_in_at_the_end_of_
     assert in_quorum(job) == {"a:1", "b:1"}
 
 
+def test_one_that_tells_of_an_earlier_life_while_the_first_state_is_given_moves_the_ids_and_no_more() -> None:
+    job, (a, b) = begins(names="ab")
+    old = job.join("old")
+    old.replica.version = StateVersion(step=0, quorum_id=7, epoch="an earlier life")
+    old.is_cut_off()
+    old.connects()
+    receives(b)
+    assert in_quorum(job) == {"a:1", "b:1"} and a.formed is not None
+    assert a.formed.quorum_id == job.lighthouse.quorum_id == 1000
+
+
 def test_who_was_given_the_first_state_began_the_job_also_if_the_lighthouse_restarts_before_its_first_step() -> None:
     job = Job(least=2)
     job.gives_first = False

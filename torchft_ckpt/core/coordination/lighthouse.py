@@ -996,6 +996,8 @@ class LighthouseState:
         is_new = self.round is None or quorum_id != self.round.quorum_id
         if assignment.version != self._job.first:
             yield from self._go_on_from(assignment, quorum_id)
+        elif quorum_id > self.quorum_id:  # a member has told of an earlier life since that state got its name
+            self._job.quorum_ids.give(quorum_id)
         self._trials.begins(assignment, members, self._job.beginners)
         self._job.first, self._job.beginners = StateVersion(), {}
         self._holds.quorum_forms([member.replica_id for member in members], assignment.version.step)
