@@ -64,6 +64,31 @@ def test_a_group_is_in_its_first_quorum_as_a_holder_and_the_others_lose_no_step(
     run.close(joined)
 
 
+def test_a_group_that_comes_in_calls_its_state_functions_once_before_it_receives_and_three_times_after() -> None:
+    """After it has loaded, to know what the loop moves from there on, and as its step begins: the others wait meanwhile."""
+
+    class Counting(Replica):
+        calls: list[str] = []
+
+        def state(self) -> dict[str, Any]:
+            now = self.manager.view() if hasattr(self, "manager") else None
+            if now is not None and now.quorum is not None and now.quorum.held and (now.follows or now.came_in):
+                self.calls.append("state")
+            return super().state()
+
+        def load(self, state: dict[str, Any]) -> None:
+            self.calls = [*self.calls[-1:], "load"]  # it may have been waited for in vain before
+            super().load(state)
+
+    run = Run()
+    joined = Counting(run.server, "c", seed=7)
+    while not joined.manager.is_participating():
+        joined.step()
+    assert joined.calls == ["state", "load", "state", "state", "state"]
+    run.end(joined)
+    run.close(joined)
+
+
 def test_those_who_wait_for_a_group_that_loads_are_told_that_this_time_does_not_count() -> None:
     run, heard = Run(), []
 

@@ -42,6 +42,7 @@ class CameIn:
         """Large tensors that the loop was seen to write to."""
         self.moved: list[str] = []
         """The names of what the loop has changed, as `put_back` has found last."""
+        self._seen: dict[str, Any] | None = None
 
     @property
     def is_held(self) -> bool:
@@ -49,19 +50,25 @@ class CameIn:
 
     def take(self, version: StateVersion) -> None:
         """Hold what was loaded just now."""
+        before = self._leaves(self._registry.take_returned(), "")
         captured = self._registry.capture_to_serve()
+        self._registry.layout(captured.returned)  # it knows the state of optimizers now
         self._version, self._own = version, captured.own
-        again = dict(self._leaves(self._registry.capture(), ""))
-        here = self._leaves(captured.returned, "")
+        here = dict(self._leaves(captured.returned, ""))
         self._written |= {
-            path for path, leaf in here if isinstance(leaf, _Mark) and again.get(path) != leaf
+            path for path, leaf in before if isinstance(leaf, _Mark) and here.get(path) != leaf
         }  # fresh copies
         self._state = self._copied(fixed(captured.returned), "")
         self._found = dict(self._leaves(self._state, ""))
 
     def forget(self) -> None:
         """It does not matter any more what was loaded."""
-        self._version, self._found, self._state = None, {}, {}
+        self._version, self._found, self._state, self._seen = None, {}, {}, None
+
+    def take_seen(self) -> dict[str, Any] | None:
+        """Return what the state functions have returned in `put_back`, once, if nothing was put back since."""
+        seen, self._seen = self._seen, None
+        return seen
 
     def put_back(
         self, version: StateVersion, *, goes_on: bool = False, agree: Callable[[bool | None], bool] | None = None
@@ -77,7 +84,7 @@ class CameIn:
         Raises:
             What a state function raises. What is here is no state then.
         """
-        held, found, state, self.moved = self._version, self._found, self._state, []
+        held, found, state, self.moved, self._seen = self._version, self._found, self._state, [], None
         if held != version or not goes_on:
             self.forget()
         if held != version:
@@ -85,7 +92,8 @@ class CameIn:
                 agree(None)
             return True
         try:
-            here = dict(self._leaves(self._registry.capture(), ""))
+            self._seen = self._registry.capture()
+            here = dict(self._leaves(self._seen, ""))
         except BaseException:
             if agree is not None:
                 agree(None)
@@ -100,6 +108,7 @@ class CameIn:
             has_loaded, keys = agree(bool(moved)), [*state]
         if has_loaded:
             self._registry.load(self._copied(fixed(state), ""), keys)  # the loop may keep what it is given
+        self._seen = None if moved or has_loaded else self._seen
         is_whole = not lost and (has_loaded or not moved)
         self.moved = [*moved, *self._registry.take_settings(self._own)]
         return is_whole

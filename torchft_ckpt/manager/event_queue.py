@@ -25,6 +25,11 @@ class EventQueue:
         self._is_delivering = False
         self._has_warned = False
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether what happens is handed over to a user's function."""
+        return self._on_event is not None
+
     def call_later(self, call: Callable[[], None]) -> None:
         """Have something called when events are handed over next: between two steps. It must not raise."""
         self._later.append(call)

@@ -83,6 +83,9 @@ class StateRegistry:
         """Of the parameter groups of all optimizers that are known, which parameters they have."""
         self._agreed_on: set[str] = set()
         self._not_returned: Differences | None = None
+        self._returned: dict[str, Any] | None = None
+        self._others_bytes = 0
+        """What no optimizer owned of the state when its size was last asked for."""
         self._frozen_for_rounds: str | None = None
         self._after_restore: list[Callable[[], None]] = []
         self._has_unannounced = False
@@ -172,11 +175,11 @@ class StateRegistry:
         """Whether there are parameters of which this process holds parts, as far as is known."""
         return self._layout is not None and self._layout[1].is_sharded
 
-    def layout(self) -> ParameterLayout:
+    def layout(self, captured: dict[str, Any] | None = None) -> ParameterLayout:
         """Return what has to be alike in all groups of the parameters that are here.
 
         Parameters are those of guarded optimizers, in their order; without one, all sharded tensors that are registered, but
-        state of optimizers. On the training thread.
+        state of optimizers. On the training thread. `captured`: as `capture` has just returned it.
 
         Raises:
             UnsupportedValueError: what is here of a parameter is no box.
@@ -185,7 +188,7 @@ class StateRegistry:
         known = self._last_known
         remembers = not self._has_state and any(optimizer.state for optimizer in known)
         if self._layout is None or self._layout[0] != len(parameters) or remembers:
-            self._has_state, captured = self._has_state or remembers, self.capture()
+            self._has_state, captured = self._has_state or remembers, captured or self.capture()
             places = self._number(captured)
             parameters, known = self._parameters(), self._last_known
             names = _names_of(parameters, known, places)
@@ -292,13 +295,13 @@ class StateRegistry:
         self._optimizers.append(optimizer)
         self._layout = None
 
-    def capture_to_serve(self) -> StateToServe:
+    def capture_to_serve(self, captured: dict[str, Any] | None = None) -> StateToServe:
         """Capture the state with copies of the small tensors that a forward pass may change while they are served.
 
         These are the ones that belong to no guarded optimizer: BatchNorm's running statistics, for example. Whatever changed
-        without the lock while it was served before is copied as well.
+        without the lock while it was served before is copied as well. `captured`: as `capture` has just returned it.
         """
-        captured = self.capture()
+        captured = captured or self.capture()
         optimizers = [] if self.is_explicitly_locked else with_inner(self._optimizers)
         held = copy_volatile(captured, optimizers, self._unsteady, self._trained if optimizers else None)
         own: dict[str, Any] = {"owners": self.owners({"user": captured})}
@@ -322,18 +325,16 @@ class StateRegistry:
         """Return the bytes of the state here, and of what training changes in it.
 
         An optimizer that has made no step has no state yet: it is taken to have two values for each that it trains, as Adam has.
-        Without what was `captured`, only what optimizers own is known.
+        Without what was `captured`, what no optimizer owns is taken to be as large as it was when that was known.
         """
         owned, still = self._owned_and_still()
-        others = {
-            part.data_ptr(): part.nbytes
-            for tensor in tensors_in(captured)
-            for part in memory_of(tensor)
-            if part.data_ptr() not in owned
-        }
+        if captured is not None:
+            parts = (part for tensor in tensors_in(captured) for part in memory_of(tensor))
+            others = {part.data_ptr(): part.nbytes for part in parts if part.data_ptr() not in owned}
+            self._others_bytes = sum(others.values())
         changing_bytes = sum(part.nbytes for address, part in owned.items() if address not in still)
         changing_bytes += sum(2 * _trained_bytes([optimizer]) for optimizer in self._known() if not optimizer.state)
-        return changing_bytes + sum(still.values()) + sum(others.values()), changing_bytes
+        return changing_bytes + sum(still.values()) + self._others_bytes, changing_bytes
 
     @property
     def is_used_by_loops(self) -> bool:
@@ -403,7 +404,15 @@ class StateRegistry:
 
         Where groups train apart it is what they did not return before the global parameters came into the model.
         """
-        return not_returned(self.capture(), user) if self._not_returned is None else self._not_returned
+        if self._not_returned is not None:
+            return self._not_returned
+        self._returned = self.capture()
+        return not_returned(self._returned, user)
+
+    def take_returned(self) -> dict[str, Any]:
+        """Return what the functions returned when they were last asked for `not_returned`, once; else what they return now."""
+        returned, self._returned = self._returned, None
+        return self.capture() if returned is None else returned
 
     def capture_for_save(self, state: dict[str, Any], *, by_key: bool) -> StateToSave:
         """Return a state as it is to be saved while training goes on.

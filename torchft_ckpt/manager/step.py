@@ -281,20 +281,26 @@ class Steps:
         What a loop does after it has cleared its gradients belongs to the step before: it counts the step, or moves an average.
         A rank that holds the newest state need not begin before that, if its loop's forward pass is seen as a rule.
         """
-        self._put_back(goes_on=True)  # what the loop reads from here on is the state's, too
-        now, last = self._client.view(), self._last_wishes
+        last = self._last_wishes
         is_outer = last.patience_s or last.waits is not None
-        holds = now.version.proven and not now.is_behind and now.quorum is not None and now.is_between_steps
         is_seen = self._sharing.joined and self._seen_with.issuperset(self._sharing.joined)
         # A backward pass may come first, and nothing can be loaded in its middle.
         is_able = is_seen and not (self._writes_first or self._has_looked or self.graphs.is_open)
-        self.is_deferred, self._loop_thread = bool(is_able and holds and not is_outer), threading.get_ident()
+        may_defer = is_able and not is_outer and self._holds()
+        if may_defer:  # else that is done as the step begins
+            self._put_back(goes_on=True)  # what the loop reads from here on is the state's, too
+        self.is_deferred, self._loop_thread = bool(may_defer and self._holds()), threading.get_ident()
         self._counted, self._samples = (), []
         if self.is_deferred:
             self._counted = self._registry.count_writes()
             self._num_to_sample = max(self._num_to_sample - 1, 0)
             self._samples = self._sampled()
         return self.is_deferred
+
+    def _holds(self) -> bool:
+        """Whether this rank holds the newest state, as far as it knows, and no step is open."""
+        now = self._client.view()
+        return now.version.proven and not now.is_behind and now.quorum is not None and now.is_between_steps
 
     def _sampled(self) -> list[bytes]:
         """Return digests of samples of some parameters, in the first steps that are deferred: no version says that a loop writes
@@ -485,8 +491,12 @@ class Steps:
         can_capture_later = self._can_capture_later(wishes)
         # In an outer loop the script goes on at once: what is captured later would be of another place of it than it says.
         captures = has_to_capture or has_pending_request or registry.trains_apart
-        captures = ((captures and not can_capture_later) or is_told_to_show) and not self._has_written
-        captured = registry.capture_to_serve() if captures else None
+        # Who asks at the end of an iteration serves nobody.
+        captures = ((captures and not can_capture_later) or is_told_to_show) and not (
+            self._has_written or self._is_at_end
+        )
+        seen = self._came_in.take_seen()  # no function of the script has run since, but for one that hears of events
+        captured = registry.capture_to_serve(None if self._events.is_heard else seen) if captures else None
         is_compared = now.version.proven and wishes.contributes and not self._has_written
         is_new = now.is_checked or now.shows is not Shows.NOTHING
         leaves: list[CheckedLeaf] = []
