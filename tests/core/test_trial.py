@@ -257,6 +257,21 @@ def test_who_is_to_load_goes_on_with_its_own_state_if_nobody_is_left_who_holds_t
     assert sum("nobody is left who holds" in line for line in job.log) == 1
 
 
+def test_who_is_to_load_goes_on_from_its_own_state_only_while_no_later_step_was_committed() -> None:
+    job, (a, b) = at_work("ab")
+    discards([a, b])
+    ask([a, b], "xy")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+    b.follows(load=False)
+    b.says(b.replica.locate())  # and the other one makes a step alone
+    a.votes()
+    assert a.outcomes[-1] is Outcome.COMMIT
+    a.dies()
+    b.asks(shows="y")
+    job.passes(300.0)
+    assert b.outcomes[-1] is not Outcome.COMMIT and "was committed, but the newest whole state here" in b.hears()[-1]
+
+
 def test_who_is_to_load_and_could_not_gets_the_state_as_all_do_while_others_hold_it() -> None:
     _, (a, b) = at_work("ab")
     discards([a, b])

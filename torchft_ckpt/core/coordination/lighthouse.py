@@ -412,10 +412,11 @@ class LighthouseState:
     def _holder(self, member: Member, trial: Verdict) -> Holder:
         """`trial`: who was found to hold the state that it names, or another one."""
         request, version = member.asked, member.version
+        is_own = self._trials.is_to_load(member) and version.step >= self.newest_step
         return Holder(
             replica_id=member.replica_id,
             version=StateVersion(step=version.step) if member.replica_id in trial.idle else version,
-            restored=request.restored or self._trials.is_to_load(member),
+            restored=request.restored or is_own,
             torn=request.torn,
             init_sync=request.init_sync,
             allow_heal=request.allow_heal,
