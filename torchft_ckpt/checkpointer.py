@@ -41,6 +41,7 @@ from torchft_ckpt.checkpointing.durable.reading.reader import OWNERS_KEY, Checkp
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState, get_random_state, set_random_state
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
+from torchft_ckpt.checkpointing.durable.saving.leftovers import Leftovers
 from torchft_ckpt.checkpointing.durable.saving.saver import (
     SavedCheckpoint,
     SaveMode,
@@ -193,7 +194,8 @@ class Checkpointer:
         keep_last: how many whole checkpoints stay; None: all.
         keep_every: checkpoints of a multiple of this step stay for ever.
         fill_after: how long nothing may grow of what a writer writes until its backup writes its share. Too short costs bytes
-            that are written twice, nothing else.
+            that are written twice, nothing else. Where a save finds no room, the next one after so long removes what dead
+            writers left.
         timeout: of a save, in the background.
         staging_budget_bytes: at most so much is copied aside for a save; beyond it the save fails, training goes on. Default:
             half of the memory, this machine's or the container's.
@@ -239,6 +241,10 @@ class Checkpointer:
         self._storages = {Tier.STORAGE: open_storage(location, **(storage_options or {}))}
         if local_location is not None:
             self._storages[Tier.LOCAL] = open_storage(local_location)
+        self._leftovers = {
+            tier: Leftovers(storage, is_shared=tier is Tier.STORAGE, settled_after_s=fill_after.total_seconds())
+            for tier, storage in self._storages.items()
+        }
         self._manager = manager
         self._mode = mode
         self._redundancy = redundancy
@@ -467,6 +473,11 @@ class Checkpointer:
 
     def _run(self, worker: SaveWorker, task: SaveTask, removes: bool) -> None:
         """On the save's thread. The next save may begin while old checkpoints are being removed."""
+        removes = removes and (not task.is_storage_shared or task.member == SavingRank(0, 0))
+        leftovers = self._leftovers[Tier.STORAGE if task.is_storage_shared else Tier.LOCAL]
+        if removes:
+            with _logged("what is not whole stays for now"):
+                leftovers.remove(task.name)
         worker.run()
         failure = None if worker.saved is not None else worker.future.exception()
         if isinstance(failure, StateChangedError) and not self._copies_at_once:
@@ -474,9 +485,12 @@ class Checkpointer:
             logger.warning("each save copies the whole state at once from now on, as it is changed without the lock")
         if worker.saved is not None and self._manager is not None:
             self._note_saved(self._manager, worker.saved)
-        if failure is None and removes and (not task.is_storage_shared or task.member == SavingRank(0, 0)):
+        if removes:
             with _logged("old checkpoints stay for now"):
-                self._remove_old(task)
+                if failure is None:
+                    self._remove_old(task)
+                else:
+                    leftovers.note_failure(failure)
 
     def _note_saved(self, manager: Manager, saved: SavedCheckpoint) -> None:
         formed = manager.view().quorum

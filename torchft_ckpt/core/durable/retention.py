@@ -2,12 +2,13 @@
 
 What is newer than the newest whole checkpoint is never removed: it may be in the making, and nobody can say by whom. Nor is
 that one itself. Of the older ones, a checkpoint that is not whole is treated as one that is: it may be a hole that somebody
-is about to fill, or one that cannot be read today.
+is about to fill, or one that cannot be read today. The exception is a full storage (`plan_abandoned`): what dead writers left
+there would keep all later saves from becoming whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from torchft_ckpt.errors import ConfigError
@@ -59,6 +60,21 @@ def plan_removals(
             removals.append(checkpoint)
         num_newer_whole += checkpoint in whole
     return removals[::-1]
+
+
+def plan_abandoned(
+    before: Mapping[Name, object], after: Mapping[Name, object], *, in_flight: Collection[Name] = ()
+) -> list[Name]:
+    """Return the checkpoints that nobody writes any more, oldest first: those in which nothing changed between two looks.
+
+    Args:
+        before: what is in those that are not whole, in any form that can be compared.
+        after: the same, so much later that a writer that lives would have written something.
+        in_flight: those that are being written, which are not meant.
+    """
+    return sorted(
+        name for name, content in before.items() if name not in in_flight and name in after and after[name] == content
+    )
 
 
 def _step(checkpoint: int | HasStep) -> int:
