@@ -259,7 +259,7 @@ def parse_seconds(text: str) -> timedelta:
 
 def parse_pause(text: str) -> timedelta:
     """Parse a number of seconds that may be 0."""
-    return timedelta(0) if text.strip() == "0" else parse_seconds(text)
+    return parse_seconds(text) if float(text) else timedelta(0)
 
 
 def parse_port(text: str) -> int:

@@ -24,7 +24,7 @@ _MAX_LINE_CHARS = 200
 class StepOutcomes:
     """Counts how the steps ended, by the settings of `Manager`. Used by the training thread.
 
-    A committed step has no line within `log_every` of the last one, if the same groups have made it and nobody healed.
+    A committed step has no line within `log_every` of the last one, if the same groups committed that one and nobody healed.
     A long reason is folded.
     """
 
@@ -48,7 +48,7 @@ class StepOutcomes:
         self._silent_says_at = 0.0
         self._has_warned_of_none = False
         self._log_every_s = log_every.total_seconds()
-        self._logged: tuple[int, int, int] | None = None
+        self._logged: tuple[Outcome, int, int, int] | None = None
         self._logged_at = 0.0
 
     def ended(self, vote: CommitVote, outcome: Outcome, reason: str, now: ReplicaView, took_s: float) -> None:
@@ -77,18 +77,24 @@ class StepOutcomes:
         formed = now.quorum
         if formed is None:
             return
-        groups = (vote.quorum_id, now.num_participants, formed.replica_world_size)
-        tells_new = outcome is not Outcome.COMMIT or formed.sources or groups != self._logged
+        told = (outcome, vote.quorum_id, now.num_participants, formed.replica_world_size)
+        tells_new = outcome is not Outcome.COMMIT or formed.sources or told != self._logged
         at = time.monotonic()
         if not tells_new and at - self._logged_at < self._log_every_s:
             return
-        self._logged, self._logged_at = groups, at
+        self._logged, self._logged_at = told, at
         line = (
             f"step={vote.step} quorum={vote.quorum_id} participants={now.num_participants}/{formed.replica_world_size}"
             f" verdict={outcome.value} heal={'yes' if formed.sources else 'no'} took={took_s:.3f}s"
         )
         if outcome is not Outcome.COMMIT:
-            line = textwrap.fill(f"{line} reason={reason!r}", _MAX_LINE_CHARS, subsequent_indent="    ")
+            line = textwrap.fill(
+                f"{line} reason={reason!r}",
+                _MAX_LINE_CHARS,
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         logger.info("%s", line)
 
     def _warn_if_nothing_was_averaged(self, vote: CommitVote, now: ReplicaView) -> None:
