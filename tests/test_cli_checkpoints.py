@@ -216,10 +216,31 @@ def test_one_checkpoint_can_be_named(root: Path, tmp_path: Path, capsys: Capture
         assert [line.split()[0] for line in run(capsys, "ls", location)[1].splitlines()] == ["step", "20"]
 
 
+def test_one_that_was_copied_under_another_name_is_verified_and_listed(root: Path, capsys: Capture) -> None:
+    shutil.copytree(directory_of(root, 20), root / "best")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=root / "of-dcp", no_dist=True)
+    names = [line.split()[-1] for line in run(capsys, "ls", root)[1].splitlines()[1:]]
+    assert names == [directory_of(root, 30).name, directory_of(root, 20).name, "best", directory_of(root, 10).name]
+    for location in (root / "best", f"file://{root / 'best'}/"):
+        status, out, err = run(capsys, "verify", location, "--quiet")
+        assert (status, out, err) == (0, "", "")
+        assert run(capsys, "verify", location)[1].startswith("best: right: 8 tensors")
+    assert run(capsys, "export", root / "best", "-o", root / "file")[0] == 0
+    assert load_file(root / "file")["model.scalar"] == 20
+    flip(root / "best" / "__r0_g0_f0.distcp", piece_of(root, 20, "model.weight").data_offset + 3)
+    status, out, _ = run(capsys, "verify", root)
+    assert status == 1 and "best: damaged\n" in out and out.endswith("4 checkpoints: 3 right, 1 damaged\n")
+    for manifest in (root / "best").glob("part-*"):
+        manifest.write_text("no manifest")
+    status, out, _ = run(capsys, "verify", root / "best")
+    assert status == 1 and "no manifest is there" in out
+
+
 def test_what_dcp_wrote_is_named_as_such(tmp_path: Path, capsys: Capture) -> None:
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
-    told = f"torchft_ckpt: {tmp_path}: torch.distributed.checkpoint wrote it; its format_utils read it\n"
-    assert run(capsys, "verify", tmp_path) == (2, "", told)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-7", no_dist=True)
+    for location, it in ((tmp_path / "step-7", "it"), (tmp_path, "step-7")):
+        told = f"torchft_ckpt: {location}: torch.distributed.checkpoint wrote {it}; its format_utils read it\n"
+        assert run(capsys, "verify", location) == (2, "", told)
 
 
 @pytest.mark.parametrize("action", [["ls"], ["verify"], ["export", "-o", "state.safetensors"]])

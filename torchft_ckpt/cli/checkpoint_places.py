@@ -6,21 +6,31 @@ import math
 import os
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, parse_checkpoint
+import msgspec
+
+from torchft_ckpt.checkpointing.durable.format.manifest import MAX_MANIFEST_BYTES
+from torchft_ckpt.checkpointing.durable.names import (
+    METADATA,
+    TEMPORARY,
+    CheckpointName,
+    PartName,
+    parse_checkpoint,
+    parts_in,
+)
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
-    list_checkpoints,
     read_checkpoint,
     why_not_whole,
 )
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
+from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.cli.output import format_bytes
 from torchft_ckpt.core.text import one_line
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import ConfigError, StorageError
 from torchft_ckpt.threads import parallel_map
 
 _NUM_THREADS = 8
@@ -32,6 +42,8 @@ class CheckpointPlace(NamedTuple):
     storage: Storage
     name: CheckpointName
     """Also its directory in the storage."""
+    shown: str
+    """The name that its directory really has: whoever copied it may have given it another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +84,7 @@ def find_checkpoints(location: str, step: int | None = None) -> list[CheckpointP
         steps = sorted({place.name.step for place in places}, reverse=True)
         known = f"{', '.join(map(str, steps[:20]))}{', ...' if len(steps) > 20 else ''}"
         raise ConfigError(f"{location}: there is no checkpoint of step {step}; its steps are {known}", location)
-    return sorted(found, key=lambda place: place.name, reverse=True)
+    return sorted(found, key=lambda place: (place.name, place.shown), reverse=True)
 
 
 def open_checkpoint(place: CheckpointPlace) -> OpenedCheckpoint:
@@ -91,11 +103,81 @@ def _places_of(location: str) -> list[CheckpointPlace]:
     name = parse_checkpoint(last)
     if name is not None:
         storage = open_storage(above or "/")
-        return [CheckpointPlace(storage, name)] if storage.names(last) else []
+        return [CheckpointPlace(storage, name, last)] if storage.names(last) else []
     storage = open_storage(path)
-    if METADATA in storage.names():
+    entries = storage.names()
+    if parts := parts_in(entries):
+        return [_renamed(storage, "", last, parts)]
+    if METADATA in entries:
         raise ConfigError(f"{location}: torch.distributed.checkpoint wrote it; its format_utils read it", location)
-    return [CheckpointPlace(storage, name) for name in list_checkpoints(storage)]
+    places = [CheckpointPlace(storage, name, entry) for entry in entries if (name := parse_checkpoint(entry))]
+    others = [entry for entry in entries if parse_checkpoint(entry) is None and TEMPORARY not in entry]
+    inside = parallel_map(lambda entry: _names_in(storage, entry), others, _NUM_THREADS)
+    contents = dict(zip(others, inside, strict=True))
+    places += [_renamed(storage, at, at, parts) for at, names in contents.items() if (parts := parts_in(names))]
+    dcps = [entry for entry, names in contents.items() if METADATA in names]
+    if dcps and not places:
+        raise ConfigError(
+            f"{location}: torch.distributed.checkpoint wrote {some_of(dcps, ', ')}; its format_utils read it", location
+        )
+    return places
+
+
+def _names_in(storage: Storage, entry: str) -> list[str]:
+    try:
+        return storage.names(entry)
+    except StorageError:
+        return []  # no checkpoint that could be read
+
+
+def _renamed(storage: Storage, directory: str, shown: str, parts: list[PartName]) -> CheckpointPlace:
+    """Return the place of a checkpoint of ours whose directory has another name than it was saved under."""
+    for part in parts:
+        try:
+            path = f"{directory}/{part.manifest}".lstrip("/")
+            _, _, body = storage.read(path, 0, min(storage.size(path) or 0, MAX_MANIFEST_BYTES)).partition(b"\n")
+            name = parse_checkpoint(msgspec.json.decode(body, type=_SaysItsName).checkpoint)
+        except (StorageError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+        if name is not None:
+            return CheckpointPlace(_Renamed(storage, name, directory), name, shown)
+    name = CheckpointName(0, "unknown")  # no manifest can be read: whoever reads them says why
+    return CheckpointPlace(_Renamed(storage, name, directory), name, shown)
+
+
+class _SaysItsName(msgspec.Struct):
+    checkpoint: str
+
+
+class _Renamed(Storage):
+    """A storage in which the directory of one checkpoint has the name that it was saved under. For reading alone."""
+
+    def __init__(self, storage: Storage, name: CheckpointName, directory: str) -> None:
+        self.location = storage.location
+        self._storage = storage
+        self._name = str(name)
+        self._directory = directory
+
+    def _at(self, path: str) -> str:
+        head, _, file = path.partition("/")
+        return f"{self._directory}/{file}".strip("/") if head == self._name else path
+
+    def names(self, directory: str = "") -> list[str]:
+        return self._storage.names(self._at(directory))
+
+    def size(self, path: str) -> int | None:
+        return self._storage.size(self._at(path))
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._storage.read(self._at(path), start, stop)
+
+    def read_into(self, path: str, start: int, memory: memoryview) -> None:
+        self._storage.read_into(self._at(path), start, memory)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise StorageError(f"{self.location}: it is only read here", self.location)
+
+    make_directory = create = remove_checkpoint = _refuse
 
 
 # What people and programs are told
@@ -145,7 +227,7 @@ def describe(opened: OpenedCheckpoint) -> Described:
     manifests = [part.manifest for part in checkpoint.parts]
     return Described(
         step=name.step,
-        name=str(name),
+        name=opened.place.shown,
         is_whole=opened.why_not_whole is None,
         why_not_whole=opened.why_not_whole,
         num_tensors=len(opened.reader.tensors) if manifests else None,

@@ -94,7 +94,7 @@ def _run_verify(options: argparse.Namespace) -> int:
         opened = open_checkpoint(place)
         with contextlib.ExitStack() as stack:
             if not options.quiet:
-                stack.enter_context(reading_bar(str(place.name), bytes_to_verify(opened), opened.reader))
+                stack.enter_context(reading_bar(place.shown, bytes_to_verify(opened), opened.reader))
             result = verify(opened)
         counts[result.condition] += 1
         if result.problems or not options.quiet:
@@ -111,7 +111,7 @@ def _lines_of(opened: OpenedCheckpoint, result: VerifyResult, max_problems: int 
     what = ""
     if not result.problems:
         what = f": {format_count(len(opened.reader.tensors), 'tensor')}, {format_bytes(opened.num_bytes)}"
-    lines = [one_line(f"{opened.place.name}: {result.condition.value}{what}")]
+    lines = [one_line(f"{opened.place.shown}: {result.condition.value}{what}")]
     lines += [f"    {one_line(problem)}" for problem in result.problems[:max_problems]]
     more = len(result.problems) - len(result.problems[:max_problems])
     if more:
@@ -162,7 +162,7 @@ def _newest_whole(options: argparse.Namespace) -> OpenedCheckpoint:
             for reason in skipped:
                 print(one_line(f"skipped: {reason}"), file=sys.stderr)
             return opened
-        skipped.append(f"{place.name} is not whole: {opened.why_not_whole}")
+        skipped.append(f"{place.shown} is not whole: {opened.why_not_whole}")
     raise CheckpointNotFoundError(
         f"{options.location}: there is no whole checkpoint: {'; '.join(skipped[:3])}"
         f"{f'; and {len(skipped) - 3} more' if len(skipped) > 3 else ''}",
