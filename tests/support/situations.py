@@ -554,6 +554,52 @@ def _transport_of_ones_own() -> Iterator[Situation]:
     yield Situation({"make_my_transport": make}, after=after)
 
 
+@_situation
+def _tensors_of_ones_own() -> Iterator[Situation]:
+    """What is registered carries a state from one process to another."""
+    from torchft_ckpt.checkpointing.state import shards
+
+    def after(names: dict[str, Any]) -> None:
+        halved = names["HalvedTensor"]
+        sent, into = (halved(torch.full((3, 4), value), torch.full((2, 4), -value)) for value in (1.0, 7.0))
+        transport: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+        try:
+            transport.send_checkpoint([1], 7, {"w": sent}, LIMIT)
+            state = transport.fetch_sharded([[transport.metadata()]], 0, 1, 7, LIMIT, local_state={"w": into})
+        finally:
+            transport.shutdown()
+        received = state["w"]
+        assert isinstance(received, halved)
+        assert [half.unique().tolist() for half in received.halves] == [[1.0], [-1.0]]
+
+    with mock.patch.object(shards, "_adapters", shards._adapters):
+        yield Situation(after=after)
+
+
+@_situation
+def _outer_loop_of_ones_own() -> Iterator[Situation]:
+    """Two replicas go to -2 and to -4 in a round: half of the way to the average is -1.5."""
+    from support.fake_outer_manager import FakeOuterManager, Hub, run_replicas
+
+    def after(names: dict[str, Any]) -> None:
+        hub = Hub(2)
+
+        def train(rank: int) -> list[float]:
+            model = nn.Linear(2, 1, bias=False)
+            nn.init.zeros_(model.weight)
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            with names["Halfway"](FakeOuterManager(hub, rank), model, inner, sync_every=2):
+                for _ in range(2):
+                    inner.zero_grad()
+                    (model(torch.ones(2)) * (rank + 1)).sum().backward()
+                    inner.step()
+            return model.weight.flatten().tolist()
+
+        assert run_replicas(2, train) == [[-1.5, -1.5]] * 2
+
+    yield Situation(after=after)
+
+
 # Commands
 
 
