@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.groups import Job, LighthouseProcess, Rank, running_job
 from support.ports import reserved_port
-from support.trainer import digest
+from support.trainer_process import digest_of, state_functions
 from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -31,12 +31,11 @@ def read(reader: PeerReader) -> dict[str, Any]:
     return state
 
 
-def digest_of(state: dict[str, Any]) -> str:
+def digest_of_loaded(state: dict[str, Any]) -> str:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
-    model.load_state_dict(state["model"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer.load_state_dict(state["optimizer"])
-    return digest(model, optimizer)
+    load_state_dict, state_dict = state_functions(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    load_state_dict(state)
+    return digest_of(state_dict())
 
 
 def is_that_of_the_job(state: dict[str, Any], step: int, job: Job) -> bool:
@@ -45,7 +44,7 @@ def is_that_of_the_job(state: dict[str, Any], step: int, job: Job) -> bool:
     while time.monotonic() < until:
         told = {event["digest"] for rank in job.ranks for event in rank.steps() if event["step"] == step}
         if told:
-            return told == {digest_of(state)}
+            return told == {digest_of_loaded(state)}
         time.sleep(0.01)
     return False
 
