@@ -116,6 +116,23 @@ def test_a_token_changes_while_the_process_runs(file: Path) -> None:
     assert config.secrets("argument") == ["argument"]
 
 
+def test_a_file_is_followed_into_another_directory_and_named_once_when_it_is_gone(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = token(None, TORCHFT_CKPT_TOKEN_FILE="token")
+    assert config.environment_of(first) == {"TORCHFT_CKPT_TOKEN": "", "TORCHFT_CKPT_TOKEN_FILE": str(file)}
+    assert config.environment_of("argument") == {"TORCHFT_CKPT_TOKEN": "argument"}
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    file.write_text("changed\n")
+    assert config.secrets(first) == ["changed"]
+    file.unlink()
+    assert config.secrets(first) == config.secrets(first) == ["changed"]
+    (record,) = caplog.records
+    assert f"the token's file {file} cannot be read (No such file or directory)" in record.message
+
+
 def test_a_command_reads_it_from_a_file_and_says_that_ps_shows_an_argument(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -127,8 +126,14 @@ def resolve(
     return default
 
 
-_warned_of: set[str] = set()
-"""Files that a warning was given of, once for this process."""
+_said: set[str] = set()
+"""Warnings that were given, once for this process."""
+
+
+def _warn_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.warning("%s", message)
 
 
 def _secret(text: str, what: str) -> str:
@@ -146,10 +151,18 @@ def secrets(token: str) -> list[str]:
     """Return what is accepted for a token, and first what is shown: what the file holds now from which the token was read."""
     path, found = _secret_files.get(token, ("", [token]))
     if path:
-        with contextlib.suppress(OSError, ValueError):  # it is being written
+        try:
             found, _ = _secrets_in(path, _stamp_of(path))
             _secret_files[token] = path, found
+        except (OSError, ValueError) as error:  # it is being written, or gone
+            _warn_once(f"the token's file {path} cannot be read ({_why(error)}); what it held last counts on")
     return found
+
+
+def environment_of(token: str) -> dict[str, str]:
+    """Return the variables by which another process has a token: its file, if it was read from one, so that it may change."""
+    path, _ = _secret_files.get(token, ("", []))
+    return {TOKEN_FILE: path, TOKEN[0]: ""} if path else {TOKEN[0]: token}
 
 
 def _stamp_of(path: str) -> tuple[int, ...]:
@@ -183,20 +196,18 @@ def read_secret(path: str, what: str) -> str:
     """
     try:
         found, mode = _secrets_in(path, _stamp_of(path))
+        _secret_files[found[0]] = os.path.abspath(path), found  # the script may go to another directory
     except (OSError, ValueError) as error:
-        why = (
-            error.strerror
-            if isinstance(error, OSError)
-            else "it is no text"
-            if isinstance(error, UnicodeError)
-            else error
-        )
-        raise ConfigError(f"the file {path!r} that {what} names cannot be used: {why}", party=what) from error
-    if mode & (stat.S_IRGRP | stat.S_IROTH) and path not in _warned_of:
-        _warned_of.add(path)
-        logger.warning("others than its owner may read the token in %s; `chmod 600` keeps it secret", path)
-    _secret_files[found[0]] = path, found
+        raise ConfigError(f"the file {path!r} that {what} names cannot be used: {_why(error)}", party=what) from error
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        _warn_once(f"others than its owner may read the token in {path}; `chmod 600` keeps it secret")
     return found[0]
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return "it is no text" if isinstance(error, UnicodeError) else str(error)
 
 
 def token_file_of_run(lighthouse: str) -> str:

@@ -16,6 +16,7 @@ from support.waiting import wait_until
 from torchft_ckpt import config
 from torchft_ckpt.__main__ import main
 
+REPO = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "torchft_ckpt", "run"]
 
 
@@ -78,16 +79,18 @@ def test_a_launcher_that_is_killed_leaves_no_group_behind(tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("given", ["", "ours"])
+@pytest.mark.parametrize("given", ["", "ours", "in a file"])
 def test_a_job_on_one_machine_has_a_token_that_the_commands_there_find(tmp_path: Path, given: str) -> None:
     """Both ends are ours: nobody is warned of others, and nobody else comes in."""
     script = tmp_path / "train.py"
     script.write_text(
         """
 import os, stat, subprocess, sys
-path = os.environ.get("TORCHFT_CKPT_TOKEN_FILE")
-if path:
-    print("file", path, oct(stat.S_IMODE(os.stat(path).st_mode)), flush=True)
+from torchft_ckpt import config
+print("token", os.environ.get("TORCHFT_CKPT_TOKEN") or None, os.environ.get("TORCHFT_CKPT_TOKEN_FILE"), flush=True)
+path = config.token_file_of_run(os.environ["TORCHFT_LIGHTHOUSE"].removeprefix("http://"))
+if os.path.exists(path):
+    print("file", path, oct(stat.S_IMODE(os.stat(path).st_mode)), open(path).read(), flush=True)
 shell = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
 for option in ([], ["--token", "guess"]):
     asked = [sys.executable, "-m", "torchft_ckpt", "status", "--lighthouse", os.environ["TORCHFT_LIGHTHOUSE"], *option]
@@ -96,16 +99,31 @@ for option in ([], ["--token", "guess"]):
     )
     environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": ""}
-    environment |= {"TORCHFT_CKPT_TOKEN": given} if given else {}
-    done = run([*RUN, "--groups", "1", "--", str(script)], capture_output=True, text=True, timeout=120, env=environment)
+    environment |= {"TORCHFT_CKPT_TOKEN": "ours"} if given else {}
+    options = []
+    if given == "in a file":
+        (tmp_path / "secret").touch(mode=0o600)
+        (tmp_path / "secret").write_text("in-a-file\n")
+        options = ["--token-file", "secret"]
+    done = run(
+        [*RUN, "--groups", "1", *options, "--", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment | {"PYTHONPATH": str(REPO)},
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
-    said = [line.split()[1:] for line in done.stdout.splitlines()]
+    (_, token, file), *said = (line.split()[1:] for line in done.stdout.splitlines())
     if given:
-        assert said == [["status", "1"], ["status", "1"]]
+        # A token of a file may change while the groups train: they read it there.
+        by_whom = ("None", str(tmp_path / "secret")) if options else ("ours", "None")
+        assert ((token, file), said) == (by_whom, [["status", "1"], ["status", "1"]])
         return
-    (_, path, mode), *statuses = said
-    assert (mode, statuses) == ("0o600", [["status", "0"], ["status", "1"]])
-    assert not Path(path).exists()
+    (_, path, mode, kept), *statuses = said
+    # The groups have it themselves: the file may be cleaned away.
+    assert (kept, file, mode, statuses) == (token, "None", "0o600", [["status", "0"], ["status", "1"]])
+    assert path in done.stderr and not Path(path).exists()
 
 
 def test_a_token_is_kept_where_the_session_has_no_folder_and_a_place_that_is_taken_is_named(

@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
     plan.devices_of(plan.first_group, devices)  # too few are an error before anything is started
     job = _job(options)
     if options.token:
-        os.environ[config.TOKEN[0]] = options.token
+        os.environ.update(config.environment_of(options.token))
     with _lighthouse(options, plan) as address, _log_folder(options.log_dir) as log_folder:
         _log.info(
             "lighthouse at %s, job %s: groups %d to %d of %d, ranks of each: %d",
@@ -151,7 +151,7 @@ def _lighthouse(options: argparse.Namespace, plan: LaunchPlan) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _token_file(address: str, token: str) -> Iterator[None]:
-    """Keep a token for all groups, and for what this user starts on this machine: both ends are ours."""
+    """Give a token to all groups, and keep it in a file for what else this user starts on this machine: both ends are ours."""
     path = config.token_file_of_run(address)
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -162,7 +162,7 @@ def _token_file(address: str, token: str) -> Iterator[None]:
         raise ConfigError(
             f"the file {path} cannot be made ({error.strerror}); set TORCHFT_CKPT_TOKEN", "token"
         ) from error
-    os.environ[config.TOKEN_FILE] = path
+    os.environ[config.TOKEN[0]] = token  # whoever cleans the folder of the file takes it from no group
     _log.info("who reads its state by URL on this machine needs the token in %s", path)
     try:
         yield
