@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +21,12 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from torchft_ckpt import LighthouseServer, PeerReader
+from torchft_ckpt import HTTPTransport, LighthouseServer, PeerReader
 from torchft_ckpt.__main__ import main
-from torchft_ckpt.errors import ConfigError, LighthouseUnreachableError
+from torchft_ckpt.checkpointing.resharding import peers
+from torchft_ckpt.coordination import asking
+from torchft_ckpt.coordination.asking import Lighthouse
+from torchft_ckpt.errors import ConfigError, LighthouseUnreachableError, SourceLostError
 
 LIMIT = timedelta(seconds=60)
 
@@ -74,6 +80,11 @@ def test_a_reader_follows_its_job_through_restarts_of_its_groups(tmp_path: Path)
             groups[name] = job.start(name)[0]
             groups[name].wait_for_step(newest(job))
         assert len(ports) == 3
+        lighthouse.kill()
+        lighthouse.restart()
+        before = newest(job)
+        state = read(reader)  # at once: the lighthouse knows no job yet
+        assert reader.step >= before and is_that_of_the_job(state, reader.step, job)
         file = tmp_path / "state.safetensors"
         assert main(["pull", "--lighthouse", job.lighthouse, "--job", "default", "-o", str(file), "--quiet"]) == 0
         assert load_file(file)["model.0.weight"].shape == (256, 64)
@@ -94,13 +105,85 @@ def test_status_says_where_the_states_are_and_inspect_finds_one(tmp_path: Path, 
         job.finish()
 
 
-def test_a_name_that_the_lighthouse_does_not_know_is_refused_at_once(capsys: Any) -> None:
+@pytest.fixture
+def lighthouse() -> Iterator[Lighthouse]:
+    """As readers see one that has no job."""
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
     try:
-        with pytest.raises(ConfigError, match="knows no job mine"):
-            PeerReader(lighthouse=server.address(), job="mine", timeout=LIMIT).read_metadata()
+        yield Lighthouse(server.address(), None)
     finally:
         server.shutdown()
+
+
+def status_of(newest_step: int, participants: list[str], **steps: int) -> dict[str, Any]:
+    members = [{"replica_id": name, "step": step, "urls": [f"http://{name}:1"]} for name, step in steps.items()]
+    return {"newest_step": newest_step, "participants": participants, "members": members}
+
+
+def test_a_name_that_the_lighthouse_does_not_know_is_waited_for_some_seconds(
+    lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have started again, and the groups may come back to it. A name that it never knew is a wrong one."""
+    reader = PeerReader(lighthouse=lighthouse.address, job="mine", timeout=timedelta(seconds=1.5))
+    began = time.monotonic()
+    with pytest.raises(SourceLostError, match="knows no job mine"):
+        reader.read_metadata()
+    assert time.monotonic() - began > 0.9
+    now = SimpleNamespace(monotonic=lambda: now.s, s=100.0)
+    monkeypatch.setattr(asking, "time", now)
+    for at, error in (
+        (100.0, SourceLostError),
+        (109.0, SourceLostError),
+        (110.0, ConfigError),
+        (111.0, SourceLostError),
+    ):
+        now.s = at
+        with pytest.raises(error, match="knows no job mine"):
+            lighthouse.urls("mine")
+    with monkeypatch.context() as known:
+        known.setattr(lighthouse, "status", lambda job: status_of(3, ["a"], a=3))
+        assert lighthouse.urls("mine") == [["http://a:1"]]
+    for at in (120.0, 10_000.0):
+        now.s = at
+        with pytest.raises(SourceLostError, match="knows no job mine"):
+            lighthouse.urls("mine")
+
+
+def test_who_holds_the_newest_step_is_read_and_before_all_who_trains(
+    lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for status, chosen in (
+        (status_of(7, ["a", "b"], a=7, b=7, c=7), "ab"),
+        (status_of(7, ["a", "b"], a=7, b=3), "a"),
+        (status_of(7, ["b"], a=7, b=3), "a"),
+        (status_of(7, ["b"], b=3), ""),
+    ):
+        monkeypatch.setattr(lighthouse, "status", lambda job, status=status: status)
+        if chosen:
+            assert lighthouse.urls("mine") == [[f"http://{name}:1"] for name in chosen]
+        else:
+            with pytest.raises(SourceLostError, match="with step 7"):
+                lighthouse.urls("mine")
+
+
+def test_a_group_that_hangs_is_not_waited_for_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked again where the state is: it may long be somewhere else."""
+    monkeypatch.setattr(peers, "_PIECE_S", 0.2)
+    transport: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    silent: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
+    try:
+        transport.send_checkpoint([1], 7, {"w": torch.ones(3)}, LIMIT)
+        for ask in (lambda job: job.pull(None, timeout=LIMIT), lambda job: job.hold(None, time.monotonic() + 60)):
+            places = itertools.chain([silent], itertools.repeat(transport))
+            job = peers.JobPeers(lambda places=places: [[next(places).metadata()]])
+            assert ask(job).step == 7
+            job.give_back()
+    finally:
+        transport.shutdown()
+        silent.shutdown()
+
+
+def test_a_job_has_one_name_alone(capsys: Any) -> None:
     with pytest.raises(ConfigError, match="two ways to say the same"):
         PeerReader(["http://127.0.0.1:1"], job="mine")
     assert main(["pull", "http://127.0.0.1:1", "--job", "mine", "-o", "x"]) == 2

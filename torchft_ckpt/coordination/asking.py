@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -35,6 +36,8 @@ MAX_STATUS_BYTES = 64 << 20
 """Ten times what one needs of a job with 20,000 groups."""
 _MAX_GROUPS = 8
 """So many serve one reader."""
+_UNKNOWN_S = 10.0
+"""The groups of a job come back within so long to a lighthouse that has started again."""
 
 
 class Lighthouse:
@@ -54,6 +57,8 @@ class Lighthouse:
             raise ConfigError("no lighthouse address: pass --lighthouse or set TORCHFT_LIGHTHOUSE", "lighthouse")
         self.address = join_host_port(*config.parse_host_port(address, what="lighthouse address"))
         self.token = config.token_for(self.address, token)
+        self._has_found = False
+        self._unknown_since: float | None = None
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -70,25 +75,35 @@ class Lighthouse:
         return in_background(lambda: asyncio.run(self._status(job)), "torchft_ckpt-asks").result()
 
     def urls(self, job: str | None) -> list[list[str]]:
-        """Return where the newest state of a job is now: of some groups that train, the URL of each rank.
+        """Return where the newest state of a job is now: of some groups that hold it, the URL of each rank.
 
         Raises: as `status`, and
-            SourceLostError: no group of the job is here that has told its URLs.
+            SourceLostError: no group of the job is here that holds it and has told its URLs. Or the job is not known, and was
+                before, or has not been for some seconds only: the lighthouse may have started again.
         """
         job = resolve_job(job)
-        status = self.status(job)
+        try:
+            status = self.status(job)
+        except ConfigError as error:
+            now = time.monotonic()
+            self._unknown_since = now if self._unknown_since is None else self._unknown_since
+            if self._has_found or now < self._unknown_since + _UNKNOWN_S:
+                raise SourceLostError(str(error), job) from error
+            self._unknown_since = None
+            raise
+        self._unknown_since = None
         if "finished_at" in status:
             raise ConfigError(f"job {job} is finished: nobody serves its state any more; read its checkpoints", "job")
         try:
             known = msgspec.convert(status, _JobStatus)
         except msgspec.ValidationError as error:
             raise self._is_none(f"its status cannot be read: {error}") from error
-        there = [member for member in known.members if member.urls]
-        newest = max((member.step for member in there), default=0)
-        training = [member for member in there if member.replica_id in known.participants]
-        chosen = training or [member for member in there if member.step == newest]
+        self._has_found = True
+        there = [member for member in known.members if member.urls and member.step >= known.newest_step]
+        chosen = [member for member in there if member.replica_id in known.participants] or there
         if not chosen:
-            raise SourceLostError(f"no group of job {job} is at the lighthouse at {self.address} with a state", job)
+            told = f"no group of job {job} is at the lighthouse at {self.address} with step {known.newest_step}"
+            raise SourceLostError(told, job)
         return [member.urls for member in chosen[:_MAX_GROUPS]]
 
     def tell(self, job: str | None, word: AllowStepLoss | Drain | ForgetJob) -> str:
@@ -169,5 +184,6 @@ class _Member(msgspec.Struct):
 
 
 class _JobStatus(msgspec.Struct):
+    newest_step: int
     participants: list[str]
     members: list[_Member]

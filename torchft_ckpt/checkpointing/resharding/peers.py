@@ -57,6 +57,8 @@ _GRACE_S = 0.5
 _ANSWER_TIMEOUT = timedelta(seconds=30)
 _CONNECT_TIMEOUT_S = 10.0
 _AGAIN_S = 1.0
+_PIECE_S = 15.0
+"""So long groups are waited for until it is asked for the first time whether they are still those that have the state."""
 
 _T = TypeVar("_T")
 FindGroups = Callable[[], Sequence[Sequence[str]]]
@@ -137,18 +139,27 @@ class JobPeers:
         if twice:
             raise ConfigError(f"urls names {', '.join(twice[:5])} more than once", party="urls")
 
-    def _following(self, get: Callable[[], _T], deadline: float) -> _T:
-        """Return what `get` does; while the groups are not to be had that a function names, ask it again which they are."""
+    def _following(self, get: Callable[[float], _T], deadline: float) -> _T:
+        """Return what `get` does; while the groups are not to be had that a function names, ask it again which they are.
+
+        `get` gets the time until which it may wait for them: each such piece is longer, for a job whose steps are.
+        """
+        piece_s = _PIECE_S
         while self._find is not None:
             try:
                 self._take(self._find())
-                return get()
+                return get(min(deadline, time.monotonic() + piece_s))
+            except TransferTimeoutError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                logger.info("%s; looking for the job's groups again", error)
+                piece_s *= 2
             except (SourceLostError, TransferStalledError, LighthouseUnreachableError) as error:
                 if time.monotonic() + _AGAIN_S >= deadline:
                     raise
                 logger.info("%s; looking for the job's groups again", error)
                 time.sleep(_AGAIN_S)
-        return get()
+        return get(deadline)
 
     def index(self, *, timeout: timedelta = _ANSWER_TIMEOUT) -> Index:
         """Return what the first rank serves now. Asks it for nothing more and keeps nothing there.
@@ -158,7 +169,7 @@ class JobPeers:
             StateFormatError: the answer is none.
         """
         deadline = _deadline(timeout)
-        return self._following(lambda: self._index_of(self._ranks[0], deadline), deadline)
+        return self._following(lambda until: self._index_of(self._ranks[0], until), deadline)
 
     def manifest(self, step: int | None = None, *, timeout: timedelta = _ANSWER_TIMEOUT) -> Manifest:
         """Return all of the first rank's state but its bytes. Keeps nothing there.
@@ -172,7 +183,7 @@ class JobPeers:
             StateFormatError: what the rank sends is not a manifest.
         """
         deadline = _deadline(timeout)
-        return self._following(lambda: self._manifest_of(self._ranks[0], step, deadline), deadline)
+        return self._following(lambda until: self._manifest_of(self._ranks[0], step, until), deadline)
 
     def pull(
         self,
@@ -197,14 +208,17 @@ class JobPeers:
             StateFormatError: what a rank sends is not a state.
         """
         deadline = _deadline(timeout)
-        return self._following(lambda: self._pull(step, deadline, on_progress, into), deadline)
+        return self._following(lambda until: self._pull(step, until, deadline, on_progress, into), deadline)
 
     def _pull(
-        self, step: int | None, deadline: float, on_progress: ProgressCallback | None, into: object
+        self, step: int | None, until: float, deadline: float, on_progress: ProgressCallback | None, into: object
     ) -> PulledState:
+        """Fetch a state that is there by `until`."""
         if len(self._ranks) == 1:
+            if until < deadline:
+                self._manifest_of(self._ranks[0], step, until)
             return self._pull_alone(step, deadline, on_progress, into)
-        held = self._hold(step, deadline)
+        held = self._hold(step, until)
         target = StateTarget(None)
         try:
             source = ShardedFetch(
@@ -275,7 +289,7 @@ class JobPeers:
             TransferError: a subclass says why it is not to be had.
             StateFormatError: what a rank sends is not a manifest.
         """
-        return self._following(lambda: self._hold(step, deadline), deadline)
+        return self._following(lambda until: self._hold(step, until), deadline)
 
     def _hold(self, step: int | None, deadline: float) -> HeldStep:
         self.give_back()

@@ -61,7 +61,8 @@ class PeerReader(StorageReader):
     Args:
         urls: what the `HTTPTransport.metadata()` of each rank returned, in the order of ranks: of one group, or a list of
             these for several. The first group is the primary: the state is its own, others give what is equal. Without urls
-            the lighthouse is asked for them before each load, so the reader follows the job over restarts and new ports.
+            the lighthouse is asked for them before each load, so the reader follows the job over restarts and new ports, also of
+            the lighthouse. A job that it never found there is waited for ten seconds.
         lighthouse: its address; default: `TORCHFT_LIGHTHOUSE`.
         job: the job's name there; default: `TORCHFT_CKPT_JOB`, else `default`.
         step: the step wanted; default: one that can be had soon. Programs of several ranks that load without `no_dist`
