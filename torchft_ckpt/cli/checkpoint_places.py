@@ -136,7 +136,7 @@ def _renamed(storage: Storage, directory: str, shown: str, parts: list[PartName]
         try:
             path = f"{directory}/{part.manifest}".lstrip("/")
             _, _, body = storage.read(path, 0, min(storage.size(path) or 0, MAX_MANIFEST_BYTES)).partition(b"\n")
-            name = parse_checkpoint(msgspec.json.decode(body, type=_SaysItsName).checkpoint)
+            name = parse_checkpoint(_DECODER.decode(body).checkpoint)
         except (StorageError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
         if name is not None:
@@ -147,6 +147,9 @@ def _renamed(storage: Storage, directory: str, shown: str, parts: list[PartName]
 
 class _SaysItsName(msgspec.Struct):
     checkpoint: str
+
+
+_DECODER = msgspec.json.Decoder(_SaysItsName)
 
 
 class _Renamed(Storage):
