@@ -780,6 +780,28 @@ def test_one_that_has_gone_out_and_still_holds_the_newest_state_comes_in_in_turn
             b.votes()
 
 
+def test_one_that_was_put_out_of_turn_is_in_no_step_before_its_turn_though_it_holds_the_newest_state() -> None:
+    """Else it would be in the others' next step at the wrong place, and be put out again for the one after it, for ever."""
+    job = Job(least=3)
+    members = a, b, c = [job.join(name) for name in "abc"]
+    turns = takes_turns("critic", "generator")
+    for _ in range(3):
+        one_step(job, *members, kind=next(turns))
+    kind, other = next(turns), next(turns)
+    for member, trained in zip(members, (kind, kind, other), strict=True):
+        member.asks(can_serve=True, kind=trained)
+    c.asks(can_serve=True, kind=other)  # it has given that step up, and is where it was
+    assert c.replica.warms_up and a.replica.phase.value == b.replica.phase.value == "asking"
+    c.ends()
+    c.asks(at_end=True, kind=kind)
+    c.comes_in()
+    c.asks(kind=kind)
+    assert [m.formed.role.value for m in members] == ["healthy"] * 3
+    for member in members:
+        member.votes()
+    assert all(Outcome.DISCARD not in m.outcomes for m in members)
+
+
 def test_the_turns_of_a_group_that_is_gone_are_forgotten_with_it() -> None:
     job = Job(least=1)
     a, b, other = [job.join(name) for name in "abc"]

@@ -191,7 +191,7 @@ class Beside:
         for member in candidates:
             is_at_work = member.replica_id in self._job.quorum_members
             may_begin = self._job.holds_newest(member.version) and not member.asked.at_end
-            came_in = may_begin and not is_at_work  # in its turn, at its end
+            came_in = may_begin and not is_at_work and member.out_of_turn_since is None  # in its turn, at its end
             kinds = member.asked.kinds
             fits = kinds[-1:] == usual[-1:] if is_at_work else is_at_same_place(kinds, usual)
             if fits or came_in or not member.asked.can_load:
