@@ -667,3 +667,16 @@ def test_a_rank_that_asks_anew_with_another_state_than_the_one_that_was_named_do
     anew = request(2, version=version, torn=other == "torn", restored=other == "restored meanwhile")
     (again,) = up(group.handle(RankMessage(1, anew)))
     assert isinstance(again, QuorumRequest) and again.torn
+
+
+def test_ranks_that_have_the_state_wait_with_their_step_for_one_that_asks_for_it_once_more() -> None:
+    """It could not load that: so the group is in no quorum before all of its ranks begin the same iteration, as they like it."""
+    group = GroupState(2)
+    group.handle(RankMessage(0, request(allow_heal=False)))
+    (asked,) = up(group.handle(RankMessage(1, request(version=StateVersion(), torn=True, at_end=True))))
+    assert isinstance(asked, QuorumRequest)
+    assert (asked.at_end, asked.warms_up, asked.allow_heal) == (False, True, True)
+    alone = msgspec.structs.replace(formed(asked.request_id, role=Role.LEARNER), warms_up=True)
+    assert told(group.handle(LighthouseMessage(alone))) == [(1, "QuorumFormed")]
+    (asked,) = up(group.handle(RankMessage(1, request(2, version=StateVersion(), torn=True))))
+    assert isinstance(asked, QuorumRequest) and not (asked.warms_up or asked.allow_heal)

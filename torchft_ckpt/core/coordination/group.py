@@ -494,6 +494,10 @@ class GroupState:
     def _combine(self, by_rank: dict[int, QuorumRequest]) -> QuorumRequest:
         requests = [by_rank[rank] for rank in range(self.world_size)]
         versions = {request.version for request in requests}
+        is_at_end = all(request.at_end for request in requests)
+        awaits_one = not is_at_end and any(
+            request.at_end for request in requests
+        )  # to begin this iteration: see `_formed`
         first = requests[0]
         version = first.version if len(versions) == 1 else StateVersion(step=min(v.step for v in versions))
         addresses = self._all_addresses()
@@ -512,7 +516,7 @@ class GroupState:
             torn=len(versions) > 1 or any(request.torn for request in requests),
             init_sync=any(request.init_sync for request in requests),
             shrink_only=any(request.shrink_only for request in requests),
-            allow_heal=all(request.allow_heal for request in requests),
+            allow_heal=awaits_one or all(request.allow_heal for request in requests),
             can_load=all(request.can_load for request in requests),
             waits_for_quorum=all(request.waits_for_quorum for request in requests),
             can_serve=all(request.can_serve for request in requests),
@@ -523,9 +527,9 @@ class GroupState:
             contributes=all(request.contributes for request in requests),
             gathers=all(request.gathers for request in requests),
             patience_s=max(request.patience_s for request in requests),
-            warms_up=any(request.warms_up for request in requests),
+            warms_up=awaits_one or any(request.warms_up for request in requests),
             came_in=any(request.came_in for request in requests),
-            at_end=all(request.at_end for request in requests),
+            at_end=is_at_end,
             top_s=max(request.top_s for request in requests),
             join_stall_limit_s=min(
                 (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None
