@@ -572,3 +572,47 @@ def test_who_was_given_the_state_and_has_made_no_step_has_no_voice_whatever_conn
     assert a.replica.shows is not Shows.NOTHING
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["as it was", "the lighthouse is started again"])
+def test_who_has_caught_up_between_two_rounds_has_no_voice_before_it_was_equal_after_a_step(is_restarted: bool) -> None:
+    job, (a,) = at_work("a")
+    others = b, c = job.join("b"), job.join("c")
+    for member in others:
+        member.says(member.replica.locate())
+        member.replica.caught_up(a.replica.version)
+    if is_restarted:
+        job.restart()
+        for member in (a, b, c):
+            member.connects()
+    for member in (*others, a):
+        member.asks(shows="x", can_serve=True)
+    assert a.formed is not None and (a.formed.replica_world_size, a.formed.num_proved) == (3, 1)
+    assert [m.replica.is_on_trial for m in (a, b, c)] == [False, True, True]
+    for member in (a, b, c):
+        member.votes()
+    ask([a, b, c], "xyy")
+    assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
+
+
+def test_who_began_the_job_and_has_caught_up_since_counts_as_one_that_came_in() -> None:
+    job = Job(least=1)
+    a, c = job.join("a"), job.join("c")
+    for member in (a, c):
+        member.asks()
+    c.replica.load_torn()
+    c.says(c.replica.locate())
+    a.votes()
+    job.step(a)
+    b = job.join("b")
+    for member in (b, c):
+        member.says(member.replica.locate())
+        member.replica.caught_up(a.replica.version)
+    for member in (b, c, a):
+        member.asks(can_serve=True)
+    assert a.formed is not None and a.formed.replica_world_size == 3
+    for member in (a, b, c):
+        member.votes()
+    a.dies()
+    ask([b, c], "yz")
+    assert told_to_load([b, c]) == {"c": {"b"}}

@@ -199,6 +199,8 @@ class Oracle:
         if expected is None or expected != trainer.value:
             self.fail(f"{trainer.address} healed to {version}, which nobody holds: {trainer.value} is not {expected}")
         self.newest[trainer.replica_id, trainer.rank] = version
+        if not trainer.replica.is_in_step:  # it has caught up between two rounds
+            self._came_in[trainer.replica_id] = version
         if trainer.replica.follows and not trainer.replica.is_corrected:
             self._check_chain(trainer, version)
 

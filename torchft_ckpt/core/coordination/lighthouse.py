@@ -518,6 +518,8 @@ class LighthouseState:
         member.is_excused = message.has_finished or not located.is_held or member.is_let_go
         if member.is_excused:
             self._job.quorum_members.pop(replica_id, None)
+        if not located.is_held:
+            self._trials.lost(replica_id)  # it comes in anew
         yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
         yield from self._reconsider(now)
 

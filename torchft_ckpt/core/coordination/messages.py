@@ -248,7 +248,7 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     warms_up: bool = False
     """Nothing of this step is to count: its loop may be in the middle of an iteration that began with another state."""
     came_in: bool = False
-    """It was given its state while the others waited, and has made no step since: that it is equal says nothing of its loop."""
+    """It was given its state by others, and has made no step since: that it is equal says nothing of its loop."""
     at_end: bool = False
     """An iteration of it has ended that did not count, and it lacks the newest state: it begins no step before it has that."""
     top_s: Seconds = 0.0

@@ -250,8 +250,10 @@ class ReplicaState:
         self._is_stale = False
         """A quorum that went by trained from another state, or nobody knows that this replica holds its state now."""
         self.is_on_trial = False
-        """The state was given to it while the others waited, and what its first step makes of that has not been compared yet: it
+        """The state was given to it by others, and what its first step makes of that has not been compared yet: it
         gives that to nobody, and writes it nowhere. If nobody makes that step with it who is not on trial, it is the job's."""
+        self._has_caught_up = False
+        """The state was given to it between two steps, and no quorum has formed with it since."""
         self._may_differ = False
         """It computes alone with a state of the newest name: it may be that of another attempt, or another rank's is another."""
         self._vote: CommitVote | None = None
@@ -406,7 +408,7 @@ class ReplicaState:
         """The user loaded a checkpoint of `step` on purpose."""
         self.version, self._held = StateVersion(step=step), None
         self.restored = True
-        self.torn = self.is_on_trial = False
+        self.torn = self.is_on_trial = self._has_caught_up = False
         self.state_changed()
 
     def state_changed(self) -> None:
@@ -474,7 +476,7 @@ class ReplicaState:
             min_contributors=self.settings.min_replica_size,
             patience_s=wishes.patience_s,
             warms_up=facts.computes_alone and not facts.at_end,
-            came_in=self.is_on_trial and self._last_outcome is not Outcome.COMMIT,
+            came_in=self._has_caught_up or (self.is_on_trial and self._last_outcome is not Outcome.COMMIT),
             kinds=[*facts.kinds],
             at_end=facts.at_end,
             top_s=facts.top_s,
@@ -513,6 +515,7 @@ class ReplicaState:
         """The newest state, as the lighthouse has just named it, is in place."""
         self._adopt(version)
         self.newest_step = version.step
+        self._has_caught_up = True
 
     def _moves(self, event: StepEvent) -> bool:
         """Go where an event leads from this phase; False: nowhere."""
@@ -554,7 +557,8 @@ class ReplicaState:
         self.capture_wanted = formed.joiner_waiting
         if formed.destinations:
             self.serves_learners = True
-        is_made, self._last_outcome = self._last_outcome is Outcome.COMMIT, None
+        is_made = self._last_outcome is Outcome.COMMIT and not self._has_caught_up
+        self._last_outcome = None
         if (formed.differs or formed.role is Role.IDLE) and self.version == formed.version:
             self._lose_name()  # the others hold another state under that name
         if formed.role is Role.HEALTHY and self.version != formed.version:
@@ -565,7 +569,8 @@ class ReplicaState:
                 self._adopt(formed.version)
         is_believed = is_made or formed.names_state or (formed.role is Role.HEALTHY and not formed.num_proved)
         is_given = (formed.held and not is_beginner) or formed.differs
-        self.is_on_trial = is_given or (self.is_on_trial and not is_believed)
+        self.is_on_trial = is_given or ((self.is_on_trial or self._has_caught_up) and not is_believed)
+        self._has_caught_up = False
         is_here = self.version == formed.version and not (formed.held and self._may_differ)
         load = formed.role is Role.LEARNER and not (is_here or formed.warms_up)
         self._may_differ = formed.warms_up or (self._may_differ and load)
