@@ -147,20 +147,6 @@ def test_a_state_of_an_attempt_before_counts_for_nothing(has_come: bool) -> None
     assert c.hears()[-1].endswith("step 3 healthy")
 
 
-def test_a_hold_that_ends_as_one_who_holds_the_state_asks_anew_is_taken_off_the_allowance_as_any_other() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=4.0)
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=3.0)
-    are_asked([a, b])
-    for left_s in (2.0, 1.0):
-        job.passes(1.0)
-        c.still_needs(left_s)
-    a.asks(can_serve=True)
-    assert not job.lighthouse._holds.is_on
-    assert job.lighthouse._joining.why_not(3.0, job.now) and not job.lighthouse._joining.why_not(1.0, job.now)
-
-
 def in_quorum(job: Job) -> set[str]:
     return set() if job.lighthouse.round is None else set(job.lighthouse.round.tally.roles)
 

@@ -168,7 +168,7 @@ class Holds:
             self._tried[group_name(member.replica_id)] = member.replica_id
             self._late.pop(member.replica_id, None)
 
-    def asks_anew(self, member: Member, now: float) -> list[Member]:
+    def asks_anew(self, member: Member) -> list[Member]:
         """One of those that wait with the state begins its step anew: its loop may have changed what no step does since it was
         captured. So what was given to others is of an attempt before. They are not waited for; those that have come are returned.
         """
@@ -181,7 +181,6 @@ class Holds:
         for replica_id in given:
             self._awaited.pop(replica_id, None)
             self._late[replica_id] = self._version.step
-        self._end_if_over(now)
         return come
 
     def quorum_forms(self, members: Collection[str], step: int) -> None:
@@ -224,12 +223,8 @@ class Holds:
                 yield Log(f"the others wait no longer for {replica_id}: {why}")
         if not held_up:
             self._awaited.clear()
-        self._end_if_over(now)
-
-    def _end_if_over(self, now: float) -> None:
-        """The others have stood still, and nobody is waited for any more."""
         if not self._awaited:
-            self._joining.stood_for_hold(self._stood(now), now)
+            self._joining.stood_for_hold(stood_s, now)
 
     def _waiting(self) -> list[Member]:
         return [self._job.members[replica_id] for replica_id in self._job.waiting]

@@ -432,7 +432,7 @@ class LighthouseState:
         replica_id = member.replica_id
         yield from self._deciding.abandoned(replica_id, now)
         if member.request is not None and member.request.request_id != request.request_id:
-            for other in self._holds.asks_anew(member, now):
+            for other in self._holds.asks_anew(member):
                 yield self._beside.let_warm_up(other, now)
         member.layout, member.frozen, member.hands_over = request.layout, request.frozen, False
         member.min_contributors = request.min_contributors if request.contributes else 0
