@@ -120,37 +120,6 @@ def test_a_hold_that_fails_costs_its_own_time_and_no_step_and_no_quorum_id(how: 
     assert job.lighthouse._joining._allowance.debts["c"].failures == 1
 
 
-@pytest.mark.parametrize("has_come", [False, True], ids=["it receives", "it has come"])
-def test_a_state_of_an_attempt_before_counts_for_nothing(has_come: bool) -> None:
-    """A loop may change in each attempt what no step changes: so who was given the state before one of the others asks anew holds
-    another one under its name."""
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
-    c, d = warms_up(job, "c"), warms_up(job, "d")
-    for member in (c, d):
-        member.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
-    if has_come:
-        c.comes_in()
-        c.asks()
-    a.asks(can_serve=True)
-    assert not job.lighthouse._holds.is_on and c.replica.warms_up is has_come
-    if not has_come:
-        c.comes_in()
-        c.asks()
-    assert c.replica.warms_up and in_quorum(job) == {"a:1", "b:1"}
-    c.ends()
-    c.asks(at_end=True, reach_s=0.5)
-    trains(job, [a, b])
-    c.comes_in()
-    c.asks()
-    assert c.hears()[-1].endswith("step 3 healthy")
-
-
-def in_quorum(job: Job) -> set[str]:
-    return set() if job.lighthouse.round is None else set(job.lighthouse.round.tally.roles)
-
-
 def test_a_group_is_held_for_once_at_a_boundary_and_later_again() -> None:
     job = Job(least=2)
     a, b = at_work(job, "a", "b")
@@ -260,7 +229,6 @@ def test_those_who_train_capture_their_state_only_if_somebody_may_come_in_next(w
         are_asked([a, b])
         job.passes(0.9)
         c.comes_in(load=False)
-        c.asks(at_end=True, reach_s=0.1)
     shrink_only = why == "nobody else is let in"
     for member in (a, b):
         member.votes()

@@ -565,8 +565,7 @@ def test_who_was_given_the_state_and_has_made_no_step_has_no_voice_whatever_conn
         job.restart()
         for member in (a, b, c):
             member.connects()
-        a.asks(shows="x", can_serve=True)
-    ask([b, c], "xx")  # if the others asked anew, what they gave would be of an attempt before
+    ask([a, b, c], "xxx")
     for member in (a, b, c):
         member.votes()
     assert a.replica.shows is not Shows.NOTHING

@@ -11,8 +11,6 @@ that before there is a quorum: those who begin the job with its holder receive i
            and its need fits the allowance                              JoinerWaiting(num_held) to those that serve it, and
                                                                         QuorumPending(held_s) to all that wait
     none   the same, and nobody has captured the state           none   the quorum forms; they do so before their next step
-    held   one who holds it asks anew: what it gave is of an     none   they are held for at the next boundary
-           attempt before
     none   it does not fit, or was held for at this boundary,    none   it waits outside, and is told why; the quorum forms
            or has failed a short while ago, or the quorum
            would leave it out (`shrink_only`)
@@ -167,21 +165,6 @@ class Holds:
             self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s, those, received_at=now)
             self._tried[group_name(member.replica_id)] = member.replica_id
             self._late.pop(member.replica_id, None)
-
-    def asks_anew(self, member: Member) -> list[Member]:
-        """One of those that wait with the state begins its step anew: its loop may have changed what no step does since it was
-        captured. So what was given to others is of an attempt before. They are not waited for; those that have come are returned.
-        """
-        if not self.is_on or not self._is_held_up(member) or self._version == self._job.first:
-            return []
-        given = [m for m in self._tried.values() if m != member.replica_id and m in self._job.members]
-        come = [
-            self._job.members[m] for m in given if m not in self._awaited and self._job.members[m].request is not None
-        ]
-        for replica_id in given:
-            self._awaited.pop(replica_id, None)
-            self._late[replica_id] = self._version.step
-        return come
 
     def quorum_forms(self, members: Collection[str], step: int) -> None:
         """A quorum of these forms for a step: what comes now is another boundary."""

@@ -431,9 +431,6 @@ class LighthouseState:
     def _on_quorum_request(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
         replica_id = member.replica_id
         yield from self._deciding.abandoned(replica_id, now)
-        if member.request is not None and member.request.request_id != request.request_id:
-            for other in self._holds.asks_anew(member):
-                yield self._beside.let_warm_up(other, now)
         member.layout, member.frozen, member.hands_over = request.layout, request.frozen, False
         member.min_contributors = request.min_contributors if request.contributes else 0
         member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
