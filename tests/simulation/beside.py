@@ -9,7 +9,6 @@ import copy
 from collections.abc import Iterable
 from types import MappingProxyType
 
-from torchft_ckpt.core.coordination.hold import LOOK_AGAIN_S
 from torchft_ckpt.core.coordination.leaving import LAST_HOLDER_STAYS_S
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
@@ -77,8 +76,7 @@ class Beside:
         if without is None:
             return ""
         beside = _answered_after_s(state, now, [])
-        # A hold for a first state, which learners may be in, is looked at so often.
-        if beside is None or beside > without + LOOK_AGAIN_S + 1e-6:
+        if beside is None or beside > without + 1e-6:
             took = "none" if beside is None else f"one after {beside:.3f} s"
             return f"beside {len(learners)} learners there is {took}, without them a quorum forms after {without:.3f} s"
         return ""
