@@ -6,7 +6,7 @@ import pytest
 from lighthouse_script import Job, Member
 
 from torchft_ckpt.core.coordination.joining import SILENT_S
-from torchft_ckpt.core.coordination.messages import JoinProgress, Outcome, Receives, Role, StateVersion
+from torchft_ckpt.core.coordination.messages import Outcome, Role, StateVersion
 
 HELD = "held up: all others have asked, and wait until {} has the state of step 0"
 
@@ -107,44 +107,6 @@ def test_it_is_said_for_whom_a_job_waits_that_cannot_begin() -> None:
     b.is_stopped = True
     job.passes(10.0)
     assert job.lighthouse.reason == "1 of at least 2 replica groups are here (a:1)"
-
-
-def tells(member: Member, done_bytes: int, does: Receives = Receives.TRANSFER) -> None:
-    assert member.formed is not None
-    quorum_id, step = member.formed.quorum_id, member.formed.version.step
-    member.says(JoinProgress(quorum_id=quorum_id, step=step, reach_s=1.0, does=does, done_bytes=done_bytes))
-
-
-def test_one_that_hangs_with_a_beating_heart_keeps_enough_others_from_their_first_step_for_their_limit() -> None:
-    job, (a, b, c) = begins(join_stall_limit_s=30.0)
-    receives(b)
-    for second in range(40):
-        tells(c, done_bytes=second)
-        job.passes(1.0)
-    assert not in_quorum(job), "its state is large, and on its way"
-    for _ in range(28):
-        tells(c, done_bytes=39, does=Receives.LOADS)
-        job.passes(1.0)
-    assert not in_quorum(job)
-    for _ in range(3):
-        tells(c, done_bytes=39, does=Receives.LOADS)
-        job.passes(1.0)
-    assert in_quorum(job) == {"a:1", "b:1"}
-    assert any("it has received nothing of the job's first state for 30 s" in line for line in job.log)
-    for member in (a, b):
-        member.votes()
-    c.follows()
-    c.asks()
-    assert c.replica.warms_up, "it comes in as one that comes later"
-
-
-def test_if_the_others_are_too_few_the_job_waits_for_one_that_hangs() -> None:
-    job, (_a, b, c) = begins(least=3, join_stall_limit_s=30.0)
-    receives(b)
-    job.passes(300.0)
-    assert not in_quorum(job)
-    receives(c)
-    assert in_quorum(job) == {"a:1", "b:1", "c:1"}
 
 
 def test_if_the_holder_of_the_first_state_is_lost_the_job_begins_with_that_of_another_under_another_name() -> None:

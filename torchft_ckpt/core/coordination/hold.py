@@ -19,9 +19,8 @@ that before there is a quorum: those who begin the job with its holder receive i
     held   it is gone, or asks otherwise: it has no such state   none   the quorum forms without it
     held   it is silent, does not begin its next step, or        none   the quorum forms without it; what it receives is of use in
            measures that it needs longer than the allowance             the next hold
-    held   those who train are too few without it                held   no limit of time: no step could count
-    held   it begins the job, and others are enough              held   no limit while it receives bytes; without one, after the
-                                                                        limit of those who hold the state: as if it were silent
+    held   those who train are too few without it, or one who    held   no limit of time: no step could count
+           begins the job has not come yet
     held   nobody waits any more who holds that state            none   nothing
 
 A hold that fails costs its own time, out of `JoinAllowance`, and nothing else: no step, no quorum id. Who fails owes, as all who
@@ -68,8 +67,6 @@ class _Awaited:
     said: JoinProgress | None = None
     said_at: float = 0.0
     """When it said so; that it has all counts from the first time, unless it does something more."""
-    received_at: float = 0.0
-    """When it said for the first time that it has received as much as it has."""
 
     @property
     def begins_within_s(self) -> float:
@@ -90,10 +87,8 @@ class Holds:
         self._version = StateVersion()
         self._began = self._stood_before_s = 0.0
         """Since when the others stand still, or no step can count; and how long they had stood still in this hold before that."""
-        self._enough_since = 0.0
-        self._is_needed = self._are_few = False
-        """The others lose no time: no step could count without those that the quorum is held for, or one of these begins the job.
-        And: no step could count."""
+        self._is_needed = False
+        """Without those that are held for no step could count."""
         self._awaited: dict[str, _Awaited] = {}
         self._tried: dict[str, str] = {}
         """Groups that the quorum was held for since the last one formed, with the member that was given the state of now."""
@@ -124,10 +119,8 @@ class Holds:
 
     # ------------------------------------------------------------------------------------------------ before, and begin
 
-    def needs(self, is_needed: bool, now: float, *, are_few: bool) -> None:
-        """Note whether the others lose no time meanwhile; and whether that is so because they are too few."""
-        self._enough_since = self._enough_since if self._are_few is are_few else now
-        self._are_few = are_few
+    def needs(self, is_needed: bool, now: float) -> None:
+        """Note whether no step could count without those that the quorum is held for: the others lose no time meanwhile."""
         if is_needed != self._is_needed:
             self._stood_before_s, self._began = self._stood(now), now
             self._is_needed = is_needed
@@ -162,7 +155,7 @@ class Holds:
         for member in newcomers:
             top_s = max(usual_top_s, member.asked.top_s)
             those = frozenset(other.replica_id for other in holding)
-            self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s, those, received_at=now)
+            self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s, those)
             self._tried[group_name(member.replica_id)] = member.replica_id
             self._late.pop(member.replica_id, None)
 
@@ -183,8 +176,6 @@ class Holds:
         awaited = self._awaited.get(member.replica_id)
         if awaited is None or progress.step != self._version.step:
             return
-        if progress.done_bytes > (0 if awaited.said is None else awaited.said.done_bytes):
-            awaited.received_at = now
         if not awaited.has_loaded or progress.reach_s > 0.0:  # it may take long before it can ask, and says so
             awaited.said, awaited.said_at = progress, now
 
@@ -228,16 +219,7 @@ class Holds:
             return _End.GONE, "it is gone"
         if member.request is not None or not member.is_beside or member.warms_up:
             return _End.COULD_NOT, "it could not receive or load the state"
-        if self._is_needed:
-            return _End.LATE, "" if self._are_few else self._why_stuck(awaited, now)
-        return _End.LATE, self._why_late(awaited, stood_s, now)
-
-    def _why_stuck(self, awaited: _Awaited, now: float) -> str:
-        """Say why a group that begins the job is not waited for any more, though it may be on its way."""
-        stuck_s = now - max(awaited.received_at, awaited.since, self._enough_since)
-        if stuck_s < self._joining.limit_s:
-            return ""
-        return f"it has received nothing of the job's first state for {stuck_s:.0f} s (join_stall_limit), and does not begin"
+        return _End.LATE, "" if self._is_needed else self._why_late(awaited, stood_s, now)
 
     def _why_late(self, awaited: _Awaited, stood_s: float, now: float) -> str:
         said, since_s = awaited.said, now - awaited.said_at

@@ -122,11 +122,6 @@ class Joining:
             self._allowance.set_limit(limit_s, now)
 
     @property
-    def limit_s(self) -> float:
-        """The least `join_stall_limit` of those who train; infinite: there is none."""
-        return self._allowance.limit_s
-
-    @property
     def usual_s(self) -> float:
         """How long a step takes; 0: not known yet."""
         return self._usual_s
