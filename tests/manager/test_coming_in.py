@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -20,11 +21,14 @@ from test_ranks_load_together import Inner, Rank, Slow, group
 from torch import nn
 
 from torchft_ckpt import DistributedDataParallel, LighthouseServer, Optimizer
+from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.core.coordination.hold import BEGINS_WITHIN_S
 from torchft_ckpt.ddp import PureDistributedDataParallel
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager import coming_in
+from torchft_ckpt.manager.coming_in import CameIn
 from torchft_ckpt.manager.saving import NotSaving, save_identity
+from torchft_ckpt.manager.state_registry import StateRegistry
 
 
 class Counting(Replica):
@@ -87,6 +91,23 @@ def test_a_group_that_comes_in_calls_its_state_functions_once_before_it_receives
     assert joined.calls == ["state", "load", "state", "state", "state"]
     run.end(joined)
     run.close(joined)
+
+
+def test_what_the_state_functions_return_after_a_load_is_kept_no_longer_than_until_a_step_begins() -> None:
+    """They may return a copy of the whole state."""
+    weight, returned = torch.zeros(2), []
+
+    def state() -> dict[str, torch.Tensor]:
+        returned.append(weight.clone())
+        return {"w": returned[-1]}
+
+    registry = StateRegistry(StateDictLock())
+    registry.register("model", lambda saved: None, state)
+    assert not registry.not_returned({"model": {"w": torch.zeros(2)}}).paths
+    kept = weakref.ref(returned.pop())
+    assert kept() is not None
+    CameIn(registry).forget()  # as a step begins that no group has come in to
+    assert kept() is None
 
 
 def test_those_who_wait_for_a_group_that_loads_are_told_that_this_time_does_not_count() -> None:

@@ -64,6 +64,7 @@ class CameIn:
     def forget(self) -> None:
         """It does not matter any more what was loaded."""
         self._version, self._found, self._state, self._seen = None, {}, {}, None
+        self._registry.forget_returned()
 
     def take_seen(self) -> dict[str, Any] | None:
         """Return what the state functions have returned in `put_back`, once, if nothing was put back since."""

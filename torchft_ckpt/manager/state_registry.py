@@ -414,6 +414,10 @@ class StateRegistry:
         returned, self._returned = self._returned, None
         return self.capture() if returned is None else returned
 
+    def forget_returned(self) -> None:
+        """Nobody takes what the functions returned: it may be a copy of the state."""
+        self._returned = None
+
     def capture_for_save(self, state: dict[str, Any], *, by_key: bool) -> StateToSave:
         """Return a state as it is to be saved while training goes on.
 

@@ -415,6 +415,7 @@ class Steps:
         `goes_on`: the loop may change it yet, before the step begins.
         """
         if not self._came_in.is_held:
+            self._came_in.forget()
             return
         agree = None if self._recovery.is_alone else self._agree_to_put_back
         if self._has_written:  # for the step that begins, or for the one before: nobody can tell
