@@ -757,9 +757,8 @@ def test_most_of_those_at_work_say_whose_turn_it_is() -> None:
     assert [m.replica.warms_up for m in members] == [True, False, False]
 
 
-def test_one_that_has_gone_out_and_still_holds_the_newest_state_comes_in_in_turn_alone() -> None:
-    """The step that it was put out for was discarded: it lacks nothing but its turn."""
-    job = Job(least=1)
+def one_is_out_of_turn(job: Job) -> tuple[Member, Member, Member, str, str]:
+    """Three ask for a step, the last one out of turn; return them, whose turn it is, and whose it is next."""
     members = a, b, c = [job.join(name) for name in "abc"]
     turns = takes_turns("critic", "generator")
     for _ in range(3):
@@ -767,6 +766,13 @@ def test_one_that_has_gone_out_and_still_holds_the_newest_state_comes_in_in_turn
     kind, other = next(turns), next(turns)
     for member, trained in zip(members, (kind, kind, other), strict=True):
         member.asks(can_serve=True, kind=trained)
+    return a, b, c, kind, other
+
+
+def test_one_that_has_gone_out_and_still_holds_the_newest_state_comes_in_in_turn_alone() -> None:
+    """The step that it was put out for was discarded: it lacks nothing but its turn."""
+    job = Job(least=1)
+    a, b, c, kind, other = one_is_out_of_turn(job)
     a.votes(error="a batch was of no use")
     b.votes()
     c.ends()
@@ -783,23 +789,17 @@ def test_one_that_has_gone_out_and_still_holds_the_newest_state_comes_in_in_turn
 def test_one_that_was_put_out_of_turn_is_in_no_step_before_its_turn_though_it_holds_the_newest_state() -> None:
     """Else it would be in the others' next step at the wrong place, and be put out again for the one after it, for ever."""
     job = Job(least=3)
-    members = a, b, c = [job.join(name) for name in "abc"]
-    turns = takes_turns("critic", "generator")
-    for _ in range(3):
-        one_step(job, *members, kind=next(turns))
-    kind, other = next(turns), next(turns)
-    for member, trained in zip(members, (kind, kind, other), strict=True):
-        member.asks(can_serve=True, kind=trained)
+    a, b, c, kind, other = one_is_out_of_turn(job)
     c.asks(can_serve=True, kind=other)  # it has given that step up, and is where it was
     assert c.replica.warms_up and a.replica.phase.value == b.replica.phase.value == "asking"
     c.ends()
     c.asks(at_end=True, kind=kind)
     c.comes_in()
     c.asks(kind=kind)
-    assert [m.formed.role.value for m in members] == ["healthy"] * 3
-    for member in members:
+    assert [m.formed.role.value for m in (a, b, c)] == ["healthy"] * 3
+    for member in (a, b, c):
         member.votes()
-    assert all(Outcome.DISCARD not in m.outcomes for m in members)
+    assert all(Outcome.DISCARD not in m.outcomes for m in (a, b, c))
 
 
 def test_the_turns_of_a_group_that_is_gone_are_forgotten_with_it() -> None:
