@@ -47,7 +47,7 @@ nitpicky = True
 OTHERS = (
     "timedelta|ReduceOp|Work|abc|asyncio|collections|concurrent|contextlib|dataclasses|datetime|enum|fsspec|io|logging|msgspec|numpy|os|pathlib|signal|ssl"
     "|threading|torch|types|typing|typing_extensions|dist|nn|optim"
-    "|accelerate|lightning|transformers"
+    "|accelerate|lightning|transformers|TrainerCallback"
 )
 nitpick_ignore_regex = [("py:.*", rf"({OTHERS})(\..*)?")]
 

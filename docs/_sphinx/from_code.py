@@ -21,6 +21,8 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.autodoc.mock import mock
 from sphinx.util.docutils import SphinxDirective, SphinxRole
+from sphinx.util.inspect import signature as sphinx_signature
+from sphinx.util.inspect import stringify_signature
 
 OURS = "torchft_ckpt"
 AS_IF_INSTALLED = ["accelerate", "lightning", "transformers"]
@@ -134,6 +136,16 @@ def _written_elsewhere(what: str, name: str, of: object) -> str:
     return ""
 
 
+def signature_of_ours(
+    app: Sphinx, what: str, name: str, of: object, options: object, signature: str, returned: str
+) -> tuple[str, str] | None:
+    """Give a class the arguments of its own `__init__` if it extends one that is not installed, whose stand-in takes anything."""
+    if what != "class" or not any(base.__module__.startswith(tuple(AS_IF_INSTALLED)) for base in inspect.getmro(of)):  # type: ignore[arg-type]
+        return None
+    arguments = sphinx_signature(vars(of)["__init__"], bound_method=True)
+    return stringify_signature(arguments, show_return_annotation=False, unqualified_typehints=True), returned
+
+
 _DOCUMENTED = re.compile(
     r"^\.\. auto(class|exception|function|data|module):: (\S+)\n((?:   .*\n|\n(?=   ))*)", re.MULTILINE
 )
@@ -145,11 +157,9 @@ class Summary(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         page = self.env.doc2path(self.env.docname).read_text()  # type: ignore[attr-defined]
         rows = [row for kind, name, options in _DOCUMENTED.findall(page) for row in _rows(kind, name, options)]
-        has_methods = any(methods for _, _, methods in rows)
         lines = [".. list-table::", "   :header-rows: 1", "   :class: summary", ""]
-        for row in [("name", "what it is", "methods"), *rows]:
-            cells = row if has_methods else row[:2]
-            lines += [f"   {'* -' if place == 0 else '  -'} {cell}" for place, cell in enumerate(cells)]
+        for name, what, methods in [("name", "what it is", ""), *rows]:
+            lines += [f"   * - {name}", f"     - {what}", "", f"       {methods}", ""]
         return self.parse_text_to_nodes("\n".join(lines))
 
 
@@ -273,5 +283,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_role("name", Name())
     app.add_role("member", Member())
     app.connect("autodoc-process-docstring", prepare_docstring, priority=400)
+    app.connect("autodoc-process-signature", signature_of_ours)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True}

@@ -14,7 +14,31 @@ document.addEventListener("DOMContentLoaded", () => {
     });
     block.append(button);
   }
+  nameParts();
+  letKeysScroll();
+  addEventListener("resize", letKeysScroll);
 });
+
+// What the theme and Sphinx leave unsaid to who does not see the page.
+function nameParts() {
+  for (const caption of document.querySelectorAll(".caption[role=heading]")) caption.ariaLevel = "2";
+  document.querySelector(".sidebar-drawer").ariaLabel = "All pages";
+  document.querySelector(".toc-drawer").ariaLabel = "On this page";
+  for (const part of document.querySelectorAll("dt.sig dl, dt.sig dd")) {
+    const line = document.createElement("span"); // a list of definitions that defines nothing
+    line.className = part.matches("dd") ? "argument" : "arguments";
+    line.append(...part.childNodes);
+    part.replaceWith(line);
+  }
+}
+
+// What scrolls by itself does so by keys, too.
+function letKeysScroll() {
+  for (const box of document.querySelectorAll("article pre, .table-wrapper, article p:has(> img:only-child)")) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+  }
+}
 
 function keepWords(code) {
   const texts = [];
