@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -163,6 +164,7 @@ async def test_status_shows_who_is_away_as_long_as_they_are(lighthouse: Lighthou
         await groups[0].hear(QuorumFormed)
         gone = await without(*groups)
         assert (gone["reason"], sorted(gone["lost"])) == ("no group is here", ["a:1", "b:1"])
+        assert re.fullmatch(r"its connection closed.* \(\d+ s ago\)", gone["lost"]["a:1"])
         back = await connect(session, lighthouse, "a", life=2)
         assert list((await status())["lost"]) == ["b:1"]
         assert sorted((await without(back))["lost"]) == ["a:2", "b:1"]

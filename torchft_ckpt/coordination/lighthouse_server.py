@@ -263,13 +263,13 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
     return _in_short(state) | {
         "participants": list(state.round.tally.roles) if state.round else [],
         "members": members,
-        "lost": _lost(state),
+        "lost": _lost(state, now),
         "allows_step_loss": state.allow_step_loss,
     }
 
 
-def _lost(state: LighthouseState) -> dict[str, str]:
+def _lost(state: LighthouseState, now: float) -> dict[str, str]:
     """Return who is away, as of the last life of each group, and why. One that is back has lost nothing that is of use."""
-    last = {group_name(replica_id): replica_id for replica_id in state.lost_members}
+    last = {group_name(one): (one, *gone) for one, gone in state.lost_members.items()}
     here = {group_name(replica_id) for replica_id in state.members}
-    return {replica_id: state.lost_members[replica_id] for name, replica_id in last.items() if name not in here}
+    return {one: f"{why} ({now - heard:.0f} s ago)" for name, (one, why, heard) in last.items() if name not in here}

@@ -131,7 +131,7 @@ class LighthouseState:
         self.members = self._roster.members
         """Read-only, by replica id, the longest silent member first."""
         self.lost_members = self._roster.lost
-        """Read-only: the latest members that are gone, with the reason, for the operator."""
+        """Read-only: the latest members that are gone, for the operator: the reason, and when each was heard last."""
         self._joining = Joining()
         self._spares = Spares()
         self._beside = Beside(self._job, self._joining, self._spares)

@@ -33,9 +33,9 @@ class Roster:
         """Connection to replica id: exactly the members' connections."""
         self._given_up: set[str] = set()
         """Open connections of members that are lost. Never a member's connection; forgotten when it closes."""
-        self._lost: OrderedDict[str, str] = OrderedDict()
-        self.lost: Mapping[str, str] = MappingProxyType(self._lost)
-        """Read-only: the latest `MAX_LOST` members that are gone, with the reason. Never a member."""
+        self._lost: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self.lost: Mapping[str, tuple[str, float]] = MappingProxyType(self._lost)
+        """Read-only: the latest `MAX_LOST` members that are gone: the reason, and when each was heard last. Never a member."""
         self._latest: OrderedDict[str, str] = OrderedDict()
         """Group name to its latest incarnation, also while it is away. A member is always its group's latest one."""
         self._superseded: OrderedDict[str, None] = OrderedDict()
@@ -87,7 +87,7 @@ class Roster:
         del self._by_connection[member.connection]
         if not is_closed:
             self._given_up.add(member.connection)
-        self._lost[replica_id] = reason
+        self._lost[replica_id] = reason, member.last_seen
         while len(self._lost) > MAX_LOST:
             self._lost.popitem(last=False)
         return member
