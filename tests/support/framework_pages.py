@@ -53,7 +53,12 @@ def type_page(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for part in ("examples", "tests", "CONTRIBUTING.md"):
             (Path(folder) / part).symlink_to(REPO / part)
-        environment = {**os.environ, "PATH": f"{python}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
+        # This environment has its torch from another one, and so not the command that torch brings.
+        commands = Path(folder) / "commands"
+        commands.mkdir()
+        (commands / "torchrun").write_text('#!/bin/sh\nexec python -m torch.distributed.run "$@"\n')
+        (commands / "torchrun").chmod(0o755)
+        environment = {**os.environ, "PATH": f"{python}:{commands}:{os.environ['PATH']}", "PYTHONPATH": str(REPO)}
         process = subprocess.Popen(
             ["bash", "-c", script_of(page)],
             cwd=folder,
