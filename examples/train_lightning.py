@@ -58,11 +58,13 @@ class Guesser(LightningModule):
             nn.Embedding(256, 24), nn.Flatten(), nn.Linear(24 * CONTEXT, 256), nn.GELU(), nn.Linear(256, 256)
         )
 
-    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         time.sleep(self.hparams["pause_s"])
         inputs, targets = batch
         loss = nn.functional.cross_entropy(self.layers(inputs), targets)
         self.log("loss", loss)
+        if batch_idx % 100 == 0:  # a step is two batches
+            print(f"step {self.global_step}: loss {loss.item():.3f}", flush=True)
         return loss
 
     def configure_optimizers(self) -> dict:

@@ -1,10 +1,7 @@
 """Hugging Face's Trainer in replica groups that may die and come back: one `FaultToleranceCallback` more than without.
 
     pip install ".[transformers]"
-    python -m torchft_ckpt lighthouse --min-replicas 1 --bind 127.0.0.1:29510
-    export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 NUM_REPLICA_GROUPS=2
-    REPLICA_GROUP_ID=0 python examples/train_transformers.py &
-    REPLICA_GROUP_ID=1 python examples/train_transformers.py
+    python -m torchft_ckpt run --groups 2 -- examples/train_transformers.py
 
 The task: guess the next character of the source of Python's standard library. The model is made on the spot, and nothing is
 downloaded.

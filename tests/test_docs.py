@@ -111,7 +111,7 @@ def test_two_tutorials_on_one_machine_never_meet() -> None:
         assert not re.search(r"\bp(grep|kill)\b", block.text), f"{block.name} looks for a process on the whole machine"
         for port in re.findall(r"lighthouse .*--bind 127\.0\.0\.1:(\d+)", block.text):
             pages.setdefault(port, set()).add(block.page.name)
-    assert len(pages) >= 5
+    assert len(pages) >= 3
     assert {port: names for port, names in pages.items() if len(names) > 1} == {}
 
 
