@@ -19,7 +19,7 @@ project = "torchft_ckpt"
 version = release = torchft_ckpt.__version__
 copyright = "the authors of torchft_ckpt, Apache 2.0"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "from_code"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "from_code"]
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md"]
 exclude_patterns = [".*", "build", "dist", "docs/_*", "examples", "scripts", "tests", "torchft_ckpt"]

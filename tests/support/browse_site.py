@@ -17,8 +17,8 @@ from urllib.parse import unquote, urldefrag, urljoin
 SITE = Path(__file__).parents[2] / "docs" / "_build" / "html"
 WIDTHS = (1280, 400)
 SCHEMES = ("light", "dark")
-# Made by Sphinx, of no text of ours.
-NOT_OURS = ("genindex.html", "py-modindex.html", "search.html")
+# Made by Sphinx, of no text of ours but code; and what only leads to the first page.
+NOT_OURS = ("genindex.html", "py-modindex.html", "search.html", "index.html", "_modules")
 
 # What reaches over the edge: the page itself, and commands that cannot be seen whole without scrolling.
 CUT = """() => [
@@ -86,8 +86,12 @@ def main() -> int:
         pictures = Path(chosen[at + 1])
         pictures.mkdir(parents=True, exist_ok=True)
         del chosen[at : at + 2]
-    pages = sorted(str(page.relative_to(SITE)) for page in SITE.rglob("*.html") if page.name not in NOT_OURS)
-    pages = [page for page in pages if page != "index.html" and (not chosen or any(part in page for part in chosen))]
+    pages = sorted(page.relative_to(SITE) for page in SITE.rglob("*.html"))
+    pages = [
+        str(page)
+        for page in pages
+        if page.parts[0] not in NOT_OURS and any(part in str(page) for part in chosen or [""])
+    ]
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(SITE)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     count = 0
