@@ -20,6 +20,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.autodoc.mock import mock
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 from sphinx.util.inspect import signature as sphinx_signature
 from sphinx.util.inspect import stringify_signature
@@ -200,7 +201,9 @@ def _row(full: str, of: Any, options: str) -> tuple[str, str, str]:
         and (inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod))
         and inspect.getdoc(member)
     ]
-    text = inspect.getdoc(of) if inspect.isclass(of) or callable(of) else ""
+    module, _, last = full.rpartition(".")
+    written = ModuleAnalyzer.for_module(module).find_attr_docs().get(("", last), [])  # of a value: below it in the source
+    text = " ".join(written) or (inspect.getdoc(of) if inspect.isclass(of) or callable(of) else "")
     sentence = re.split(r"(?<=\.)\s", " ".join((text or "").partition("\n\n")[0].split()), maxsplit=1)[0]
     links = ", ".join(f":member:`{name} <{full}.{name}>`" for name in methods)
     return f":member:`{full.rpartition('.')[2]} <{full}>`", sentence.rstrip(":"), links
