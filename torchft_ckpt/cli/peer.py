@@ -118,7 +118,7 @@ def _nothing_served(url: str, index: Index, options: argparse.Namespace) -> str:
 def _run_pull(options: argparse.Namespace) -> int:
     from torchft_ckpt.checkpointing.progress import ProgressBar
     from torchft_ckpt.checkpointing.state.containers import below_root
-    from torchft_ckpt.cli.output import format_bytes
+    from torchft_ckpt.cli.output import format_bytes, format_count
     from torchft_ckpt.cli.safetensors_file import SafetensorsFile, flatten
     from torchft_ckpt.core.text import one_line
 
@@ -138,8 +138,8 @@ def _run_pull(options: argparse.Namespace) -> int:
     if not options.quiet:
         tied = f" ({len(content.tied)} of them tied to another)" if content.tied else ""
         print(
-            f"{options.output}: step {pulled.step}, {len(content.tensors)} tensors{tied}, {len(content.values)} values, "
-            f"{format_bytes(num_bytes)}",
+            f"{options.output}: step {pulled.step}, {format_count(len(content.tensors), 'tensor')}{tied}, "
+            f"{format_count(len(content.values), 'value')}, {format_bytes(num_bytes)}",
             file=sys.stderr,
         )
     return 0
