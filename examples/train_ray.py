@@ -5,6 +5,9 @@
 
 Ray imports torchft by its name, in its lighthouse and in the workers. The hook in `main` puts this library in its place.
 
+With `--checkpoints DIR` the groups save while they train, and a run that lost all of them goes on from there when it is started
+again. Ray gets a `Checkpoint` of its own at the end: `ray.train.report` waits for all workers, so no loop of groups calls it.
+
 The task: guess the next character of the source of Python's standard library from the 24 before it.
 """
 
@@ -14,6 +17,8 @@ import argparse
 import hashlib
 import logging
 import os
+import secrets
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,12 +26,12 @@ from typing import Any
 import ray
 import ray.train
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device
 from ray.train.v2.torch.torchft_config import TorchftConfig
 from torch import Tensor, nn
 
-from torchft_ckpt import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
+from torchft_ckpt import Checkpointer, DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_ckpt.errors import JobFinishedError
 
 CONTEXT = 24
@@ -61,8 +66,8 @@ def digest_of(states: list[dict[str, Any]]) -> str:
     return hasher.hexdigest()[:16]
 
 
-def train_group(options: dict[str, Any]) -> None:
-    """Train one replica group; Ray runs it in each worker."""
+def train_group(options: dict[str, Any]) -> dict[str, Tensor] | None:
+    """Train one replica group; return the weights, in the group that gives them to Ray for all groups."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s", force=True)
     group = ray.train.get_context().get_world_rank()
     device = get_device()  # where it is a GPU Ray has made it current: the Manager connects NCCL on the current device
@@ -96,23 +101,37 @@ def train_group(options: dict[str, Any]) -> None:
     )
     model = DistributedDataParallel(manager, module)
     optimizer = Optimizer(manager, adamw)
+    checkpointer = Checkpointer(options["checkpoints"], manager=manager) if options["checkpoints"] else None
+    if checkpointer is not None:
+        checkpointer.restore()
     while manager.current_step() < options["steps"]:
         time.sleep(options["pause"])
         optimizer.zero_grad()
         inputs, targets = (part.to(device) for part in draw_batch(characters, manager.current_step(), group))
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
-        optimizer.step()  # commits, or discards the step on every group alike
+        # commits, or discards the step on every group alike
+        if optimizer.step() and manager.current_step() % 100 == 0 and checkpointer is not None:
+            checkpointer.save()
     print(f"group {group} finished at step {manager.current_step()}: state {digest_of([state_dict()])}", flush=True)
+    speaks = manager.participating_rank() == 0
+    if checkpointer is not None:
+        checkpointer.shutdown()
     manager.shutdown(finished=True)
+    return module.state_dict() if speaks else None
 
 
 def train(options: dict[str, Any]) -> None:
-    """Train one replica group; nothing is left to do for one that comes when the others have made the last step."""
+    """Train one replica group, and report to Ray; one that comes when the others have made the last step only reports."""
     try:
-        train_group(options)
+        weights = train_group(options)
     except JobFinishedError as over:
         print(over, flush=True)
+        weights = None
+    with tempfile.TemporaryDirectory() as folder:
+        if weights is not None:
+            torch.save(weights, Path(folder) / "weights.pt")
+        ray.train.report({"steps": options["steps"]}, None if weights is None else Checkpoint.from_directory(folder))
 
 
 def main() -> None:
@@ -121,17 +140,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="committed steps to train")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, to have time to watch")
     parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="a directory that all workers see: save here every 100 steps, and go on"
+    )
     parser.add_argument("--storage", type=Path, help="where Ray keeps the run's results")
     options = parser.parse_args()
 
     ray.init(
         include_dashboard=False,
         num_cpus=options.groups + 1,  # of Ray's counting: one for each worker, and one to place the lighthouse
-        runtime_env={"worker_process_setup_hook": "torchft_ckpt.compat.torchft.install"},
+        runtime_env={
+            "worker_process_setup_hook": "torchft_ckpt.compat.torchft.install",
+            # of Ray's lighthouse and of all workers
+            "env_vars": {"TORCHFT_CKPT_TOKEN": secrets.token_hex(32), "TORCHFT_CKPT_JOB": "train_ray"},
+        },
     )
-    TorchTrainer(
+    checkpoints = None if options.checkpoints is None else str(options.checkpoints.resolve())
+    result = TorchTrainer(
         train,
-        train_loop_config={"steps": options.steps, "pause": options.pause},
+        train_loop_config={"steps": options.steps, "pause": options.pause, "checkpoints": checkpoints},
         scaling_config=ScalingConfig(num_workers=options.groups, use_gpu=options.gpu),
         torch_config=TorchftConfig(lighthouse_kwargs={"min_replicas": 1}),
         run_config=RunConfig(
@@ -139,6 +166,7 @@ def main() -> None:
             failure_config=FailureConfig(max_failures=3),
         ),
     ).fit()
+    print(f"Ray's checkpoint: {result.checkpoint}", flush=True)
 
 
 if __name__ == "__main__":

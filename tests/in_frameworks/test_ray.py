@@ -25,20 +25,11 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 def test_a_worker_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) -> None:
     """The example says what comes of weights, optimizer state and learning-rate schedule, as a digest.
 
-    The survivor stands still at step 60 until Ray has started the other group again, however long that takes.
+    The survivor stands still at step 60 until Ray has started the other group again, however long that takes. When all are gone,
+    a run for more steps goes on from the checkpoint of the first one's last step.
     """
     is_back = tmp_path / "is_back"
-    driver = Group(
-        tmp_path / "driver.log",
-        JOB,
-        ["60", str(is_back), "--groups=2", f"--steps={STEPS}", "--pause=0.2", f"--storage={tmp_path}"],
-        {
-            "PYTHONPATH": f"{REPO}{os.pathsep}{EXAMPLES}",
-            "RAY_DEDUP_LOGS": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "OMP_NUM_THREADS": "1",
-        },
-    )
+    driver = driven(tmp_path, "first.log", is_back, STEPS)
     try:
         driver.wait_for_step(20, participants=2, timeout_s=300)
         killed, before = _processes(driver)[1], len(driver.log())
@@ -54,6 +45,39 @@ def test_a_worker_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) 
     ended = dict(re.findall(r"group (\d) finished at (step .*)", driver.log()))
     assert ended["0"] == ended["1"]
     assert ended["0"].startswith(f"step {STEPS}: state ")
+    assert "without a token" not in driver.log()
+    assert (Path(_checkpoint_of_ray(driver)) / "weights.pt").exists()
+
+    more = driven(tmp_path, "more.log", is_back, STEPS + 50)
+    try:
+        assert more.process.wait(timeout=500) == 0
+    finally:
+        more.close()
+    assert min(step for step, _ in more.steps()) == STEPS
+    ended = dict(re.findall(r"group (\d) finished at (step .*)", more.log()))
+    assert ended["0"] == ended["1"]
+
+
+def driven(folder: Path, log: str, is_back: Path, num_steps: int) -> Group:
+    """Start the example, which saves its checkpoints in a folder of `folder`."""
+    options = [
+        "--groups=2",
+        f"--steps={num_steps}",
+        "--pause=0.2",
+        f"--storage={folder}",
+        f"--checkpoints={folder / 'ours'}",
+    ]
+    environment = {
+        "PYTHONPATH": f"{REPO}{os.pathsep}{EXAMPLES}",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    return Group(folder / log, JOB, ["60", str(is_back), *options], environment)
+
+
+def _checkpoint_of_ray(driver: Group) -> str:
+    return re.findall(r"Ray's checkpoint: Checkpoint\(filesystem=local, path=(.*)\)", driver.log())[-1]
 
 
 def _processes(driver: Group) -> dict[int, int]:
