@@ -141,9 +141,10 @@ def signature_of_ours(
     app: Sphinx, what: str, name: str, of: object, options: object, signature: str, returned: str
 ) -> tuple[str, str] | None:
     """Give a class the arguments of its own `__init__` if it extends one that is not installed, whose stand-in takes anything."""
-    if what != "class" or not any(base.__module__.startswith(tuple(AS_IF_INSTALLED)) for base in inspect.getmro(of)):  # type: ignore[arg-type]
+    own = vars(of).get("__init__") if what == "class" else None
+    if own is None or not any(base.__module__.startswith(tuple(AS_IF_INSTALLED)) for base in inspect.getmro(of)):  # type: ignore[arg-type]
         return None
-    arguments = sphinx_signature(vars(of)["__init__"], bound_method=True)
+    arguments = sphinx_signature(own, bound_method=True)
     return stringify_signature(arguments, show_return_annotation=False, unqualified_typehints=True), returned
 
 
@@ -202,7 +203,8 @@ def _row(full: str, of: Any, options: str) -> tuple[str, str, str]:
         and inspect.getdoc(member)
     ]
     module, _, last = full.rpartition(".")
-    written = ModuleAnalyzer.for_module(module).find_attr_docs().get(("", last), [])  # of a value: below it in the source
+    below = ModuleAnalyzer.for_module(module).find_attr_docs()  # what the source says of a value stands below it
+    written = below.get(("", last), [])
     text = " ".join(written) or (inspect.getdoc(of) if inspect.isclass(of) or callable(of) else "")
     sentence = re.split(r"(?<=\.)\s", " ".join((text or "").partition("\n\n")[0].split()), maxsplit=1)[0]
     links = ", ".join(f":member:`{name} <{full}.{name}>`" for name in methods)
