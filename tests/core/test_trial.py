@@ -439,6 +439,152 @@ def test_a_group_in_which_a_leaf_has_moved_that_stood_still_in_the_others_loads_
     assert not any(member.formed.own for member in members if member.formed)
 
 
+def one_has_come_in(steps: int = 1) -> tuple[Job, Member, Member]:
+    """A job that one group has begun, and another has come into; it was found equal, and both are compared after these steps."""
+    job, (a,) = at_work("a")
+    b = job.join("b")
+    job.lets_in(b, others=[a])
+    for member in (a, b):
+        member.votes()
+    for _ in range(steps):
+        ask([a, b], "xx")
+        for member in (a, b):
+            member.votes()
+    discards([a, b])
+    return job, a, b
+
+
+def show(members: list[Member], ema: str, moved: str) -> None:
+    """They ask, and show one leaf besides: what each has of it, and where it has moved."""
+    for member, value in zip(members, ema, strict=True):
+        still = [] if member.replica_id[0] in moved else ["ema"]
+        member.asks(shows="x", ema=value, still=still)
+
+
+def learnt(member: Member) -> tuple[list[str], list[str]]:
+    assert member.formed is not None
+    return member.formed.common, member.formed.own
+
+
+def goes_on(job: Job, members: list[Member]) -> None:
+    """The step counts, and what is seen after it is compared."""
+    for member in members:
+        member.votes()
+    if members[0].replica.shows is Shows.NOTHING:
+        discards(members)
+
+
+def test_a_leaf_that_has_moved_in_the_eldest_alone_is_given_to_who_came_in_and_nothing_is_found_out() -> None:
+    """An average that begins to move by a count of the loop's own. It was each group's own, and differed from then on."""
+    job, a, b = one_has_come_in()
+    show([a, b], "11", moved="")
+    assert (learnt(a), told_to_load([a, b])) == (([], []), {})
+    goes_on(job, [a, b])
+    show([a, b], "21", moved="a")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+    b.follows()
+    show([b], "2", moved="")
+    assert learnt(a) == ([], [])
+    goes_on(job, [a, b])
+    show([a, b], "22", moved="a")
+    assert (learnt(a), told_to_load([a, b])) == (([], []), {}), "as it was given is no proof"
+    goes_on(job, [a, b])
+    show([a, b], "33", moved="ab")
+    assert learnt(a) == (["ema"], [])
+    assert not any("came to another state" in line for line in job.log)
+
+
+def test_a_leaf_that_has_moved_in_who_came_in_alone_is_that_of_the_eldest() -> None:
+    job, a, b = one_has_come_in()
+    show([a, b], "12", moved="b")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+    assert any("b:1 came to another state of step 4 than a:1" in line for line in job.log)
+
+
+def test_two_that_came_in_and_moved_a_leaf_alike_do_not_outvote_the_eldest_in_which_it_stands() -> None:
+    _, (a, b, c) = two_have_come_in()
+    ask([a, b, c], "xxx")
+    for member in (a, b, c):
+        member.votes()
+    discards([a, b, c])
+    show([a, b, c], "122", moved="bc")
+    assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
+
+
+def test_a_leaf_that_moves_late_and_differs_in_all_is_own_to_each_group_and_nobody_is_given_it() -> None:
+    job, a, b = one_has_come_in()
+    show([a, b], "11", moved="")
+    goes_on(job, [a, b])
+    show([a, b], "23", moved="ab")
+    assert (learnt(a), told_to_load([a, b])) == (([], ["ema"]), {})
+    assert not any("not compared any more" in line for line in job.log)
+
+
+@pytest.mark.parametrize("moved", ["a", "b"])
+@pytest.mark.parametrize("what", ["is cut off", "the lighthouse is started again"])
+def test_the_eldest_keeps_its_leaf_although_the_lighthouse_has_forgotten_who_came_in(what: str, moved: str) -> None:
+    job, a, b = one_has_come_in()
+    if what == "is cut off":
+        a.is_cut_off()
+        a.connects()
+    else:
+        job.restart()
+        b.connects()
+        a.connects()
+    ask([b, a], "xx")
+    goes_on(job, [b, a])
+    show([b, a], "21", moved=moved)
+    assert told_to_load([a, b]) == {"b": {"a"}}
+
+
+def test_who_came_in_is_given_what_its_first_step_has_moved_also_if_the_lighthouse_was_started_again() -> None:
+    job, (a,) = at_work("a")
+    b = job.join("b")
+    job.lets_in(b, others=[a])
+    for member in (a, b):
+        member.votes()
+    job.restart()
+    b.connects()
+    a.connects()
+    show([b, a], "32", moved="ab")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+
+
+def test_who_was_given_a_leaf_and_stands_still_again_has_its_own_and_that_is_said() -> None:
+    """One that speaks keeps a list of its losses. Nobody waits for that in each step."""
+    job, a, b = one_has_come_in()
+    show([a, b], "21", moved="a")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+    b.follows()
+    show([b], "2", moved="")
+    goes_on(job, [a, b])
+    show([a, b], "32", moved="a")
+    assert (learnt(a), told_to_load([a, b])) == (([], ["ema"]), {})
+    said = "ema changes in other steps in some groups than in others: from step 5 on each has its own, and it is not compared any"
+    assert sum(said in line for line in job.log) == 1
+
+
+def test_a_leaf_that_who_came_in_moves_at_another_place_than_the_eldest_is_said_when_it_becomes_its_own() -> None:
+    """A target network that is copied by a count of the loop's own, each 100 steps."""
+    job, a, b = one_has_come_in()
+    show([a, b], "21", moved="a")
+    b.follows()
+    show([b], "2", moved="")
+    goes_on(job, [a, b])
+    show([a, b], "22", moved="a")
+    goes_on(job, [a, b])
+    show([a, b], "34", moved="ab")
+    assert learnt(a) == ([], ["ema"])
+    assert sum("ema changes in other steps" in line for line in job.log) == 1
+
+
+def test_leaves_that_differ_and_were_seen_to_move_nowhere_are_each_groups_own() -> None:
+    """A queue, of which only a sample is looked at."""
+    _, a, b = one_has_come_in()
+    show([a, b], "12", moved="")
+    assert (learnt(a), told_to_load([a, b])) == (([], ["ema"]), {})
+
+
 def test_leaves_that_one_group_shows_by_itself_are_compared_when_all_have_shown_theirs() -> None:
     _, members = at_work("ab")
     members[0].asks(shows="x", late="1")

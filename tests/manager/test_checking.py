@@ -13,6 +13,7 @@ from torch import nn
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.coordination.messages import MAX_LEAVES, LeavesWanted, Shows, StateVersion
+from torchft_ckpt.manager import showing
 from torchft_ckpt.manager.checking import (
     MOST_PARTS,
     PART_BYTES,
@@ -23,7 +24,7 @@ from torchft_ckpt.manager.checking import (
     leaves_to_compare,
 )
 from torchft_ckpt.manager.showing import CheckedLeaf, KnownLeaves, shown
-from torchft_ckpt.manager.state_registry import StateRegistry
+from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:
@@ -162,6 +163,30 @@ def test_what_has_stood_still_since_it_was_looked_at_first_is_shown_last_and_is_
     known.loaded()
     state["frozen"], state["best"] = torch.ones(3), 9.0
     assert look() == ["best", "frozen"], "what stood still in the others was loaded"
+
+
+def test_what_was_received_has_not_moved_here_before_it_does_whatever_samples_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(showing, "MAX_STATE_BYTES", 0)
+    state = {"target": torch.zeros(1 << 16), "count": 0}
+    source, here = OwnState(), OwnState()
+
+    def look(own: OwnState, step: int) -> list[str]:
+        leaves = leaves_to_compare(state, [])
+        own.known.watch(leaves)
+        said = shown(leaves, own.known, step, Shows.SAMPLES, group_world_size=1)
+        assert said.is_sampled
+        return [leaf.name for leaf in said.open[len(said.open) - said.num_still :]]
+
+    look(source, 1), look(here, 1)
+    state["target"] = torch.ones(1 << 16)
+    assert look(source, 2) == ["count"]
+    here.take_served(source.served(StateVersion(step=2)))
+    assert not here.known.has_looked, "what is here is looked at again before the first step"
+    assert [look(here, step) for step in (2, 3, 7)] == [["count", "target"]] * 3
+    state["target"] = torch.full((1 << 16,), 2.0)
+    assert look(here, 8) == ["count"] and here.known.has_news
 
 
 def test_digests_tell_dtypes_shapes_and_signs_of_zero_apart() -> None:

@@ -85,15 +85,15 @@ class KnownLeaves:
     own: set[str] = field(default_factory=set)
     """Each group has its own."""
     moved: set[str] = field(default_factory=set)
-    """Those that were seen to move. In an outer loop: that moved with its rounds, and stood still in their inner steps.
-    What moves in these is a group's own."""
+    """Those that were seen to move here since a state was loaded. In an outer loop: that moved with its rounds, wherever, and
+    stood still in their inner steps. What moves in these is a group's own."""
     by_rounds: bool = False
     """Groups train apart, in an outer loop: of what has never moved (a loss scale) nothing is shown."""
     still: set[str] = field(default_factory=set)
-    """In an outer loop: those that stood still in the inner steps before the last exchange. Else: that have not moved since they
-    were looked at first."""
+    """In an outer loop: those that stood still in the inner steps before the last exchange. Else: that have not moved here since
+    they were looked at first, or loaded."""
     late: set[str] = field(default_factory=set)
-    """Those that have moved here for the first time since a state was loaded."""
+    """Those that have moved here since a state was loaded, in another step than the first."""
     has_news: bool = False
     """One has moved of which nobody has found out whether it has to be equal: the next exchange shows it."""
     _loose: set[str] = field(default_factory=set)
@@ -149,10 +149,10 @@ class KnownLeaves:
 
     def loaded(self) -> None:
         """A state is loaded: what differs in it has not moved by that."""
-        self._began, self._asked = {}, {}
-        self.moved -= self.late  # the others have them as they stood
-        self.still |= self.late
-        self.late = set()
+        if not self.by_rounds:
+            self.still |= self._asked.keys() | self.moved
+            self.moved, self.has_looked = set(), False
+        self._began, self._asked, self.late = {}, {}, set()
 
 
 def _marks_of(leaves: Iterable[CheckedLeaf]) -> dict[str, str | bytes]:

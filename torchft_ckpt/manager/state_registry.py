@@ -511,7 +511,7 @@ class OwnState:
             "place": [self.place.num_ends_left, self.place.retries_left],
             "common": "\n".join(sorted(self.known.common)),
             "own": "\n".join(sorted(self.known.own)),
-            "moved": "\n".join(sorted(self.known.moved - self.known.common - self.known.own)),
+            "moved": "\n".join(sorted(self.known.moved - self.known.common - self.known.own) * self.known.by_rounds),
         }
 
     def saved(self, step: int, *, is_before: bool = False) -> dict[str, int]:
@@ -537,8 +537,8 @@ class OwnState:
         self.known.common, self.known.own, moved = (
             set(filter(None, own.get(names, "").split("\n"))) for names in ("common", "own", "moved")
         )
-        self.known.moved |= moved
         self.known.loaded()
+        self.known.moved |= moved
 
     def take_saved(self, state_dict: dict[str, int]) -> int:
         """Take what `saved` returned, and return the step.

@@ -497,7 +497,8 @@ class Steps:
             self._has_written or self._is_at_end
         )
         seen = self._came_in.take_seen()  # no function of the script has run since, but for one that hears of events
-        captured = registry.capture_to_serve(None if self._events.is_heard else seen) if captures else None
+        seen = None if self._events.is_heard else seen
+        captured = registry.capture_to_serve(seen) if captures else None
         is_compared = now.version.proven and wishes.contributes and not self._has_written
         is_new = now.is_checked or now.shows is not Shows.NOTHING
         leaves: list[CheckedLeaf] = []
@@ -506,7 +507,7 @@ class Steps:
         is_first = not (known.has_looked or registry.trains_apart or registry.is_empty or self._has_written)
         has_to_look = is_told_to_show or (is_compared and is_new)
         if has_to_look or is_first or is_looked_at or (is_compared and self._check.is_due(now.version.step)):
-            leaves = registry.leaves_to_compare(None if captured is None else captured.returned)
+            leaves = registry.leaves_to_compare(seen if captured is None else captured.returned)
         if is_looked_at:
             known.look(leaves, asks=True)
         elif not registry.trains_apart and (has_to_look or is_first):

@@ -140,6 +140,31 @@ def ema_each_fourth_step_by_own_count(job: Job) -> None:
 
 
 @idiom(
+    "A target network copied in each thirteenth step, by a counter that is not registered",
+    ORDER,
+    "A group that comes back counts from 0. What has moved in the others alone since its return is given to it 4, 8, 16, ..."
+    " steps after that. Once it has moved there as well, in other steps, it is each group's own, and a warning says so. Register"
+    " the counter.",
+    was="each group's own as soon as it had moved in one of them, and it differed from then on",
+    compare="groups",
+    late=("/target/",),
+)
+def target_each_thirteenth_step_by_own_count(job: Job) -> None:
+    model, num_here = mlp(), 0
+    target = copy.deepcopy(model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adamw=adamw, target=target))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step():
+            num_here += 1
+            if num_here % 13 == 0:
+                target.load_state_dict(model.state_dict())
+
+
+@idiom(
     "A clock of epochs and batches, whose first epoch ends by a counter that is not registered",
     ORDER,
     LATER,

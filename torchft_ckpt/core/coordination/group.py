@@ -529,6 +529,7 @@ class GroupState:
             patience_s=max(request.patience_s for request in requests),
             warms_up=awaits_one or any(request.warms_up for request in requests),
             came_in=any(request.came_in for request in requests),
+            given_at=max(request.given_at for request in requests),
             at_end=is_at_end,
             top_s=max(request.top_s for request in requests),
             join_stall_limit_s=min(

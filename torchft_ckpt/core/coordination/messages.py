@@ -29,7 +29,7 @@ import msgspec
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ProtocolError
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 SAME_EVERYWHERE = "install the same version of torchft_ckpt everywhere"
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_TEXT_CHARS = 4096
@@ -164,7 +164,8 @@ class StateShown(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     open: Leaves = []
     """Of the rest, where it is not known yet whether it has to be equal: each by itself."""
     num_still: Count = 0
-    """So many of these, the last ones, were seen to have stood still since the job began: that they are equal says nothing."""
+    """So many of these, the last ones, have not moved since they were looked at first, or received: that they are equal says
+    nothing."""
 
     def __post_init__(self) -> None:
         if self.num_still > len(self.open):
@@ -249,6 +250,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Nothing of this step is to count: its loop may be in the middle of an iteration that began with another state."""
     came_in: bool = False
     """It was given its state by others, and has made no step since: that it is equal says nothing of its loop."""
+    given_at: Count = 0
+    """With the state of which step it came in, however long ago; 0: it began the job, or has restored a checkpoint."""
     at_end: bool = False
     """An iteration of it has ended that did not count, and it lacks the newest state: it begins no step before it has that."""
     top_s: Seconds = 0.0

@@ -254,6 +254,8 @@ class ReplicaState:
         gives that to nobody, and writes it nowhere. If nobody makes that step with it who is not on trial, it is the job's."""
         self._has_caught_up = False
         """The state was given to it between two steps, and no quorum has formed with it since."""
+        self._given_at = 0
+        """With the state of which step it came in; 0: it did not."""
         self._may_differ = False
         """It computes alone with a state of the newest name: it may be that of another attempt, or another rank's is another."""
         self._vote: CommitVote | None = None
@@ -409,6 +411,7 @@ class ReplicaState:
         self.version, self._held = StateVersion(step=step), None
         self.restored = True
         self.torn = self.is_on_trial = self._has_caught_up = False
+        self._given_at = 0
         self.state_changed()
 
     def state_changed(self) -> None:
@@ -477,6 +480,7 @@ class ReplicaState:
             patience_s=wishes.patience_s,
             warms_up=facts.computes_alone and not facts.at_end,
             came_in=self._has_caught_up or (self.is_on_trial and self._last_outcome is not Outcome.COMMIT),
+            given_at=self._given_at,
             kinds=[*facts.kinds],
             at_end=facts.at_end,
             top_s=facts.top_s,
@@ -514,7 +518,7 @@ class ReplicaState:
     def caught_up(self, version: StateVersion) -> None:
         """The newest state, as the lighthouse has just named it, is in place."""
         self._adopt(version)
-        self.newest_step = version.step
+        self.newest_step = self._given_at = version.step
         self._has_caught_up = True
 
     def _moves(self, event: StepEvent) -> bool:
@@ -596,6 +600,8 @@ class ReplicaState:
         """All of the state that `version` names is in place, and nothing was computed with another one in this step."""
         self._adopt(version)
         self._is_changed = False
+        if self.quorum is None or not self.quorum.differs:  # who corrects has come in before
+            self._given_at = version.step
 
     def load_torn(self) -> None:
         """Loading failed half-way, or a step was not taken to its end: what is held now has no name."""

@@ -20,9 +20,11 @@ told to load as `on_replicas_differ` says.
 What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once: one that has moved, and is
 equal in all groups after a step, is *common* from then on; one that differs, although all groups began the step with the same, is
 *own* to each group, as BatchNorm's running statistics are. A group that came in has computed with what it had read before, so it
-is given such a leaf once, and the leaf is looked at again after a step. A group in which one has moved that stood still in the
-others loads theirs. Of one that has moved nowhere nothing is found out. Both lists are kept by the groups, and travel with the
-state.
+is given such a leaf once, and the leaf is looked at again after a step. One that has moved in some groups alone tells nothing:
+where it moved in the longest in the job, who came in and stood still is given it; else who moved it loads theirs. Each group says
+itself when it came in, and what has moved in it since: a lighthouse forgets that. If who was given a leaf so stands still in the
+next step as well, or moves it to something else later, it is own to each group, with a warning. Of one that has moved nowhere
+nothing is found out. Both lists are kept by the groups, and travel with the state.
 """
 
 from __future__ import annotations
@@ -89,8 +91,9 @@ class Trials:
         """Members that were told to load, and at which step, the last time."""
         self._corrected: set[str] = set()
         """Of these, who was in no quorum since."""
-        self._given: dict[str, None] = {}
-        """Leaves that a group was given once, the latest last."""
+        self._given: dict[str, int] = {}
+        """Leaves that a group was given once, the latest last, and at which step, if they had stood still there in a step of its
+        own; else -1."""
         self._left_out: set[str] = set()
         """Leaves that were found common, and were not told yet, as there was no room: they are compared as such."""
         self._same_at = -1
@@ -228,7 +231,8 @@ class Trials:
                 self._give(members, right, wrong, step, verdict, self._what(wrong, right, members, step))
             )
             values = _open(members, right)
-            self._note_given(name for name, of in values.items() if len({of.get(m) for m in members}) > 1)
+            given = (name for name, of in values.items() if len({of.get(m) for m in members}) > 1)
+            self._note_given(dict.fromkeys(given, -1) | self._given)
 
     def _give(
         self,
@@ -266,37 +270,52 @@ class Trials:
 
     def _learn(self, members: dict[str, Member], right: Sequence[str], step: int, verdict: Verdict) -> None:
         """Find out which of the leaves that are shown by themselves have to be equal."""
-        given: set[str] = set()
+        order = dict.fromkeys([*right, *members])
+        given_at = {m: members[m].asked.given_at for m in order}
+        came = {m for m in order if given_at[m] > min(given_at.values())}
+        # The first step of those that came in proves nothing; who was only cut off has made others.
+        fresh = {m for m in order if self._joined.get(m, False) and (given_at[m] > 0 or step <= 1)}
+        fresh |= {m for m in order if given_at[m] > 0 and step - given_at[m] <= 1}
+        stood = {m: _stood(members[m]) for m in order}
+        given: dict[str, int] = {}
         late: set[str] = set()
         wrong: set[str] = set()
-        stood = {m: _stood(member) for m, member in members.items()}
+        apart: set[str] = set()
         for name, by_member in _open(members, right).items():
-            usual, _ = Counter(by_member[m] for m in right if m in by_member).most_common(1)[0]
-            differing = [m for m in members if by_member.get(m) != usual]
-            moved = [m for m in differing if self._joined.get(m, False)]
-            alike = [m for m in by_member if m not in differing]
+            eldest = [m for m in order if m in by_member and m not in came] or [m for m in right if m in by_member]
+            usual, _ = Counter(by_member[m] for m in eldest).most_common(1)[0]
+            differing = [m for m in order if by_member.get(m) != usual]
+            quiet = {m for m in order if name in stood[m] or (m in fresh and name not in self._given)}
+            moved = {by_member.get(m) for m in order if m not in quiet}
+            newcomers = quiet.intersection(differing) & (came | fresh)
+            is_new = name not in self._given and not newcomers.isdisjoint(fresh)
             if not differing:
-                verdict.common += [] if any(name in stood[m] for m in alike) else [name]
-            elif not moved and all(name in stood[m] for m in alike):
+                verdict.common += [] if any(name in stood[m] for m in by_member) else [name]
+            elif len(moved) == 1 and usual not in moved:
                 wrong.update(differing)
-            elif moved and name not in self._given:
-                given.add(name)
-                late.update(moved)
+                apart.update(differing)
+            elif len(moved) < 2 and newcomers and (is_new or (moved and step > self._given.get(name, -1) + 1)):
+                given[name] = -1 if is_new else step
+                late.update(newcomers)
+                apart.update(differing)
             elif name not in self._left_out:
                 verdict.own.append(name)
         if not (given or wrong):
+            if strange := [name for name in verdict.own if self._given.get(name, -1) >= 0]:
+                what = f"{name_some(sorted(strange))} changes in other steps in some groups than in others"
+                verdict.said.append(f"{what}: from step {step} on each has its own, and it is not compared any more")
             for name in (*verdict.common, *verdict.own):
                 self._given.pop(name, None)
             return
         verdict.common, verdict.own = [], []
-        others = [m for m in right if m not in wrong] or right[:1]
+        others = [m for m in order if m not in apart] or right[:1]
         if those := sorted(wrong - {*others}):
             what = self._what(those, others, members, step)
             verdict.said.append(self._give(members, others, those, step, verdict, what))
-        self._note_given(sorted(given))
+        self._note_given(given)
         if late := late - verdict.loads.keys():
-            what = f"{name_some(sorted(late))} has come in, and differs from {name_some(right)} in {name_some(sorted(given))}"
-            verdict.noted.append(self._give(members, right, sorted(late), step, verdict, what))
+            what = f"{name_some(sorted(late))} has come in, and differs from {name_some(others)} in {name_some(sorted(given))}"
+            verdict.noted.append(self._give(members, others, sorted(late), step, verdict, what))
 
     def _what(self, wrong: Sequence[str], right: Sequence[str], members: Collection[str], step: int) -> str:
         what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
@@ -304,8 +323,8 @@ class Trials:
             what += ". No state has a majority, so that of the longest in the job is taken"
         return what
 
-    def _note_given(self, names: Iterable[str]) -> None:
-        self._given |= dict.fromkeys(names)
+    def _note_given(self, given: Mapping[str, int]) -> None:
+        self._given |= given
         while len(self._given) > MAX_LEAVES:
             del self._given[next(iter(self._given))]
 
@@ -361,7 +380,7 @@ def _known(shown: StateShown) -> str:
 
 
 def _stood(member: Member) -> set[str]:
-    """Return the leaves that have stood still in a member since the job began, as far as it has seen them."""
+    """Return the leaves that have not moved in a member since it saw them first, or received them."""
     return {
         leaf.name for of_rank in member.asked.shown for leaf in of_rank.open[len(of_rank.open) - of_rank.num_still :]
     }
