@@ -578,6 +578,73 @@ def test_a_leaf_that_who_came_in_moves_at_another_place_than_the_eldest_is_said_
     assert sum("ema changes in other steps" in line for line in job.log) == 1
 
 
+def test_who_came_in_is_given_what_the_eldest_moves_now_and_then_alone_once_and_not_for_ever() -> None:
+    """A list of losses to which who speaks adds each second step: it was loaded at each comparison, as long as the job ran."""
+    job, a, b = one_has_come_in()
+    num_given, there, here = 0, "1", "1"
+    for n in "223344556677":
+        there = n
+        show([a, b], there + here, moved="a")
+        if "b" in told_to_load([a, b]):
+            num_given, here = num_given + 1, there
+            b.follows()
+            show([b], here, moved="")
+        if learnt(a)[1]:
+            break
+        goes_on(job, [a, b])
+    assert (num_given, learnt(a)[1]) == (1, ["ema"])
+    assert sum("ema changes in other steps" in line for line in job.log) == 1
+
+
+def test_each_group_that_comes_in_is_given_what_its_first_step_has_moved_while_nobody_knows_of_it() -> None:
+    """A target network that moves seldom: the second group that came in, and made of it what the first had, kept that."""
+    job, (a,) = at_work("a")
+    members = [a]
+    for name in "bc":
+        members.append(job.join(name))
+        job.lets_in(members[-1], others=members[:-1])
+        for member in members:
+            member.votes()
+        show(members, "1" * (len(members) - 1) + "2", moved=f"a{name}")
+        assert told_to_load(members) == {name: {m.replica_id[0] for m in members[:-1]}}
+        members[-1].follows()
+        show(members[-1:], "1", moved="")
+        for member in members:
+            member.votes()
+        show(members, "1" * len(members), moved="a")
+        assert learnt(a) == ([], [])
+        for member in members:
+            member.votes()
+        discards(members) if a.replica.shows is Shows.NOTHING else None
+
+
+def test_who_says_that_it_came_in_with_a_later_step_than_this_is_not_given_a_leaf_again_and_again() -> None:
+    job, a, b = one_has_come_in()
+    b.replica._given_at = 1 << 40
+    num_given = 0
+    for n in "2345678":
+        show([a, b], n + "1", moved="a")
+        if "b" in told_to_load([a, b]):
+            num_given += 1
+            b.follows()
+            show([b], n, moved="")
+        if learnt(a)[1]:
+            break
+        goes_on(job, [a, b])
+    assert num_given <= 1 and learnt(a)[1] == ["ema"]
+
+
+def test_who_lacks_a_leaf_that_stands_still_in_the_others_is_not_told_to_load_it() -> None:
+    """It came into being there. The eldest loaded in three steps in a row, and ended."""
+    _, members = at_work("abc")
+    discards(members)
+    members[0].asks(shows="x")
+    for member in members[1:]:
+        member.asks(shows="x", late="1", still=["late"])
+    assert not told_to_load(members)
+    assert [m.formed.own for m in members if m.formed] == [["late"]] * 3
+
+
 def test_leaves_that_differ_and_were_seen_to_move_nowhere_are_each_groups_own() -> None:
     """A queue, of which only a sample is looked at."""
     _, a, b = one_has_come_in()
@@ -615,6 +682,7 @@ def test_a_group_that_came_in_is_given_an_unknown_leaf_once() -> None:
     ask([a, b], "xx", mean="12", ema="33")
     assert a.formed is not None and (a.formed.common, a.formed.own) == (["ema"], ["mean"])
     assert not told_to_load([a, b])
+    assert not any("changes in other steps" in line for line in job.log)
 
 
 def test_a_rank_ends_when_the_same_leaf_differs_at_three_boundaries_in_a_row() -> None:

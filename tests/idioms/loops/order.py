@@ -142,9 +142,9 @@ def ema_each_fourth_step_by_own_count(job: Job) -> None:
 @idiom(
     "A target network copied in each thirteenth step, by a counter that is not registered",
     ORDER,
-    "A group that comes back counts from 0. What has moved in the others alone since its return is given to it 4, 8, 16, ..."
-    " steps after that. Once it has moved there as well, in other steps, it is each group's own, and a warning says so. Register"
-    " the counter.",
+    "A group that comes back counts from 0. What has moved in the others alone since its return is given to it once, 4, 8, 16,"
+    " ... steps after that. Once it has moved there as well, in other steps, it is each group's own, and a warning says so."
+    " Register the counter.",
     was="each group's own as soon as it had moved in one of them, and it differed from then on",
     compare="groups",
     late=("/target/",),

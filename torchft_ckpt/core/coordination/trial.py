@@ -21,10 +21,10 @@ What optimizers own has to be equal everywhere. Of all other leaves of a state i
 equal in all groups after a step, is *common* from then on; one that differs, although all groups began the step with the same, is
 *own* to each group, as BatchNorm's running statistics are. A group that came in has computed with what it had read before, so it
 is given such a leaf once, and the leaf is looked at again after a step. One that has moved in some groups alone tells nothing:
-where it moved in the longest in the job, who came in and stood still is given it; else who moved it loads theirs. Each group says
-itself when it came in, and what has moved in it since: a lighthouse forgets that. If who was given a leaf so stands still in the
-next step as well, or moves it to something else later, it is own to each group, with a warning. Of one that has moved nowhere
-nothing is found out. Both lists are kept by the groups, and travel with the state.
+where it moved in the longest in the job, who came in and stood still is given it, once since it came in as well; else who moved
+it loads theirs. Each group says itself when it came in, and what has moved in it since: a lighthouse forgets that. If others move
+it alone once more, or who was given it moves it to something else, it is own to each group, with a warning. Of one that has moved
+nowhere nothing is found out. Both lists are kept by the groups, and travel with the state.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Trials:
         """Members that were told to load, and at which step, the last time."""
         self._corrected: set[str] = set()
         """Of these, who was in no quorum since."""
-        self._given: dict[str, int] = {}
-        """Leaves that a group was given once, the latest last, and at which step, if they had stood still there in a step of its
-        own; else -1."""
+        self._given: dict[str, tuple[int, bool]] = {}
+        """Leaves that groups that came in were given, the latest last: at which step, and whether they had ever stood still there
+        in another step than a group's first."""
         self._left_out: set[str] = set()
         """Leaves that were found common, and were not told yet, as there was no room: they are compared as such."""
         self._same_at = -1
@@ -232,7 +232,7 @@ class Trials:
             )
             values = _open(members, right)
             given = (name for name, of in values.items() if len({of.get(m) for m in members}) > 1)
-            self._note_given(dict.fromkeys(given, -1) | self._given)
+            self._note_given(dict.fromkeys(given, False), step)
 
     def _give(
         self,
@@ -271,37 +271,41 @@ class Trials:
     def _learn(self, members: dict[str, Member], right: Sequence[str], step: int, verdict: Verdict) -> None:
         """Find out which of the leaves that are shown by themselves have to be equal."""
         order = dict.fromkeys([*right, *members])
-        given_at = {m: members[m].asked.given_at for m in order}
+        given_at = {m: at if (at := members[m].asked.given_at) <= step else 0 for m in order}
         came = {m for m in order if given_at[m] > min(given_at.values())}
         # The first step of those that came in proves nothing; who was only cut off has made others.
         fresh = {m for m in order if self._joined.get(m, False) and (given_at[m] > 0 or step <= 1)}
         fresh |= {m for m in order if given_at[m] > 0 and step - given_at[m] <= 1}
         stood = {m: _stood(members[m]) for m in order}
-        given: dict[str, int] = {}
+        given: dict[str, bool] = {}
         late: set[str] = set()
         wrong: set[str] = set()
         apart: set[str] = set()
+        strange: list[str] = []
         for name, by_member in _open(members, right).items():
             eldest = [m for m in order if m in by_member and m not in came] or [m for m in right if m in by_member]
             usual, _ = Counter(by_member[m] for m in eldest).most_common(1)[0]
             differing = [m for m in order if by_member.get(m) != usual]
-            quiet = {m for m in order if name in stood[m] or (m in fresh and name not in self._given)}
-            moved = {by_member.get(m) for m in order if m not in quiet}
+            last, was_late = self._given.get(name, (-1, False))
+            had = {m for m in order if given_at[m] < last <= step}
+            quiet = {m for m in order if name in stood[m] or m in fresh - had}
+            moved = {of for m, of in by_member.items() if m not in quiet}
             newcomers = quiet.intersection(differing) & (came | fresh)
-            is_new = name not in self._given and not newcomers.isdisjoint(fresh)
+            is_first = not newcomers.isdisjoint(fresh - had)
             if not differing:
                 verdict.common += [] if any(name in stood[m] for m in by_member) else [name]
             elif len(moved) == 1 and usual not in moved:
-                wrong.update(differing)
+                wrong.update(by_member.keys() & differing)
                 apart.update(differing)
-            elif len(moved) < 2 and newcomers and (is_new or (moved and step > self._given.get(name, -1) + 1)):
-                given[name] = -1 if is_new else step
+            elif len(moved) < 2 and newcomers - had and (moved or is_first):
+                given[name] = not is_first
                 late.update(newcomers)
                 apart.update(differing)
             elif name not in self._left_out:
                 verdict.own.append(name)
+                strange += [name] if was_late or (len(moved) == 1 and newcomers) else []
         if not (given or wrong):
-            if strange := [name for name in verdict.own if self._given.get(name, -1) >= 0]:
+            if strange:
                 what = f"{name_some(sorted(strange))} changes in other steps in some groups than in others"
                 verdict.said.append(f"{what}: from step {step} on each has its own, and it is not compared any more")
             for name in (*verdict.common, *verdict.own):
@@ -312,7 +316,7 @@ class Trials:
         if those := sorted(wrong - {*others}):
             what = self._what(those, others, members, step)
             verdict.said.append(self._give(members, others, those, step, verdict, what))
-        self._note_given(given)
+        self._note_given(given, step)
         if late := late - verdict.loads.keys():
             what = f"{name_some(sorted(late))} has come in, and differs from {name_some(others)} in {name_some(sorted(given))}"
             verdict.noted.append(self._give(members, others, sorted(late), step, verdict, what))
@@ -323,8 +327,10 @@ class Trials:
             what += ". No state has a majority, so that of the longest in the job is taken"
         return what
 
-    def _note_given(self, given: Mapping[str, int]) -> None:
-        self._given |= given
+    def _note_given(self, given: Mapping[str, bool], step: int) -> None:
+        for name, is_late in given.items():
+            _, was_late = self._given.pop(name, (-1, False))
+            self._given[name] = step, is_late or was_late
         while len(self._given) > MAX_LEAVES:
             del self._given[next(iter(self._given))]
 
