@@ -189,6 +189,26 @@ def test_what_was_received_has_not_moved_here_before_it_does_whatever_samples_ar
     assert look(here, 8) == ["count"] and here.known.has_news
 
 
+def test_a_queue_of_which_another_part_moves_than_is_looked_at_is_seen_to_move_by_what_is_shown_of_it() -> None:
+    """MoCo's, in a group that came in: it loaded the others' a second time, and a warning was said."""
+    state = {"queue": torch.zeros(1 << 16)}
+    here = OwnState()
+
+    def num_still() -> int:
+        leaves = leaves_to_compare(state, [])
+        here.known.watch(leaves)
+        return shown(leaves, here.known, 1, Shows.SAMPLES, group_world_size=1).num_still
+
+    here.take_served(here.served(StateVersion(step=1)))
+    num_still()
+    for part in state["queue"].split(2048)[:3]:
+        part.add_(1.0)
+        looked_at = here.known._asked
+        assert num_still() == 0 and here.known._asked == looked_at
+    here.take_served(here.served(StateVersion(step=2)))
+    assert [num_still(), num_still()] == [1, 1], "what was received has not moved here"
+
+
 def test_digests_tell_dtypes_shapes_and_signs_of_zero_apart() -> None:
     ones = torch.ones(4)
     others = [ones.double(), ones.view(2, 2), ones.int(), -ones, torch.zeros(4), -torch.zeros(4), ones.bfloat16()]

@@ -102,6 +102,8 @@ class KnownLeaves:
     _asked: dict[str, str | bytes] = field(default_factory=dict)
     _began: dict[str, str | bytes] = field(default_factory=dict)
     """The leaves as they were looked at last, as a round was asked for; and as the first inner step after it was over."""
+    _whole: dict[str, str] = field(default_factory=dict)
+    """Digests of all of each leaf that was shown so first since a state was loaded."""
 
     def learn(self, common: Iterable[str], own: Iterable[str]) -> list[str]:
         """Take what the lighthouse has found; return which leaves are known to be each group's own since."""
@@ -131,6 +133,12 @@ class KnownLeaves:
         self.still = now.keys() & (self._asked.keys() | self.still) - self.moved
         self._asked, self.has_looked = now, True
 
+    def saw(self, key: str, digest: str) -> None:
+        """See by a digest of all of a leaf whether it has moved, where groups train together: a look takes a sample of it."""
+        if self._whole.setdefault(key, digest) != digest and not self.by_rounds:
+            self.moved.add(key)
+            self.still.discard(key)
+
     def look(self, leaves: Iterable[CheckedLeaf], *, asks: bool) -> None:
         """See which leaves move with the rounds of an outer loop: as one is asked for, or as its first inner step is over."""
         now, self.by_rounds = _marks_of(leaves), True
@@ -152,7 +160,7 @@ class KnownLeaves:
         if not self.by_rounds:
             self.still |= self._asked.keys() | self.moved
             self.moved, self.has_looked = set(), False
-        self._began, self._asked, self.late = {}, {}, set()
+        self._began, self._asked, self._whole, self.late = {}, {}, {}, set()
 
 
 def _marks_of(leaves: Iterable[CheckedLeaf]) -> dict[str, str | bytes]:
@@ -179,6 +187,8 @@ def shown(
         elif leaf.key in known.common:
             common.update(f"{leaf.key} {digest};".encode())
         else:
+            if sampled_at is None:
+                known.saw(leaf.key, digest)
             open_leaves[leaf.key in known.still and not known.by_rounds].append(Leaf(name=leaf.key, digest=digest))
     most = max(16, MAX_LEAVES // group_world_size)  # the others are shown when these are known
     moved, still = open_leaves[0][:most], open_leaves[1][: max(0, most - len(open_leaves[0]))]
