@@ -319,6 +319,25 @@ def test_a_leaf_that_differs_after_a_step_that_all_began_alike_is_each_groups_ow
     assert roles(members) == [Role.HEALTHY] * 2
 
 
+def test_who_receives_the_state_of_another_life_is_not_told_what_was_found_in_the_one_before() -> None:
+    """The source does not know it, and the two would be compared by different leaves: one loaded what was equal."""
+    job = Job(least=2)
+    members = [job.join(name) for name in "ab"]
+    job.step(*members)
+    ask(members, "xx", mean="12", ema="33")
+    for member in members:
+        member.votes()
+    for member in members:
+        member.dies()
+    job.gives_first = False
+    a, b = (job.join(name, life=2) for name in "ab")
+    for member in (a, b):
+        member.replica.restore(1)
+        member.asks(can_serve=True)
+    assert b.formed is not None and b.formed.held and [s.replica_id for s in b.formed.sources] == ["a:2"]
+    assert (b.formed.common, b.formed.own) == ([], [])
+
+
 def wide(num: int = 1000) -> list[str]:
     """Names of so many leaves, of which two thirds have no room in a message."""
     return [f"{number:04}" + "experts." * 14 for number in range(num)]

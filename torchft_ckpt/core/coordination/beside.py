@@ -421,8 +421,9 @@ class Beside:
             held=held,
             names_state=names_state,
             newest_step=min(self._job.history.lasting_step, version.step) if held else self._job.history.lasting_step,
-            common=[] if current is None else current.common,
-            own=[] if current is None else current.own,
+            # In a hold the sources know it, or they are of another life.
+            common=[] if current is None or held else current.common,
+            own=[] if current is None or held else current.own,
             rolled_back_to=self._job.history.rolled_back_to,
             reason=reason,
         )
