@@ -224,6 +224,26 @@ def weigh_by_tokens(job: Job) -> None:
 
 
 @idiom(
+    "Divide the averaged gradients by this group's own number of tokens, as torchtune's recipe does",
+    FLOW,
+    "Each group steps with other gradients: the lighthouse finds that, and one group ends at the third time. Average the number,"
+    " too: `manager.allreduce(num_tokens).wait()`.",
+    was="nothing was said, and the groups differed after each step",
+    refused="ReplicasDifferError",
+    says=r"default\.model\.",
+)
+def divide_by_own_tokens(job: Job) -> None:
+    *_, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1)
+    while job.goes_on():
+        inputs, targets = job.batch(rows=3 + job.group)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(inputs), targets, reduction="sum").backward()
+        for parameter in ddp.parameters():
+            parameter.grad /= len(inputs)
+        optimizer.step()
+
+
+@idiom(
     "One group's accumulation window is shorter than the others'",
     FLOW,
     "All groups discard the step, and the error names the reason: the groups' collectives have to be the same"
