@@ -79,11 +79,12 @@ def logged(folder: Path, event: str) -> list[dict[str, Any]]:
 def test_the_group_that_speaks_is_killed_and_comes_back(tmp_path: Path, nproc: int | None) -> None:
     """The other one waits for it at step 2. It trains on alone later, speaks meanwhile, and waits again at step 24.
 
-    A callback of the user's keeps averages by the step that it reads, before ours in the list, or after it.
+    A callback of the user's keeps averages by the step that it reads, before ours in the list, or after it. A reference model of
+    another one, as TRL's, is state, and what a group that comes back has generated with the weights before is dropped.
     """
     is_there, is_back = tmp_path / "is there", tmp_path / "is back"
     options = [f"--folder={tmp_path}", f"--steps={STEPS}", f"--averages={'before' if nproc is None else 'after'}"]
-    with FrameworkJob(tmp_path, SCRIPT, *options, nproc=nproc) as job:
+    with FrameworkJob(tmp_path, SCRIPT, *options, "--as-trl", nproc=nproc) as job:
         survivor = job.start(1, "--wait", "2", str(is_there), "--wait", "24", str(is_back))
         survivor.wait_for_step(2)
         first = job.start(0)
@@ -99,6 +100,7 @@ def test_the_group_that_speaks_is_killed_and_comes_back(tmp_path: Path, nproc: i
 
     assert_equal_states(*survivor.states(), *again.states())
     assert ends[0]["step"] == STEPS
+    assert "ROLLOUTS None" in again.log() and "ROLLOUTS ['rollouts" in survivor.log()
     assert any(participants == 2 for _, participants in again.steps())
     # Nobody paid more than one step, and that one was tried again with the same batches.
     num_ranks = nproc or 1

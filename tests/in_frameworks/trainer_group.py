@@ -3,12 +3,14 @@
 It prints what happens, a line each: `READ [ids]` for each batch that the model trains on, `EVALUATED step`; its logger appends
 to one file of all groups. `--wait STEP FILE`, more than once: it stands still after that step until the file exists, and is slow
 from then on. `--warm-up FILE`: its first iteration takes until the file exists. `--resumes`: it asks what to resume from, and
-prints `RESUMES path`.
+prints `RESUMES path`. `--as-trl`: it has a reference model that a callback moves, and rollouts, which it prints at its end
+(`ROLLOUTS ...`).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import os
@@ -114,6 +116,19 @@ class Averages(TrainerCallback):
             self.copied = [weight.clone() for weight in weights]
 
 
+class SyncsReference(TrainerCallback):
+    """Moves a reference model after the weights at each second step, as TRL's `SyncRefModelCallback` does."""
+
+    def __init__(self, ref_model: torch.nn.Module) -> None:
+        self.ref_model = ref_model
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % 2 == 0:
+            for copied, parameter in zip(self.ref_model.parameters(), kwargs["model"].parameters(), strict=True):
+                copied.mul_(0.4).add_(0.6 * parameter)
+
+
 def note_what_is_read(model: torch.nn.Module) -> None:
     def note(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         if module.training:
@@ -137,6 +152,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=Path)
     parser.add_argument("--wait", nargs=2, action="append", default=[])
     parser.add_argument("--averages", choices=["before", "after"], help="in the list of callbacks, than the library's")
+    parser.add_argument("--as-trl", action="store_true")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
@@ -158,6 +174,7 @@ def main() -> None:
     note_what_is_read(model)
     fault_tolerance = FaultToleranceCallback(manager, loggers=[Logger(group, options.folder / "log.jsonl")])
     averages = [Averages(manager, model)] if options.averages else []
+    reference = copy.deepcopy(model)
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -188,6 +205,9 @@ def main() -> None:
             *(averages if options.averages == "after" else []),
         ],
     )
+    if options.as_trl:
+        trainer.add_callback(SyncsReference(reference))  # TRL adds its own when the user's are there
+        trainer._buffered_inputs = ["rollouts of the weights that are here"]
     resume = options.resume
     if options.resumes:
         resume = fault_tolerance.resume_from(options.folder / "checkpoints")
@@ -201,10 +221,12 @@ def main() -> None:
         optimizer=trainer.optimizer.state_dict(),
         lr_scheduler=trainer.lr_scheduler.state_dict(),
         averages={} if not averages else averages[0].state_dict(),
+        reference=reference.state_dict() if options.as_trl else {},
         trainer={
             name: getattr(trainer.state, name) for name in ("global_step", "epoch", "best_metric", "best_global_step")
         },
     )
+    say(f"ROLLOUTS {getattr(trainer, '_buffered_inputs', None)}")
     manager.shutdown()
 
 
