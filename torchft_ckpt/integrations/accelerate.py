@@ -84,7 +84,7 @@ class FaultTolerantAccelerator(Accelerator):
         """A loader is prepared that each group reads whole."""
         self._loaders: list[JobLoader] = []
         self._average = GradientAverage(manager, self._parameters)
-        self._trackers_wanted: Callable[[], None] | None = None
+        self._trackers_wanted: Callable[[], None] = lambda: None
         self.is_in_step = False
         """Whether a step is open: the batches that come next are for it as well."""
         self._to_step: set[int] = set()
@@ -107,6 +107,7 @@ class FaultTolerantAccelerator(Accelerator):
         kind, ranks, processes = self.distributed_type, self._manager.group_world_size, self.state.num_processes
         kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         found = {
+            "group": self._group < self._num_groups or f"it is {self._group} of {self._num_groups}, counted from 0",
             kind.value: kind in kinds or "its groups are of plain processes",
             "num_processes": ranks == processes
             or f"the group has {ranks} ranks, and accelerate works with {processes} processes: all would train on the same"
@@ -443,9 +444,8 @@ class FaultTolerantAccelerator(Accelerator):
         self._trackers_wanted = lambda: start(*args, **kwargs)
 
     def _start_trackers(self) -> None:
-        start, self._trackers_wanted = self._trackers_wanted, None
-        if start is not None:
-            start()
+        start, self._trackers_wanted = self._trackers_wanted, lambda: None
+        start()
 
     def get_tracker(self, *args: Any, **kwargs: Any) -> Any:
         """Return what may be kept: it asks at each call whether its group speaks, and does nothing otherwise."""
@@ -609,9 +609,7 @@ class JobLoader:
                     return
                 if num_begun == accelerator.num_begun and at[1] >= length:
                     return
-                if (
-                    num_begun != accelerator.num_begun
-                ):  # a load may have changed the place, or the last step not counted
+                if num_begun != accelerator.num_begun:  # a load may have changed the place, or the step not counted
                     if self._place[0] > self._epoch_of_loop:
                         return  # the step goes on with the first batch of another epoch
                     num_begun = accelerator.num_begun
