@@ -1,5 +1,5 @@
 """A script for accelerate in the shape of diffusers' `train_unconditional`, before it is changed: accumulation, clipping, a
-schedule, an average of the weights after `zero_grad`, checkpoints, a log. `accelerate_group.py` is the same after the change.
+schedule, an average of the weights after `zero_grad`, checkpoints, a log. `accelerate_changes` makes a group's of it.
 
 It prints a line each: `READ [numbers]` for each batch that the model trains on, `STEP n digest` for each optimizer step, with a
 digest of all that is trained, `SAVED n`. `--wait STEP FILE`: it stands still after that step until the file exists.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,8 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8))
 
 
-def digest_of(model: torch.nn.Module, optimizers: list[Any], scheduler: Any, average: Average) -> str:
-    states = {"model": model.state_dict(), "average": average.state_dict()}
+def digest_of(model: torch.nn.Module, optimizers: list[Any], scheduler: Any, average: Average | None = None) -> str:
+    states = {"model": model.state_dict(), "average": average and average.state_dict()}
     return digest(**states, optimizers=[one.state_dict() for one in optimizers], lr=scheduler.get_last_lr())
 
 
@@ -128,7 +129,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--dynamo", help="compile by this backend")
     parser.add_argument("--split-batches", action="store_true", help="divide each batch among the groups")
     parser.add_argument("--resume", help="a checkpoint")
-    parser.add_argument("--name", default="group")
+    parser.add_argument("--name", default=f"group_{os.environ.get('REPLICA_GROUP_ID', 0)}")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--wait", nargs=2, action="append", default=[])
     logging.basicConfig(level=logging.INFO)

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,13 +29,13 @@ from accelerate import skip_first_batches
 from accelerate.commands import launch
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import DataLoaderConfiguration, DistributedType
+from accelerate_changes import SCRIPTS, group_script, lines_added
 from torch.utils.data import DataLoader
 
 from torchft_ckpt.ddp import PureDistributedDataParallel
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.integrations.accelerate import FaultTolerantAccelerator
 
-SCRIPT, PLAIN = (Path(__file__).with_name(f"accelerate_{name}.py") for name in ("group", "plain"))
 STEP = r"step=(\d+) quorum=\d+ participants=(\d+)/\d+ verdict=(\w+)"
 WARM = "verdict=left_behind"
 """The first iteration of a group that comes in is over, which it computes alone."""
@@ -86,14 +88,16 @@ def plain_digests(
     two_losses: bool = False,
     optimizers: str = "one",
     schedules: int = 2,
+    shape: str = "diffusers",
 ) -> list[str]:
     """Return the digest after each step of a plain loop in which the groups' batches of the step are one larger batch.
 
-    `schedules`: the schedule steps so often in each, as accelerate has it: once for each process.
+    `schedules`: the schedule steps so often in each, as accelerate has it: once for each process. A loop of glue's shape neither
+    clips nor keeps an average.
     """
     torch.manual_seed(seed)
     model = plain.make_model()
-    average = plain.Average(list(model.parameters()))
+    average = plain.Average(list(model.parameters())) if shape == "diffusers" else None
     of_job = plain.make_optimizers(model, optimizers)
     scheduler = torch.optim.lr_scheduler.LambdaLR(of_job[0], plain.schedule)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (fp16 or 0), growth_interval=5, enabled=fp16 is not None)
@@ -113,7 +117,8 @@ def plain_digests(
             parameter.grad = sum(of_groups[1:], of_groups[0]) / len(of_groups)
         for optimizer in of_job:
             scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if average is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         before = scaler.get_scale()
         for optimizer in of_job:
             scaler.step(optimizer)
@@ -121,7 +126,8 @@ def plain_digests(
         for _ in range(schedules if scaler.get_scale() >= before else 0):
             scheduler.step()
         model.zero_grad()
-        average.step(list(model.parameters()))
+        if average is not None:
+            average.step(list(model.parameters()))
         digests.append(plain.digest_of(model, of_job, scheduler, average))
     return digests
 
@@ -143,13 +149,13 @@ def train_and_kill(
     is_there, is_back = folder / "is there", folder / "is back"
     other = 1 - killed
     survivor = job.start(other, "--wait", str(joins_at), str(is_there), "--wait", str(back_at), str(is_back))
-    survivor.wait_for(f"^STEP {joins_at} ")
+    survivor.wait_for(f"STEP {joins_at} ")
     first = job.start(killed)
     first.wait_for(WARM)
     is_there.touch()
-    first.wait_for(f"^STEP {dies_at} ")
+    first.wait_for(f"STEP {dies_at} ")
     first.kill()
-    survivor.wait_for(f"^STEP {back_at} ")
+    survivor.wait_for(f"STEP {back_at} ")
     again = job.start(killed, *comes_with)
     again.wait_for(WARM)
     is_back.touch()
@@ -172,6 +178,7 @@ def train_and_kill(
         pytest.param({"flags": ["--optimizers=eight-bit"]}, 1, id="state of eight bits"),
         pytest.param({"flags": ["--dynamo=eager"], "accumulate": 1}, 1, id="compiled"),
         pytest.param({"flags": ["--split-batches"], "accumulate": 1}, 1, id="batches that are split"),
+        pytest.param({"shape": "glue", "accumulate": 1}, 1, id="the shape of run_glue_no_trainer"),
     ],
 )
 def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[str, Any], killed: int) -> None:
@@ -180,9 +187,9 @@ def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[st
     Each group has a seed of its own: weights and order are those of the first one.
     """
     wanted = {"samples": 80, "accumulate": 2, "epochs": 8, "save_steps": 10, **options}
-    flags = wanted.pop("flags", [])
+    flags, shape = wanted.pop("flags", []), wanted.pop("shape", "diffusers")
     arguments = start_arguments(tmp_path, seed="1{group}", **wanted)
-    with FrameworkJob(tmp_path, SCRIPT, *arguments, *flags) as job:
+    with FrameworkJob(tmp_path, group_script(tmp_path, shape), *arguments, *flags) as job:
         lives = train_and_kill(job, tmp_path, killed=killed)
 
     splits = "--split-batches" in flags
@@ -196,6 +203,7 @@ def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[st
         two_losses="--two-losses" in flags,
         optimizers=next((flag.partition("=")[2] for flag in flags if flag.startswith("--optimizers")), "one"),
         schedules=1 if splits else 2,
+        shape=shape,
     )
     assert len(digests) == num_steps
     for life in lives:
@@ -211,16 +219,14 @@ def test_each_step_has_the_bits_of_a_plain_loop(tmp_path: Path, options: dict[st
     assert (tmp_path / "final.pt").is_file()
 
 
-def test_seven_lines_of_a_script_change() -> None:
-    """One import goes, and what is imported instead is one line in two: the others are in `main`."""
-    before, after = (path.read_text().partition("def main(")[2] for path in (PLAIN, SCRIPT))
-    lines = difflib.ndiff(before.splitlines(), after.splitlines())
-    added = [line[2:].strip() for line in lines if line.startswith("+ ") and line[2:].strip()]
-    assert len(added) == 6 and "manager," in added  # on a line of its own beside the others' arguments
+@pytest.mark.parametrize(("shape", "most"), [("diffusers", 7), ("glue", 6)])
+def test_seven_lines_of_a_script_change_at_most(shape: str, most: int) -> None:
+    """The groups of all other tests run the script that these lines make."""
+    assert len(lines_added(shape)) == most
 
 
 def start_arguments(folder: Path, **options: object) -> list[str]:
-    wanted = {"folder": folder, "name": "group_{group}", "samples": 80, "accumulate": 2, "epochs": 6, **options}
+    wanted = {"folder": folder, "samples": 80, "accumulate": 2, "epochs": 6, **options}
     return [f"--{name.replace('_', '-')}={value}" for name, value in wanted.items()]
 
 
@@ -233,13 +239,19 @@ def digests_of(*groups: Group) -> dict[int, set[str]]:
     return found
 
 
-def test_all_groups_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Both are killed; the newest checkpoint holds the job's step, and the data go on with that."""
-    with FrameworkJob(tmp_path, SCRIPT, *start_arguments(tmp_path), min_replicas=2) as job:
+@pytest.mark.parametrize("shape", SCRIPTS)
+def test_all_groups_go_on_from_a_checkpoint(tmp_path: Path, shape: str) -> None:
+    """Both are killed; the newest checkpoint holds the job's step, and the data go on with that.
+
+    Each epoch that is evaluated then sees all samples once, in each group.
+    """
+    accumulate = 2 if shape == "diffusers" else 1
+    arguments = start_arguments(tmp_path, accumulate=accumulate, epochs=3 * accumulate)
+    with FrameworkJob(tmp_path, group_script(tmp_path, shape), *arguments, min_replicas=2) as job:
         wait = str(tmp_path / "never")
         first = [job.start(group, "--wait", "17", wait) for group in (0, 1)]
         for group in first:
-            group.wait_for("^STEP 17 ")
+            group.wait_for("STEP 17 ")
             group.kill()
         (checkpoint,) = tmp_path.glob("step_*")
         again = [job.start(group, f"--resume={checkpoint}") for group in (0, 1)]
@@ -247,14 +259,17 @@ def test_all_groups_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert checkpoint.name == "step_10"
     lives = [Lives(before, after) for before, after in zip(first, again, strict=True)]
     assert min(Lives(again[0]).read) == 10
-    digests = plain_digests(lives, samples=80, accumulate=2, seed=7)
+    digests = plain_digests(lives, samples=80, accumulate=accumulate, seed=7, shape=shape)
     assert [life.digests for life in lives] == [{n + 1: digest for n, digest in enumerate(digests)}] * 2
     assert len(digests) == 30
+    if shape == "glue":
+        evaluated = [re.findall(r"EVALUATED (\d) (.*)", group.log()) for group in again]
+        assert evaluated == [[(str(epoch), str([*range(10)])) for epoch in (1, 2)]] * 2
 
 
 def test_a_group_that_is_started_again_as_if_all_had_died_goes_on_where_the_job_is(tmp_path: Path) -> None:
     """Whoever starts it gives it the same arguments as all, a checkpoint among them. It makes no step after the job's last."""
-    with FrameworkJob(tmp_path, SCRIPT, *start_arguments(tmp_path, epochs=8)) as job:
+    with FrameworkJob(tmp_path, group_script(tmp_path), *start_arguments(tmp_path, epochs=8)) as job:
         lives = train_and_kill(job, tmp_path, killed=1, comes_with=[f"--resume={tmp_path / 'step_10'}"])
     digests = plain_digests(lives, samples=80, accumulate=2, seed=7)
     assert len(digests) == 40
@@ -262,7 +277,7 @@ def test_a_group_that_is_started_again_as_if_all_had_died_goes_on_where_the_job_
 
 
 def test_a_group_that_comes_too_late_ends_well_and_writes_nothing(tmp_path: Path) -> None:
-    with FrameworkJob(tmp_path, SCRIPT, *start_arguments(tmp_path, epochs=2), num_groups=2) as job:
+    with FrameworkJob(tmp_path, group_script(tmp_path), *start_arguments(tmp_path, epochs=2), num_groups=2) as job:
         first = job.start(0)
         assert first.process.wait(timeout=60) == 0
         written = (tmp_path / "final.pt").stat().st_mtime_ns
@@ -275,26 +290,28 @@ def test_a_group_that_comes_too_late_ends_well_and_writes_nothing(tmp_path: Path
 def test_checkpoints_that_accelerate_names_have_the_job_s_step(tmp_path: Path) -> None:
     """The group that speaks is killed; the one that takes over goes on with the names, and keeps to the limit."""
     arguments = start_arguments(tmp_path, epochs=8, limit=2)
-    with FrameworkJob(tmp_path, SCRIPT, *arguments, "--automatic") as job:
+    with FrameworkJob(tmp_path, group_script(tmp_path), *arguments, "--automatic") as job:
         train_and_kill(job, tmp_path, killed=0)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"checkpoint_30", "checkpoint_40"}
 
 
 def test_three_groups_have_the_same_bits(tmp_path: Path) -> None:
     """One of them is killed and comes back; within an epoch no sample is read twice."""
-    with FrameworkJob(tmp_path, SCRIPT, *start_arguments(tmp_path, samples=120, epochs=8), num_groups=3) as job:
+    with FrameworkJob(
+        tmp_path, group_script(tmp_path), *start_arguments(tmp_path, samples=120, epochs=8), num_groups=3
+    ) as job:
         is_there, is_back = tmp_path / "is there", tmp_path / "is back"
         waits = ["--wait", "2", str(is_there), "--wait", "20", str(is_back)]
         others = [job.start(group, *waits) for group in (0, 1)]
         for group in others:
-            group.wait_for("^STEP 2 ")
+            group.wait_for("STEP 2 ")
         first = job.start(2)
         first.wait_for(WARM)
         is_there.touch()
-        first.wait_for("^STEP 9 ")
+        first.wait_for("STEP 9 ")
         first.kill()
         for group in others:
-            group.wait_for("^STEP 20 ")
+            group.wait_for("STEP 20 ")
         again = job.start(2)
         again.wait_for(WARM)
         is_back.touch()
@@ -312,9 +329,9 @@ def test_three_groups_have_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun, two ranks", "accelerate launch"])
 def test_under_a_launcher(tmp_path: Path, launcher: str) -> None:
     """accelerate wraps the model into torch's DDP then; the average over the groups comes after that within a group."""
-    script, before, nproc = SCRIPT, [], None
+    script, before, nproc = group_script(tmp_path), [], None
     if launcher == "accelerate launch":
-        script, before = Path(launch.__file__), ["--cpu", "--num_processes=1", str(SCRIPT)]
+        script, before = Path(launch.__file__), ["--cpu", "--num_processes=1", str(script)]
     else:
         nproc = 2
     with FrameworkJob(tmp_path, script, *before, *start_arguments(tmp_path, epochs=8), nproc=nproc) as job:
@@ -329,9 +346,34 @@ def test_under_a_launcher(tmp_path: Path, launcher: str) -> None:
         again = job.start(1)
         ends = [group.process.wait(timeout=180) for group in (survivor, again)]
         assert ends == [0, 0], again.log()[-3000:]
-    assert "came to another state" not in survivor.log() + killed.log() + again.log()
-    digests = digests_of(survivor, killed, again)
-    assert sorted(digests) == list(range(1, max(digests) + 1))
+    assert_each_step_is_there_once(survivor, killed, again)
+
+
+def test_under_the_library_s_own_launcher(tmp_path: Path) -> None:
+    """It starts both groups, and the one that is killed once more."""
+    command = tmp_path / "torchft_ckpt_command.py"
+    command.write_text("import runpy\n\nrunpy.run_module('torchft_ckpt', run_name='__main__', alter_sys=True)\n")
+    is_there, is_back = tmp_path / "is there", tmp_path / "is back"
+    waits = ["--wait", "2", str(is_there), "--wait", "20", str(is_back)]
+    arguments = [*start_arguments(tmp_path, epochs=8), *waits]
+    run = ["run", "--groups=2", "--min-replicas=1", "--", str(group_script(tmp_path))]
+    with FrameworkJob(tmp_path, command, *run, *arguments) as job:
+        both = job.start(0)
+        both.wait_for(r"\[g1/r0\].*READ")
+        is_there.touch()
+        both.wait_for(r"\[g1/r0\] STEP 7 ")
+        os.kill(int(re.findall(r"\[g1/r0\].* is process (\d+)", both.log())[-1]), signal.SIGKILL)
+        both.wait_for(r"(?s)(\[g1/r0\][^\n]* is process .*){2}\[g1/r0\][^\n]*READ")
+        is_back.touch()
+        assert both.process.wait(timeout=180) == 0, both.log()[-3000:]
+    assert_each_step_is_there_once(both)
+
+
+def assert_each_step_is_there_once(*groups: Group) -> None:
+    """Each step of eight epochs, with the same bits in all of the lives of the groups that made it."""
+    assert not any("came to another state" in group.log() for group in groups)
+    digests = digests_of(*groups)
+    assert sorted(digests) == list(range(1, max(digests) + 1)) and max(digests) >= 20
     assert {len(of_step) for of_step in digests.values()} == {1}
 
 
@@ -353,7 +395,10 @@ class Alone:
     def is_warming_up(self) -> bool:
         return False
 
+    num_votes = 0
+
     def should_commit(self) -> bool:
+        self.num_votes += 1
         return True
 
     def taking_step(self, optimizer: object) -> nullcontext:
@@ -397,16 +442,43 @@ def test_what_was_prepared_is_prepared_once() -> None:
         one.prepare(loader)
 
 
-def test_optimizers_share_each_step_and_those_that_take_turns_are_refused() -> None:
+def test_optimizers_share_each_step() -> None:
     one = accelerator()
     model = plain.make_model()
-    model, generator, discriminator = one.prepare(model, *plain.make_optimizers(model, "two"))
-    model(torch.ones(1, 8))
-    assert generator.step() and discriminator.step()
-    model(torch.ones(1, 8))
-    assert generator.step()
-    with pytest.raises(ConfigError, match="1 of 2 optimizers"):
+    model, first, second = one.prepare(model, *plain.make_optimizers(model, "two"))
+    for _ in range(2):
         model(torch.ones(1, 8))
+        assert first.step() and second.step()
+
+
+@pytest.mark.parametrize("order", ["each in its turn", "one fake for both", "one of them less often"])
+def test_optimizers_that_take_turns_are_refused_in_the_first_iteration(order: str) -> None:
+    """As a generator's and a discriminator's do, in the loops of dcgan and wgan. It says which loop may do so."""
+    one = accelerator()
+    models = [plain.make_model() for _ in range(2)]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    generator, discriminator, of_generator, of_discriminator, loader = one.prepare(
+        *models, *optimizers, a_loader(shuffle=True)
+    )
+    one._average = SimpleNamespace(put_back=bool, take=bool, forget=bool)
+
+    def train() -> None:
+        for step, batch in enumerate(loader):
+            fake = generator(batch["input"])
+            one.backward(discriminator(fake.detach()).mean() - discriminator(batch["input"]).mean())
+            of_discriminator.step()
+            of_discriminator.zero_grad()
+            if order == "one of them less often" and step % 5 < 4:
+                continue
+            if order == "each in its turn":
+                fake = generator(batch["input"])
+            one.backward(-discriminator(fake).mean())
+            of_generator.step()
+            of_generator.zero_grad()
+
+    with pytest.raises(ConfigError, match=r"1 of 2 optimizers .* take turns need a loop of your own, .*Optimizer"):
+        train()
+    assert one._manager.num_votes == 1
 
 
 class Notes(GeneralTracker):
@@ -459,6 +531,7 @@ def test_what_divides_a_model_is_refused_by_name(kind: str, monkeypatch: pytest.
     ("wrong", "words"),
     [
         (lambda: accelerator(num_groups=None), "NUM_REPLICA_GROUPS"),
+        (lambda: accelerator(group=2), "it is 2 of 2, counted from 0"),
         (lambda: accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False)), "even_batches"),
         (lambda: accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)), "dispatch_batches"),
         (lambda: accelerator().join_uneven_inputs([], even_batches=False), "knows nothing of groups"),
