@@ -84,14 +84,14 @@ def run_from_a_checkpoint(
     saved_at: int,
     num_steps: int,
     runner: Path = RUNNER,
+    nproc: int | None = None,
 ) -> list[Step]:
     """Kill both groups two steps after one of them has saved; start both from that, and kill one of them as above.
-
-    torchrun starts the first of these lives, one rank of each group: trainers may wrap a model in torch's DDP then.
 
     Args:
         resume: the argument that says so. The group that comes back has it as well, while the job goes on.
         saved_at: the step of the checkpoint.
+        nproc: of the first of these lives, as in `FrameworkJob`: under torchrun trainers may wrap a model in torch's DDP.
 
     Returns:
         the steps up to the checkpoint, and those after it of the second life, in which groups were equal.
@@ -99,7 +99,9 @@ def run_from_a_checkpoint(
     record = folder / "first"
     record.mkdir()
     environment = {"RECORD": str(record), "GATES": f"{saved_at + 2}:{folder / 'never'}"}
-    with FrameworkJob(folder, runner, str(script), *arguments, min_replicas=2, nproc=1, environment=environment) as job:
+    with FrameworkJob(
+        folder, runner, str(script), *arguments, min_replicas=2, nproc=nproc, environment=environment
+    ) as job:
         groups = [job.start(number) for number in (0, 1)]
         for group in groups:
             group.wait_for_step(saved_at + 2, participants=2)

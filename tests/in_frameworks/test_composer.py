@@ -104,10 +104,13 @@ def test_a_group_is_killed_and_each_step_that_counts_is_that_of_a_plain_loop(tmp
 @pytest.mark.processes
 @pytest.mark.slow
 def test_all_groups_go_on_from_a_file_of_composers(tmp_path: Path) -> None:
-    """One of them wrote it before all were killed; the other one dies once more, and comes back with the same `load_path`."""
+    """One of them wrote it before all were killed; the other one dies once more, and comes back with the same `load_path`.
+
+    torchrun starts the first of these lives, one rank of each group.
+    """
     folder, there, back, never = (tmp_path / name for name in ("checkpoints", "there", "back", "never"))
     arguments = [f"--steps={NUM_STEPS}", f"--folder={folder}"]
-    with FrameworkJob(tmp_path, SCRIPT, *arguments, min_replicas=2) as groups:
+    with FrameworkJob(tmp_path, SCRIPT, *arguments, min_replicas=2, nproc=1) as groups:
         first = [groups.start(group, "--wait", "22", str(never)) for group in (0, 1)]
         for group in first:
             group.wait_for("^COUNTED 21 ")

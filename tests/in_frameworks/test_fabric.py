@@ -115,7 +115,7 @@ def test_all_groups_go_on_from_a_checkpoint_of_fabrics(tmp_path: Path) -> None:
     out = tmp_path / "out"
     resume = f"--resume={out / 'step-00000020.pth'}"
     arguments = [f"--steps={STEPS}", f"--output={out}"]
-    steps = run_from_a_checkpoint(tmp_path, SCRIPT, *arguments, resume=resume, saved_at=20, num_steps=STEPS)
+    steps = run_from_a_checkpoint(tmp_path, SCRIPT, *arguments, resume=resume, saved_at=20, num_steps=STEPS, nproc=1)
     assert_as_plain(steps, run_litgpts(steps))
     before, after = (
         {number for step in part for of_group in step.read.values() for number in of_group}

@@ -83,7 +83,9 @@ def test_all_groups_go_on_from_what_the_recipe_has_saved(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
     out = tmp_path / "out"
     arguments = [f"--epochs={EPOCHS}", f"--output={out}"]
-    steps = run_from_a_checkpoint(tmp_path, SCRIPT, *arguments, resume="--resume", saved_at=18, num_steps=STEPS)
+    steps = run_from_a_checkpoint(
+        tmp_path, SCRIPT, *arguments, resume="--resume", saved_at=18, num_steps=STEPS, nproc=1
+    )
     # The recipe makes its schedule anew: so many calls of it were made in this process, which nothing but a warning reads.
     made_anew = "/scheduler/_step_count"
     steps = [step._replace(values={**step.values, made_anew: repr(step.number + 1)}) for step in steps]
