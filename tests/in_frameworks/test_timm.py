@@ -94,6 +94,7 @@ def test_all_groups_go_on_from_a_checkpoint_of_timms_saver(tmp_path: Path) -> No
         resume=f"--resume={out / 'checkpoint-20.pth.tar'}",
         saved_at=20,
         num_steps=STEPS,
+        nproc=1,
         runner=RUNNER,
     )
     assert_as_plain(steps)
