@@ -116,6 +116,19 @@ def test_who_has_finished_and_asks_again_goes_on_alone(is_cut_off: bool) -> None
     assert "a:1 train on from step 3, at which b:1 finished" in job.log
 
 
+def test_that_a_group_has_finished_is_remembered_when_another_is_lost_before_a_restarted_lighthouse_forms_a_quorum() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    job.restart()
+    for member in (a, b, c):
+        member.connects()
+    finishes(a)
+    b.leaves()
+    finishes(c)
+    a.asks()
+    job.passes(10.0)
+    assert a.hears()[-1] == "quorum 1000 step 3 healthy", "it may go on from there, as it has finished itself"
+
+
 def test_who_has_gone_on_is_not_ended_by_another_that_finishes_then() -> None:
     job, (a, b) = trained("a", "b")
     finishes(a)

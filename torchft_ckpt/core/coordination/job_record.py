@@ -42,8 +42,8 @@ class JobRecord:
     something alone since is none of them any more."""
     finished_at_step: int | None = None
     """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
-    finished_by: set[str] = field(default_factory=set)
-    """Who said so of that step. Such a group may ask for another one nevertheless."""
+    finished_by: dict[str, int] = field(default_factory=dict)
+    """Who said so, of which step. Such a group may ask for another one nevertheless."""
     allows_step_loss: bool = False
     """The operator's word, for the next quorum alone; `settings.allow_step_loss` holds for all."""
     now: float = 0.0
@@ -78,7 +78,7 @@ class JobRecord:
             m for m in self.staying() if m.version.step >= step and (is_valid(m.version) or m.replica_id in at_work)
         ]
         train = [m for m in holders if not m.hello.spare or m.replica_id in self.quorum_members]
-        goes_on = len(train) > 1 or any(m.replica_id in self.finished_by for m in holders)
+        goes_on = len(train) > 1 or any(self.finished_by.get(m.replica_id) == step for m in holders)
         goes_on = goes_on or any(self._is_restored(m, step) for m in self.staying())
         return None if goes_on or self.history.on_their_way(step, self.settings.join_timeout_s, self.now) else step
 

@@ -506,10 +506,9 @@ class LighthouseState:
             located = msgspec.structs.replace(located, sources=[])
         may_say = not self._job.history.has_begun or (self.round is not None and replica_id in self.round.tally.roles)
         if message.has_finished and may_say and self.newest_step > 0 and self._job.holds_newest(message.version):
-            if self._job.finished_at_step != self.newest_step:
-                self._job.finished_by.clear()
+            said = {m: step for m, step in self._job.finished_by.items() if step == self.newest_step}
+            self._job.finished_by = {**said, replica_id: self.newest_step}
             self._job.finished_at_step = self.newest_step
-            self._job.finished_by.add(replica_id)
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
             yield from self._beside.call_spares()
         member.is_excused = message.has_finished or not located.is_held or member.is_let_go
@@ -1088,7 +1087,7 @@ class LighthouseState:
         newest_step = self._job.history.goes_on_from(assignment.version, quorum_id, self.epoch, holders)
         if assignment.is_first or step < newest_step:
             self._job.finished_at_step = None  # the job goes on from a checkpoint, or from an older step
-        ended = self._job.finished_by - {*holders} if step == self._job.finished_at_step else set()
+        ended = {m for m, at in self._job.finished_by.items() if at == step == self._job.finished_at_step} - {*holders}
         if ended and (self.round is None or self.round.step != step):
             line = f"{name_some(holders)} train on from step {step}, at which {name_some(sorted(ended))} finished"
             yield Log(line, is_warning=True)
