@@ -103,6 +103,19 @@ def test_a_newcomer_is_told_who_holds_the_newest_state_in_the_middle_of_a_phase(
     ]
 
 
+def test_nobody_offers_a_first_state_that_a_lighthouse_finds_that_has_started_again() -> None:
+    job = Job(least=3)
+    for name in ("a", "b"):  # were given it, and wait for a third one
+        member = look(job, name)
+        member.is_cut_off()
+        member.replica.version = StateVersion(step=0, quorum_id=1, epoch="of a life before")
+        member.connects(checkpoint_addresses=[f"http://{name}"])
+
+    located = look(job, "c").looks()
+
+    assert located.version.proven and not located.is_held and located.sources == []
+
+
 def test_nothing_is_known_where_nothing_has_a_name() -> None:
     job = Job()
     look(job, "a")

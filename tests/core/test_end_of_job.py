@@ -116,7 +116,9 @@ def test_who_has_finished_and_asks_again_goes_on_alone(is_cut_off: bool) -> None
     assert "a:1 train on from step 3, at which b:1 finished" in job.log
 
 
-def test_that_a_group_has_finished_is_remembered_when_another_is_lost_before_a_restarted_lighthouse_forms_a_quorum() -> None:
+def test_that_a_group_has_finished_is_remembered_when_another_is_lost_before_a_restarted_lighthouse_forms_a_quorum() -> (
+    None
+):
     job, (a, b, c) = trained("a", "b", "c")
     job.restart()
     for member in (a, b, c):

@@ -502,7 +502,8 @@ class LighthouseState:
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
         sources = ((other.as_source(rank), other.version) for rank, other in enumerate(living))
         located = self._handed_over(member, message, self._job.history.locate(replica_id, message, sources))
-        if self._job.first.proven:  # nobody offers that: it is given in a hold
+        has_begun = self.round is not None or any(m.hello.was_in_quorum for m in self.members.values())
+        if self._job.first.proven or not has_begun:  # nobody offers a first state: it is given in a hold
             located = msgspec.structs.replace(located, sources=[])
         may_say = not self._job.history.has_begun or (self.round is not None and replica_id in self.round.tally.roles)
         if message.has_finished and may_say and self.newest_step > 0 and self._job.holds_newest(message.version):
