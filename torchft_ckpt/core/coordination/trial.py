@@ -115,8 +115,8 @@ class Trials:
                 self._same_at = assignment.version.step
                 self._joined.pop(replica_id, None)
             self._corrected.discard(replica_id)
-            if replica_id not in self._voices and replica_id not in self._joined:
-                began = assignment.is_first and part.role is Role.HEALTHY and beginners.get(replica_id, False)
+            began = assignment.is_first and part.role is Role.HEALTHY and beginners.get(replica_id, False)
+            if replica_id not in self._voices and (began or replica_id not in self._joined):
                 # Or it was given the first state before this lighthouse was started again.
                 began = began or (is_new_life and not member.asked.came_in and member.hello.version.proven)
                 self._joined[replica_id], self._same_at = not began, assignment.version.step
