@@ -7,6 +7,7 @@ Names and signatures are those of torchft 0.2.0. This file knows no backend.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -39,6 +40,8 @@ class ProcessGroup(TorchProcessGroup):
     """
 
     _group_name: str | None = None
+    connects_beside = False
+    """Whether it has `connect_beside`."""
 
     def configure(
         self,
@@ -71,6 +74,19 @@ class ProcessGroup(TorchProcessGroup):
             ConfigError: an argument cannot be used.
         """
         raise NotImplementedError(f"{type(self).__name__} does not implement configure")
+
+    def connect_beside(self, store_addr: str, replica_id: str, rank: int, world_size: int) -> Callable[[], None]:
+        """Begin to connect to members while the present ones go on. Does not block.
+
+        A `configure` with the same `store_addr` takes what was made. What was made so before, and not taken, is given up.
+
+        Args:
+            store_addr, replica_id, rank, world_size: as of `configure`.
+
+        Returns:
+            what waits until all are connected; call it once. It raises as `configure`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement connect_beside")
 
     def allreduce(  # type: ignore[override]
         self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None

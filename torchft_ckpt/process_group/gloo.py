@@ -43,6 +43,8 @@ class ProcessGroupGloo(SessionProcessGroup):
         ConfigError: the interface that was named is unknown, or is down, or has no address.
     """
 
+    connects_beside = True
+
     def __init__(
         self,
         timeout: timedelta = timedelta(seconds=60),

@@ -12,7 +12,7 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -78,6 +78,9 @@ class SessionProcessGroup(ProcessGroupWrapper):
         self._world_size = 1
         self._lock = threading.Lock()
         self._session: Session | None = None
+        self._beside: tuple[str, Session] | None = None
+        """With its store's address: what `connect_beside` makes, or has made."""
+        self._is_shut_down = False
         self._last_error: ProcessGroupError | None = None
 
     def configure(
@@ -91,11 +94,63 @@ class SessionProcessGroup(ProcessGroupWrapper):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
+        name = self.getBackendName()
+        label = f"{name} group of quorum {quorum_id}, rank {rank} of {world_size} ({replica_id}), store {store_addr}"
+        self._is_shut_down = False
+        made = self._take_beside(store_addr)
+        session = made or self._session_of(label, store_addr, rank, world_size, global_ranks, _accelerators())
+        self._end(ProcessGroupAbortedError(f"{name} group left for quorum {quorum_id}"), successor=session)
+        if made is None:
+            # The connecting thread keeps its own deadline; the second more is for its better worded error.
+            session.connect(self._connect_timeout.total_seconds() + 1.0)
+        with self._lock:
+            if self._session is session:
+                self._rank = rank
+                self._world_size = world_size
+
+    def connect_beside(self, store_addr: str, replica_id: str, rank: int, world_size: int) -> Callable[[], None]:
+        label = f"{self.getBackendName()} group beside a quorum, rank {rank} of {world_size} ({replica_id}), store {store_addr}"
+        session = self._session_of(label, store_addr, rank, world_size, None)
+        self._give_up_beside((store_addr, session))
+        if self._is_shut_down:  # meanwhile, by another thread
+            self._give_up_beside()
+        return lambda: session.connect(self._connect_timeout.total_seconds() + 1.0)
+
+    def _take_beside(self, store_addr: str) -> Session | None:
+        """Return the session that was connected there beside the one in use; None: there is none.
+
+        Raises:
+            ProcessGroupConfigureError: it has ended since. None can be made at that place again.
+        """
+        with self._lock:
+            if self._beside is None or self._beside[0] != store_addr:
+                return None
+            (_, session), self._beside = self._beside, None
+        if session.phase is not SessionPhase.LIVE:
+            raise ProcessGroupConfigureError(f"{session.label} has ended since: {session.error}", party=store_addr)
+        session.apply(lambda inner: set_default_timeout(inner, self._timeout))
+        session.devices = [*_accelerators()]
+        return session
+
+    def _give_up_beside(self, successor: tuple[str, Session] | None = None) -> None:
+        with self._lock:
+            before, self._beside = self._beside, successor
+        if before is not None:
+            before[1].end(ProcessGroupAbortedError(f"{before[1].label} is not taken by a quorum"))
+
+    def _session_of(
+        self,
+        label: str,
+        store_addr: str,
+        rank: int,
+        world_size: int,
+        global_ranks: list[int] | None,
+        devices: Sequence[torch.device] = (),
+    ) -> Session:
+        """Return a session that connects when it is told to."""
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not in a group of {world_size}", party="rank")
         address = StoreAddress.parse(store_addr)
-        name = self.getBackendName()
-        label = f"{name} group of quorum {quorum_id}, rank {rank} of {world_size} ({replica_id}), store {store_addr}"
         timeout_s = self._connect_timeout.total_seconds()
 
         def connect(session: Session) -> TorchProcessGroup:
@@ -112,14 +167,7 @@ class SessionProcessGroup(ProcessGroupWrapper):
                         f"all ranks came to the store, but {self._why_apart(meeting)}: {first_line}", party=str(address)
                     ) from error.with_traceback(None)
 
-        session = Session(label, connect, _accelerators())
-        self._end(ProcessGroupAbortedError(f"{name} group left for quorum {quorum_id}"), successor=session)
-        # The connecting thread keeps its own deadline; the second more is for its better worded error.
-        session.connect(timeout_s + 1.0)
-        with self._lock:
-            if self._session is session:
-                self._rank = rank
-                self._world_size = world_size
+        return Session(label, connect, devices)
 
     def _connect(self, meeting: Meeting) -> TorchProcessGroup:
         """Connect to the other members; runs on the session's thread and ends within the connect timeout."""
@@ -147,12 +195,15 @@ class SessionProcessGroup(ProcessGroupWrapper):
             return
         with self._lock:
             session = self._session
+        self._is_shut_down = True
+        self._give_up_beside()
         self._end(ProcessGroupAbortedError(f"{self.getBackendName()} group was shut down"), successor=None)
         if session is not None:
             session.join(5.0)
 
     def _is_inherited(self) -> bool:
-        session = self._session  # without the lock, which a thread of the parent may have held
+        # Without the lock, which a thread of the parent may have held.
+        session = self._session or (self._beside[1] if self._beside is not None else None)
         return session is not None and session.is_inherited
 
     def errored(self) -> Exception | None:
@@ -200,10 +251,11 @@ class SessionProcessGroup(ProcessGroupWrapper):
 
     def __del__(self) -> None:
         # Operations in flight keep the session alive; it must not be left to end on one of the backend's threads.
-        session = self.__dict__.get("_session")
-        if session is not None:
+        beside = self.__dict__.get("_beside")
+        for session in (self.__dict__.get("_session"), beside and beside[1]):
             try:
-                session.end(ProcessGroupAbortedError("the process group was dropped without a shutdown"))
+                if session is not None:
+                    session.end(ProcessGroupAbortedError("the process group was dropped without a shutdown"))
             except RuntimeError as error:  # no thread can be started any more: the interpreter exits
                 warnings.warn(f"process group dropped at exit: {error}", ResourceWarning, stacklevel=1)
 
