@@ -35,6 +35,8 @@ from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     CommitDecided,
     CommitVote,
+    ConnectBeside,
+    ConnectedBeside,
     Drain,
     FromLighthouse,
     Heartbeat,
@@ -189,6 +191,8 @@ class Member:
         self._heard: list[str] = []
         self.pending: QuorumPending | None = None
         """What it was told last of a quorum that it waits for."""
+        self.connect: ConnectBeside | None = None
+        """What it was told last of being connected beside the quorum."""
         self.num_held = 0
         """So many groups the quorum that it waits for is held for, as it heard."""
 
@@ -334,6 +338,11 @@ class Member:
         if self.replica.phase is StepPhase.VOTED and self.last_vote is not None:
             self.says(self.last_vote)
 
+    def is_connected(self, failure: str = "") -> None:
+        """Says that it is connected beside the quorum, or why not."""
+        assert self.connect is not None
+        self.says(ConnectedBeside(place=self.connect.place, failure=failure))
+
     def still_needs(self, seconds: float, does: Receives = Receives.TRANSFER) -> None:
         """Says how far it is with receiving or loading the state."""
         assert self.formed is not None
@@ -427,6 +436,8 @@ class Member:
             self.replica.broken(message)
         elif isinstance(message, QuorumPending):
             self.pending = message
+        elif isinstance(message, ConnectBeside):
+            self.connect = message
         elif isinstance(message, JoinerWaiting):
             self.replica.joiner_waits(message)
             self.num_held += 0 if is_first else message.num_held
@@ -434,7 +445,7 @@ class Member:
     def hears(self) -> list[str]:
         """What it heard since the last call, `welcome` and notices of joiners apart."""
         heard, self._heard = self._heard, []
-        return [words for words in heard if words not in ("welcome", "joiner waiting")]
+        return [words for words in heard if words not in ("welcome", "joiner waiting", "connectbeside")]
 
     def heard_joiner(self) -> bool:
         return "joiner waiting" in self._heard

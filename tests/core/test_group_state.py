@@ -24,6 +24,8 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitUnknown,
     CommitVote,
+    ConnectBeside,
+    ConnectedBeside,
     GiveUpWaiting,
     GroupBroken,
     JoinerWaiting,
@@ -680,3 +682,33 @@ def test_ranks_that_have_the_state_wait_with_their_step_for_one_that_asks_for_it
     assert told(group.handle(LighthouseMessage(alone))) == [(1, "QuorumFormed")]
     (asked,) = up(group.handle(RankMessage(1, request(2, version=StateVersion(), torn=True))))
     assert isinstance(asked, QuorumRequest) and not (asked.warms_up or asked.allow_heal)
+
+
+def told_to_connect(group: GroupState, place: str) -> list[GroupInstruction]:
+    connect = ConnectBeside(place=place, replica_rank=0, replica_world_size=2, store_address="a:1")
+    return group.handle(LighthouseMessage(connect))
+
+
+def test_a_group_is_connected_beside_the_quorum_when_all_of_its_ranks_are() -> None:
+    group = GroupState(2)
+    assert [(i.rank, type(i.message)) for i in told_to_connect(group, "p1") if isinstance(i, SendToRank)] == [
+        (0, ConnectBeside),
+        (1, ConnectBeside),
+    ]
+    answer = ConnectedBeside(place="p1")
+    assert group.handle(RankMessage(1, answer)) == [] and group.handle(RankMessage(1, answer)) == []
+    assert group.handle(RankMessage(0, answer)) == [SendToLighthouse(answer)]
+    assert group.handle(RankMessage(0, answer)) == [], "it has answered"
+
+
+def test_one_rank_that_cannot_be_connected_is_enough_against_it_and_answers_of_an_earlier_place_count_for_nothing() -> (
+    None
+):
+    group = GroupState(2)
+    told_to_connect(group, "p1")
+    group.handle(RankMessage(0, ConnectedBeside(place="p1")))
+    told_to_connect(group, "p2")
+    assert group.handle(RankMessage(1, ConnectedBeside(place="p1"))) == []
+    failed = group.handle(RankMessage(1, ConnectedBeside(place="p2", failure="no route")))
+    assert failed == [SendToLighthouse(ConnectedBeside(place="p2", failure="group rank 1: no route"))]
+    assert group.handle(RankMessage(0, ConnectedBeside(place="p2"))) == []

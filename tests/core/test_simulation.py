@@ -19,6 +19,7 @@ from support.thoroughness import by_default
 from torchft_ckpt.core.coordination import equality, lighthouse, recovery, replica, trial
 from torchft_ckpt.core.coordination.beside import Beside
 from torchft_ckpt.core.coordination.commit import Tally
+from torchft_ckpt.core.coordination.connecting import Connecting
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.group import (
     GroupInstruction,
@@ -435,7 +436,8 @@ def test_the_simulation_finds_that_who_came_in_has_a_voice_though_its_first_step
     with pytest.raises(InvariantError, match="most hold what it holds"):
         for seed in range(40):
             moods = Moods(uses_state=1.0, step_error=0.6)
-            run_with_drift(seed, num_groups=3, fault_rate=0.02, faults={Fault.KILL_GROUP: 1.0}, moods=moods)
+            plan = {"fault_rate": 0.02, "faults": {Fault.KILL_GROUP: 1.0}, "connects_beside": False}
+            run_with_drift(seed, num_groups=3, moods=moods, **plan)
 
 
 def run_with_slow_transfers(seed: int) -> Report:
@@ -669,6 +671,47 @@ def test_a_group_that_comes_in_by_a_hold_costs_the_others_the_step_that_it_died_
         assert report.num_held >= 1 and max(survivors.values()) <= 1, f"seed {seed}: {report}"
 
 
+def run_behind_a_firewall(seed: int) -> tuple[Report, str]:
+    """A group dies and comes back, and nobody can connect with it for a while. Returns the report and that group."""
+    rng = Random(seed)
+    at, victim = rng.randint(300, 700), rng.randrange(3)
+    scenario = Scenario(num_groups=3, tells_reach=True, group_world_size=rng.choice((1, 2)), chaos_s=10.0)
+    script = [(at, Fault.FIREWALL, victim), (at + 1, Fault.KILL_GROUP, victim)]
+    return Simulation(seed, scenario, script).run(), f"g{victim}:"
+
+
+def test_a_group_that_cannot_be_connected_costs_the_others_nothing() -> None:
+    for seed in range(by_default(10, thorough=60)):
+        report, victim = run_behind_a_firewall(seed)
+        survivors = {name: cost for name, cost in report.discarded.items() if not name.startswith(victim)}
+        assert max(survivors.values()) <= 1, f"seed {seed}: the step in which it died, and no more: {report}"
+
+
+def broken_meeting(patch: pytest.MonkeyPatch) -> None:
+    """A quorum is held for those who have not met the others in it."""
+    patch.setattr(Connecting, "_unmet", lambda *_: [])
+
+
+def broken_taking(patch: pytest.MonkeyPatch) -> None:
+    """A quorum takes what was connected for others."""
+
+    def take(connecting: Connecting, members: list[str], now: float) -> str:
+        return "" if connecting._meeting is None else connecting._meeting.place
+
+    patch.setattr(Connecting, "take", take)
+
+
+def broken_sources(patch: pytest.MonkeyPatch) -> None:
+    """Who was just given the state gives it to others, though there are some who had it before."""
+    right = Beside.give_held
+
+    def give(beside: Beside, newcomers: object, proved: object, assignment: object, now: float) -> object:
+        holding = [m for m in beside._job.members.values() if m.request is not None and not m.asked.at_end]
+        return right(beside, newcomers, holding, assignment, now)  # type: ignore[arg-type]
+
+    patch.setattr(Beside, "give_held", give)
+
+
 def broken_end_of_holds(patch: pytest.MonkeyPatch) -> None:
     """A hold goes on until the group comes."""
     patch.setattr(Holds, "_end", lambda *_: (None, ""))
@@ -762,8 +805,11 @@ def broken_cost_of_holds(patch: pytest.MonkeyPatch) -> None:
         (broken_place_of_loading, "in the middle of an iteration|not well"),
         (broken_putting_back, "nobody holds|takes|two states are called"),
         (broken_ranks_together, "of its group have received it"),
-        (broken_once_at_a_boundary, "again|stood still"),
+        (broken_once_at_a_boundary, "again|stood still|have not been connected|has two sets of members"),
         (broken_cost_of_holds, "stood still"),
+        (broken_meeting, "have not been connected"),
+        (broken_taking, "takes what was not connected|two members meet"),
+        (broken_sources, "which were just given it themselves"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -149,7 +149,9 @@ def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -
 
 
 @pytest.mark.parametrize("was_idle", [False, True], ids=["", "it was idle in a quorum of one that is lost"])
-def test_two_that_come_in_before_the_first_step_counts_do_not_outvote_the_one_that_began_the_job(was_idle: bool) -> None:
+def test_two_that_come_in_before_the_first_step_counts_do_not_outvote_the_one_that_began_the_job(
+    was_idle: bool,
+) -> None:
     job = Job(least=1)
     if was_idle:
         o = job.join("o")

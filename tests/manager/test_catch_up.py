@@ -116,9 +116,16 @@ def running_source(replicas: list[Replica], lighthouse: LighthouseServer, name: 
 
 
 def looks_on(replica: Replica, lighthouse: LighthouseServer) -> None:
-    """Ask for the next quorum as one that did not train; return when the lighthouse has heard it."""
+    """Ask for the next quorum as one that did not train; return when the lighthouse has heard it, and it may be in that."""
     replica.manager.start_quorum(contributes=False, wait=False)
     wait_until(lambda: replica.manager.replica_id() in lighthouse._jobs.states["default"]._job.waiting)
+    wait_until(lambda: is_connected(replica, lighthouse))
+
+
+def is_connected(replica: Replica, lighthouse: LighthouseServer) -> bool:
+    """Whether it has been connected with those who train; else it comes in a round later."""
+    state = lighthouse._jobs.states["default"]
+    return state._job.quorum_members.keys() <= {*state.members[replica.manager.replica_id()].met}
 
 
 def together(*acts: Callable[[], Any]) -> list[Any]:
@@ -479,7 +486,9 @@ def test_one_that_comes_in_is_served_by_the_offer_that_stands(
 
     def comes() -> bool:
         member = lighthouse._jobs.states["default"].members.get(joiner.manager.replica_id())
-        return member is not None and member.request is not None and member.request.at_end
+        if member is None or member.request is None or not member.request.at_end:
+            return False
+        return is_connected(joiner, lighthouse)
 
     def round_once_it_comes() -> bool:
         wait_until(comes)

@@ -26,6 +26,7 @@ def client() -> StepClient:
         events=EventQueue(None, "group"),
         answer_leaves=no_leaves,
         on_leaving=lambda message: None,
+        connect_beside=lambda message: None,
     )
 
 

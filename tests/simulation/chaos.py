@@ -16,6 +16,7 @@ class Fault(Enum):
     STOP_RANK = "stop one rank for a while"
     CUT = "break a group's connection to the lighthouse"
     SILENCE = "a group's network swallows everything for a while"
+    FIREWALL = "nobody can connect with a group for a while"
     CRASH_LIGHTHOUSE = "kill the lighthouse; it comes back without memory"
     STOP_LIGHTHOUSE = "stop the lighthouse for a while"
     DRAIN = "SIGTERM to a rank, or all ranks, of a group, or the operator has it leave"
@@ -79,6 +80,8 @@ class Scenario:
     join_stall_limit_s: float | None = 60.0
     tells_reach: bool = False
     """Ranks say how long their transfers and loads still take."""
+    connects_beside: bool = True
+    """Process groups can be connected beside the one in use."""
     changing: float | None = None
     """Training changes this part of the state, and who is further behind than a step can follow; None: nobody can."""
     shows: bool = True
@@ -120,7 +123,7 @@ def draw_scenario(rng: Random) -> Scenario:
     """Draw a run."""
     plan = _draw_scenario(rng)
     tells_reach = rng.random() < 0.7
-    return replace(
+    plan = replace(
         plan,
         faults=_with_drains(rng, plan),
         tells_reach=tells_reach,
@@ -128,6 +131,7 @@ def draw_scenario(rng: Random) -> Scenario:
         num_spares=_drawn_spares(rng, plan.num_groups),
         shows=rng.random() < 0.4,
     )
+    return _with_firewalls(rng, plan)
 
 
 def _drawn_spares(rng: Random, num_groups: int) -> int:
@@ -140,9 +144,15 @@ def _with_drains(rng: Random, plan: Scenario) -> dict[Fault, float]:
     return {**plan.faults, Fault.DRAIN: rng.uniform(0.2, 1.0)} if rng.random() < 0.5 else plan.faults
 
 
+def _with_firewalls(rng: Random, plan: Scenario) -> Scenario:
+    """Return a plan in which groups cannot be connected for a while, in a third of them; in a few not beside a quorum either."""
+    faults = {**plan.faults, Fault.FIREWALL: rng.uniform(0.2, 1.0)} if rng.random() < 0.3 else plan.faults
+    return replace(plan, faults=faults, connects_beside=rng.random() < 0.8)
+
+
 def _draw_scenario(rng: Random) -> Scenario:
     num_groups = rng.choice((1, 2, 3, 3, 3, 4, 5))
-    kinds = [kind for kind in Fault if kind is not Fault.DRAIN]
+    kinds = [kind for kind in Fault if kind not in (Fault.DRAIN, Fault.FIREWALL)]
     chosen = kinds if rng.random() < 0.4 else rng.sample(kinds, rng.randint(1, 4))
 
     def sometimes(rate: float, value: float) -> float:

@@ -7,7 +7,7 @@ what they needed succeed. So one step succeeds for some members and fails for ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -58,13 +58,47 @@ class Collectives:
     def __init__(self, clock: Clock, rng: Random, fail: Callable[[str], None], timeout_s: float) -> None:
         self._clock, self._rng, self._fail = clock, rng, fail
         self._timeout_s = timeout_s
-        self._groups: dict[tuple[int, str, int], Group] = {}
+        self._groups: dict[tuple[object, str, int], Group] = {}
+        self._meetings: dict[tuple[object, str, int], dict[int, tuple[Process, Callable[[str], None]]]] = {}
+        self._made: set[tuple[tuple[object, str, int], str]] = set()
+        """Places beside a quorum, and who is connected there."""
         self.stall_s = 0.0
+        self.apart: dict[str, float] = {}
+        """Groups that nobody can connect with, and until when. Who is connected with one stays so."""
+
+    def _are_apart(self, processes: Iterable[Process]) -> bool:
+        names = {process.name.partition(":")[0] for process in processes}
+        return len(names) > 1 and any(self._clock.now < self.apart.get(name, 0.0) for name in names)
+
+    def connect_beside(
+        self, key: tuple[object, str, int], replica_rank: int, size: int, process: Process, done: Callable[[str], None]
+    ) -> None:
+        """Meet other members beside the group in use; `done` is called with why that went wrong, or with nothing."""
+        meeting = self._meetings.setdefault(key, {})
+        meeting[replica_rank] = process, done
+
+        def give_up() -> None:
+            if (key, process.name) not in self._made:
+                done("not all of them came")
+
+        self._clock.after(self._timeout_s, process, give_up)
+        if len(meeting) == size and not self._are_apart(process for process, _ in meeting.values()):
+            for member, answer in meeting.values():
+                self._made.add((key, member.name))
+                self._clock.after(self._rng.uniform(0.001, 0.01), member, lambda answer=answer: answer(""))  # type: ignore[misc]
 
     def configure(
-        self, key: tuple[int, str, int], replica_rank: int, size: int, process: Process, ready: Action, failed: Action
+        self,
+        key: tuple[object, str, int],
+        replica_rank: int,
+        size: int,
+        process: Process,
+        ready: Action,
+        failed: Action,
     ) -> Handle:
-        """Meet the other members. `ready` or `failed` is called once."""
+        """Meet the other members, or take what was connected under this key. `ready` or `failed` is called once."""
+        if key in self._meetings and (key, process.name) not in self._made:
+            self._fail(f"{process.name} takes what was not connected: {key}")
         group = self._groups.setdefault(key, Group(size))
         if group.size != size or replica_rank in group.handles:
             self._fail(f"two members meet in quorum {key} as rank {replica_rank} of {size}: {group}")
@@ -83,7 +117,8 @@ class Collectives:
         process.on_death.append(lambda: self._break(handle))
         group.ready[replica_rank] = become_ready
         self._clock.after(self._timeout_s, process, give_up)
-        if len(group.handles) == size and not group.is_broken:
+        are_apart = key not in self._meetings and self._are_apart(member.process for member in group.handles.values())
+        if len(group.handles) == size and not group.is_broken and not are_apart:
             for member in group.handles.values():
                 delay = self._rng.uniform(0.001, 0.01)
                 self._clock.after(delay, member.process, group.ready[member.replica_rank])

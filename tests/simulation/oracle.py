@@ -21,6 +21,8 @@
 - No group is told to speak for the job while another one that is connected may write, because it was told so.
 - A learner neither contributes nor votes nor commits and is in no quorum. Without it the others' next quorum would form no
   sooner: nobody waits for it to ask. What it receives next is what came of the state that it holds.
+- No quorum is held for a group that has not been connected with all others in it, unless no step could count without it.
+- What a group beside the quorum does, be it that it dies, discards no step.
 - Quorums are held for a group once at a boundary, and no longer than those who train allow: in any time for their limit, and a
   twentieth of that time.
 """
@@ -33,13 +35,17 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from simulation.beside import Beside
+from torchft_ckpt.core.coordination.commit import CommitDecision
 from torchft_ckpt.core.coordination.hold import LOOK_AGAIN_S
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
-from torchft_ckpt.core.coordination.lighthouse_events import Event, Instruction, Received, Send
+from torchft_ckpt.core.coordination.lighthouse_events import ConnectionClosed, Event, Instruction, Received, Send
+from torchft_ckpt.core.coordination.lighthouse_records import Round
 from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
     CommitDecided,
     CommitVote,
+    ConnectBeside,
+    ConnectedBeside,
     Hello,
     LocateState,
     Outcome,
@@ -92,6 +98,12 @@ class _Life:
         self.told_to_load: dict[str, StateVersion] = {}
         self.held: set[str] = set()
         """Members that a quorum was held for since the last one formed."""
+        self.met: set[frozenset[str]] = set()
+        """Pairs that have trained in a step that counts, or were connected beside a quorum."""
+        self.meetings: dict[str, tuple[set[str], set[str]]] = {}
+        """By place: who was told to come, and who said that it is connected there."""
+        self.open_round: Round | None = None
+        """The step that was open before the present event."""
         self.hold_began: float | None = None
         self.stood: list[tuple[float, float]] = []
         """When those who train began to wait for others, and how long the lighthouse, which was not stopped, let them."""
@@ -372,6 +384,8 @@ class Oracle:
                     if instruction.message.speaks:
                         self._check_speaks(state, instruction.connection)
         life.finished_step = state.finished_step
+        self._check_met(state, life, event, instructions)
+        self._check_open_round(state, life, event)
         self._check_holds(state, life, instructions)
         life.beside.note(event, instructions)
         if isinstance(event, Received) and isinstance(event.message, QuorumRequest | Hello):
@@ -412,6 +426,42 @@ class Oracle:
             most_s = max(limits, default=float("inf")) + STOOD_GRACE_S + LOOK_AGAIN_S
             self._stood(life, began, now, most_s, is_over=not is_on)
             life.hold_began = began if is_on else None
+
+    def _check_met(
+        self, state: LighthouseState, life: _Life, event: Event, instructions: Iterable[Instruction]
+    ) -> None:
+        """A quorum is held for groups that have met all others in it, unless it could not do without them."""
+        names = {m.connection: m.replica_id for m in state.members.values()}
+        if isinstance(event, Received) and isinstance(event.message, ConnectedBeside) and not event.message.failure:
+            told, came = life.meetings.get(event.message.place, (set(), set()))
+            came.add(names.get(event.connection, ""))
+            if told == came:
+                life.met |= {frozenset((a, b)) for a in told for b in told}
+        sent = [i for i in instructions if isinstance(i, Send) and i.connection in names]
+        for connect in sent:
+            if isinstance(connect.message, ConnectBeside):
+                life.meetings.setdefault(connect.message.place, (set(), set()))[0].add(names[connect.connection])
+        decided = [i.message for i in sent if isinstance(i.message, CommitDecided)]
+        if any(one.outcome is Outcome.COMMIT for one in decided) and state.round is not None:
+            trained = [m for m in state.round.tally.roles if state.round.tally.outcome(m) is Outcome.COMMIT]
+            life.met |= {frozenset((a, b)) for a in trained for b in trained}
+        held = [names[i.connection] for i in sent if isinstance(i.message, QuorumFormed) and i.message.held]
+        if held and not state._holds._is_needed and all(self._asked[m].connects_beside for m in held):
+            there = {*held, *state._holds._awaited, *state._job.quorum_members}
+            apart = [m for m in there for new in held if m != new and frozenset((m, new)) not in life.met]
+            if apart:
+                self.fail(f"the quorum is held for {held}, and {apart} have not been connected with all of these")
+
+    def _check_open_round(self, state: LighthouseState, life: _Life, event: Event) -> None:
+        """What one does that is beside the quorum discards no step, and changes no quorum."""
+        before, now = life.open_round, state.round
+        life.open_round = now if now is not None and not now.tally.decided else None
+        if before is None or not isinstance(event, Received | ConnectionClosed):
+            return
+        who = self._names.get(event.connection, "")
+        is_outside = who not in before.tally.roles and isinstance(event, ConnectionClosed)
+        if is_outside and before.tally.decided and before.tally.verdict is not CommitDecision.COMMIT:
+            self.fail(f"{who} is gone, which was not in quorum {before.quorum_id}, and its step is discarded")
 
     def _stood(self, life: _Life, began: float, now: float, most_s: float, *, is_over: bool = True) -> None:
         """Those who train have stood still since then. `most_s`: are allowed, and a twentieth of the time."""
@@ -559,7 +609,8 @@ class Oracle:
             able = [m for m in healthy if life.told_to_load.get(m) != formed.version]
             if any(shown[m] != shown[able[0]] for m in able):
                 self.fail(f"{able} are in one quorum of {formed.version}, and show {[shown[m] for m in able]}")
-            is_new = {m for m in able if self._came_in.get(m) == formed.version}
+            # Also one that says so of itself, after a correction in an earlier life.
+            is_new = {m for m in able if self._came_in.get(m) == formed.version or asked[m].came_in}
             if formed.rolled_back_to.quorum_id != formed.quorum_id:  # one that goes back is not judged
                 life.voices.update({m: here[m] for m in able if m in here and m not in is_new})
 

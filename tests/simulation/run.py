@@ -180,6 +180,7 @@ class Simulation:
                 spare=self._is_spare(index),
                 check_equal_every=plan.check_equal_every,
                 on_replicas_differ=OnReplicasDiffer.HEAL,
+                connects_beside=plan.connects_beside,
             ),
             tells_reach=plan.tells_reach,
             changing=plan.changing,
@@ -287,6 +288,10 @@ class Simulation:
             duration_s = rng.uniform(0.1, 4.0)
             self._note_trouble([index], duration_s)
             self._silence(index, group, duration_s)
+        elif fault is Fault.FIREWALL:
+            duration_s = rng.uniform(0.5, 8.0)
+            self._note_trouble([index], duration_s)
+            self.collectives.apart[f"g{index}"] = clock.now + duration_s
         elif fault is Fault.CRASH_LIGHTHOUSE:
             self.lighthouse.crash()
             duration_s = rng.choice((0.02, rng.uniform(0.05, 3.0)))
@@ -344,6 +349,7 @@ class Simulation:
         self.transfers.duration_s = (0.02, 0.1)
         self.transfers.failure_rate = self.transfers.torn_rate = self.collectives.stall_s = 0.0
         self.transfers.staging_s = 0.0
+        self.collectives.apart.clear()
         self._keep_pace()
         began = self.clock.now
         limit_s = QUIET_LIMIT_S + QUIET_PHASES * max((outer.phase_s for outer in self._paces), default=0.0)

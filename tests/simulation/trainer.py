@@ -25,6 +25,8 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitUnknown,
     CommitVote,
+    ConnectBeside,
+    ConnectedBeside,
     GiveUpWaiting,
     GroupBroken,
     GroupToRank,
@@ -357,7 +359,7 @@ class Trainer:
             if self._handle is not None:
                 self._collectives.abort(self._handle)
             self._handle = self._collectives.configure(
-                (formed.quorum_id, formed.epoch, self.rank),
+                (formed.place or formed.quorum_id, formed.epoch, self.rank),
                 formed.replica_rank,
                 formed.replica_world_size,
                 self.process,
@@ -698,6 +700,8 @@ class Trainer:
                 self._oracle.named(self)
             if message.num_held and self.replica.phase is StepPhase.ASKING and not self.is_at_end:
                 self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
+        elif isinstance(message, ConnectBeside):
+            self._connect_beside(message)
         elif isinstance(message, QuorumPending):
             self.pending = message
         elif isinstance(message, StateLocated):
@@ -707,6 +711,16 @@ class Trainer:
         elif isinstance(message, LeavesWanted):
             leaves = [Leaf(name="all", digest=self._digest)]
             self._send(LeafDigests(version=message.version, leaves=leaves))
+
+    def _connect_beside(self, connect: ConnectBeside) -> None:
+        epoch, _, _ = connect.place.partition("/")
+
+        def done(failure: str) -> None:
+            self._send(ConnectedBeside(place=connect.place, failure=failure))
+
+        self._collectives.connect_beside(
+            (connect.place, epoch, self.rank), connect.replica_rank, connect.replica_world_size, self.process, done
+        )
 
     def _told_to_load(self, told: LoadState) -> None:
         if self._plan is None or told.request_id != self._plan.formed.request_id:

@@ -35,7 +35,7 @@ from torch.profiler import record_function
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
-from torchft_ckpt.core.coordination.messages import GroupToRank, OnReplicasDiffer, Outcome, StateVersion
+from torchft_ckpt.core.coordination.messages import ConnectBeside, GroupToRank, OnReplicasDiffer, Outcome, StateVersion
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.core.training.graphs import OpenGraphs
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
@@ -288,6 +288,7 @@ class Manager:
                 spare=spare,
                 check_equal_every=check_equal_every,
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
+                connects_beside=getattr(pg, "connects_beside", False) is True,
             ),
             party,
             job=rank_config.job,
@@ -296,6 +297,7 @@ class Manager:
             events=self.events,
             answer_leaves=self._check.answer,
             on_leaving=self._told_to_leave,
+            connect_beside=self._connect_beside,
         )
         self._way_out = WayOut(self._client, lambda: self._steps.num_collectives)
         try:
@@ -377,6 +379,10 @@ class Manager:
     def _told_to_leave(self, message: GroupToRank) -> None:
         """For the connection, as `_cancel_fetch`."""
         self._way_out.heard(message)
+
+    def _connect_beside(self, message: ConnectBeside) -> None:
+        """For the connection, as `_cancel_fetch`."""
+        self._steps.connect_beside(message)
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 

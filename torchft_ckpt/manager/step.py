@@ -7,11 +7,12 @@ serve or to fetch, and connects the process group, which may go on beside the fo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,11 +29,14 @@ from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.core.coordination.messages import (
     MAX_TURNS,
     CommitVote,
+    ConnectBeside,
+    ConnectedBeside,
     Outcome,
     QuorumFormed,
     Role,
     Shows,
     StateShown,
+    clip,
     name_some,
 )
 from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepWishes
@@ -64,7 +68,7 @@ from torchft_ckpt.manager.showing import CheckedLeaf, shown
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.manager.undo import Undo
-from torchft_ckpt.threads import Event, Threads, new_future
+from torchft_ckpt.threads import Event, Thread, Threads, new_future
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
@@ -881,12 +885,11 @@ class Steps:
 
     def _connect_group(self, formed: QuorumFormed) -> None:
         rank_config = self._rank_config
-        prefix = f"torchft_ckpt/{formed.epoch}/{formed.quorum_id}/{rank_config.group_rank}"
         if self._device is not None:
             torch.cuda.set_device(self._device)
         try:
             self._process_group.configure(
-                f"{formed.store_address}/{prefix}",
+                self._meets_at(formed.store_address, formed.place or f"{formed.epoch}/{formed.quorum_id}"),
                 self._client.replica_id,
                 formed.replica_rank,
                 formed.replica_world_size,
@@ -903,6 +906,34 @@ class Steps:
             self._client.configured(formed)
             if formed.standby_store_address:
                 self._process_group.prepare_store(formed.standby_store_address)
+
+    def _meets_at(self, store_address: str, place: str) -> str:
+        """Return where the ranks of this number meet."""
+        return f"{store_address}/torchft_ckpt/{place}/{self._rank_config.group_rank}"
+
+    def connect_beside(self, connect: ConnectBeside) -> None:
+        """Connect with newcomers, or as one, while the present process group is in use. On any thread; does not block."""
+        address, name = self._meets_at(connect.store_address, connect.place), self._client.replica_id
+
+        def wait(until_connected: Callable[[], None]) -> None:
+            with self._answers(connect, name):
+                until_connected()
+                self._client.send(ConnectedBeside(place=connect.place))
+
+        with self._answers(connect, name):
+            group = self._process_group.connect_beside(address, name, connect.replica_rank, connect.replica_world_size)
+            Thread(lambda: wait(group), "torchft_ckpt-beside").start()
+
+    @contextlib.contextmanager
+    def _answers(self, connect: ConnectBeside, name: str) -> Iterator[None]:
+        """Tell the lighthouse why the process group could not be connected beside the quorum, if it could not."""
+        try:
+            yield
+        except ProcessGroupAbortedError:  # another meeting has begun
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever a process group raises
+            logger.info("%s cannot connect beside the quorum: %s", name, error)
+            self._client.send(ConnectedBeside(place=connect.place, failure=clip(str(error) or repr(error))))
 
     # ---------------------------------------------------------------------------------------------------- collectives
 

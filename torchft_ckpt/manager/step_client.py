@@ -23,6 +23,7 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitUnknown,
     CommitVote,
+    ConnectBeside,
     GiveUpWaiting,
     GroupBroken,
     GroupToRank,
@@ -118,6 +119,7 @@ class StepClient:
         events: gets the loss of groups that train with this one.
         answer_leaves: says which leaves of the state have which digests, when the lighthouse asks.
         on_leaving: called with what says that this group is to leave, or has left; it must not block.
+        connect_beside: called if this rank is to connect beside the quorum; it must not block.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class StepClient:
         events: EventQueue,
         answer_leaves: Callable[[LeavesWanted], LeafDigests],
         on_leaving: Callable[[GroupToRank], None],
+        connect_beside: Callable[[ConnectBeside], None],
     ) -> None:
         self.replica_id = replica_id
         self._job = job
@@ -139,6 +142,7 @@ class StepClient:
         self._events = events
         self._answer_leaves = answer_leaves
         self._on_leaving = on_leaving
+        self._connect_beside = connect_beside
         self.lock = self._changed = Condition()
         self.replica = SharedReplica(settings)
         self._group_world_size = 1
@@ -606,6 +610,8 @@ class StepClient:
             self._on_leaving(message)
         if isinstance(message, LeavesWanted):
             self.send(self._answer_leaves(message))
+        elif isinstance(message, ConnectBeside):
+            self._connect_beside(message)
         elif isinstance(message, ReplicasDiffer) and not message.stops:
             logger.warning("%s: %s", self.replica_id, message.reason)
 

@@ -20,6 +20,7 @@ layouts             which groups can be in one quorum, by the layout of their te
 cold_start          which groups look for a state together when none of them has one
 deciding            how the step of a quorum goes: votes, collectives, and the decision that all are told
 hold                for whom a quorum is held until they have its state, and for how long
+connecting          with whom a newcomer is connected before it may be in a quorum
 joining             how long those who train stand still for one that comes in
 beside              the groups beside the quorum: who stays outside, what it is told and taught, and when it is called
 spares              when a spare takes the place of one of the others, which it has followed so far

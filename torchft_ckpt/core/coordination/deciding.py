@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally
+from torchft_ckpt.core.coordination.connecting import REACH
 from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.history import state_after
 from torchft_ckpt.core.coordination.job_record import JobRecord
@@ -34,8 +35,6 @@ from torchft_ckpt.core.coordination.recovery import Assignment
 from torchft_ckpt.core.coordination.restart import Settled, StepKey
 from torchft_ckpt.core.coordination.speaking import Speaking
 from torchft_ckpt.core.coordination.trial import Trials
-
-_REACH = "Each has to reach the others at every port: look for a firewall, or set TORCHFT_CKPT_HOSTNAME or GLOO_SOCKET_IFNAME"
 
 
 class Deciding:
@@ -224,6 +223,8 @@ class Deciding:
             self._trials.ended(current.step, approvers, left_behind, differs=self._equality.differed_at == current.step)
             self._trained = frozenset(m for m in tally.roles if tally.outcome(m) is Outcome.COMMIT)
             self._joining.trained(self._trained)
+            for replica_id in self._trained & self._job.members.keys():
+                self._job.members[replica_id].met = self._trained
         else:
             yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
         for replica_id in refused if not current.assignment.is_first else ():
@@ -287,7 +288,7 @@ class Deciding:
         for replica_id in refused:
             vote = tally.votes.get(replica_id)
             why = clip(tally.reason if vote is None or vote.connects else vote.reason)
-            why = f"the groups of quorum {current.quorum_id} cannot connect with it among them ({why}). {_REACH}"
+            why = f"the groups of quorum {current.quorum_id} cannot connect with it among them ({why}). {REACH}"
             cost_s = (now - since) / len(refused)
             said = self._joining.refused(current, replica_id, cost_s, why, now, is_sure=len(refused) == 1)
             yield Log(said, is_warning=True)

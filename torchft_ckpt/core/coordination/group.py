@@ -44,6 +44,8 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitUnknown,
     CommitVote,
+    ConnectBeside,
+    ConnectedBeside,
     FromLighthouse,
     GiveUpWaiting,
     GroupBroken,
@@ -183,6 +185,10 @@ class GroupState:
         """How far each rank is that receives the state of the open step."""
         self._repeated_by: dict[int, set[int]] = {}
         """Of what each rank said last: the other ranks with whose reports it was sent once more."""
+        self._connects_at = ""
+        """The place of the last `ConnectBeside` that is not answered yet."""
+        self._connected: set[int] = set()
+        """Ranks that are connected there."""
         self._decided: OrderedDict[tuple[int, str, int], CommitDecided | CommitUnknown] = OrderedDict()
         """How the latest steps ended for this group, by quorum id, epoch and step."""
 
@@ -243,6 +249,8 @@ class GroupState:
                 yield from self._receives(rank, message)
         elif isinstance(message, StateArrived):
             yield from self._fetches(rank, message)
+        elif isinstance(message, ConnectedBeside):
+            yield from self._connects(rank, message)
         elif isinstance(message, LeaveReady):
             self._calls[rank] = message.call
             if len(self._calls) == self.world_size:
@@ -361,6 +369,7 @@ class GroupState:
                 has_finished=has_finished,
                 hands_over=all(located.hands_over for located in self._locating.values()),
                 takes_over=any(located.takes_over for located in self._locating.values()),
+                connects_beside=all(located.connects_beside for located in self._locating.values()),
             )
             self._finished = self._located_for if has_finished else None
             self._quorum = None
@@ -399,6 +408,18 @@ class GroupState:
                     total_bytes=min(sum(said.total_bytes for said in self._reach.values()), MAX_COUNT),
                 )
             )
+
+    def _connects(self, rank: int, message: ConnectedBeside) -> Iterator[GroupInstruction]:
+        """The group is connected beside the quorum when all of its ranks are; one that cannot be is enough against."""
+        if message.place != self._connects_at:
+            return
+        self._connected.add(rank)
+        if message.failure or len(self._connected) == self.world_size:
+            self._connects_at = ""
+            failure = (
+                f"group rank {rank}: {message.failure}" if message.failure and self.world_size > 1 else message.failure
+            )
+            yield SendToLighthouse(msgspec.structs.replace(message, failure=clip(failure)))
 
     def _fetches(self, rank: int, message: StateArrived) -> Iterator[GroupInstruction]:
         asked = self._asked_by.get(rank)
@@ -518,6 +539,7 @@ class GroupState:
             shrink_only=any(request.shrink_only for request in requests),
             allow_heal=awaits_one or all(request.allow_heal for request in requests),
             can_load=all(request.can_load for request in requests),
+            connects_beside=all(request.connects_beside for request in requests),
             waits_for_quorum=all(request.waits_for_quorum for request in requests),
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
@@ -641,6 +663,10 @@ class GroupState:
             yield SendToRank(0, message)
         elif isinstance(message, JoinerWaiting) and message.names.proven:
             yield from self._named(message)
+        elif isinstance(message, ConnectBeside):
+            self._connects_at, self._connected = message.place, set()
+            for rank in range(self.world_size):
+                yield SendToRank(rank, message)
         elif isinstance(message, QuorumPending | QuorumBroken | JoinerWaiting | Refused | ReplicasDiffer | LostTold):
             for rank in range(self.world_size):
                 yield SendToRank(rank, message)

@@ -32,6 +32,7 @@ _SOONEST_S = 0.3
 _SOONEST_LOADED_S = 0.5
 _WEIGHT = 0.25
 _LONGEST_PAUSE_S = 300.0
+_SOONEST_MET_S, _LONGEST_MET_S = 1.0, 60.0
 
 
 class Reception:
@@ -245,6 +246,12 @@ class Joining:
         """A member was waited for, and could not come in: its source may be why once, a firewall each time."""
         debt = self._allowance.debt(group_name(replica_id), now)
         debt.could_not(cost_s, reason, now, first_pause_s=min(8.0 * cost_s, _LONGEST_PAUSE_S))
+
+    def cannot_be_connected(self, replica_id: str, reason: str, now: float) -> str:
+        """A member could not be connected with those who train, which cost them nothing. Returns what to say."""
+        debt = self._allowance.debt(group_name(replica_id), now)
+        debt.failed(min(_SOONEST_MET_S * 2.0 ** min(debt.failures, 8), _LONGEST_MET_S), reason, now)
+        return f"{replica_id}: {reason}; it is tried again in {_in_words(debt.out_until - now)}"
 
     def excuses(self, replica_id: str, now: float) -> bool:
         """Whether a member is excused that has failed as nobody could know better: once until it has come in."""

@@ -32,6 +32,7 @@ import msgspec
 
 from torchft_ckpt.core.coordination.beside import OUT_OF_TURN, TURN_UNKNOWN, Beside
 from torchft_ckpt.core.coordination.cold_start import decide_cold_start
+from torchft_ckpt.core.coordination.connecting import Connecting
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
 from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory
@@ -57,6 +58,7 @@ from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
     CollectiveWait,
     CommitVote,
+    ConnectedBeside,
     Drain,
     Dropped,
     Heartbeat,
@@ -136,6 +138,7 @@ class LighthouseState:
         self._spares = Spares()
         self._beside = Beside(self._job, self._joining, self._spares)
         self._holds = Holds(self._job, self._joining)
+        self._connecting = Connecting(self._job, self._joining, self._beside)
         self._leaving = Leaving(self._job)
         self._equality = Equality(self.members)
         self._trials = Trials()
@@ -172,8 +175,8 @@ class LighthouseState:
         if (self._job.waiting or self._holds.is_on) and self._evaluate_at is not None:
             deadlines.append(self._evaluate_at)
         deadlines += self._leaving.deadlines()
-        if (deadline := self._restart.deadline(self._job.now)) is not None:
-            deadlines.append(deadline)
+        for deadline in (self._restart.deadline(self._job.now), self._connecting.deadline):
+            deadlines += [] if deadline is None else [deadline]
         return min(deadlines, default=None)
 
     @property
@@ -241,6 +244,7 @@ class LighthouseState:
         self._trials.validate()
         self._restart.validate(self.members.keys())
         self._holds.validate()
+        self._connecting.validate()
         if (self._job.waiting or self._holds.is_on) and self._evaluate_at is None:
             raise RuntimeError(f"{list(self._job.waiting)} wait, and nothing looks at them again")
         self._deciding.validate()
@@ -274,6 +278,9 @@ class LighthouseState:
             yield from self._on_commit_vote(member, message, now)
         elif isinstance(message, JoinProgress):
             yield from self._on_join_progress(member, message, now)
+        elif isinstance(message, ConnectedBeside):
+            yield from self._connecting.answered(member, message, now)
+            yield from self._meet(now)
         elif isinstance(message, CollectiveWait):
             yield from self._deciding.waits(member, message, now)
         elif isinstance(message, LeafDigests):
@@ -432,6 +439,7 @@ class LighthouseState:
         replica_id = member.replica_id
         yield from self._deciding.abandoned(replica_id, now)
         member.layout, member.frozen, member.hands_over = request.layout, request.frozen, False
+        member.connects_beside = request.connects_beside
         member.min_contributors = request.min_contributors if request.contributes else 0
         member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
         if request.layout_text is not None:
@@ -460,11 +468,17 @@ class LighthouseState:
             return
         if self._beside.should_warm_up(member):
             yield self._beside.let_warm_up(member, now)
+            yield from self._meet(now)
             yield from self._reconsider(now)  # others may have waited for it
             return
+        if replica_id not in self._job.quorum_members:
+            yield from self._meet(now)
         if was_beside:
             yield from self._beside.have_state_captured()
         yield from self._reconsider(now)
+
+    def _meet(self, now: float) -> Iterator[Instruction]:
+        return self._connecting.begin(self._store_addresses()[0], now)
 
     # --------------------------------------------------------------------------------------------------------- leaving
 
@@ -496,7 +510,7 @@ class LighthouseState:
         yield from self._deciding.abandoned(replica_id, now)
         self._job.stop_waiting(member)
         member.has_left_step, member.has_finished = True, message.has_finished
-        member.is_beside, member.progress = False, None
+        member.is_beside, member.progress, member.connects_beside = False, None, message.connects_beside
         yield from self._deciding.left(member)
         yield from self._on_state_shown(member, message.version, now)
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
@@ -518,6 +532,8 @@ class LighthouseState:
         if not located.is_held:
             self._trials.lost(replica_id)  # it comes in anew
         yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
+        if replica_id not in self._job.quorum_members:
+            yield from self._meet(now)
         yield from self._reconsider(now)
 
     def _handed_over(self, member: Member, message: LocateState, located: StateLocated) -> StateLocated:
@@ -608,12 +624,19 @@ class LighthouseState:
         candidates = [m for m in staying if not m.asked.at_end]
         admitted, outside = self._beside.set_aside(candidates, now)
         holding = [m for m in admitted if holders.goes_on_from(m.version)]
+        if unmet := self._connecting.unmet(holding):
+            outside |= unmet
+            admitted, holding = ([m for m in those if m.replica_id not in unmet] for those in (admitted, holding))
         # Too few without them: the others wait until they have come.
         are_few = self._job.are_too_few(admitted, holding)
         is_needed = are_few or any(m.replica_id in self._job.beginners for m in self._holds.awaited)
         self._holds.needs(is_needed, now)
         why_not = {m.replica_id: self._why_not_held_for(m, admitted, holding, now) for m in ending}
         following, why_outside = self._beside.at_end(ending, holding, why_not, now, are_needed=are_few)
+        if not is_needed:
+            why_outside |= self._connecting.why_not(
+                [m for m in ending if m.replica_id not in why_outside], [*holding, *self._holds.awaited]
+            )
         may_come = [m for m in ending if holding and m.replica_id not in why_outside]
         turns_come = any(why in (OUT_OF_TURN, TURN_UNKNOWN) and not why_not[m] for m, why in why_outside.items())
         coming = {m.replica_id: Asked(at=m.asked_at) for m in (*may_come, *self._holds.awaited) if is_needed}
@@ -997,6 +1020,7 @@ class LighthouseState:
         if assignment.is_first and assignment.version.quorum_id >= self.quorum_id:
             quorum_id = assignment.version.quorum_id  # it names their state, and no quorum yet
         is_new = self.round is None or quorum_id != self.round.quorum_id
+        place = self._connecting.take([member.replica_id for member in members], now) if is_new else ""
         if assignment.version != self._job.first:
             yield from self._go_on_from(assignment, quorum_id)
         elif quorum_id > self.quorum_id:  # a member has told of an earlier life since that state got its name
@@ -1053,6 +1077,7 @@ class LighthouseState:
                 num_proved=assignment.num_proved,
                 num_voters=num_voters,
                 store_address=store,
+                place=place,
                 standby_store_address=standby,
                 destinations=[*places] if rank in teachers else [],
                 joiner_waiting=len(taught) < len(learners) or awaits_turn or is_expecting,
@@ -1067,6 +1092,7 @@ class LighthouseState:
             yield Send(member.connection, formed)
         sources = [members[rank].as_source(rank) for rank in teachers]
         yield from self._beside.teach(taught, current, sources, others, now)
+        yield from self._meet(now)
         if self._job.waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to notify them of the reason
 
@@ -1166,6 +1192,7 @@ class LighthouseState:
             self._job.history.cut_off(group_name(replica_id), member.version, now)
         self._job.stop_waiting(member)
         self._job.quorum_members.pop(replica_id, None)
+        self._connecting.lost(replica_id)
         self._leaving.lost(member, is_on_purpose=is_on_purpose)
         yield Log(f"{replica_id} is gone: {reason}; {len(self.members)} replica groups live")
         yield from self._equality.lost(replica_id)
@@ -1177,6 +1204,7 @@ class LighthouseState:
         yield from self._break_forgotten_collectives(self._restart.left(replica_id))
         yield from self._settle_forgotten_steps(now)
         if not is_back:
+            yield from self._meet(now)
             yield from self._beside.call_spares()
             yield from self._reconsider(now)
 
@@ -1209,6 +1237,8 @@ class LighthouseState:
         for let_go in self._leaving.let_go_between_steps(now):
             yield from let_go
             yield from self._reconsider(now)
+        yield from self._connecting.expire(now)
+        yield from self._meet(now)
         yield from self._break_forgotten_collectives(self._restart.expire(now))
         yield from self._settle_forgotten_steps(now)
         if (self._job.waiting or self._holds.is_on) and self._evaluate_at is not None and now >= self._evaluate_at:

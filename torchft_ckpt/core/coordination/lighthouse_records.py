@@ -45,6 +45,10 @@ class Member:
     """In its last request: for how long it stands still for those that come in."""
     min_contributors: int = 0
     """In its last request: with fewer that contribute it would vote against. 0 where it does not contribute itself."""
+    connects_beside: bool = False
+    """In its last request."""
+    met: frozenset[str] = frozenset()
+    """Members that it has been connected with: those of the last step that it committed, or of a meeting beside the quorum."""
     num_learned: int = 0
     """How often it got the state outside of a quorum."""
     learns_from: float = float("-inf")

@@ -63,6 +63,8 @@ _PORT = r"(6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|\d{1,4})"
 StorePlace: TypeAlias = Annotated[str, msgspec.Meta(max_length=512, pattern=rf"^([^\s/{_NOT_PRINTABLE}]+:{_PORT})?\Z")]
 """`host:port`, or nothing."""
 Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
+MeetingPlace: TypeAlias = Annotated[str, msgspec.Meta(max_length=128)]
+"""A word for a meeting beside a quorum that no other one has; empty: none."""
 Addresses: TypeAlias = Annotated[list[Text], msgspec.Meta(max_length=65536)]
 CollectivesByRank: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=65536)]
 NumGroups: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUPS)]
@@ -227,6 +229,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     allow_heal: bool = True
     can_load: bool = True
     """False: no functions are registered that could load a state: it trains as long as it need not heal."""
+    connects_beside: bool = False
+    """Its process group can be connected beside the one that is in use: see `ConnectBeside`."""
     waits_for_quorum: bool = False
     """The training thread waits for the answer, so this member can load another state before its forward pass."""
     can_serve: bool = False
@@ -325,6 +329,8 @@ class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The asker stands still until somebody has taken its state over."""
     takes_over: bool = False
     """The asker goes on alone from the state of one that stands still for it, and from no other."""
+    connects_beside: bool = False
+    """As in `QuorumRequest`."""
 
 
 class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -353,6 +359,14 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     connects: bool = True
     """False: the members of the quorum could not connect to each other, so its process group was not made."""
     reason: Text = ""
+
+
+class ConnectedBeside(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to `ConnectBeside`, from one rank to its group and from one group, with all of its ranks, to the lighthouse."""
+
+    place: MeetingPlace
+    failure: Text = ""
+    """Why the process group could not be made there; empty: it is."""
 
 
 class CollectiveWait(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -487,6 +501,8 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     comes of it, or writes a checkpoint of that, before it is compared."""
     num_voters: NumGroups
     store_address: StorePlace
+    place: MeetingPlace = ""
+    """These very members have been connected beside the quorum before, as `ConnectBeside` said: their process group is made."""
     standby_store_address: StorePlace = ""
     """Where the next quorum meets if the host of this one's store is lost: connect now, it will be wanted at once."""
     sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
@@ -578,6 +594,24 @@ class JoinerWaiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_id: Count = 0
     names: StateVersion = StateVersion()
     """If it is proven: the state with which the receiver has asked so is the job's first one, and has this name now."""
+
+
+class ConnectBeside(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Connect with these members beside the quorum that is at work: one of them is new, and in no quorum before that went well.
+
+    Answered by `ConnectedBeside`. What was connected so before is given up.
+    """
+
+    place: MeetingPlace
+    replica_rank: ReplicaRank
+    replica_world_size: NumGroups
+    store_address: StorePlace
+
+    def __post_init__(self) -> None:
+        if self.replica_rank >= self.replica_world_size or not self.store_address:
+            raise ValueError(
+                f"rank {self.replica_rank} of {self.replica_world_size} is to meet at {self.store_address!r}"
+            )
 
 
 class Needed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -737,6 +771,7 @@ ToLighthouse: TypeAlias = (
     | LocateState
     | CommitVote
     | JoinProgress
+    | ConnectedBeside
     | CollectiveWait
     | LeafDigests
     | LostAsked
@@ -755,6 +790,7 @@ FromLighthouse: TypeAlias = (
     | StateLocated
     | LostTold
     | JoinerWaiting
+    | ConnectBeside
     | Needed
     | CommitDecided
     | QuorumBroken
@@ -772,6 +808,7 @@ RankToGroup: TypeAlias = (
     | CommitVote
     | GiveUpWaiting
     | JoinProgress
+    | ConnectedBeside
     | CollectiveWait
     | LeafDigests
     | LostAsked
@@ -787,6 +824,7 @@ GroupToRank: TypeAlias = (
     | StateLocated
     | LostTold
     | JoinerWaiting
+    | ConnectBeside
     | Needed
     | CommitDecided
     | CommitUnknown

@@ -121,6 +121,8 @@ class ReplicaSettings:
     spare: bool = False
     check_equal_every: int = 0
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
+    connects_beside: bool = False
+    """As in `QuorumRequest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -493,6 +495,7 @@ class ReplicaState:
             stood_s=facts.stood_s,
             store_address=facts.store_address,
             shown=facts.shown,
+            connects_beside=self.settings.connects_beside,
         )
 
     def locate(self, has_finished: bool = False, **moves: bool) -> LocateState:
@@ -501,7 +504,13 @@ class ReplicaState:
         """
         self._leave_step()
         self._moves(StepEvent.LOCATE)
-        return LocateState(request_id=self._request_id, version=self.version, has_finished=has_finished, **moves)
+        return LocateState(
+            request_id=self._request_id,
+            version=self.version,
+            has_finished=has_finished,
+            connects_beside=self.settings.connects_beside,
+            **moves,
+        )
 
     def located(self, located: StateLocated) -> None:
         """The answer says what the newest state is, or that nothing is known of it. One that comes too late changes nothing.
