@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from lighthouse_script import Job, Member
 
+from torchft_ckpt.core.coordination.hold import FIRST_WITHIN_S
 from torchft_ckpt.core.coordination.joining import SILENT_S
-from torchft_ckpt.core.coordination.messages import Outcome, Role, StateVersion
+from torchft_ckpt.core.coordination.messages import Outcome, Receives, Role, StateVersion
 
 HELD = "held up: all others have asked, and wait until {} has the state of step 0"
 
@@ -38,7 +39,10 @@ def test_all_who_begin_a_job_have_its_first_state_and_are_proved_as_its_first_qu
     for member in (b, c):
         assert member.formed is not None and (member.formed.held, member.formed.names_state) == (True, True)
         assert ([s.replica_id for s in member.formed.sources], member.formed.version) == (["a:1"], name)
-    job.passes(300.0)  # a first state may take long: no step could count without it
+    for does in [Receives.TRANSFER] * 30 + [Receives.LOADS] * 30:  # it may take long: no step could count without it
+        for member in (b, c):
+            member.still_needs(100.0, does)
+        job.passes(10.0)
     assert not in_quorum(job)
     receives(c, b)
     assert in_quorum(job) == {"a:1", "b:1", "c:1"}
@@ -94,6 +98,40 @@ def test_a_newcomer_that_does_not_get_the_first_state_is_waited_for_no_more(how:
     for member in (a, b):
         member.votes()
     assert a.outcomes == b.outcomes == [Outcome.COMMIT]
+
+
+@pytest.mark.parametrize("after", ["it was told", "it has received it"])
+def test_one_that_hangs_before_it_begins_the_job_keeps_the_others_for_a_minute_and_comes_in_later(after: str) -> None:
+    job, (a, b, c) = begins(names="abc")
+    receives(b)
+    if after == "it has received it":
+        for _ in range(2):
+            c.still_needs(0.0, Receives.LOADS)
+            job.passes(5.0)
+    job.passes(FIRST_WITHIN_S - 11.0)
+    assert not in_quorum(job)
+    job.passes(12.0)
+    assert in_quorum(job) == {"a:1", "b:1"}
+    assert any("wait no longer for c:1: it has said nothing for 6" in line for line in job.log)
+    receives(c)
+    for member in (a, b):
+        member.votes()
+    assert (a.step, c.replica.warms_up) == (1, True)
+    c.ends()
+    c.asks(at_end=True, reach_s=0.1)
+    for member in (a, b):
+        member.asks(can_serve=True)
+    c.comes_in()
+    c.asks()
+    assert in_quorum(job) == {"a:1", "b:1", "c:1"}
+
+
+def test_one_without_which_no_step_counts_is_waited_for_as_long_as_it_hangs() -> None:
+    job, (_, b) = begins(names="ab")
+    job.passes(10 * FIRST_WITHIN_S)
+    assert not in_quorum(job)
+    receives(b)
+    assert in_quorum(job) == {"a:1", "b:1"}
 
 
 def test_it_is_said_for_whom_a_job_waits_that_cannot_begin() -> None:

@@ -19,8 +19,9 @@ that before there is a quorum: those who begin the job with its holder receive i
     held   it is gone, or asks otherwise: it has no such state   none   the quorum forms without it
     held   it is silent, does not begin its next step, or        none   the quorum forms without it; what it receives is of use in
            measures that it needs longer than the allowance             the next hold
-    held   those who train are too few without it, or one who    held   no limit of time: no step could count
-           begins the job has not come yet
+    held   those who train are too few without it                held   no limit of time: no step could count
+    held   one who begins the job has not come yet               held   no limit of time, unless it has said nothing for a minute:
+                                                                        then the job begins without it
     held   nobody waits any more who holds that state            none   nothing
 
 A hold that fails costs its own time, out of `JoinAllowance`, and nothing else: no step, no quorum id. Who fails owes, as all who
@@ -41,6 +42,8 @@ from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, Stat
 from torchft_ckpt.core.coordination.recovery import Assignment
 
 LOOK_AGAIN_S = 0.25
+FIRST_WITHIN_S = 60.0
+"""One that is to begin the job, and says nothing for so long, comes in later."""
 BEGINS_WITHIN_S = 0.5
 """So long, or half as long again as it says that its loop takes, a group that has the state may take to ask for the step."""
 
@@ -88,7 +91,9 @@ class Holds:
         self._began = self._stood_before_s = 0.0
         """Since when the others stand still, or no step can count; and how long they had stood still in this hold before that."""
         self._is_needed = False
-        """Without those that are held for no step could count."""
+        """Without those that are held for no step could count, or they are to begin the job."""
+        self._are_few = False
+        """The former."""
         self._awaited: dict[str, _Awaited] = {}
         self._tried: dict[str, str] = {}
         """Groups that the quorum was held for since the last one formed, with the member that was given the state of now."""
@@ -119,8 +124,10 @@ class Holds:
 
     # ------------------------------------------------------------------------------------------------ before, and begin
 
-    def needs(self, is_needed: bool, now: float) -> None:
-        """Note whether no step could count without those that the quorum is held for: the others lose no time meanwhile."""
+    def needs(self, is_needed: bool, now: float, *, are_few: bool) -> None:
+        """Note whether no step could count without those that the quorum is held for, as the others are too few (`are_few`) or
+        they are to begin the job: the others lose no time meanwhile."""
+        self._are_few = are_few
         if is_needed != self._is_needed:
             self._stood_before_s, self._began = self._stood(now), now
             self._is_needed = is_needed
@@ -193,6 +200,7 @@ class Holds:
             end, why = self._end(replica_id, awaited, stood_s, now)
             if why:
                 del self._awaited[replica_id]
+                self._job.beginners.pop(replica_id, None)
                 self._note_failed(replica_id, awaited, end, why, stood_s - awaited.stood_s, now)
                 yield Log(f"the others wait no longer for {replica_id}: {why}")
         if not held_up:
@@ -219,7 +227,11 @@ class Holds:
             return _End.GONE, "it is gone"
         if member.request is not None or not member.is_beside or member.warms_up:
             return _End.COULD_NOT, "it could not receive or load the state"
-        return _End.LATE, "" if self._is_needed else self._why_late(awaited, stood_s, now)
+        if self._is_needed:
+            said_at = awaited.since if awaited.said is None else awaited.said_at
+            hangs = not self._are_few and now >= said_at + max(FIRST_WITHIN_S, awaited.begins_within_s)
+            return _End.LATE, f"it has said nothing for {now - said_at:.0f} s, and comes in later" if hangs else ""
+        return _End.LATE, self._why_late(awaited, stood_s, now)
 
     def _why_late(self, awaited: _Awaited, stood_s: float, now: float) -> str:
         said, since_s = awaited.said, now - awaited.said_at

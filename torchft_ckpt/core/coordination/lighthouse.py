@@ -630,7 +630,7 @@ class LighthouseState:
         # Too few without them: the others wait until they have come.
         are_few = self._job.are_too_few(admitted, holding)
         is_needed = are_few or any(m.replica_id in self._job.beginners for m in self._holds.awaited)
-        self._holds.needs(is_needed, now)
+        self._holds.needs(is_needed, now, are_few=are_few)
         why_not = {m.replica_id: self._why_not_held_for(m, admitted, holding, now) for m in ending}
         following, why_outside = self._beside.at_end(ending, holding, why_not, now, are_needed=are_few)
         if not is_needed:
@@ -782,7 +782,7 @@ class LighthouseState:
             yield Send(member.connection, JoinerWaiting(request_id=member.asked.request_id, names=version))
             member.request = msgspec.structs.replace(member.asked, version=version, restored=False)
             member.version = version
-        self._holds.needs(True, now)
+        self._holds.needs(True, now, are_few=False)
         self._holds.begin(newcomers, holding, assignment, now)
         names = name_some(member.replica_id for member in newcomers) or "nobody"
         yield Log(f"{assignment.reason}: {names} receives it, and the job begins when that is done")
