@@ -203,7 +203,8 @@ class SessionProcessGroup(ProcessGroupWrapper):
 
     def _is_inherited(self) -> bool:
         # Without the lock, which a thread of the parent may have held.
-        session = self._session or (self._beside[1] if self._beside is not None else None)
+        beside = self._beside
+        session = self._session or (beside and beside[1])
         return session is not None and session.is_inherited
 
     def errored(self) -> Exception | None:
