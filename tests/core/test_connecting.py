@@ -343,10 +343,31 @@ def test_an_answer_that_nobody_was_asked_for_changes_nothing() -> None:
     assert comes_in(c).endswith("healthy")
 
 
-def test_a_group_of_another_number_of_ranks_is_not_connected() -> None:
+def test_a_group_of_another_number_of_ranks_is_not_connected_beside_and_is_not_kept_outside_for_that() -> None:
     job = Job(least=2)
-    at_work(job, "a", "b")
-    assert comes(job, "c", ranks=2).connect is None
+    a, b = at_work(job, "a", "b")
+    c = comes(job, "c", ranks=2)
+    ends_alone(c)
+    are_asked([a, b])
+    assert c.connect is None and comes_in(c) == "quorum 2 step 3 healthy"
+
+
+def test_one_that_failed_alone_is_tried_again_after_those_that_have_not_been_tried_alone() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    newcomers = [comes(job, name) for name in ("first", "x", "d", "e", "f")]
+    for member in (a, b, newcomers.pop(0)):
+        member.is_connected()
+    tried: list[str] = []
+    for _ in range(4):
+        job.passes(30.0 if "x:1" in tried else PAUSE_S)
+        place = a.connect.place if a.connect is not None else ""
+        parties = [m for m in newcomers if m.connect is not None and m.connect.place == place]
+        tried += [m.replica_id for m in parties]
+        for member in parties:
+            member.is_connected("connect timeout")
+    assert sorted(tried[:4]) == ["d:1", "e:1", "f:1", "x:1"], "together"
+    assert len(tried) == 7 and len({*tried[4:]}) == 3, "and then each alone, none of them twice"
 
 
 def test_what_was_connected_long_ago_is_connected_anew_as_the_quorum_begins() -> None:

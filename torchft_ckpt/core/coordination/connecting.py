@@ -92,8 +92,9 @@ class Connecting:
         return {} if not new or self._job.are_too_few(rest, rest) else self.why_not(new.values(), rest)
 
     def _unmet(self, member: Member, others: Collection[Member]) -> list[str]:
-        if not member.connects_beside or not all(other.connects_beside for other in others):
-            return []
+        ranks = member.hello.group_world_size
+        if not all(m.connects_beside and m.hello.group_world_size == ranks for m in (member, *others)):
+            return []  # they connect as the quorum begins: rank by rank
         unmet = {other.replica_id: other for other in others if other.replica_id not in member.met}
         return [m for m, other in unmet.items() if other is not member and member.replica_id not in other.met]
 
@@ -109,7 +110,8 @@ class Connecting:
         if not store_address or not at_work or not self._have_met(at_work):
             return
         new = [m for m in self._job.members.values() if self._is_newcomer(m, at_work, now)]
-        new = [m for m in new if m.replica_id not in self._tried_alone] or new[:1]
+        fresh = [m for m in new if m.replica_id not in self._tried_alone]
+        new = fresh or sorted(new, key=lambda m: bool(self._joining.why_failed(m)))[:1]  # the likely good ones first
         if not new:
             return
         if now < self._pauses_until:
@@ -132,11 +134,10 @@ class Connecting:
         return all(names <= met for met in {m.met for m in members})
 
     def _is_newcomer(self, member: Member, at_work: Sequence[Member], now: float) -> bool:
-        if not member.connects_beside or member.replica_id in self._job.quorum_members:
+        if member.replica_id in self._job.quorum_members:
             return False
         goes_on = not member.is_let_go and not member.has_finished
-        is_alike = member.hello.group_world_size == at_work[0].hello.group_world_size  # rank by rank
-        return goes_on and is_alike and bool(self._unmet(member, at_work)) and not self._joining.why_owes(member, now)
+        return goes_on and bool(self._unmet(member, at_work)) and not self._joining.why_owes(member, now)
 
     def _is_new(self, member: Member) -> bool:
         """Whether a member was in no quorum: if it holds the newest state, it has caught up with the others between two rounds.
