@@ -134,10 +134,8 @@ class Connecting:
         return all(names <= met for met in {m.met for m in members})
 
     def _is_newcomer(self, member: Member, at_work: Sequence[Member], now: float) -> bool:
-        if member.replica_id in self._job.quorum_members:
-            return False
-        goes_on = not member.is_let_go and not member.has_finished
-        return goes_on and bool(self._unmet(member, at_work)) and not self._joining.why_owes(member, now)
+        is_out = member.replica_id in self._job.quorum_members or member.is_let_go or member.has_finished
+        return not is_out and bool(self._unmet(member, at_work)) and not self._joining.why_owes(member, now)
 
     def _is_new(self, member: Member) -> bool:
         """Whether a member was in no quorum: if it holds the newest state, it has caught up with the others between two rounds.
