@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from simulation import microbatches
 from simulation.chaos import (
     Fault,
     OuterPlan,
@@ -463,8 +464,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--learners", action="store_true", help="those who come back follow the others before they join"
     )
     parser.add_argument("--turns", action="store_true", help="loops train several networks in turn")
+    parser.add_argument(
+        "--microbatches", action="store_true", help="who computes what, 100,000 steps a seed, and no more"
+    )
     parser.add_argument("--keep-going", action="store_true", help="report all failures, not only the first")
     options = parser.parse_args(arguments)
+    if options.microbatches:
+        for seed in range(options.first, options.first + options.seeds):
+            tally = microbatches.run(100_000, 8, 32, death_rate=0.01, seed=seed)
+            logger.info("seed %d: %s", seed, tally)
+        return 0
     kind = next((kind for kind in KINDS if getattr(options, kind, False)), "plain")
     failures = events = commits = followed = compared = 0
     for seed in range(options.first, options.first + options.seeds):

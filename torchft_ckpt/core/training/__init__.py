@@ -3,6 +3,7 @@
 discards        what would help where steps are discarded again and again; pauses between two tries
 graphs          which forward passes wait for their backward passes, so that nothing is loaded in between
 following       which call follows a step that counts: of a scheduler, of a gradient scaler
+microbatches    who computes which microbatches of a step, how they are summed, and what each sees
 outer_schedule  when an outer loop exchanges a fragment, and what becomes of its round
 taking          when the optimizers have taken a step that counts
 """
