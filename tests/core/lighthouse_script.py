@@ -234,6 +234,7 @@ class Member:
         frozen: str = "",
         shows: str = "",
         still: Collection[str] = (),
+        nodes: Collection[tuple[int, int]] = (),
         **leaves: str,
     ) -> None:
         """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself;
@@ -262,6 +263,7 @@ class Member:
                 computes_alone=computes_alone,
                 top_s=top_s,
                 shown=[of_rank] * self.ranks if shows else [],
+                nodes=[*nodes],
             ),
         )
         self.says(

@@ -54,6 +54,9 @@ SHOWN = st.builds(
     common=DIGESTS,
     open=st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
 )
+NODES = st.lists(st.integers(0, messages.MAX_MICROBATCHES), max_size=8, unique=True).map(
+    lambda ends: list(zip(sorted(ends)[::2], sorted(ends)[1::2], strict=False))
+)
 
 
 @cache
@@ -101,6 +104,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "does": st.sampled_from(messages.Receives),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
         "sources": st.lists(SOURCES, max_size=2),
+        "nodes": NODES if message is QuorumRequest else st.just([]),
     }
     fields: dict[str, st.SearchStrategy[object]] = {}
     for field in msgspec.structs.fields(message):

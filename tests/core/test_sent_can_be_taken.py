@@ -40,6 +40,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     MAX_MESSAGE_BYTES,
+    MAX_NODES,
     PROTOCOL_VERSION,
     CommitDecided,
     CommitVote,
@@ -161,6 +162,7 @@ def pools_of(rng: random.Random, epochs: list[str], ids: list[int], steps: list[
         "min_contributors": lambda: rng.choice([0, 1, 2]),
         "allow_heal": lambda: rng.random() < 0.9,
         "torn": lambda: rng.random() < 0.1,
+        "nodes": lambda: rng.choice([[], [], [(0, 1)], [(1, 3), (7, 8)], [(n, n + 1) for n in range(MAX_NODES)]]),
     }
 
 

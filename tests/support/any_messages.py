@@ -73,6 +73,8 @@ def _values(kind: inspect.Type, by_name: dict[str, st.SearchStrategy[Any]]) -> s
             return st.none()
         case inspect.ListType():
             return st.lists(_values(kind.item_type, by_name), max_size=min(3, kind.max_length or 3))
+        case inspect.TupleType():
+            return st.tuples(*[_values(one, by_name) for one in kind.item_types])
         case inspect.UnionType():
             return st.one_of([_values(one, by_name) for one in kind.types])
         case inspect.StructType():

@@ -563,6 +563,7 @@ class GroupState:
             gains=all(request.gains for request in requests),
             load_s=max(request.load_s for request in requests),
             stood_s=max(request.stood_s for request in requests),
+            nodes=[node for node in first.nodes if all(node in request.nodes for request in requests)],
             layout=combine_ranks([request.layout for request in requests]),
             layout_text=news,
             frozen=first.frozen if len(set(frozen)) == 1 else f"frozen parameters: not the same on all ranks ({word})",

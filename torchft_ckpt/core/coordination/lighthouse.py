@@ -53,6 +53,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
 from torchft_ckpt.core.coordination.messages import (
     MAX_GROUPS,
+    MAX_NODES_TOLD,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     AllowStepLoss,
@@ -70,6 +71,7 @@ from torchft_ckpt.core.coordination.messages import (
     LeaveWish,
     LocateState,
     LostAsked,
+    Nodes,
     QuorumBroken,
     QuorumFormed,
     QuorumPending,
@@ -1059,6 +1061,7 @@ class LighthouseState:
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
+        nodes = _nodes_to_tell([m.asked.nodes for m in members], assignment)
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
             request = self._job.take_request(member)
             member.has_left_step, member.has_computed = False, True
@@ -1087,6 +1090,7 @@ class LighthouseState:
                 own=current.own,
                 names_state=assignment.is_first and request.version != assignment.version,
                 rolled_back_to=self._job.history.rolled_back_to,
+                nodes=nodes,
                 reason=clip(reason),
             )
             yield Send(member.connection, formed)
@@ -1255,3 +1259,13 @@ def _notify(member: Member, reason: str, now: float, *, is_held: bool = False) -
 
 def _refuse_superseded(name: str) -> Refused:
     return Refused(code="superseded", reason=f"another process runs as replica group {clip(name)!r} now. {OWN_ID}")
+
+
+def _nodes_to_tell(said: list[Nodes], assignment: Assignment) -> list[Nodes | None]:
+    """Return what members are told that they have computed of their step: see `QuorumFormed.nodes`."""
+    if sum(map(len, said)) > MAX_NODES_TOLD:
+        said = [[] for _ in said]
+    contributes = [part.contributor_rank is not None for part in assignment.parts]
+    if all(contributes) and not any(said):
+        return []
+    return [nodes if adds else None for nodes, adds in zip(said, contributes, strict=True)]

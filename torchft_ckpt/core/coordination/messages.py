@@ -46,6 +46,9 @@ MAX_TURNS = 32
 MAX_NAMES_BYTES = 64 << 10
 """For each of the two lists of leaves that all members of a quorum are told, as JSON: some thousand names. A thousand members are
 sent 125 MiB at most."""
+MAX_NODES, MAX_MICROBATCHES = 64, 65536
+MAX_NODES_TOLD = 1 << 14
+"""To each member of a quorum, of all of them: 200 KiB of JSON. Where there are more, nobody's count."""
 
 MAX_COUNT = (1 << 53) - 1
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
@@ -71,6 +74,17 @@ NumGroups: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUPS)]
 ReplicaRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2 * MAX_GROUPS)]
 """Those who learn beside a quorum come after its members."""
 Digest: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
+Microbatch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_MICROBATCHES)]
+Nodes: TypeAlias = Annotated[list[tuple[Microbatch, Microbatch]], msgspec.Meta(max_length=MAX_NODES)]
+"""Runs of microbatches, each from the first to before the second, in ascending order: see `core.training.microbatches`."""
+
+
+def _check_nodes(nodes: list[tuple[int, int]]) -> None:
+    before = 0
+    for first, end in nodes:
+        if not before <= first < end:
+            raise ValueError(f"`nodes` has ({first}, {end}) after one that ends at {before}")
+        before = end
 
 
 class StateVersion(msgspec.Struct, frozen=True, order=True, kw_only=True):
@@ -278,6 +292,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stood_s: Seconds = 0.0
     """Its training thread has just stood still for so long to capture and show the state, for those who come in."""
     store_address: StorePlace = ""
+    nodes: Nodes = []
+    """What it has computed, in an earlier attempt, of the step that it asks for; of a group: what all of its ranks have."""
     layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
     layout_text: Text | None = None
@@ -289,6 +305,9 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     to them meanwhile."""
     checkpoint_addresses: Addresses | None = None
     """One for each group rank; None: as in the last request on this connection."""
+
+    def __post_init__(self) -> None:
+        _check_nodes(self.nodes)
 
 
 class Receives(str, Enum):
@@ -541,6 +560,9 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The job went back on purpose to this step in this quorum: later steps of earlier quorums are void."""
     leaving: bool = False
     """The role is LEARNER, and there is nothing to load: the member computes one step for itself alone, then it leaves."""
+    nodes: Annotated[list[Nodes | None], msgspec.Meta(max_length=MAX_GROUPS)] = []
+    """`QuorumRequest.nodes` of each member, in the order of replica ranks; None for one that does not contribute. Empty: all
+    contribute, and none of them has computed anything."""
     reason: Text = ""
 
     def __post_init__(self) -> None:
@@ -552,6 +574,14 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             raise ValueError(f"`num_proved` is {self.num_proved} of {self.num_contributors}")
         if self.follows and (self.role is not Role.LEARNER or not self.sources or self.warms_up):
             raise ValueError(f"`follows` is set, for {self.role.value} with {len(self.sources)} sources")
+        if not isinstance(self.nodes, list):
+            return  # as it is encoded
+        if self.nodes and len(self.nodes) != self.replica_world_size:
+            raise ValueError(f"`nodes` has those of {len(self.nodes)} in a quorum of {self.replica_world_size}")
+        if sum(len(nodes or ()) for nodes in self.nodes) > MAX_NODES_TOLD:
+            raise ValueError(f"`nodes` has more than {MAX_NODES_TOLD}")
+        for nodes in self.nodes:
+            _check_nodes(nodes or [])
 
 
 class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -856,10 +886,12 @@ _encoder = msgspec.json.Encoder()
 
 def encode(message: Message) -> str:
     """Return the message as JSON text. What is long and the same for all who are told it is encoded once: the addresses of a
-    source, and names of leaves."""
+    source, names of leaves, and nodes."""
     if isinstance(message, QuorumFormed) and (message.common or message.own):
         common, own = _encoded(message.common), _encoded(message.own)
         message = msgspec.structs.replace(message, common=common, own=own)
+    if isinstance(message, QuorumFormed) and message.nodes:
+        message = msgspec.structs.replace(message, nodes=_encoded(message.nodes))
     if sources := getattr(message, "sources", None):
         told = [
             msgspec.structs.replace(one, checkpoint_addresses=_encoded(one.checkpoint_addresses)) for one in sources
@@ -868,10 +900,10 @@ def encode(message: Message) -> str:
     return _encoder.encode(message).decode()
 
 
-_latest_encoded: dict[int, tuple[list[str], msgspec.Raw]] = {}
+_latest_encoded: dict[int, tuple[list[Any], msgspec.Raw]] = {}
 
 
-def _encoded(texts: list[str]) -> msgspec.Raw:
+def _encoded(texts: list[Any]) -> msgspec.Raw:
     """Return a list, which nobody changes, as JSON; the few latest ones are kept, each with its list."""
     known = _latest_encoded.get(id(texts))
     if known is None:

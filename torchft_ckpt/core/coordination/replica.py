@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from torchft_ckpt.core.coordination.equality import is_checked
 from torchft_ckpt.core.coordination.messages import (
+    MAX_NODES,
     MAX_TURNS,
     PROTOCOL_VERSION,
     CommitDecided,
@@ -172,6 +173,8 @@ class StepFacts(NamedTuple):
     """The loop may be in the middle of an iteration that began with another state than this one: nothing of it is to count."""
     needs_weights: bool = False
     """The loop goes back in this step through weights as they were before it: nothing is loaded in it."""
+    nodes: Sequence[tuple[int, int]] = ()
+    """See `QuorumRequest`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,6 +499,7 @@ class ReplicaState:
             store_address=facts.store_address,
             shown=facts.shown,
             connects_beside=self.settings.connects_beside,
+            nodes=[] if facts.at_end else sorted(facts.nodes)[:MAX_NODES],
         )
 
     def locate(self, has_finished: bool = False, **moves: bool) -> LocateState:
