@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchft_ckpt.coordination import LighthouseServer
     from torchft_ckpt.data import DistributedSampler
     from torchft_ckpt.ddp import DistributedDataParallel
+    from torchft_ckpt.exact import StepLoader
     from torchft_ckpt.fsdp import set_all_reduce_hook
     from torchft_ckpt.integrations.dcp.peer_reader import PeerReader
     from torchft_ckpt.integrations.dcp.planners import ShardLoadPlanner, ShardSavePlanner
@@ -63,6 +64,7 @@ _HOME = {
     "ShardAdapter": ("torchft_ckpt.checkpointing", "ShardAdapter"),
     "ShardLoadPlanner": ("torchft_ckpt.integrations.dcp.planners", "ShardLoadPlanner"),
     "ShardSavePlanner": ("torchft_ckpt.integrations.dcp.planners", "ShardSavePlanner"),
+    "StepLoader": ("torchft_ckpt.exact", "StepLoader"),
     "Tier": ("torchft_ckpt.checkpointer", "Tier"),
     "TransferProgress": ("torchft_ckpt.checkpointing", "TransferProgress"),
     "WorldSizeMode": ("torchft_ckpt.manager", "WorldSizeMode"),
@@ -98,6 +100,7 @@ __all__ = [
     "ShardAdapter",
     "ShardLoadPlanner",
     "ShardSavePlanner",
+    "StepLoader",
     "Tier",
     "TransferProgress",
     "WorldSizeMode",

@@ -116,6 +116,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         outer = parallel.DistributedDataParallel._get_active_ddp_module()
         if outer is not None and outer is not self and any(module is self for module in outer.modules()):
             _refuse_inside_another()
+        if self._manager.computes_by_microbatches:
+            return self.module(*inputs, **kwargs)  # the step sums the gradients of its microbatches
         if torch.is_grad_enabled():
             self._manager.ensure_step(is_training=self.training)
         if any(parameter.requires_grad for parameter in self._frozen):

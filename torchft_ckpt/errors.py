@@ -42,6 +42,7 @@
     |   |-- CollectiveFailedError       a peer was lost, or did not answer in time
     |   |-- CollectivesDifferError      the groups issued different collectives in a step
     |   `-- ProcessGroupConfigureError  the members of a quorum could not connect to each other
+    |-- SampleError                     a StepLoader cannot read a microbatch (a RuntimeError)
     |-- AbsentNameError                 a name of torchft's that is not here (a NotImplementedError)
     |-- AliasError                      torchft itself had been imported before (an ImportError)
     `-- MaxRetriesExceededError         more than `max_retries` steps in a row were discarded (a RuntimeError)
@@ -330,6 +331,10 @@ class CollectivesDifferError(ProcessGroupError):
 
 class ProcessGroupConfigureError(ProcessGroupError):
     """The members of a quorum could not connect to each other in time."""
+
+
+class SampleError(TorchftCkptError, RuntimeError):
+    """A `StepLoader` cannot read a microbatch: what the data set raised is its cause, and the message says for which sample."""
 
 
 class AbsentNameError(TorchftCkptError, NotImplementedError):

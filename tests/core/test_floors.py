@@ -38,6 +38,7 @@ FLOORS = {
     "optimizer": 4,
     "checkpointer": 4,
     "ddp": 4,
+    "exact": 4,
     "data": 4,
     "fsdp": 4,
     "local_sgd": 4,

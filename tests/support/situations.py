@@ -226,6 +226,20 @@ def _group_that_reads_data() -> Iterator[Situation]:
 
 
 @_situation
+def _group_that_makes_exact_steps() -> Iterator[Situation]:
+    """Before a group's first step: its data set, and a schedule."""
+    with _training(0) as names:
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(names["adamw"], 10)
+        names |= {"dataset": torch.randn(96, 4), "loss_fn": names["loss"]}
+        names |= {"scheduler": names["manager"].scheduler(schedule)}
+
+        def after(names: dict[str, Any]) -> None:
+            assert names["manager"].current_step() == 3
+
+        yield Situation(names, after=after)
+
+
+@_situation
 def _loop_that_saves() -> Iterator[Situation]:
     """A script that trains and saves every second step, four steps long."""
     with _training(0) as names, tempfile.TemporaryDirectory() as directory:

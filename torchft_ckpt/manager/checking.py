@@ -273,19 +273,22 @@ class ParameterLayout:
     is_sharded: bool = False
 
 
-def layout_of(parameters: Iterable[tuple[str, torch.Tensor]], *, only_sharded: bool) -> ParameterLayout:
+def layout_of(
+    parameters: Iterable[tuple[str, torch.Tensor]], *, only_sharded: bool, beside: str = ""
+) -> ParameterLayout:
     """Describe parameters.
 
     Args:
         parameters: with what each is called, and after a comma where it is in the state, which counts too if it is known of all.
         only_sharded: look at those that are sharded alone: which of the others have to be alike is not known.
+        beside: what has to be alike beside them, in words.
 
     Raises:
         UnsupportedValueError: what is here of a parameter is no box.
     """
-    hasher, placer = xxhash.xxh3_64(), xxhash.xxh3_64()
-    items: list[str] = []
-    num_chars = num_place_chars = 0
+    hasher, placer = xxhash.xxh3_64(beside.encode()), xxhash.xxh3_64()
+    items: list[str] = [beside] if beside else []
+    num_chars, num_place_chars = len(beside), 0
     has_places = True
     is_sharded = False
     for name, parameter in parameters:
@@ -306,7 +309,7 @@ def layout_of(parameters: Iterable[tuple[str, torch.Tensor]], *, only_sharded: b
         if num_chars <= _MAX_TEXT_CHARS:
             items.append(f"{name if num_place_chars <= _MAX_PLACE_CHARS else number}{item}")
     digest = f"{hasher.hexdigest()}.{placer.hexdigest()}" if has_places else hasher.hexdigest()
-    return ParameterLayout(digest if num_chars else "", SEPARATOR.join(items), is_sharded)
+    return ParameterLayout(digest if num_chars > len(beside) else "", SEPARATOR.join(items), is_sharded)
 
 
 def frozen_in_words(flags: Sequence[bool]) -> str:

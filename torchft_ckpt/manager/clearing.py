@@ -17,8 +17,8 @@ from torchft_ckpt.core.coordination.sequence import Clearance, KnownSequences
 from torchft_ckpt.errors import CollectiveFailedError, CollectivesDifferError
 
 if TYPE_CHECKING:
+    from torchft_ckpt.manager.collectives import Way
     from torchft_ckpt.process_group import ProcessGroup
-    from torchft_ckpt.process_group.quantization import Codec
 
 _DIGEST_CHARS = 16
 _HEX = re.compile(rb"[0-9a-f]*")
@@ -82,10 +82,10 @@ class Clearing:
             return self._issued[index] if index < len(self._issued) else None
 
     def issue(
-        self, tensor: torch.Tensor, op: ReduceOp | ReduceOp.RedOpType, divisor: int | None, codec: Codec | None
+        self, tensor: torch.Tensor, op: ReduceOp | ReduceOp.RedOpType, divisor: int | None, way: Way | None
     ) -> Issued:
         kind = "average" if divisor is not None else getattr(op, "name", None) or op.op.name  # type: ignore[union-attr]
-        how = f" in {codec.name}" if codec is not None else ""
+        how = f" in {way.name}" if way is not None else ""
         what = f"{str(kind).lower()} of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{how}"
         with self._lock:
             clearance = self._sequences.issue(what)

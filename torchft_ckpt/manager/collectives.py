@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
@@ -34,7 +34,6 @@ from torch.futures import Future
 from torchft_ckpt.core.coordination.sequence import Clearance
 from torchft_ckpt.errors import CollectiveFailedError
 from torchft_ckpt.manager.clearing import Clearing, Issued
-from torchft_ckpt.process_group.quantization import Codec, allreduce_quantized
 from torchft_ckpt.process_group.session import settled
 from torchft_ckpt.threads import Thread
 
@@ -61,6 +60,19 @@ class ExceptionWithTraceback(Exception):
         self.original_exception = e
         self.stack_trace = "".join(traceback.format_exception(e))
         super().__init__(f"{e}\n{self.stack_trace}")
+
+
+class Way(Protocol):
+    """A way of its own to reduce a tensor."""
+
+    @property
+    def name(self) -> str:
+        """Equal in all ranks that may reduce together."""
+        ...
+
+    def reduce(self, group: ProcessGroup, tensor: torch.Tensor, *, divisor: int | None, timeout: timedelta) -> None:
+        """Sum the tensor over the group and divide it, to the end. What it raises has aborted the group."""
+        ...
 
 
 class ManagedWork(Work):
@@ -105,7 +117,7 @@ class _StepReduction:
     divisor: int | None
     timeout: timedelta
     step_has_failed: Callable[[], bool]
-    codec: Codec | None
+    way: Way | None
     is_failed: bool = False
 
     def has_failed(self) -> bool:
@@ -228,18 +240,18 @@ class Collectives:
         divisor: int | None,
         timeout: timedelta,
         failed: Callable[[], bool],
-        codec: Codec | None = None,
+        way: Way | None = None,
     ) -> ManagedWork:
         """Reduce `tensor` in place over the replica groups, then divide it by `divisor` if there is one.
 
         Args:
-            op: the reduction; a sum where there is a codec.
+            op: the reduction; a sum where there is a way.
             timeout: of the collective, once it is its turn.
             failed: whether the step has failed.
-            codec: to send it with. In a group of one, where nothing is sent, the tensor stays exact.
+            way: of its own to reduce it. In a group of one it is not used, and the tensor stays as it is.
         """
-        issued = self._clearing.issue(tensor, op, divisor, codec)
-        reduction = _StepReduction(issued, tensor, op, divisor, timeout, failed, codec)
+        issued = self._clearing.issue(tensor, op, divisor, way)
+        reduction = _StepReduction(issued, tensor, op, divisor, timeout, failed, way)
         with self._lock:
             now = time.monotonic()
             if self._num_unfinished == 0:
@@ -258,12 +270,12 @@ class Collectives:
         tensor = reduction.tensor
         has_peers = self._process_group.size() > 1
         is_clear = reduction.issued.clearance is Clearance.KNOWN or not has_peers
-        is_quantized = reduction.codec is not None and has_peers
+        has_a_way = reduction.way is not None and has_peers
         try:
-            if is_clear and not is_quantized and self._queue.is_idle:
+            if is_clear and not has_a_way and self._queue.is_idle:
                 return self._begin(reduction)
             later = future_for(tensor)
-            run = self._run_quantized if is_quantized else self._run_later
+            run = self._run_in_its_way if has_a_way else self._run_later
             self._queue.run(functools.partial(run, reduction, later, is_clear=is_clear), tensor)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises, it is this step's error and no more
             self._end(reduction, error)
@@ -284,19 +296,14 @@ class Collectives:
         except Exception as error:  # noqa: BLE001 - as above
             later.set_result(self._end(reduction, error))
 
-    def _run_quantized(self, reduction: _StepReduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
+    def _run_in_its_way(self, reduction: _StepReduction, later: Future[torch.Tensor], *, is_clear: bool) -> None:
         """Reduce to the end, and complete the future; as a job of the queue."""
-        codec, failure = reduction.codec, None
+        way, failure = reduction.way, None
         try:
             self._clear(reduction, is_clear=is_clear)
-            if codec is not None:
-                allreduce_quantized(
-                    self._process_group,
-                    reduction.tensor,
-                    codec,
-                    divisor=reduction.divisor,
-                    timeout=reduction.timeout,
-                )
+            if way is not None:
+                group, tensor, timeout = self._process_group, reduction.tensor, reduction.timeout
+                way.reduce(group, tensor, divisor=reduction.divisor, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - as above
             failure = error
         later.set_result(self._end(reduction, failure))

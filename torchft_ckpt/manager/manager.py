@@ -42,9 +42,10 @@ from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import CheckpointError, ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
 from torchft_ckpt.manager.between_steps import BetweenSteps
+from torchft_ckpt.manager.by_microbatches import Microbatches
 from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.cold_start import ColdStartGroup
-from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
+from torchft_ckpt.manager.collectives import ExceptionWithTraceback, Way, first_of
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.followers import Followers, G, S
 from torchft_ckpt.manager.foreign_transport import as_ours
@@ -696,7 +697,7 @@ class Manager:
 
         Raises: as `start_quorum`.
         """
-        if not is_training and not self._steps.is_deferred:
+        if self._steps.microbatches is not None or not (is_training or self._steps.is_deferred):
             return
         self._begin_deferred()
         wishes = self._steps.wishes_before_forward()
@@ -803,6 +804,39 @@ class Manager:
             raise ValueError(f"{codec.name} is for AVG and SUM, not for {reduce_op}")
         with record_function("torchft::manager::allreduce"):
             return self._steps.allreduce(tensor, codec, reduce_op)
+
+    def compute_by(self, microbatches: Microbatches) -> None:
+        """Say what computes the steps by microbatches, before the first one. It calls `begin_microbatches` and `reduce_by`.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if self._steps.microbatches is not None:
+            raise ConfigError("this Manager has a StepLoader", party="StepLoader")
+        self._steps.microbatches = self._registry.microbatches = microbatches
+
+    @property
+    def computes_by_microbatches(self) -> bool:
+        """Whether a `StepLoader` computes the steps: then no backward pass averages gradients."""
+        return self._steps.microbatches is not None
+
+    def begin_microbatches(self) -> ReplicaView:
+        """Begin a step, if none is open, with the microbatches that are computed now; return what this replica is in it.
+
+        Raises: as `start_quorum`.
+        """
+        self._begin_deferred()
+        if not self._client.view().is_in_step:
+            self._steps.begins_by_forward()
+            self.start_quorum()
+        self._steps.note_forward()
+        self._steps.wait_quorum()
+        return self._client.view()
+
+    def reduce_by(self, way: Way, tensor: torch.Tensor) -> Work:
+        """Sum a tensor over the groups in a way of its own, as a collective of the step. As `allreduce` otherwise."""
+        with record_function("torchft::manager::allreduce"):
+            return self._steps.allreduce(tensor, way, ReduceOp.SUM)
 
     def report_error(self, e: Exception) -> None:
         """Say that this step went wrong and must not count. Any thread."""

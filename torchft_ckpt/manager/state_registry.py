@@ -32,6 +32,7 @@ from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.coordination.messages import StateVersion, name_some
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchError
+from torchft_ckpt.manager.by_microbatches import Microbatches
 from torchft_ckpt.manager.checking import ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
 from torchft_ckpt.manager.left_out import left_out_of
@@ -61,6 +62,7 @@ class StateRegistry:
 
     def __init__(self, lock: StateDictLock) -> None:
         self.lock = lock
+        self.microbatches: Microbatches | None = None
         self.num_changes = 0
         """How often it was registered, guarded or loaded: then what is known of the loop's objects is to be looked for again."""
         self._load: dict[str, Callable[[Any], None]] = {}
@@ -193,7 +195,8 @@ class StateRegistry:
             parameters, known = self._parameters(), self._last_known
             names = _names_of(parameters, known, places)
             named = [(names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
-            self._layout = len(parameters), layout_of(named, only_sharded=not known)
+            what = "" if self.microbatches is None else self.microbatches.in_words
+            self._layout = len(parameters), layout_of(named, only_sharded=not known, beside=what)
             self._warn_of_left_out(captured, known)
         return self._layout[1]
 

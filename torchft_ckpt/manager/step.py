@@ -52,9 +52,10 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
 )
 from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
+from torchft_ckpt.manager.by_microbatches import Microbatches
 from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
 from torchft_ckpt.manager.clearing import Clearing
-from torchft_ckpt.manager.collectives import Collectives, done_work, fill_with_nothing
+from torchft_ckpt.manager.collectives import Collectives, Way, done_work, fill_with_nothing
 from torchft_ckpt.manager.coming_in import CameIn
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.flight_recorder import name_dumps
@@ -72,7 +73,6 @@ from torchft_ckpt.threads import Event, Thread, Threads, new_future
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
-    from torchft_ckpt.process_group.quantization import Codec
 
 logger = logging.getLogger(__name__)
 _SAMPLED = 3
@@ -138,6 +138,7 @@ class Steps:
         self._quorum_retries = quorum_retries
         self._sharing = SharedStep()
         self.graphs = OpenGraphs()
+        self.microbatches: Microbatches | None = None
         self._undo = Undo(registry, client.replica_id)
         self._taking = StepTaking()
         self._worker = Threads("torchft_ckpt-quorum")
@@ -612,6 +613,7 @@ class Steps:
             at_end=self._is_at_end,
             top_s=self._top_s,
             computes_alone=self._rests_on_another_state,
+            nodes=() if self.microbatches is None else self.microbatches.held(self._client.view().version),
             needs_weights=self._needs_weights and not self._is_at_end,
         )
         request = self._client.begin(wishes, facts)
@@ -697,6 +699,8 @@ class Steps:
 
     def clears_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Manager.begins_step`."""
+        if self.microbatches is not None:
+            self.microbatches.refuse("zero_grad")
         is_decided = self._client.view().is_between_steps and not self.is_deferred
         return self._sharing.clears(optimizer, is_decided=is_decided)
 
@@ -942,9 +946,11 @@ class Steps:
         """How many were issued since the last step began."""
         return self._clearing.count
 
-    def allreduce(self, tensor: torch.Tensor, codec: Codec | None, reduce_op: ReduceOp.RedOpType) -> Work:
+    def allreduce(self, tensor: torch.Tensor, way: Way | None, reduce_op: ReduceOp.RedOpType) -> Work:
         """See `Manager.allreduce`. Any thread."""
         client = self._client
+        if self.microbatches is not None:
+            self.microbatches.refuse("a collective over groups")
         self._has_reduced = True
         if client.error() is None:
             self._wait_quorum()
@@ -963,7 +969,7 @@ class Steps:
             divisor=now.num_participants if is_average else None,
             timeout=_as_long_as_others(self._timeouts.collective, now),
             failed=client.has_failed if late is None else functools.partial(self._has_failed, late),
-            codec=codec,
+            way=way,
         )
 
     def _has_failed(self, late: _Late) -> bool:
@@ -991,6 +997,8 @@ class Steps:
         self.wait_quorum()
         if self._is_committed is not None:
             return self._ask_again(self._is_committed)
+        if self.microbatches is not None:
+            self.microbatches.votes()
         vote = self._vote or self._cast_vote(synchronize=True)
         now = self._client.view()
         self._own.batches_before = self._own.batches_committed
@@ -1053,6 +1061,8 @@ class Steps:
         self._undo.end(counts=outcome is Outcome.COMMIT)
         self._clearing.decided(committed=outcome is Outcome.COMMIT)
         self._followers.decided(counts=outcome is Outcome.COMMIT)
+        if self.microbatches is not None:
+            self.microbatches.decided(counts=outcome is Outcome.COMMIT)
         self._has_computed = self._has_looked = False
         self._seen_with -= {*self._sharing.ending}
         self._seen_with |= {*self._sharing.ending} if self._sees_forward else set()

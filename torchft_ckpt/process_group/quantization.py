@@ -79,6 +79,10 @@ class Codec:
         else:
             values.copy_(scaled)
 
+    def reduce(self, group: ProcessGroup, tensor: torch.Tensor, *, divisor: int | None, timeout: timedelta) -> None:
+        """See `allreduce_quantized`."""
+        allreduce_quantized(group, tensor, self, divisor=divisor, timeout=timeout)
+
 
 INT8 = Codec("int8", torch.int8, 127.0)
 FP8 = Codec("fp8", torch.float8_e4m3fn, 448.0)

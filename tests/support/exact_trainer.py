@@ -1,0 +1,139 @@
+"""One replica group that trains by a `StepLoader`; a process of its own. Told so by a file `die`, it kills itself.
+
+The places: `microbatch N`, `sum`, `exchange`, `gather`, `summed`, `vote`, `voted`, `decided`; or `after S`, in so many seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.exact_models import CLIP, GLOBAL_BATCH_SIZE, MICROBATCH_SIZE, SEED, Noisy, digest, loss_of, make
+from support.trainer_process import begin, is_over, make_manager, report
+from torchft_ckpt import HTTPTransport, Optimizer, StepLoader
+from torchft_ckpt.exact import tree_sum
+from torchft_ckpt.manager.step import Steps
+
+place = ""
+"""Where it is to die in this step."""
+
+
+def dies(here: str) -> None:
+    if here == place:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch() -> None:
+    """Have the places in the sum and in the vote looked at."""
+    exchange, gather, wait, send_vote = (
+        tree_sum.TreeSum._exchange,
+        tree_sum.TreeSum._gather,
+        tree_sum._wait,
+        Steps._send_vote,
+    )
+    now = ["exchange"]
+
+    def exchanges(*arguments: Any) -> Any:
+        now[0] = "exchange"
+        dies("sum")
+        return exchange(*arguments)
+
+    def gathers(*arguments: Any) -> None:
+        now[0] = "gather"
+        gather(*arguments)
+
+    def waits(*arguments: Any) -> None:
+        dies(now[0])
+        wait(*arguments)
+
+    def votes(steps: Steps) -> Any:
+        dies("vote")
+        vote = send_vote(steps)
+        dies("voted")
+        return vote
+
+    tree_sum.TreeSum._exchange, tree_sum.TreeSum._gather, tree_sum._wait = exchanges, gathers, waits  # type: ignore[method-assign]
+    Steps._send_vote = votes  # type: ignore[method-assign]
+
+
+def main() -> None:
+    global place
+    options = begin()
+    control = Path(options["control"])
+    watch()
+    model, inner, schedule = make(options["model"])
+    if options.get("other_weights"):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    transport = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    manager = make_manager(
+        options,
+        transport,
+        load_state_dict,
+        lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+    )
+    num_groups, num_computed = options["num_groups"], 0
+    steps = StepLoader(
+        manager,
+        Noisy(kills=options.get("worker_dies", False)),
+        global_batch_size=options.get("global_batch_size", GLOBAL_BATCH_SIZE),
+        microbatch_size=MICROBATCH_SIZE,
+        seed=SEED,
+        num_workers=options.get("workers", 0),
+    )
+    optimizer = Optimizer(manager, inner)
+    scheduler = manager.scheduler(schedule)
+    inner.register_step_pre_hook(lambda *_: dies("decided"))
+    report("ready")
+    for step in steps:
+        if is_over(options, manager.current_step()):
+            break
+        order = control / "die"
+        if order.exists():
+            place = order.read_text()
+            order.unlink()
+            if place.startswith("after"):
+                threading.Timer(float(place.split()[1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        optimizer.zero_grad()
+        for number, batch in enumerate(step):
+            dies(f"microbatch {number}")
+            loss = loss_of(model, batch)
+            loss.backward()
+            step.log(loss=loss)
+            num_computed += 1
+        dies("summed")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        is_warming_up = manager.is_warming_up()
+        counts = optimizer.step()
+        scheduler.step()
+        loss_text = step.means["loss"].hex() if counts else ""
+        num = 0 if is_warming_up else manager.num_participants()
+        report(
+            "step",
+            step=manager.current_step(),
+            committed=counts,
+            loss=loss_text,
+            participants=num,
+            computed=num_computed,
+        )
+        if num < num_groups:
+            time.sleep(0.03)  # a pace at which those who come back find the job still at work
+    report("done", step=manager.current_step(), digest=digest(model, inner))
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""What microbatches leave behind, in flat memory: gradients, buffers, logged values. It is kept as nodes of the step's tree.
+
+One flat tensor for each dtype holds, in this order:
+
+- the gradients of the parameters, zeros where a microbatch has none, times its weight if it has one;
+- the buffers as the microbatch has left them, where they are floating point (those of less than 32 bits as float32);
+- in the one of float64: how integer buffers have moved; which parameters have a gradient; the weight; the logged values.
+
+After the sum a gradient is its sum over the total weight. A buffer is its mean over the microbatches, rounded if it is an
+integer. One that no microbatch has moved stays as it is, to the bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchft_ckpt.core.training.microbatches import Node, family
+from torchft_ckpt.errors import ConfigError
+
+MAX_LOGGED, MAX_NAME_BYTES = 32, 384
+"""Values that a microbatch may log, and bytes of their names together."""
+_ALIGNED = 16
+"""Each parameter begins at a multiple of so many elements, as memory of its own would."""
+_PER_SLOT = 6
+"""Bytes of a name that a float64 holds exactly."""
+_WIDE = torch.float64
+_HEAD = 3 + MAX_NAME_BYTES // _PER_SLOT
+"""Numbers that are said of a microbatch before those of each parameter: its weight, whether it has one, and names."""
+Place: TypeAlias = "tuple[torch.nn.Module, str]"
+"""Where a buffer is: a forward pass may bind another tensor there."""
+
+
+class Layout:
+    """Where everything lies in the flat tensors.
+
+    Args:
+        parameters: that need a gradient.
+        places: of the buffers that a forward pass may write to.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
+        self.parameters, self.places = parameters, places
+        self.device = _local(parameters[0]).device
+        self._sizes: dict[torch.dtype, int] = {}
+        self._parameters = [self._place(_local(one).shape, _local(one).dtype) for one in parameters]
+        self.num_gradients = dict(self._sizes)
+        """By dtype, how many elements at the beginning of the flat tensor are gradients'."""
+        self._buffers = [self._place(one.shape, _dtype_of(one)) for one in self.buffers()]
+        self._said = self._place((_HEAD + len(parameters),), _WIDE)
+        self._values = self._place((MAX_LOGGED,), _WIDE)
+        self.sizes = list(self._sizes.items())
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Return what is bound in the places of buffers now."""
+        return [module._buffers[name] for module, name in self.places]  # type: ignore[misc]
+
+    def _place(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.dtype, int, Sequence[int]]:
+        at = self._sizes.get(dtype, 0)
+        self._sizes[dtype] = -(-(at + math.prod(shape)) // _ALIGNED) * _ALIGNED
+        return dtype, at, shape
+
+    def new(self) -> Captured:
+        return Captured(self, [torch.zeros(size, dtype=dtype, device=self.device) for dtype, size in self.sizes])
+
+
+class Captured:
+    """The flat tensors of one node, and what lies in them."""
+
+    def __init__(self, layout: Layout, flats: list[torch.Tensor]) -> None:
+        self.layout, self.flats = layout, flats
+        by_dtype = {one.dtype: one for one in flats}
+
+        def view(place: tuple[torch.dtype, int, Sequence[int]]) -> torch.Tensor:
+            dtype, at, shape = place
+            return by_dtype[dtype][at : at + math.prod(shape)].view(shape)
+
+        self.gradients = [view(place) for place in layout._parameters]
+        self.buffers = [view(place) for place in layout._buffers]
+        self.said, self.values = view(layout._said), view(layout._values)
+        """What is said of the microbatch: its weight, names that it logs, which parameters have a gradient."""
+
+    def take(self, number: int, first: Sequence[torch.Tensor], weight: float | None, logged: Mapping[str, Any]) -> None:
+        """Take what a microbatch has left behind.
+
+        Args:
+            number: of the microbatch in its step.
+            first: the buffers as the step began.
+            weight: of the microbatch; None: it has none.
+            logged: scalars by name.
+
+        Raises:
+            ConfigError: a gradient is sparse; or there is none at all.
+        """
+        layout = self.layout
+        gradients = [None if p.grad is None else _local(p.grad) for p in layout.parameters]
+        found = [(view, one) for view, one in zip(self.gradients, gradients, strict=True) if one is not None]
+        if not found:
+            raise ConfigError(
+                f"microbatch {number} of the step has no gradient: call backward() in the inner loop", party="backward"
+            )
+        if any(one.layout is not torch.strided for _, one in found):
+            raise ConfigError(
+                "a gradient is sparse, and StepLoader adds dense ones: leave sparse=True out", party="sparse"
+            )
+        if absent := [view for view, one in zip(self.gradients, gradients, strict=True) if one is None]:
+            torch._foreach_zero_(absent)
+        views = [view for view, _ in found]
+        torch._foreach_copy_(views, [one for _, one in found])
+        if weight is not None:
+            torch._foreach_mul_(views, float(weight))
+        weighs = [1.0, 0.0] if weight is None else [float(weight), 1.0]
+        said = [*weighs, *_in_numbers(logged, number), *(float(one is not None) for one in gradients)]
+        self.said.copy_(torch.tensor(said, dtype=_WIDE, device="cpu"))
+        for view, buffer, before in zip(self.buffers, layout.buffers(), first, strict=True):
+            view.copy_(buffer if buffer.is_floating_point() else buffer - before)
+        self.values.zero_()
+        for place, name in enumerate(sorted(logged)):
+            self.values[place] = logged[name]
+        if weight is not None:
+            self.values.mul_(float(weight))
+
+    def add_(self, other: Captured) -> Captured:
+        for mine, theirs in zip(self.flats, other.flats, strict=True):
+            mine.add_(theirs)
+        return self
+
+
+class Nodes:
+    """The nodes of one step's tree that this rank has computed."""
+
+    def __init__(self) -> None:
+        self.by_node: dict[Node, Captured] = {}
+        self._layout: Layout | None = None
+        self._spare: list[Captured] = []
+
+    def of(self, layout: Layout) -> None:
+        """What is computed from now on has this layout. What is here of another one is let go."""
+        if self._layout is not layout:
+            self.by_node, self._spare, self._layout = {}, [], layout
+
+    def new(self) -> Captured:
+        """Return memory for what a microbatch leaves behind. `add` takes it."""
+        if self._layout is None:
+            raise RuntimeError("internal error: nothing is known of what a microbatch leaves behind")
+        return self._spare.pop() if self._spare else self._layout.new()
+
+    def add(self, number: int, captured: Captured, num_microbatches: int) -> None:
+        """Add a microbatch, to its sibling if that is here, and so on towards the root."""
+        node = (number, number + 1)
+        while (kin := family(node, num_microbatches)) is not None and kin[1] in self.by_node:
+            other = self.by_node.pop(kin[1])
+            self._spare.append(captured)
+            node, captured = kin[0], other.add_(captured)
+        self.by_node[node] = captured
+
+    def keep(self, nodes: Sequence[Node]) -> None:
+        """Let go of all others."""
+        for node in [node for node in self.by_node if node not in nodes]:
+            self._spare.append(self.by_node.pop(node))
+
+
+class Summed:
+    """What the sum of a step says, once it is there.
+
+    Raises:
+        ConfigError: some of the microbatches were weighed; all together weigh nothing; they have logged other names.
+    """
+
+    def __init__(self, total: Captured, num_microbatches: int) -> None:
+        self._total, self._num_microbatches = total, num_microbatches
+        weight, num_weighed, *said = total.said.tolist()
+        if num_weighed not in (0, num_microbatches):
+            raise ConfigError(
+                f"{num_weighed:.0f} of {num_microbatches} microbatches of the step were weighed: call step.weigh in each, or in"
+                " none",
+                party="weigh",
+            )
+        if not weight > 0:
+            raise ConfigError(f"the microbatches of the step weigh {weight:g} together", party="weigh")
+        self._weight = weight
+        names = _in_words(said[: _HEAD - 2], num_microbatches)
+        self._counts = said[_HEAD - 2 :]
+        self.means = dict(zip(names, (total.values[: len(names)] / weight).tolist(), strict=True))
+
+    def give(self, first: Buffers) -> None:
+        """Set gradients and buffers. `first`: the buffers as the step began."""
+        layout = self._total.layout
+        for flat in self._total.flats:
+            size = layout.num_gradients.get(flat.dtype, 0)
+            flat[:size].div_(torch.tensor(self._weight, dtype=flat.dtype, device=flat.device))
+        for parameter, view, count in zip(layout.parameters, self._total.gradients, self._counts, strict=True):
+            parameter.grad = _like(parameter, view) if count else None
+        first.put_back()
+        for buffer, view, before in zip(layout.buffers(), self._total.buffers, first.values, strict=True):
+            mean = view / torch.tensor(float(self._num_microbatches), dtype=view.dtype, device=view.device)
+            if buffer.is_floating_point():
+                unmoved = _times(before.to(view.dtype), self._num_microbatches)
+                is_same = (view == unmoved) | (view.isnan() & unmoved.isnan())
+                buffer.copy_(torch.where(is_same, before, mean.to(before.dtype)))
+            else:
+                buffer.copy_(before + mean.round().to(before.dtype))
+
+
+class Buffers:
+    """The buffers as a step began."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._places, self._bound = layout.places, layout.buffers()
+        self.values = [one.detach().clone() for one in self._bound]
+
+    def put_back(self) -> None:
+        """Make them so again."""
+        for (module, name), bound in zip(self._places, self._bound, strict=True):
+            module._buffers[name] = bound
+        if self.values:
+            torch._foreach_copy_(self._bound, self.values)
+
+
+def give_zeros(layout: Layout) -> None:
+    """Set gradients of zeros, in a step that does not count: what a loop does with them then does no harm."""
+    for parameter in layout.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def places_of_buffers(parameters: Sequence[torch.Tensor], modules: Iterable[torch.nn.Module]) -> list[Place]:
+    """Return where the buffers are, as far as they can be averaged, of the modules that hold one of these parameters."""
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    holding = list[tuple[tuple[int, int, str], torch.nn.Module]]()
+    for module in modules:
+        if own := [numbers[id(one)] for one in module.parameters() if id(one) in numbers]:
+            holding.append(((min(own), -len(own), type(module).__qualname__), module))
+    found: dict[int, Place] = {}
+    for _, root in sorted(holding, key=lambda one: one[0]):
+        for module in root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and _dtype_of(buffer) is not None:
+                    found.setdefault(id(buffer), (module, name))
+    return [*found.values()]
+
+
+def _dtype_of(buffer: torch.Tensor) -> Any:
+    """Return the dtype in which a buffer is summed; None: it is not."""
+    if isinstance(buffer, DTensor) or buffer.is_complex() or buffer.dtype in (torch.bool, torch.uint8):
+        return None
+    if not buffer.is_floating_point():
+        return _WIDE
+    return buffer.dtype if buffer.element_size() >= 4 else torch.float32
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _times(tensor: torch.Tensor, num: int) -> torch.Tensor:
+    """Return the sum of so many equal leaves of the tree."""
+    sizes: dict[int, torch.Tensor] = {1: tensor}
+
+    def value(size: int) -> torch.Tensor:
+        if size not in sizes:
+            left = 1 << ((size - 1).bit_length() - 1)
+            sizes[size] = value(left) + value(size - left)
+        return sizes[size]
+
+    return value(num)
+
+
+def _in_numbers(logged: Mapping[str, Any], number: int) -> list[float]:
+    """Return the names that a microbatch has logged: a digest; and the first one gives them all, six bytes a number."""
+    text = "\n".join(sorted(logged)).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+    slots = [0.0] * (MAX_NAME_BYTES // _PER_SLOT)
+    if number == 0:
+        for place in range(0, len(text), _PER_SLOT):
+            slots[place // _PER_SLOT] = float(int.from_bytes(text[place : place + _PER_SLOT], "little"))
+    return [float(digest), *slots]
+
+
+def _in_words(slots: Sequence[float], num_microbatches: int) -> list[str]:
+    text = b"".join(int(one).to_bytes(_PER_SLOT, "little") for one in slots[1:]).rstrip(b"\0").decode()
+    names = text.split("\n") if text else []
+    if slots[0] != _in_numbers(dict.fromkeys(names), 1)[0] * num_microbatches:
+        raise ConfigError(
+            f"not all microbatches of the step have logged the same names: the first one has {names}", party="log"
+        )
+    return names

@@ -1,0 +1,420 @@
+"""`StepLoader`: a training loop whose steps are functions of their number alone, whoever is there to compute them.
+
+    outer loop   a step of the job, or another try of it                     `StepLoader.__iter__`
+    inner loop   the microbatches that this group has to compute of it       `Step.__iter__`
+    its end      all groups' gradients are summed; buffers and logged values too
+
+An attempt that is discarded keeps what was computed, as long as the state's name stays. With its next request this rank says what
+it has, and what nobody has is dealt anew. A warm-up iteration computes one microbatch of the open step, and drops it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import default_collate
+
+from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
+from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members, random_key, slowdown
+from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.exact.captured import (
+    MAX_LOGGED,
+    MAX_NAME_BYTES,
+    Buffers,
+    Layout,
+    Nodes,
+    Summed,
+    give_zeros,
+    places_of_buffers,
+)
+from torchft_ckpt.exact.reading import Reader, Samples, check_source, set_random_state
+from torchft_ckpt.exact.tree_sum import TreeSum
+
+if TYPE_CHECKING:
+    from torchft_ckpt.manager import Manager
+
+logger = logging.getLogger(__name__)
+
+
+class _Phase(Enum):
+    """How far an iteration of the outer loop is."""
+
+    BEGUN = "its inner loop has not run"
+    BROKEN_OFF = "its inner loop was broken off"
+    SUMMED = "its inner loop is over"
+    VOTED = "it was voted on"
+
+
+class StepLoader:
+    """Yields the steps of a job, each with the microbatches that this group computes.
+
+    Args:
+        manager: of this rank. A Manager has one StepLoader at most, made before its first step.
+        dataset: with `__getitem__`, or `__getitems__`, and `__len__`. None: `read` reads.
+        global_batch_size: samples in a step, whoever is there.
+        microbatch_size: samples in a microbatch; it divides `global_batch_size`.
+        seed: of the order of samples, and of all random numbers in the inner loop and in what reads samples.
+        num_epochs, num_steps: the outer loop ends then, and has called `Manager.finish`; neither: it does not end.
+        shuffle: each epoch is another permutation of the data set; False: its own order.
+        order: which sample is at a position of the endless stream of samples, for mixtures, curricula, weights.
+        read: returns the batch of a microbatch, by step and number; in workers, too.
+        collate_fn: makes a batch of a list of samples, or of what `__getitems__` returned.
+        options: further ones of `DataLoader`: `num_workers`, `pin_memory`, `prefetch_factor`, ...
+
+    Raises:
+        ConfigError: an argument cannot be used; the message says which, and why.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        dataset: Any = None,
+        *,
+        global_batch_size: int,
+        microbatch_size: int,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+        shuffle: bool = True,
+        order: Callable[[int], Any] | None = None,
+        read: Callable[[int, int], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        **options: Any,
+    ) -> None:
+        num_samples = check_source(dataset, read, order, options)
+        if microbatch_size < 1 or global_batch_size < 1 or global_batch_size % microbatch_size:
+            raise ConfigError(
+                f"global_batch_size={global_batch_size} is no multiple of microbatch_size={microbatch_size}: each microbatch of a"
+                " step has as many samples",
+                party="global_batch_size",
+            )
+        if num_epochs is not None and (num_samples is None or num_steps is not None):
+            raise ConfigError(
+                "num_epochs needs a data set with a length, and no num_steps beside it", party="num_epochs"
+            )
+        self.num_microbatches = global_batch_size // microbatch_size
+        self.num_steps = num_epochs * num_samples // global_batch_size if num_epochs and num_samples else num_steps
+        self._manager, self._seed = manager, seed
+        self._samples = Samples(
+            dataset=dataset,
+            num_samples=num_samples,
+            global_batch_size=global_batch_size,
+            microbatch_size=microbatch_size,
+            seed=seed,
+            shuffle=shuffle,
+            order=order,
+            read=read,
+            collate=collate_fn,
+        )
+        self._reader = Reader(self._samples, options)
+        self._nodes, self._version = Nodes(), StateVersion()
+        self._layout: Layout | None = None
+        self._buffers: Buffers | None = None
+        self._formed: QuorumFormed | None = None
+        self._most_groups, self._has_told = 0, False
+        self._now: Step | None = None
+        self.microbatch: int | None = None
+        """The one that the loop computes now."""
+        manager.compute_by(self)
+        manager.register_state_dict_fn("step_loader", self._check_restored, self._geometry)
+
+    # ------------------------------------------------------------------------------------------------- the outer loop
+
+    def __iter__(self) -> Iterator[Step]:
+        while self.num_steps is None or self._manager.current_step() < self.num_steps:
+            self._check_last()
+            set_random_state(random_key(self._seed, self._manager.current_step(), "before"))
+            self._now = Step(self, self._manager.current_step())
+            yield self._now
+        self._check_last()
+        self._manager.finish()
+
+    def __len__(self) -> int:
+        if self.num_steps is None:
+            raise TypeError("a StepLoader without num_epochs or num_steps has no length")
+        return self.num_steps
+
+    def epoch_of(self, step: int) -> int:
+        """Return in which pass over the data set the first sample of a step is."""
+        return (
+            step * self._samples.global_batch_size // (self._samples.num_samples or 1)
+            if self._samples.num_samples
+            else 0
+        )
+
+    def _check_last(self) -> None:
+        last = self._now
+        if last is not None and last.phase in (_Phase.BEGUN, _Phase.SUMMED):
+            raise ConfigError(
+                f"step {last.number} ends without a vote, and {last.phase.value}: iterate over `step`, and call step() of an"
+                " Optimizer after it, in each iteration",
+                party="StepLoader",
+            )
+
+    # ---------------------------------------------------------------------------------- what the Manager asks and tells
+
+    @property
+    def in_words(self) -> str:
+        """What has to be the same in all groups, beside the parameters."""
+        samples, parameters = self._samples, self._parameters()
+        source = f"{samples.num_samples} samples" if samples.read is None else "samples of its own"
+        how = "shuffled" if samples.shuffle and samples.order is None else "in order"
+        where = parameters[0].device if parameters else torch.device("cpu")
+        kind = torch.cuda.get_device_name(where) if where.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+        return (
+            f"steps of {self.num_microbatches} microbatches of {samples.microbatch_size} of {source} {how}, seed {samples.seed},"
+            f" torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}"
+        )
+
+    def held(self, version: StateVersion) -> list[Node]:
+        """Return which nodes of the step that begins with a state are here."""
+        return [*self._nodes.by_node] if version == self._version and version.proven else []
+
+    def refuse(self, what: str) -> None:
+        """Raise `ConfigError` if the loop computes a microbatch, in which that cannot be."""
+        if self.microbatch is not None:
+            raise ConfigError(
+                f"{what} in the inner loop of StepLoader, in microbatch {self.microbatch}: each microbatch is computed by itself,"
+                " by whichever group; do it before the inner loop, or after it",
+                party=what,
+            )
+
+    def votes(self) -> None:
+        """The step is about to be voted on. Raises `ConfigError` if it is not whole."""
+        self.refuse("step() of an Optimizer")
+        phase = None if self._now is None else self._now.phase
+        if phase is not _Phase.SUMMED:
+            why = "no step of StepLoader was begun" if phase is None else phase.value
+            raise ConfigError(
+                f"a step is to be voted on, and {why}: the inner loop runs to its end once in each iteration, and one vote"
+                " follows",
+                party="StepLoader",
+            )
+
+    def decided(self, *, counts: bool) -> None:
+        """The step was voted on and decided."""
+        if self._now is not None:
+            self._now.phase, self._now.counts = _Phase.VOTED, counts
+        if counts:
+            self._nodes.keep(())
+        elif self._buffers is not None:
+            self._buffers.put_back()
+        self._buffers = None
+
+    # ------------------------------------------------------------------------------------------------- one inner loop
+
+    def run(self, step: Step) -> Iterator[Any]:
+        """Yield the batches of a step's microbatches; capture what each leaves behind, and sum it."""
+        if step is not self._now or step.phase is not _Phase.BEGUN:
+            raise ConfigError(
+                "a step of StepLoader is iterated over once, before the next one begins", party="StepLoader"
+            )
+        step.phase = _Phase.BROKEN_OFF
+        try:
+            yield from self._run(step)
+        finally:
+            if step.phase is not _Phase.SUMMED and self._buffers is not None:
+                self._buffers.put_back()
+                self._buffers = None
+
+    def _run(self, step: Step) -> Iterator[Any]:
+        now = self._manager.begin_microbatches()
+        formed = now.quorum
+        if formed is None:
+            raise RuntimeError("internal error: there is a quorum, and nobody knows it")
+        step.number = formed.version.step
+        layout = self._find_layout()
+        self._buffers = Buffers(layout)
+        is_alone = now.is_learner or now.version != formed.version
+        dealt = [[0]] if is_alone else self._deal(formed, now.version)
+        mine = dealt[0 if is_alone else formed.replica_rank]
+        here = set() if is_alone else {*members(self._nodes.by_node)}
+        todo = [number for number in mine if number not in here]
+        usual = [] if is_alone else deal(self.num_microbatches, [[]] * formed.replica_world_size)[formed.replica_rank]
+        self._reader.will_want(step.number, todo, usual)
+        for number in todo:
+            yield from self._compute(step, number, layout)
+            captured = self._nodes.new()
+            captured.take(number, self._buffers.values, step._weight, step._logged)
+            if not is_alone:
+                self._nodes.add(number, captured, self.num_microbatches)
+        if not is_alone:
+            self._sum(step, layout, dealt)
+        set_random_state(random_key(self._seed, step.number, "after"))
+        step.phase = _Phase.SUMMED
+
+    def _compute(self, step: Step, number: int, layout: Layout) -> Iterator[Any]:
+        batch = self._reader.get(step.number, number)
+        if self._buffers is not None:
+            self._buffers.put_back()
+        for parameter in layout.parameters:
+            parameter.grad = None
+        set_random_state(random_key(self._seed, step.number, number))
+        step._weight, step._logged = None, {}
+        self.microbatch = number
+        try:
+            yield batch
+        finally:
+            self.microbatch = None
+
+    def _deal(self, formed: QuorumFormed, version: StateVersion) -> list[list[int]]:
+        """Return which microbatches each rank of the process group has or computes; let go of what does not count."""
+        num_groups = formed.replica_world_size
+        if self._manager.num_participants() != formed.num_contributors:
+            raise ConfigError(
+                "StepLoader knows no FIXED_WITH_SPARES: pass Manager(spare=True) in the spares", party="StepLoader"
+            )
+        told = formed.nodes or [[]] * num_groups
+        accepted = accept([nodes or [] for nodes in told], self.num_microbatches)
+        dealt = deal(
+            self.num_microbatches, [one if said is not None else None for one, said in zip(accepted, told, strict=True)]
+        )
+        if formed is not self._formed:
+            self._nodes.keep(accepted[formed.replica_rank] if version == self._version else ())
+        self._formed, self._version = formed, version
+        self._tell_of_absent(num_groups)
+        return dealt
+
+    def _tell_of_absent(self, num_groups: int) -> None:
+        is_absent, self._most_groups = num_groups < self._most_groups, max(num_groups, self._most_groups)
+        cost, less = slowdown(self.num_microbatches, num_groups + 1), 4 * self.num_microbatches
+        if is_absent and cost > 1.0 and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "a replica group is away: a step of %d microbatches takes %.2f times as long. With %d it would be %.2f; a spare"
+                " group avoids it",
+                self.num_microbatches,
+                cost,
+                less,
+                slowdown(less, num_groups + 1),
+            )
+
+    def _sum(self, step: Step, layout: Layout, dealt: Sequence[Sequence[int]]) -> None:
+        total = layout.new()
+        nodes = [cover(mine, self.num_microbatches) for mine in dealt]
+        if len(dealt) == 1:
+            for out, root in zip(total.flats, self._nodes.by_node[0, self.num_microbatches].flats, strict=True):
+                out.copy_(root)
+        held = {node: captured.flats for node, captured in self._nodes.by_node.items()}
+        way = TreeSum(self.num_microbatches, nodes, held, total.flats)
+        if not self._manager.reduce_by(way, total.flats[0]).wait() or self._buffers is None:
+            give_zeros(layout)
+            return
+        step._summed = Summed(total, self.num_microbatches)
+        step._summed.give(self._buffers)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        optimizers = self._manager.registry.guarded()
+        found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        return [parameter for parameter in found.values() if parameter.requires_grad]
+
+    def _find_layout(self) -> Layout:
+        parameters = self._parameters()
+        if not parameters:
+            raise ConfigError("StepLoader finds no parameters: wrap each optimizer in an Optimizer", party="StepLoader")
+        if any(parameter.device.type != "cpu" for parameter in parameters):
+            raise ConfigError("StepLoader sums on CPUs, and a parameter is elsewhere", party="StepLoader")
+        last = self._layout
+        if last is None or [*map(id, last.parameters)] != [*map(id, parameters)]:
+            modules = (one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module))
+            last = self._layout = Layout(parameters, places_of_buffers(parameters, modules))
+        self._nodes.of(last)
+        return last
+
+    # ------------------------------------------------------------------------------------------------------- the state
+
+    def _geometry(self) -> dict[str, Any]:
+        samples = self._samples
+        return {
+            "global_batch_size": samples.global_batch_size,
+            "microbatch_size": samples.microbatch_size,
+            "seed": samples.seed,
+            "num_samples": samples.num_samples,
+            "shuffle": samples.shuffle,
+        }
+
+    def _check_restored(self, saved: dict[str, Any]) -> None:
+        differs = [
+            f"{name}={saved.get(name)!r}, here {own!r}"
+            for name, own in self._geometry().items()
+            if saved.get(name) != own
+        ]
+        if differs:
+            raise ConfigError(
+                f"the state was made by a StepLoader with {'; '.join(differs)}: its steps have other samples",
+                party="StepLoader",
+            )
+
+
+class Step:
+    """A step of the job, or another try of it: iterate over it once, for its microbatches."""
+
+    def __init__(self, loader: StepLoader, number: int) -> None:
+        self.number = number
+        """How many steps come before it, whoever made them."""
+        self.phase, self.counts = _Phase.BEGUN, False
+        self._loader = loader
+        self._weight: float | None = None
+        self._logged: dict[str, Any] = {}
+        self._summed: Summed | None = None
+
+    @property
+    def epoch(self) -> int:
+        """In which pass over the data set its first sample is."""
+        return self._loader.epoch_of(self.number)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.run(self)
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Log scalars of the microbatch that is computed: `means` has their means over all microbatches of the step.
+
+        Raises:
+            ConfigError: no microbatch is computed; a value is no scalar; there are too many names.
+        """
+        self._check_inside("log")
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise ConfigError(f"{name} is no scalar, but has shape {tuple(value.shape)}", party="log")
+                value = value.detach().reshape(())
+            self._logged[name] = value
+        if len(self._logged) > MAX_LOGGED or len("\n".join(self._logged).encode()) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"at most {MAX_LOGGED} values are logged, with names of {MAX_NAME_BYTES} bytes", party="log"
+            )
+
+    def weigh(self, weight: float) -> None:
+        """Say how much the microbatch counts in gradients and logged values, as its number of tokens; else all count alike.
+
+        The loss stays a mean over the microbatch.
+
+        Raises:
+            ConfigError: no microbatch is computed; the weight is negative or no number.
+        """
+        self._check_inside("weigh")
+        if not 0 <= float(weight) < float("inf"):
+            raise ConfigError(f"a microbatch cannot weigh {weight}", party="weigh")
+        self._weight = float(weight)
+
+    def _check_inside(self, what: str) -> None:
+        if self._loader.microbatch is None or self._loader._now is not self:
+            raise ConfigError(
+                f"step.{what} is called in the inner loop, for the microbatch that it computes", party=what
+            )
+
+    @property
+    def means(self) -> dict[str, float]:
+        """What was logged, as means over all microbatches of the step: the same bits in all groups.
+
+        Raises:
+            ConfigError: the step does not count: `if optimizer.step(): ...`.
+        """
+        if self._summed is None or (self.phase is _Phase.VOTED and not self.counts):
+            raise ConfigError("step.means is there after the inner loop, if the step counts", party="means")
+        return dict(self._summed.means)
