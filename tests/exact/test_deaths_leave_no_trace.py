@@ -76,7 +76,7 @@ def ends_as_the_plain_loop(job: Job, model_name: str, global_batch_size: int = G
     steps = {end["step"] for end in ends}
     assert len(steps) == 1
     wanted, losses = plainly(model_name, steps.pop(), global_batch_size)
-    share = -(-global_batch_size // MICROBATCH_SIZE // (len(GROUPS) - 1))
+    share = -(-global_batch_size // MICROBATCH_SIZE // max(1, job.options["num_groups"] - 1))
     for rank in job.ranks:
         before = None
         for event in rank.steps():
@@ -133,6 +133,47 @@ def test_any_number_of_groups_and_of_microbatches_gives_the_same_bits(
         for rank in ranks:
             rank.wait_for_step(2)
         ends_as_the_plain_loop(job, "mlp", global_batch_size)
+    finally:
+        job.close()
+        lighthouse.kill()
+
+
+def test_fewer_groups_go_on_from_a_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
+    lighthouse = LighthouseProcess(min_replicas=2)
+    where = {"checkpoints": str(tmp_path / "checkpoints"), "model": "mlp", "num_groups": 2, "min_replica_size": 2}
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    first = Job(tmp_path / "first", lighthouse.address, "exact_trainer.py", **where)
+    second = Job(tmp_path / "second", lighthouse.address, "exact_trainer.py", **where, job="second")
+    try:
+        ranks = [first.start(name)[0] for name in GROUPS]
+        for rank in ranks:
+            rank.wait_for_step(9)
+        for rank in ranks:
+            rank.kill()
+        again = [second.start(name, other_weights=True)[0] for name in GROUPS[:2]]
+        assert all(rank.wait_for_event("restored")["step"] > 0 for rank in again)
+        for rank in again:
+            rank.wait_for_step(1)
+        ends_as_the_plain_loop(second, "mlp")
+    finally:
+        first.close()
+        second.close()
+        lighthouse.kill()
+
+
+def test_an_error_in_one_rank_of_a_group_costs_no_step_and_leaves_no_trace(tmp_path: Path) -> None:
+    lighthouse = LighthouseProcess(min_replicas=2)
+    job = Job(tmp_path, lighthouse.address, "exact_trainer.py", model="gpt", num_groups=2, min_replica_size=2)
+    try:
+        ranks = [rank for name in GROUPS[:2] for rank in job.start(name, ranks=2)]
+        ranks[3].wait_for_step(2)
+        (job.control("g1") / "die").write_text("raises")
+        for rank in ranks:
+            rank.wait_for_step(5)
+        ends_as_the_plain_loop(job, "gpt")
+        assert len([event for rank in ranks for event in rank.events if event["event"] == "raised"]) == 1
+        assert all(event["committed"] for rank in ranks for event in rank.steps())
     finally:
         job.close()
         lighthouse.kill()

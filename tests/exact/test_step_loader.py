@@ -228,6 +228,18 @@ def test_means_of_an_attempt_that_does_not_count_are_refused(make_group: Make) -
     assert counts == [(4, False), (0, True)], "what was computed stays over a discard"
 
 
+def test_what_was_computed_with_another_state_is_let_go(make_group: Make) -> None:
+    group = make_group()
+    counts = []
+    for step in group.steps(num_steps=1):
+        counts.append(len(computes(group, step)))
+        if len(counts) == 1:
+            group.manager.report_error(RuntimeError("something went wrong"))
+        if not group.optimizer.step():
+            group.manager.registry.load(group.manager.registry.capture())
+    assert counts == [4, 4]
+
+
 def test_what_is_logged_and_weighed_is_the_same_in_all_microbatches(make_group: Make) -> None:
     for logs, why in ((True, "same names"), (False, "were weighed")):
         group = make_group(nn.Linear(2, 1), job=f"job{logs}")

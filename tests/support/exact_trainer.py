@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from support.exact_models import CLIP, GLOBAL_BATCH_SIZE, MICROBATCH_SIZE, SEED, Noisy, digest, loss_of, make
 from support.trainer_process import begin, is_over, make_manager, report
-from torchft_ckpt import HTTPTransport, Optimizer, StepLoader
+from torchft_ckpt import Checkpointer, HTTPTransport, Optimizer, StepLoader
 from torchft_ckpt.exact import tree_sum
 from torchft_ckpt.manager.step import Steps
 
@@ -84,6 +85,7 @@ def main() -> None:
         transport,
         load_state_dict,
         lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        job=options.get("job"),
     )
     num_groups, num_computed = options["num_groups"], 0
     steps = StepLoader(
@@ -96,24 +98,36 @@ def main() -> None:
     )
     optimizer = Optimizer(manager, inner)
     scheduler = manager.scheduler(schedule)
+    saver = None
+    if "checkpoints" in options:
+        saver = Checkpointer(options["checkpoints"], manager=manager, fill_after=timedelta(seconds=1))
+        saver.restore()
+        report("restored", step=manager.current_step())
     inner.register_step_pre_hook(lambda *_: dies("decided"))
     report("ready")
     for step in steps:
         if is_over(options, manager.current_step()):
             break
         order = control / "die"
-        if order.exists():
-            place = order.read_text()
-            order.unlink()
+        with suppress(FileNotFoundError):  # another rank of this group may have taken it
+            order.rename(taken := control / f"die {os.getpid()}")
+            place = taken.read_text()
             if place.startswith("after"):
                 threading.Timer(float(place.split()[1]), os.kill, (os.getpid(), signal.SIGKILL)).start()
         optimizer.zero_grad()
-        for number, batch in enumerate(step):
-            dies(f"microbatch {number}")
-            loss = loss_of(model, batch)
-            loss.backward()
-            step.log(loss=loss)
-            num_computed += 1
+        try:
+            for number, batch in enumerate(step):
+                dies(f"microbatch {number}")
+                loss = loss_of(model, batch)
+                if place == "raises" and number == 1:
+                    place = ""
+                    raise ArithmeticError("out of range")
+                loss.backward()
+                step.log(loss=loss)
+                num_computed += 1
+        except ArithmeticError as error:
+            report("raised", error=str(error))
+            continue
         dies("summed")
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         is_warming_up = manager.is_warming_up()
@@ -129,9 +143,14 @@ def main() -> None:
             participants=num,
             computed=num_computed,
         )
+        if saver is not None and counts and manager.current_step() % 4 == 0:
+            saver.wait()
+            saver.save()
         if num < num_groups:
             time.sleep(0.03)  # a pace at which those who come back find the job still at work
     report("done", step=manager.current_step(), digest=digest(model, inner))
+    if saver is not None:
+        saver.shutdown()
     manager.shutdown()
 
 

@@ -112,7 +112,8 @@ class StepLoader:
             collate=collate_fn,
         )
         self._reader = Reader(self._samples, options)
-        self._nodes, self._version = Nodes(), StateVersion()
+        self._nodes, self._state = Nodes(), (StateVersion(), 0)
+        """What is computed, and the state with which that was: its name, and how often one was loaded."""
         self._layout: Layout | None = None
         self._buffers: Buffers | None = None
         self._formed: QuorumFormed | None = None
@@ -173,7 +174,8 @@ class StepLoader:
 
     def held(self, version: StateVersion) -> list[Node]:
         """Return which nodes of the step that begins with a state are here."""
-        return [*self._nodes.by_node] if version == self._version and version.proven else []
+        is_same = (version, self._manager.registry.num_changes) == self._state and version.proven
+        return [*self._nodes.by_node] if is_same else []
 
     def refuse(self, what: str) -> None:
         """Raise `ConfigError` if the loop computes a microbatch, in which that cannot be."""
@@ -275,8 +277,9 @@ class StepLoader:
             self.num_microbatches, [one if said is not None else None for one, said in zip(accepted, told, strict=True)]
         )
         if formed is not self._formed:
-            self._nodes.keep(accepted[formed.replica_rank] if version == self._version else ())
-        self._formed, self._version = formed, version
+            kept = self.held(version)
+            self._nodes.keep([node for node in accepted[formed.replica_rank] if node in kept])
+        self._formed, self._state = formed, (version, self._manager.registry.num_changes)
         self._tell_of_absent(num_groups)
         return dealt
 
