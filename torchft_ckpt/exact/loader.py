@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import default_collate
 
 from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
-from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members, random_key, slowdown
+from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members, slowdown
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.exact.captured import (
     MAX_LOGGED,
@@ -32,6 +32,7 @@ from torchft_ckpt.exact.captured import (
     give_zeros,
     places_of_buffers,
 )
+from torchft_ckpt.exact.kernels import prepare_cublas, same_bits
 from torchft_ckpt.exact.reading import Reader, Samples, check_source, set_random_state
 from torchft_ckpt.exact.tree_sum import TreeSum
 
@@ -63,6 +64,10 @@ class StepLoader:
         shuffle: each epoch is another permutation of the data set; False: its own order.
         order: which sample is at a position of the endless stream of samples, for mixtures, curricula, weights.
         read: returns the batch of a microbatch, by step and number; in workers, too.
+        rank_in_microbatch: this rank's number among the ranks of its group that read different samples of a microbatch, and how
+            many these are: with FSDP all. What they log, average in the group before.
+        deterministic: on an accelerator, run the inner loop under torch's deterministic algorithms. False, for whom these are too
+            slow: samples, order and sums are the same, and bits are as the kernels give them.
         collate_fn: makes a batch of a list of samples, or of what `__getitems__` returned.
         options: further ones of `DataLoader`: `num_workers`, `pin_memory`, `prefetch_factor`, ...
 
@@ -83,6 +88,8 @@ class StepLoader:
         shuffle: bool = True,
         order: Callable[[int], Any] | None = None,
         read: Callable[[int, int], Any] | None = None,
+        rank_in_microbatch: tuple[int, int] = (0, 1),
+        deterministic: bool = True,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         **options: Any,
     ) -> None:
@@ -93,13 +100,20 @@ class StepLoader:
                 " step has as many samples",
                 party="global_batch_size",
             )
+        if not 0 <= rank_in_microbatch[0] < rank_in_microbatch[1] or microbatch_size % rank_in_microbatch[1]:
+            raise ConfigError(
+                f"rank_in_microbatch={rank_in_microbatch}: a rank below the number of ranks, which divides microbatch_size",
+                party="rank_in_microbatch",
+            )
         if num_epochs is not None and (num_samples is None or num_steps is not None):
             raise ConfigError(
                 "num_epochs needs a data set with a length, and no num_steps beside it", party="num_epochs"
             )
         self.num_microbatches = global_batch_size // microbatch_size
         self.num_steps = num_epochs * num_samples // global_batch_size if num_epochs and num_samples else num_steps
-        self._manager, self._seed = manager, seed
+        self._manager, self._is_deterministic = manager, deterministic
+        if deterministic:
+            prepare_cublas()
         self._samples = Samples(
             dataset=dataset,
             num_samples=num_samples,
@@ -109,6 +123,7 @@ class StepLoader:
             shuffle=shuffle,
             order=order,
             read=read,
+            part=rank_in_microbatch,
             collate=collate_fn,
         )
         self._reader = Reader(self._samples, options)
@@ -129,7 +144,7 @@ class StepLoader:
     def __iter__(self) -> Iterator[Step]:
         while self.num_steps is None or self._manager.current_step() < self.num_steps:
             self._check_last()
-            set_random_state(random_key(self._seed, self._manager.current_step(), "before"))
+            set_random_state(self._samples.random_key(self._manager.current_step(), "before"))
             self._now = Step(self, self._manager.current_step())
             yield self._now
         self._check_last()
@@ -167,9 +182,10 @@ class StepLoader:
         how = "shuffled" if samples.shuffle and samples.order is None else "in order"
         where = parameters[0].device if parameters else torch.device("cpu")
         kind = torch.cuda.get_device_name(where) if where.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+        bits = "" if self._is_deterministic else ", any kernels"
         return (
             f"steps of {self.num_microbatches} microbatches of {samples.microbatch_size} of {source} {how}, seed {samples.seed},"
-            f" torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}"
+            f" torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}{bits}"
         )
 
     def held(self, version: StateVersion) -> list[Node]:
@@ -247,7 +263,7 @@ class StepLoader:
                 self._nodes.add(number, captured, self.num_microbatches)
         if not is_alone:
             self._sum(step, layout, dealt)
-        set_random_state(random_key(self._seed, step.number, "after"))
+        set_random_state(self._samples.random_key(step.number, "after"))
         step.phase = _Phase.SUMMED
 
     def _compute(self, step: Step, number: int, layout: Layout) -> Iterator[Any]:
@@ -256,11 +272,12 @@ class StepLoader:
             self._buffers.put_back()
         for parameter in layout.parameters:
             parameter.grad = None
-        set_random_state(random_key(self._seed, step.number, number))
+        set_random_state(self._samples.random_key(step.number, number))
         step._weight, step._logged = None, {}
         self.microbatch = number
         try:
-            yield batch
+            with same_bits(layout.device if self._is_deterministic else torch.device("cpu")):
+                yield batch
         finally:
             self.microbatch = None
 
@@ -320,8 +337,6 @@ class StepLoader:
         parameters = self._parameters()
         if not parameters:
             raise ConfigError("StepLoader finds no parameters: wrap each optimizer in an Optimizer", party="StepLoader")
-        if any(parameter.device.type != "cpu" for parameter in parameters):
-            raise ConfigError("StepLoader sums on CPUs, and a parameter is elsewhere", party="StepLoader")
         last = self._layout
         if last is None or [*map(id, last.parameters)] != [*map(id, parameters)]:
             modules = (one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module))

@@ -51,6 +51,7 @@ class Samples(Dataset[Any]):
         order: which sample is at a position of the endless stream; None: a permutation by `seed`, or if not `shuffle` the order
             of the data set.
         read: returns a microbatch, by step and number.
+        part: which of how many equal parts of each microbatch is read.
     """
 
     dataset: Any
@@ -61,6 +62,7 @@ class Samples(Dataset[Any]):
     shuffle: bool
     order: Callable[[int], Any] | None
     read: Callable[[int, int], Any] | None
+    part: tuple[int, int]
     collate: Callable[[list[Any]], Any]
 
     def __getitem__(self, key: Key) -> tuple[Key, Any]:
@@ -68,7 +70,7 @@ class Samples(Dataset[Any]):
         if key == _NOTHING:
             return key, None
         step, number = key
-        set_random_state(random_key(self.seed, step, f"read {number}"))
+        set_random_state(self.random_key(step, f"read {number}"))
         try:
             return key, self._read(step, number)
         except Exception as error:  # noqa: BLE001 - whatever a data set raises
@@ -78,11 +80,17 @@ class Samples(Dataset[Any]):
             failed.__cause__ = error
             return key, failed
 
+    def random_key(self, step: int, what: int | str) -> int:
+        """Return the key of what is done for this part."""
+        return random_key(self.seed, step, what if self.part[1] == 1 else f"{what}, part {self.part[0]}")
+
     def _read(self, step: int, number: int) -> Any:
         if self.read is not None:
             return self.read(step, number)
-        first = step * self.global_batch_size + number * self.microbatch_size
-        indices = [self._index(position) for position in range(first, first + self.microbatch_size)]
+        place, num_parts = self.part
+        size = self.microbatch_size // num_parts
+        first = step * self.global_batch_size + number * self.microbatch_size + place * size
+        indices = [self._index(position) for position in range(first, first + size)]
         if hasattr(self.dataset, "__getitems__"):
             return self.collate(self.dataset.__getitems__(indices))
         return self.collate([self._sample(index) for index in indices])

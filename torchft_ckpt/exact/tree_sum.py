@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 from torch.distributed import Work
+from torch.distributed.distributed_c10d import AllToAllOptions
 
 from torchft_ckpt.core.training.microbatches import Node, fold
 from torchft_ckpt.process_group import ProcessGroup
@@ -44,12 +45,44 @@ class TreeSum:
         Raises:
             Exception: what a send or receive raised. The group was aborted then, and `out` may be written to yet.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline, sends_together = time.monotonic() + timeout.total_seconds(), "nccl" in group.getBackendName().lower()
+        if self._out[0].device.type != "cpu" and not sends_together:
+            here = [torch.empty_like(flat, device="cpu") for flat in self._out]
+            held = {node: [flat.cpu() for flat in flats] for node, flats in self._held.items()}
+            TreeSum(self._num_microbatches, self._nodes, held, here).reduce(
+                group, tensor, divisor=None, timeout=timeout
+            )
+            for flat, summed in zip(self._out, here, strict=True):
+                flat.copy_(summed)
+            return
         try:
-            self._gather(group, self._exchange(group, deadline), deadline)
+            if sends_together:
+                self._reduce_by_alltoall(group, timeout)
+            else:
+                self._gather(group, self._exchange(group, deadline), deadline)
         except Exception:
             group.abort()
             raise
+
+    def _reduce_by_alltoall(self, group: ProcessGroup, timeout: timedelta) -> None:
+        """Sum where sends and receives are to be started together, as with NCCL. Both exchanges are all-to-all."""
+        options, rank, size = AllToAllOptions(), group.rank(), group.size()
+        options.timeout = timeout
+        for place, out in enumerate(self._out):
+            cuts = _cuts(out.numel(), size)
+            lengths = [end - first for first, end in cuts]
+            own = self._nodes[rank]
+            sent = torch.cat([self._held[node][place][slice(*cut)] for cut in cuts for node in own] or [out[:0]])
+            num_nodes = [len(nodes) for nodes in self._nodes]
+            space = torch.empty(sum(num_nodes) * lengths[rank], dtype=out.dtype, device=out.device)
+            received, given = [num * lengths[rank] for num in num_nodes], [len(own) * length for length in lengths]
+            group.alltoall_base(space, sent, received, given, options).wait()
+            parts = space.split(lengths[rank]) if lengths[rank] else [space] * sum(num_nodes)
+            mine = dict(zip([node for nodes in self._nodes for node in nodes], parts, strict=True))
+            total = _added(mine, set(), self._num_microbatches)
+            group.alltoall_base(out, total.repeat(size), lengths, [lengths[rank]] * size, options).wait()
+            if out.is_cuda:
+                out.record_stream(torch.cuda.current_stream(out.device))
 
     def _exchange(self, group: ProcessGroup, deadline: float) -> list[dict[Node, torch.Tensor]]:
         """Return this rank's shard of each node, for each of the flat tensors."""

@@ -42,7 +42,6 @@ from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import CheckpointError, ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
 from torchft_ckpt.manager.between_steps import BetweenSteps
-from torchft_ckpt.manager.by_microbatches import Microbatches
 from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.cold_start import ColdStartGroup
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback, Way, first_of
@@ -64,6 +63,7 @@ from torchft_ckpt.process_group.quantization import Quantization, find_codec
 from torchft_ckpt.threads import end_at_exit
 
 if TYPE_CHECKING:
+    from torchft_ckpt.exact import StepLoader
     from torchft_ckpt.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
@@ -805,7 +805,7 @@ class Manager:
         with record_function("torchft::manager::allreduce"):
             return self._steps.allreduce(tensor, codec, reduce_op)
 
-    def compute_by(self, microbatches: Microbatches) -> None:
+    def compute_by(self, microbatches: StepLoader) -> None:
         """Say what computes the steps by microbatches, before the first one. It calls `begin_microbatches` and `reduce_by`.
 
         Raises:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,7 +32,6 @@ from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
 from torchft_ckpt.core.coordination.messages import StateVersion, name_some
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import ConfigError, StateDictLoadError, StateMismatchError
-from torchft_ckpt.manager.by_microbatches import Microbatches
 from torchft_ckpt.manager.checking import ParameterLayout, frozen_in_words, layout_of, leaves_to_compare
 from torchft_ckpt.manager.comparing import Differences, compare_states, fixed, not_returned
 from torchft_ckpt.manager.left_out import left_out_of
@@ -48,6 +47,9 @@ from torchft_ckpt.manager.volatile import (
     tensors_in,
 )
 
+if TYPE_CHECKING:
+    from torchft_ckpt.exact import StepLoader
+
 logger = logging.getLogger(__name__)
 
 _NUM_SOME = 4
@@ -62,7 +64,7 @@ class StateRegistry:
 
     def __init__(self, lock: StateDictLock) -> None:
         self.lock = lock
-        self.microbatches: Microbatches | None = None
+        self.microbatches: StepLoader | None = None
         self.num_changes = 0
         """How often it was registered, guarded or loaded: then what is known of the loop's objects is to be looked for again."""
         self._load: dict[str, Callable[[Any], None]] = {}

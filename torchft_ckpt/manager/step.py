@@ -52,7 +52,6 @@ from torchft_ckpt.errors import (
     ProcessGroupError,
 )
 from torchft_ckpt.events import QuorumChanged, StepCommitted, StepDiscarded
-from torchft_ckpt.manager.by_microbatches import Microbatches
 from torchft_ckpt.manager.checking import EqualityCheck, ParameterLayout
 from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.collectives import Collectives, Way, done_work, fill_with_nothing
@@ -72,6 +71,7 @@ from torchft_ckpt.manager.undo import Undo
 from torchft_ckpt.threads import Event, Thread, Threads, new_future
 
 if TYPE_CHECKING:
+    from torchft_ckpt.exact import StepLoader
     from torchft_ckpt.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,8 @@ class Steps:
         self._quorum_retries = quorum_retries
         self._sharing = SharedStep()
         self.graphs = OpenGraphs()
-        self.microbatches: Microbatches | None = None
+        self.microbatches: StepLoader | None = None
+        """What computes the steps by microbatches."""
         self._undo = Undo(registry, client.replica_id)
         self._taking = StepTaking()
         self._worker = Threads("torchft_ckpt-quorum")
