@@ -25,12 +25,25 @@ class Held:
     num_microbatches: int
     nodes: dict[Node, bytes] = field(default_factory=dict)
 
-    def compute(self, step: int, one: int) -> None:
-        node, value = (one, one + 1), hashlib.blake2b(f"{step}/{one}".encode(), digest_size=8).digest()
+    def compute(self, state: object, one: int) -> None:
+        """Compute a microbatch with a state, or in a step."""
+        node, value = (one, one + 1), hashlib.blake2b(f"{state}/{one}".encode(), digest_size=8).digest()
         while (kin := family(node, self.num_microbatches)) is not None and kin[1] in self.nodes:
             other = self.nodes.pop(kin[1])
             node, value = kin[0], add(value, other) if node < kin[1] else add(other, value)
         self.nodes[node] = value
+
+
+def check_whole(brought: list[dict[Node, bytes]], num_microbatches: int, state: object) -> str:
+    """Say what is wrong with what groups bring to a sum; empty: each microbatch is there once, and the sum is the expression."""
+    counts = Counter(one for nodes in brought for one in members(nodes))
+    if counts != Counter(range(num_microbatches)):
+        return f"microbatches are there so often: {dict(counts)}"
+    whole = Held(num_microbatches)
+    for one in range(num_microbatches):
+        whole.compute(state, one)
+    total = fold({node: value for nodes in brought for node, value in nodes.items()}, num_microbatches, add)
+    return "" if whole.nodes == {(0, num_microbatches): total} else "the sum is another expression"
 
 
 @dataclass(slots=True)

@@ -57,6 +57,7 @@ class OuterPace:
 class OuterRank(Trainer):
     """One rank of one incarnation, as `Trainer`. `pace` has to be set before it begins."""
 
+    by_microbatches = False
     shows_state = False
     pace = OuterPace()
     is_at_work = False

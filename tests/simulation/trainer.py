@@ -16,6 +16,7 @@ import msgspec
 
 from simulation.clock import Clock, Process
 from simulation.collectives import Collectives, Handle
+from simulation.microbatches import Held, check_whole
 from simulation.oracle import Oracle
 from simulation.transfers import Arrival, Snapshot, Transfers
 from torchft_ckpt.core.coordination.learning import Distance
@@ -60,12 +61,14 @@ from torchft_ckpt.core.coordination.replica import (
     StepPlan,
     StepWishes,
 )
+from torchft_ckpt.core.training.microbatches import accept, cover, deal, members
 
 if TYPE_CHECKING:
     from simulation.chaos import Moods
 
 VALUE_BITS = 64
 """What lies above them in a state is drift."""
+NUM_MICROBATCHES = 7
 REPORT_WAIT_S = 0.5
 """A collective between two steps that takes longer is reported."""
 _SAY_S = 0.25
@@ -109,6 +112,8 @@ class Trainer:
     shows_state = True
     """It asks for each step with what it shows of its state, where that is to be compared."""
     num_ranks = 1
+    by_microbatches = True
+    """A step has microbatches, which are dealt among those that contribute; what a discarded attempt has computed is kept."""
 
     def __init__(
         self,
@@ -171,6 +176,12 @@ class Trainer:
         self._is_new = False
         """Its next step is the first with that."""
         self._ended_at, self._top_s = 0.0, 0.0
+        self._computed, self._computed_with = Held(NUM_MICROBATCHES), (StateVersion(), 0)
+        """What it has computed of a step, and the state with which that was: its name, and how often one was loaded."""
+        self._num_loads = 0
+        self._mine: list[int] = []
+        """The microbatches of the open step that it has or computes."""
+        self._own_rng = Random(f"microbatches of {self.address}")
         self._place, self._kinds = 0, deque[str](maxlen=MAX_TURNS)
         """The place of the open step in the turns, and which networks the last steps have trained."""
 
@@ -290,6 +301,7 @@ class Trainer:
             at_end=self.is_at_end,
             top_s=self._top_s,
             kinds=self._kinds,
+            nodes=[*self._computed.nodes] if self._computed_with == self._state_name() else [],
         )
         allow_heal = self.is_at_end or self._rng.random() >= self._moods.no_heal
         request = self.replica.begin(StepWishes(allow_heal=allow_heal), facts)
@@ -298,6 +310,31 @@ class Trainer:
             msgspec.structs.replace(request, checkpoint_addresses=[self.address], num_collectives=num_collectives)
         )
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
+
+    def _state_name(self) -> tuple[StateVersion, int]:
+        return self.replica.version, self._num_loads
+
+    def _deal(self, formed: QuorumFormed) -> None:
+        """Learn which microbatches are this rank's; let go of what does not count."""
+        size = formed.replica_world_size
+        told = formed.nodes or [[] for _ in range(size)]
+        accepted = accept([nodes or [] for nodes in told], NUM_MICROBATCHES)
+        dealt = deal(NUM_MICROBATCHES, [a if t is not None else None for a, t in zip(accepted, told, strict=True)])
+        kept = accepted[formed.replica_rank] if self._computed_with == self._state_name() else []
+        self._computed.nodes = {node: value for node, value in self._computed.nodes.items() if node in kept}
+        self._computed_with, self._mine = self._state_name(), dealt[formed.replica_rank]
+
+    def _compute(self, *, to_the_end: bool) -> None:
+        todo = [one for one in self._mine if one not in members(self._computed.nodes)]
+        for one in todo if to_the_end else todo[: self._own_rng.randint(0, len(todo))]:
+            self._computed.compute(self.value, one)
+
+    def _check_sum(self, result: tuple[object, ...]) -> None:
+        """What all have brought together is each microbatch once, added as the tree says."""
+        brought = [part[3] for part in result if isinstance(part, tuple) and len(part) > 3]
+        problem = check_whole(brought, NUM_MICROBATCHES, self.value)
+        if problem:
+            self._oracle.fail(f"{self.address} in step {self.replica.version}: {problem}")
 
     def _shown(self) -> list[StateShown]:
         self._has_shown = self._settings.shows and self.replica.shows is not Shows.NOTHING
@@ -395,6 +432,8 @@ class Trainer:
             return
         if self.replica.error is None:
             self.replica.configure_finished()
+        if not self.replica.is_learner and self.by_microbatches:
+            self._deal(self._plan.formed)
         self._load_then(turn, lambda: self._forward(turn))
 
     def _configure_failed(self, turn: int) -> None:
@@ -415,6 +454,8 @@ class Trainer:
         def done() -> None:
             if turn != self._turn:
                 return
+            is_whole = self._own_rng.random() > self._moods.step_error and self._moods.abandon < 1.0
+            self._compute(to_the_end=is_whole)
             if self._drawn("abandons") < self._moods.abandon:
                 self.begin()  # `continue` in the training loop
                 return
@@ -438,6 +479,11 @@ class Trainer:
         if replica.participating_rank is not None:
             self._oracle.contributes(self)
             contribution = (self.replica_id, self._rng.getrandbits(32), network)
+            if self.by_microbatches and not self._results:
+                self._compute(to_the_end=True)
+                if sorted(self._computed.nodes) != cover(self._mine, NUM_MICROBATCHES):
+                    self._oracle.fail(f"{self.address} has {self._computed.nodes}, and was dealt {self._mine}")
+                contribution += (dict(self._computed.nodes),)
 
         def done(result: tuple[object, ...] | None) -> None:
             if turn != self._turn:
@@ -449,7 +495,10 @@ class Trainer:
                 replica.fail("gradients of different networks were to be averaged")
                 replica.collectives_failed()
             else:
-                self._results.append(result)
+                is_whole = self.by_microbatches and replica.participating_rank is not None
+                if is_whole and not self._results and not self._settings.replica.fixed_with_spares:
+                    self._check_sum(result)
+                self._results.append(tuple(part[:3] if isinstance(part, tuple) else part for part in result))
             self._allreduce(turn)
 
         timeout_s = self._collective_timeout_s(formed)
@@ -657,6 +706,7 @@ class Trainer:
             if formed.differs:
                 self._transfers.withdraw(self.address)
             self.value = self._arrival[1]
+            self._num_loads += 1
             self.replica.load_finished(formed.version)
             self._oracle.healed(self)
             self._tell(self._turn, formed, 0.0, Receives.LOADS)
