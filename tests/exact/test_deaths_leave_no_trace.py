@@ -109,13 +109,13 @@ def test_a_job_of_kills_ends_with_the_bits_of_a_plain_loop(
         alive: dict[str, Rank] = {}
         for name in GROUPS:
             alive[name] = job.start(name, other_weights=name != "g0")[0]
+        for rank in alive.values():
+            rank.wait_for(is_whole)
         for place, name in zip(places, itertools.cycle(GROUPS), strict=False):
-            alive[name].wait_for(is_whole)
             (job.control(name) / "die").write_text(place)
             assert alive[name].process.wait(60) != 0, place
             alive[name] = job.start(name, other_weights=True)[0]
-        for rank in alive.values():
-            rank.wait_for(is_whole)
+            alive[name].wait_for(is_whole)
         assert ends_as_the_plain_loop(job, model_name) > len(places)
     finally:
         job.close()

@@ -66,7 +66,42 @@ class Layout:
         return dtype, at, shape
 
     def new(self) -> Captured:
-        return Captured(self, [torch.zeros(size, dtype=dtype, device=self.device) for dtype, size in self.sizes])
+        """Return memory for a node, or for the sum."""
+        return Captured(self, [torch.empty(size, dtype=dtype, device=self.device) for dtype, size in self.sizes])
+
+
+class Left:
+    """What one microbatch leaves behind.
+
+    Args:
+        number: of the microbatch in its step.
+        weight: of it; None: it has none.
+        logged: scalars by name.
+
+    Raises:
+        ConfigError: a gradient is sparse; or there is none at all.
+    """
+
+    def __init__(self, layout: Layout, number: int, weight: float | None, logged: Mapping[str, Any]) -> None:
+        self.layout, self.number, self.weight = layout, number, weight
+        self.gradients = [None if p.grad is None else _local(p.grad) for p in layout.parameters]
+        found = [gradient for gradient in self.gradients if gradient is not None]
+        if not found:
+            raise ConfigError(
+                f"microbatch {number} of the step has no gradient: call backward() in the inner loop", party="backward"
+            )
+        if any(gradient.layout is not torch.strided for gradient in found):
+            raise ConfigError(
+                "a gradient is sparse, and StepLoader adds dense ones: leave sparse=True out", party="sparse"
+            )
+        has = [float(gradient is not None) for gradient in self.gradients]
+        weighs = [1.0, 0.0] if weight is None else [weight, 1.0]
+        self.said = torch.tensor([*weighs, *_in_numbers(logged, number), *has], dtype=_WIDE, device="cpu")
+        self.values = torch.zeros(MAX_LOGGED, dtype=_WIDE, device=layout.device)
+        for place, name in enumerate(sorted(logged)):
+            self.values[place] = logged[name]
+        if weight is not None:
+            self.values.mul_(weight)
 
 
 class Captured:
@@ -85,45 +120,38 @@ class Captured:
         self.said, self.values = view(layout._said), view(layout._values)
         """What is said of the microbatch: its weight, names that it logs, which parameters have a gradient."""
 
-    def take(self, number: int, first: Sequence[torch.Tensor], weight: float | None, logged: Mapping[str, Any]) -> None:
-        """Take what a microbatch has left behind.
+    def take(self, left: Left, first: Sequence[torch.Tensor], *, is_new: bool) -> None:
+        """Take what a microbatch has left behind, or add it to what is here.
 
         Args:
-            number: of the microbatch in its step.
             first: the buffers as the step began.
-            weight: of the microbatch; None: it has none.
-            logged: scalars by name.
-
-        Raises:
-            ConfigError: a gradient is sparse; or there is none at all.
         """
-        layout = self.layout
-        gradients = [None if p.grad is None else _local(p.grad) for p in layout.parameters]
-        found = [(view, one) for view, one in zip(self.gradients, gradients, strict=True) if one is not None]
-        if not found:
-            raise ConfigError(
-                f"microbatch {number} of the step has no gradient: call backward() in the inner loop", party="backward"
-            )
-        if any(one.layout is not torch.strided for _, one in found):
-            raise ConfigError(
-                "a gradient is sparse, and StepLoader adds dense ones: leave sparse=True out", party="sparse"
-            )
-        if absent := [view for view, one in zip(self.gradients, gradients, strict=True) if one is None]:
-            torch._foreach_zero_(absent)
-        views = [view for view, _ in found]
-        torch._foreach_copy_(views, [one for _, one in found])
-        if weight is not None:
-            torch._foreach_mul_(views, float(weight))
-        weighs = [1.0, 0.0] if weight is None else [float(weight), 1.0]
-        said = [*weighs, *_in_numbers(logged, number), *(float(one is not None) for one in gradients)]
-        self.said.copy_(torch.tensor(said, dtype=_WIDE, device="cpu"))
-        for view, buffer, before in zip(self.buffers, layout.buffers(), first, strict=True):
-            view.copy_(buffer if buffer.is_floating_point() else buffer - before)
-        self.values.zero_()
-        for place, name in enumerate(sorted(logged)):
-            self.values[place] = logged[name]
-        if weight is not None:
-            self.values.mul_(float(weight))
+        here = zip(self.gradients, left.gradients, strict=True)
+        found = [(view, gradient) for view, gradient in here if gradient is not None]
+        views, gradients = [view for view, _ in found], [gradient for _, gradient in found]
+        absent = [view for view, gradient in zip(self.gradients, left.gradients, strict=True) if gradient is None]
+        if left.weight is not None:
+            torch._foreach_mul_(gradients, left.weight)
+        moved = [
+            (view, now if now.is_floating_point() else now - before)
+            for view, now, before in zip(self.buffers, self.layout.buffers(), first, strict=True)
+        ]
+        if is_new:
+            torch._foreach_copy_(views, gradients)
+            if absent:
+                torch._foreach_zero_(absent)
+            for view, buffer in moved:
+                view.copy_(buffer)
+            self.said.copy_(left.said)
+            self.values.copy_(left.values)
+        else:
+            torch._foreach_add_(views, gradients)
+            if absent:
+                torch._foreach_add_(absent, 0.0)  # it makes 0.0 of -0.0, as adding zeros does
+            for view, buffer in moved:
+                view.add_(buffer.to(view.dtype))
+            self.said.add_(left.said.to(self.said.device))
+            self.values.add_(left.values)
 
     def add_(self, other: Captured) -> Captured:
         for mine, theirs in zip(self.flats, other.flats, strict=True):
@@ -144,19 +172,19 @@ class Nodes:
         if self._layout is not layout:
             self.by_node, self._spare, self._layout = {}, [], layout
 
-    def new(self) -> Captured:
-        """Return memory for what a microbatch leaves behind. `add` takes it."""
-        if self._layout is None:
-            raise RuntimeError("internal error: nothing is known of what a microbatch leaves behind")
-        return self._spare.pop() if self._spare else self._layout.new()
-
-    def add(self, number: int, captured: Captured, num_microbatches: int) -> None:
-        """Add a microbatch, to its sibling if that is here, and so on towards the root."""
-        node = (number, number + 1)
+    def take(self, left: Left, first: Sequence[torch.Tensor], num_microbatches: int) -> None:
+        """Take what a microbatch has left behind: it is added to its sibling if that is here, and so on towards the root."""
+        node = (left.number, left.number + 1)
+        kin = family(node, num_microbatches)
+        if kin is not None and kin[1] in self.by_node:
+            captured, node = self.by_node.pop(kin[1]), kin[0]
+            captured.take(left, first, is_new=False)
+        else:
+            captured = self._spare.pop() if self._spare else left.layout.new()
+            captured.take(left, first, is_new=True)
         while (kin := family(node, num_microbatches)) is not None and kin[1] in self.by_node:
-            other = self.by_node.pop(kin[1])
             self._spare.append(captured)
-            node, captured = kin[0], other.add_(captured)
+            node, captured = kin[0], self.by_node.pop(kin[1]).add_(captured)
         self.by_node[node] = captured
 
     def keep(self, nodes: Sequence[Node]) -> None:

@@ -27,6 +27,7 @@ from torchft_ckpt.exact.captured import (
     MAX_NAME_BYTES,
     Buffers,
     Layout,
+    Left,
     Nodes,
     Summed,
     give_zeros,
@@ -257,10 +258,9 @@ class StepLoader:
         self._reader.will_want(step.number, todo, usual)
         for number in todo:
             yield from self._compute(step, number, layout)
-            captured = self._nodes.new()
-            captured.take(number, self._buffers.values, step._weight, step._logged)
+            left = Left(layout, number, step._weight, step._logged)
             if not is_alone:
-                self._nodes.add(number, captured, self.num_microbatches)
+                self._nodes.take(left, self._buffers.values, self.num_microbatches)
         if not is_alone:
             self._sum(step, layout, dealt)
         set_random_state(self._samples.random_key(step.number, "after"))
