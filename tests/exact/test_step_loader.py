@@ -369,6 +369,16 @@ def test_a_buffer_that_the_forward_pass_binds_anew_begins_as_the_step_did(make_g
     assert torch.equal(model.center, torch.arange(16.0).view(8, 2).mean(0))
 
 
+def test_a_large_buffer_that_nothing_moves_is_not_written_to(make_group: Make) -> None:
+    group = make_group()
+    group.model.register_buffer("table", torch.randn(1 << 20))
+    before = group.model.table._version  # type: ignore[union-attr]
+    for step in group.steps(num_steps=2):
+        computes(group, step)
+        assert group.optimizer.step()
+    assert group.model.table._version == before  # type: ignore[union-attr]
+
+
 def test_an_overflow_is_found_in_the_sum_and_costs_no_microbatch(make_group: Make) -> None:
     group = make_group()
     scaler = group.manager.grad_scaler(torch.amp.GradScaler("cpu", init_scale=2.0**100))

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from torchft_ckpt.core.training.microbatches import Node, family
 from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES
 
 MAX_LOGGED, MAX_NAME_BYTES = 32, 384
 """Values that a microbatch may log, and bytes of their names together."""
@@ -230,9 +231,9 @@ class Summed:
             if buffer.is_floating_point():
                 unmoved = _times(before.to(view.dtype), self._num_microbatches)
                 is_same = (view == unmoved) | (view.isnan() & unmoved.isnan())
-                buffer.copy_(torch.where(is_same, before, mean.to(before.dtype)))
+                _write(buffer, torch.where(is_same, before, mean.to(before.dtype)))
             else:
-                buffer.copy_(before + mean.round().to(before.dtype))
+                _write(buffer, before + mean.round().to(before.dtype))
 
 
 class Buffers:
@@ -244,10 +245,15 @@ class Buffers:
 
     def put_back(self) -> None:
         """Make them so again."""
-        for (module, name), bound in zip(self._places, self._bound, strict=True):
+        for (module, name), bound, value in zip(self._places, self._bound, self.values, strict=True):
             module._buffers[name] = bound
-        if self.values:
-            torch._foreach_copy_(self._bound, self.values)
+            _write(bound, value)
+
+
+def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a value, unless a large buffer has it: of that a state is served without a copy as long as nobody writes to it."""
+    if buffer.nbytes <= MAX_COPIED_BYTES or not torch.equal(buffer, value):
+        buffer.copy_(value)
 
 
 def give_zeros(layout: Layout) -> None:
