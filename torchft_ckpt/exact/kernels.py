@@ -17,7 +17,7 @@ _WORKSPACE, _SIZES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 def prepare_cublas() -> None:
     """Have cuBLAS give the same bits in all streams, if CUDA has not begun; else say what to set."""
-    if os.environ.get(_WORKSPACE) in _SIZES:
+    if torch.version.cuda is None or os.environ.get(_WORKSPACE) in _SIZES:
         return
     if torch.cuda.is_initialized():
         logger.warning(

@@ -10,6 +10,7 @@ it has, and what nobody has is dealt anew. A warm-up iteration computes one micr
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import default_collate
 
-from torchft_ckpt.core.coordination.messages import QuorumFormed, StateVersion
+from torchft_ckpt.core.coordination.messages import QuorumFormed, Role, StateVersion
 from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members, slowdown
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.exact.captured import (
@@ -158,11 +159,8 @@ class StepLoader:
 
     def epoch_of(self, step: int) -> int:
         """Return in which pass over the data set the first sample of a step is."""
-        return (
-            step * self._samples.global_batch_size // (self._samples.num_samples or 1)
-            if self._samples.num_samples
-            else 0
-        )
+        num_samples = self._samples.num_samples
+        return step * self._samples.global_batch_size // num_samples if num_samples else 0
 
     def _check_last(self) -> None:
         last = self._now
@@ -249,12 +247,14 @@ class StepLoader:
         step.number = formed.version.step
         layout = self._find_layout()
         self._buffers = Buffers(layout)
-        is_alone = now.is_learner or now.version != formed.version
-        dealt = [[0]] if is_alone else self._deal(formed, now.version)
-        mine = dealt[0 if is_alone else formed.replica_rank]
-        here = set() if is_alone else {*members(self._nodes.by_node)}
-        todo = [number for number in mine if number not in here]
-        usual = [] if is_alone else deal(self.num_microbatches, [[]] * formed.replica_world_size)[formed.replica_rank]
+        # Who lacks the state and may not load it is in the group of those who sum, and adds nothing.
+        is_alone = now.is_learner or (now.version != formed.version and formed.role is Role.HEALTHY)
+        todo, usual, nodes = [0], list[int](), list[list[Node]]()
+        if not is_alone:
+            nodes = self._deal(formed, now.version)
+            here = {*members(self._nodes.by_node)}
+            todo = [number for number in members(nodes[formed.replica_rank]) if number not in here]
+            usual = members(_usual_nodes(self.num_microbatches, formed.replica_world_size)[formed.replica_rank])
         self._reader.will_want(step.number, todo, usual)
         for number in todo:
             yield from self._compute(step, number, layout)
@@ -262,7 +262,7 @@ class StepLoader:
             if not is_alone:
                 self._nodes.take(left, self._buffers.values, self.num_microbatches)
         if not is_alone:
-            self._sum(step, layout, dealt)
+            self._sum(step, layout, nodes)
         set_random_state(self._samples.random_key(step.number, "after"))
         step.phase = _Phase.SUMMED
 
@@ -281,24 +281,24 @@ class StepLoader:
         finally:
             self.microbatch = None
 
-    def _deal(self, formed: QuorumFormed, version: StateVersion) -> list[list[int]]:
-        """Return which microbatches each rank of the process group has or computes; let go of what does not count."""
+    def _deal(self, formed: QuorumFormed, version: StateVersion) -> list[list[Node]]:
+        """Return which nodes each rank of the process group has or computes; let go of what does not count."""
         num_groups = formed.replica_world_size
         if self._manager.num_participants() != formed.num_contributors:
             raise ConfigError(
                 "StepLoader knows no FIXED_WITH_SPARES: pass Manager(spare=True) in the spares", party="StepLoader"
             )
-        told = formed.nodes or [[]] * num_groups
-        accepted = accept([nodes or [] for nodes in told], self.num_microbatches)
-        dealt = deal(
-            self.num_microbatches, [one if said is not None else None for one, said in zip(accepted, told, strict=True)]
-        )
+        accepted = accept([nodes or [] for nodes in formed.nodes or [[]] * num_groups], self.num_microbatches)
+        nodes = _usual_nodes(self.num_microbatches, num_groups)
+        if formed.nodes:
+            has = [one if said is not None else None for one, said in zip(accepted, formed.nodes, strict=True)]
+            nodes = [cover(mine, self.num_microbatches) for mine in deal(self.num_microbatches, has)]
         if formed is not self._formed:
             kept = self.held(version)
             self._nodes.keep([node for node in accepted[formed.replica_rank] if node in kept])
         self._formed, self._state = formed, (version, self._manager.registry.num_changes)
         self._tell_of_absent(num_groups)
-        return dealt
+        return nodes
 
     def _tell_of_absent(self, num_groups: int) -> None:
         is_absent, self._most_groups = num_groups < self._most_groups, max(num_groups, self._most_groups)
@@ -314,10 +314,9 @@ class StepLoader:
                 slowdown(less, num_groups + 1),
             )
 
-    def _sum(self, step: Step, layout: Layout, dealt: Sequence[Sequence[int]]) -> None:
+    def _sum(self, step: Step, layout: Layout, nodes: Sequence[Sequence[Node]]) -> None:
         total = layout.new()
-        nodes = [cover(mine, self.num_microbatches) for mine in dealt]
-        if len(dealt) == 1:
+        if len(nodes) == 1:
             for out, root in zip(total.flats, self._nodes.by_node[0, self.num_microbatches].flats, strict=True):
                 out.copy_(root)
         held = {node: captured.flats for node, captured in self._nodes.by_node.items()}
@@ -367,6 +366,12 @@ class StepLoader:
                 f"the state was made by a StepLoader with {'; '.join(differs)}: its steps have other samples",
                 party="StepLoader",
             )
+
+
+@functools.lru_cache(maxsize=4)
+def _usual_nodes(num_microbatches: int, num_groups: int) -> list[list[Node]]:
+    """Return the nodes of each of so many groups where nobody has computed anything."""
+    return [cover(mine, num_microbatches) for mine in deal(num_microbatches, [[]] * num_groups)]
 
 
 class Step:
