@@ -66,6 +66,12 @@ def plainly(model_name: str, steps: int, global_batch_size: int = GLOBAL_BATCH_S
         torch.set_num_threads(threads)
 
 
+def order(job: Job, name: str, place: str) -> None:
+    """Have a group die at a place of its next step."""
+    (job.directory / "order").write_text(place)
+    (job.directory / "order").rename(job.control(name) / "die")
+
+
 def is_whole(event: dict[str, object]) -> bool:
     return event["event"] == "step" and event["committed"] is True and event["participants"] == len(GROUPS)
 
@@ -108,11 +114,11 @@ def test_a_job_of_kills_ends_with_the_bits_of_a_plain_loop(
     try:
         alive: dict[str, Rank] = {}
         for name in GROUPS:
-            alive[name] = job.start(name, other_weights=name != "g0")[0]
+            alive[name] = job.start(name)[0]
         for rank in alive.values():
             rank.wait_for(is_whole)
         for place, name in zip(places, itertools.cycle(GROUPS), strict=False):
-            (job.control(name) / "die").write_text(place)
+            order(job, name, place)
             assert alive[name].process.wait(60) != 0, place
             alive[name] = job.start(name, other_weights=True)[0]
             alive[name].wait_for(is_whole)
@@ -168,7 +174,7 @@ def test_an_error_in_one_rank_of_a_group_costs_no_step_and_leaves_no_trace(tmp_p
     try:
         ranks = [rank for name in GROUPS[:2] for rank in job.start(name, ranks=2)]
         ranks[3].wait_for_step(2)
-        (job.control("g1") / "die").write_text("raises")
+        order(job, "g1", "raises")
         for rank in ranks:
             rank.wait_for_step(5)
         ends_as_the_plain_loop(job, "gpt")

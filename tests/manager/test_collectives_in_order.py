@@ -68,7 +68,7 @@ class Member:
             divisor=self.group.size(),
             timeout=timeout,
             failed=lambda: bool(self.errors),
-            codec=codec,
+            way=codec,
         )
 
 

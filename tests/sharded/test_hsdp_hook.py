@@ -24,6 +24,8 @@ from torchft_ckpt.manager.collectives import done_work
 class Averages:
     """Stands for the manager: records what it is to average, and does with it what the test says."""
 
+    computes_by_microbatches = False
+
     def __init__(self, average: Callable[[torch.Tensor], object]) -> None:
         self.average = average
         self.seen: list[tuple[torch.dtype, tuple[int, ...]]] = []

@@ -25,6 +25,8 @@ class Averaging:
         contributes: whether this one does.
     """
 
+    computes_by_microbatches = False
+
     def __init__(self, group: FakeProcessGroup, num_contributing: int, contributes: bool = True) -> None:
         self.num_contributing = num_contributing
         self.contributes = contributes

@@ -305,13 +305,12 @@ class StepLoader:
         cost, less = slowdown(self.num_microbatches, num_groups + 1), 4 * self.num_microbatches
         if is_absent and cost > 1.0 and not self._has_told:
             self._has_told = True
+            lower = slowdown(less, num_groups + 1)
             logger.warning(
-                "a replica group is away: a step of %d microbatches takes %.2f times as long. With %d it would be %.2f; a spare"
-                " group avoids it",
+                "a replica group is away: a step of %d microbatches takes %.2f times as long. %sA spare group avoids it",
                 self.num_microbatches,
                 cost,
-                less,
-                slowdown(less, num_groups + 1),
+                f"With {less} it would be {lower:.2f}. " if lower < cost else "",
             )
 
     def _sum(self, step: Step, layout: Layout, nodes: Sequence[Sequence[Node]]) -> None:
