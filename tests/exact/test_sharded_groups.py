@@ -25,14 +25,14 @@ def run(directory: Path, num_groups: int, num_kills: int, num_steps: int) -> dic
             groups[number] = job.start(f"g{number}", ranks=2, weights=number, dies=step)
         for kill in range(num_kills):
             victim = kill % 2
-            assert groups[victim][0].process.wait(60) != 0
+            assert groups[victim][0].process.wait(120) != 0
             groups[victim][1].kill()
             step = dies[kill + 2] if kill + 2 < len(dies) else None
             groups[victim] = job.start(f"g{victim}", ranks=2, weights=7, dies=step)
         found: dict[int, set[str]] = {0: set(), 1: set()}
         for ranks in groups.values():
             for number, rank in enumerate(ranks):
-                assert rank.end() == 0, rank.log()
+                assert rank.end(120) == 0, rank.log()
                 assert rank.done()["step"] == num_steps
                 found[number].add(rank.done()["digest"])
         return {number: ", ".join(sorted(digests)) for number, digests in found.items()}
@@ -42,7 +42,7 @@ def run(directory: Path, num_groups: int, num_kills: int, num_steps: int) -> dic
 
 
 def test_two_groups_of_two_ranks_with_kills_end_with_the_shards_of_one_group_without(tmp_path: Path) -> None:
-    num_kills = by_default(1, thorough=4)
-    killed = run(tmp_path / "killed", 2, num_kills, 12)
-    assert killed == run(tmp_path / "alone", 1, 0, 12)
+    num_kills, num_steps = by_default((1, 5), thorough=(4, 12))
+    killed = run(tmp_path / "killed", 2, num_kills, num_steps)
+    assert killed == run(tmp_path / "alone", 1, 0, num_steps)
     assert killed[0] != killed[1] and "," not in killed[0]

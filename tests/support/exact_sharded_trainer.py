@@ -46,7 +46,7 @@ def main() -> None:
     steps = StepLoader(
         manager,
         rows,
-        global_batch_size=24,
+        global_batch_size=12,
         microbatch_size=4,
         num_steps=options["num_steps"],
         rank_in_microbatch=(dist.get_rank(), dist.get_world_size()),
