@@ -89,6 +89,9 @@ class Chatter:
             described = msgspec.inspect.type_info(kind)
             fields = self._fields[kind] = [(field.name, field.type) for field in described.fields]  # type: ignore[attr-defined]
         made = {name: self.pools[name]() if name in self.pools else self.value(about) for name, about in fields}
+        if kind is QuorumFormed:
+            size = made["replica_world_size"]
+            made["nodes"] = [made["nodes"]] * size if size <= 2 else []
         try:
             return kind(**made)
         except ValueError:  # fields that do not fit each other
