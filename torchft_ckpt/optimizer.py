@@ -83,6 +83,8 @@ class OptimizerWrapper(Optimizer):
         if self._calls_closure:
             name = type(self.optim).__name__
             raise ConfigError(f"{name} calls its closure itself, after the vote: it cannot be used", party=name)
+        if closure is not None and self.manager.computes_by_microbatches:
+            raise ConfigError("a closure computes gradients after StepLoader has summed them", party="closure")
         if closure is not None:
             with torch.enable_grad():
                 closure()
@@ -144,6 +146,12 @@ class OptimizerWrapper(Optimizer):
     @property
     def state(self) -> Mapping[torch.Tensor, Any]:  # type: ignore[override]
         return self.optim.state
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """A `GradScaler` asks for it as it steps: no."""
+        self.manager.check_scaler()
+        return False
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"

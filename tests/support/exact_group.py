@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,15 +13,26 @@ from torchft_ckpt import LighthouseServer, Manager, Optimizer, ProcessGroupGloo,
 
 
 class Group:
-    """One replica group in this process, with a small model."""
+    """One replica group in this process, with a small model, and other modules that its loop calls."""
 
-    def __init__(self, lighthouse: LighthouseServer, model: nn.Module, **more: Any) -> None:
-        self.model = model
-        self.inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    def __init__(
+        self,
+        lighthouse: LighthouseServer,
+        model: nn.Module,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        beside: tuple[nn.Module, ...] = (),
+        **more: Any,
+    ) -> None:
+        self.model, self.beside = model, beside
+        self.inner = optimizer(model.parameters(), lr=0.1)
         self.manager = Manager(
             ProcessGroupGloo(timeout=timedelta(seconds=10)),
             self._load,
-            lambda: {"model": model.state_dict(), "optimizer": self.inner.state_dict()},
+            lambda: {
+                "beside": [one.state_dict() for one in beside],
+                "model": model.state_dict(),
+                "optimizer": self.inner.state_dict(),
+            },
             1,
             replica_id="g",
             lighthouse_addr=lighthouse.address(),
@@ -29,6 +41,8 @@ class Group:
         )
 
     def _load(self, state: dict[str, Any]) -> None:
+        for one, its_state in zip(self.beside, state["beside"], strict=True):
+            one.load_state_dict(its_state)
         self.model.load_state_dict(state["model"])
         self.inner.load_state_dict(state["optimizer"])
 

@@ -3,22 +3,25 @@
 One flat tensor for each dtype holds, in this order:
 
 - the gradients of the parameters, zeros where a microbatch has none, times its weight if it has one;
-- the buffers as the microbatch has left them, where they are floating point (those of less than 32 bits as float32);
+- the buffers as the microbatch has left them, where they are floating point or complex (those of less than 32 bits as float32);
 - in the one of float64: how integer buffers have moved; which parameters have a gradient; the weight; the logged values.
 
-After the sum a gradient is its sum over the total weight. A buffer is its mean over the microbatches, rounded if it is an
-integer. One that no microbatch has moved stays as it is, to the bit.
+After the sum a gradient is its sum over the total weight, in the memory format that autograd gives it. A buffer is its mean over
+the microbatches, rounded if it is an integer. One that no microbatch has moved stays as it is, to the bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchft_ckpt.core.training.microbatches import Node, family
 from torchft_ckpt.errors import ConfigError
@@ -33,8 +36,23 @@ _PER_SLOT = 6
 _WIDE = torch.float64
 _HEAD = 3 + MAX_NAME_BYTES // _PER_SLOT
 """Numbers that are said of a microbatch before those of each parameter: its weight, whether it has one, and names."""
-Place: TypeAlias = "tuple[torch.nn.Module, str]"
-"""Where a buffer is: a forward pass may bind another tensor there."""
+_PIECE = 1 << 22
+"""Elements that are divided at once in a wider dtype."""
+_MAX_TOLD_CHARS = 300
+_Region: TypeAlias = "tuple[torch.dtype, int, Sequence[int], Sequence[int]]"
+"""Where a tensor lies in the flat one of its dtype: where it begins, its shape and its strides."""
+
+
+class Place(NamedTuple):
+    """Where a buffer is: a forward pass may bind another tensor there."""
+
+    name: str
+    module: torch.nn.Module
+    key: str
+
+    def tensor(self) -> torch.Tensor:
+        """Return what is bound here, as far as it is in this process."""
+        return _local(self.module._buffers[self.key])  # type: ignore[arg-type]
 
 
 class Layout:
@@ -46,25 +64,33 @@ class Layout:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
-        self.parameters, self.places = parameters, places
+        self.parameters = parameters
+        self.places = sorted(places, key=lambda place: place.tensor().dtype == torch.bool)
+        self.num_averaged = sum(place.tensor().dtype != torch.bool for place in places)
+        """They come first in `places`; the others have no mean."""
         self.device = _local(parameters[0]).device
         self._sizes: dict[torch.dtype, int] = {}
-        self._parameters = [self._place(_local(one).shape, _local(one).dtype) for one in parameters]
+        self._parameters = [self._reserve(_local(p).shape, _local(p).dtype, _strides(_local(p))) for p in parameters]
         self.num_gradients = dict(self._sizes)
         """By dtype, how many elements at the beginning of the flat tensor are gradients'."""
-        self._buffers = [self._place(one.shape, _dtype_of(one)) for one in self.buffers()]
-        self._said = self._place((_HEAD + len(parameters),), _WIDE)
-        self._values = self._place((MAX_LOGGED,), _WIDE)
+        self._buffers = [self._reserve(one.shape, _dtype_of(one)) for one in self.buffers()]
+        self._said = self._reserve((_HEAD + len(parameters),), _WIDE)
+        self._values = self._reserve((MAX_LOGGED,), _WIDE)
         self.sizes = list(self._sizes.items())
+        names = " ".join(f"{place.name}{[*place.tensor().shape]}" for place in places)
+        strides = [strides for *_, strides in self._parameters]
+        digest = hashlib.blake2b(f"{names} {self.sizes} {strides}".encode(), digest_size=4).hexdigest()
+        self.in_words = f"buffers {names[:_MAX_TOLD_CHARS] or 'none'}, memory {digest}"
+        """Equal in all groups whose flat tensors mean the same."""
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return what is bound in the places of buffers now."""
-        return [module._buffers[name] for module, name in self.places]  # type: ignore[misc]
+        """Return what is bound in the places of averaged buffers now, complex numbers as pairs of real ones."""
+        return [_real(place.tensor()) for place in self.places[: self.num_averaged]]
 
-    def _place(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.dtype, int, Sequence[int]]:
+    def _reserve(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] = ()) -> _Region:
         at = self._sizes.get(dtype, 0)
         self._sizes[dtype] = -(-(at + math.prod(shape)) // _ALIGNED) * _ALIGNED
-        return dtype, at, shape
+        return dtype, at, shape, strides or torch.empty(shape, device="meta").stride()
 
     def new(self) -> Captured:
         """Return memory for a node, or for the sum."""
@@ -112,9 +138,9 @@ class Captured:
         self.layout, self.flats = layout, flats
         by_dtype = {one.dtype: one for one in flats}
 
-        def view(place: tuple[torch.dtype, int, Sequence[int]]) -> torch.Tensor:
-            dtype, at, shape = place
-            return by_dtype[dtype][at : at + math.prod(shape)].view(shape)
+        def view(region: _Region) -> torch.Tensor:
+            dtype, at, shape, strides = region
+            return by_dtype[dtype].as_strided(shape, strides, at)
 
         self.gradients = [view(place) for place in layout._parameters]
         self.buffers = [view(place) for place in layout._buffers]
@@ -132,10 +158,11 @@ class Captured:
         views, gradients = [view for view, _ in found], [gradient for _, gradient in found]
         absent = [view for view, gradient in zip(self.gradients, left.gradients, strict=True) if gradient is None]
         if left.weight is not None:
-            torch._foreach_mul_(gradients, left.weight)
+            for gradient in gradients:
+                gradient.copy_(gradient.to(_wide(gradient.dtype)).mul_(left.weight))
         moved = [
-            (view, now if now.is_floating_point() else now - before)
-            for view, now, before in zip(self.buffers, self.layout.buffers(), first, strict=True)
+            (view, now if now.is_floating_point() else now.long() - before.long())
+            for view, now, before in zip(self.buffers, self.layout.buffers(), map(_real, first), strict=True)
         ]
         if is_new:
             torch._foreach_copy_(views, gradients)
@@ -221,33 +248,61 @@ class Summed:
         """Set gradients and buffers. `first`: the buffers as the step began."""
         layout = self._total.layout
         for flat in self._total.flats:
-            size = layout.num_gradients.get(flat.dtype, 0)
-            flat[:size].div_(torch.tensor(self._weight, dtype=flat.dtype, device=flat.device))
+            weight = torch.tensor(self._weight, dtype=_wide(flat.dtype), device=flat.device)
+            for piece in flat[: layout.num_gradients.get(flat.dtype, 0)].split(_PIECE):
+                piece.copy_(piece.to(weight.dtype).div_(weight))
         for parameter, view, count in zip(layout.parameters, self._total.gradients, self._counts, strict=True):
             parameter.grad = _like(parameter, view) if count else None
         first.put_back()
-        for buffer, view, before in zip(layout.buffers(), self._total.buffers, first.values, strict=True):
+        buffers = zip(layout.buffers(), self._total.buffers, map(_real, first.values), strict=True)
+        for buffer, view, before in buffers:
             mean = view / torch.tensor(float(self._num_microbatches), dtype=view.dtype, device=view.device)
             if buffer.is_floating_point():
                 unmoved = _times(before.to(view.dtype), self._num_microbatches)
                 is_same = (view == unmoved) | (view.isnan() & unmoved.isnan())
                 _write(buffer, torch.where(is_same, before, mean.to(before.dtype)))
             else:
-                _write(buffer, before + mean.round().to(before.dtype))
+                _write(buffer, (before.long() + mean.round().long()).to(before.dtype))
 
 
 class Buffers:
     """The buffers as a step began."""
 
     def __init__(self, layout: Layout) -> None:
-        self._places, self._bound = layout.places, layout.buffers()
-        self.values = [one.detach().clone() for one in self._bound]
+        self._layout = layout
+        self._bound = [place.module._buffers[place.key] for place in layout.places]
+        self._here = [place.tensor() for place in layout.places]
+        self._all_values = [one.detach().clone() for one in self._here]
+        self.values = self._all_values[: layout.num_averaged]
+        """Of those that are averaged."""
+        self._moved: list[torch.Tensor] = []
+        """For each microbatch, which of the others it has moved."""
 
     def put_back(self) -> None:
         """Make them so again."""
-        for (module, name), bound, value in zip(self._places, self._bound, self.values, strict=True):
-            module._buffers[name] = bound
-            _write(bound, value)
+        for place, bound, here, value in zip(
+            self._layout.places, self._bound, self._here, self._all_values, strict=True
+        ):
+            place.module._buffers[place.key] = bound
+            _write(here, value)
+
+    def note_moved(self) -> None:
+        """A microbatch was computed: note which buffers it has moved that have no mean. It does not wait for the device."""
+        rest = self._layout.places[self._layout.num_averaged :]
+        if rest:
+            pairs = zip(rest, self._all_values[self._layout.num_averaged :], strict=True)
+            self._moved.append(torch.stack([(place.tensor() != value).any() for place, value in pairs]))
+
+    def check_moved(self) -> None:
+        """Raise `ConfigError` if a buffer that has no mean was moved."""
+        flags = torch.stack(self._moved).any(0).tolist() if self._moved else []
+        for place, is_moved in zip(self._layout.places[self._layout.num_averaged :], flags, strict=False):
+            if is_moved:
+                raise ConfigError(
+                    f"the inner loop of StepLoader moves the buffer {place.name}, and there is no mean of"
+                    f" {str(place.tensor().dtype).removeprefix('torch.')}: set it before the loop",
+                    party=place.name,
+                )
 
 
 def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
@@ -256,35 +311,75 @@ def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
         buffer.copy_(value)
 
 
+@contextmanager
+def strangers_stay(known: Container[int]) -> Iterator[None]:
+    """Raise `ConfigError` in the end if a buffer has moved of a module that was called, and whose `id` is not known.
+
+    Where torch has compiled anything nothing is looked for: it would compile that again, with a hook and without.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"]:
+        yield
+        return
+    seen: list[tuple[torch.nn.Module, str, torch.Tensor, int]] = []
+
+    def note(module: torch.nn.Module, _: object) -> None:
+        if id(module) not in known:
+            seen.extend((module, key, one, one._version) for key, one in module._buffers.items() if one is not None)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+    for module, key, buffer, version in seen:
+        if module._buffers[key] is not buffer or buffer._version != version:
+            name = type(module).__name__
+            raise ConfigError(
+                f"the inner loop of StepLoader moves the buffer {key!r} of a {name}, whose state_dict() no registered function"
+                " returns: return it in one, or a replica group that comes back has another buffer",
+                party=name,
+            )
+
+
 def give_zeros(layout: Layout) -> None:
     """Set gradients of zeros, in a step that does not count: what a loop does with them then does no harm."""
     for parameter in layout.parameters:
         parameter.grad = torch.zeros_like(parameter)
 
 
-def places_of_buffers(parameters: Sequence[torch.Tensor], modules: Iterable[torch.nn.Module]) -> list[Place]:
-    """Return where the buffers are, as far as they can be averaged, of the modules that hold one of these parameters."""
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    holding = list[tuple[tuple[int, int, str], torch.nn.Module]]()
-    for module in modules:
-        if own := [numbers[id(one)] for one in module.parameters() if id(one) in numbers]:
-            holding.append(((min(own), -len(own), type(module).__qualname__), module))
+def places_of_buffers(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[Place]:
+    """Return where the buffers of named modules and of those in them are."""
     found: dict[int, Place] = {}
-    for _, root in sorted(holding, key=lambda one: one[0]):
-        for module in root.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and _dtype_of(buffer) is not None:
-                    found.setdefault(id(buffer), (module, name))
+    seen: set[int] = set()
+    for name, root in modules:
+        inner = [(path, module) for path, module in root.named_modules() if id(module) not in seen]
+        seen.update(id(module) for _, module in inner)
+        for path, module in inner:
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.layout is torch.strided:
+                    found.setdefault(id(buffer), Place(".".join(filter(None, (name, path, key))), module, key))
     return [*found.values()]
 
 
-def _dtype_of(buffer: torch.Tensor) -> Any:
-    """Return the dtype in which a buffer is summed; None: it is not."""
-    if isinstance(buffer, DTensor) or buffer.is_complex() or buffer.dtype in (torch.bool, torch.uint8):
-        return None
-    if not buffer.is_floating_point():
-        return _WIDE
-    return buffer.dtype if buffer.element_size() >= 4 else torch.float32
+def _dtype_of(real: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a buffer is summed."""
+    return _wide(real.dtype) if real.is_floating_point() else _WIDE
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which is calculated with values of a floating point one: each result is rounded once."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _strides(tensor: torch.Tensor) -> Sequence[int]:
+    """Return the strides that autograd gives a gradient: the parameter's own where they leave no gaps."""
+    dense = torch.empty_like(tensor, device="meta").stride()
+    return dense if dense == tensor.stride() else torch.empty(tensor.shape, device="meta").stride()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

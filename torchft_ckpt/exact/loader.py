@@ -11,16 +11,16 @@ it has, and what nobody has is dealt anew. A warm-up iteration computes one micr
 from __future__ import annotations
 
 import functools
-import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import default_collate
 
-from torchft_ckpt.core.coordination.messages import QuorumFormed, Role, StateVersion
+from torchft_ckpt.core.coordination.messages import MAX_MICROBATCHES, QuorumFormed, Role, StateVersion
 from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members, slowdown
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.exact.captured import (
@@ -33,6 +33,7 @@ from torchft_ckpt.exact.captured import (
     Summed,
     give_zeros,
     places_of_buffers,
+    strangers_stay,
 )
 from torchft_ckpt.exact.kernels import prepare_cublas, same_bits
 from torchft_ckpt.exact.reading import Reader, Samples, check_source, set_random_state
@@ -112,6 +113,11 @@ class StepLoader:
                 "num_epochs needs a data set with a length, and no num_steps beside it", party="num_epochs"
             )
         self.num_microbatches = global_batch_size // microbatch_size
+        if self.num_microbatches > MAX_MICROBATCHES:
+            raise ConfigError(
+                f"a step of {self.num_microbatches} microbatches: it has at most {MAX_MICROBATCHES}, so make them larger",
+                party="microbatch_size",
+            )
         self.num_steps = num_epochs * num_samples // global_batch_size if num_epochs and num_samples else num_steps
         self._manager, self._is_deterministic = manager, deterministic
         if deterministic:
@@ -129,17 +135,23 @@ class StepLoader:
             collate=collate_fn,
         )
         self._reader = Reader(self._samples, options)
-        self._nodes, self._state = Nodes(), (StateVersion(), 0)
-        """What is computed, and the state with which that was: its name, and how often one was loaded."""
+        self._nodes = Nodes()
+        self._state: tuple[StateVersion, int, list[float]] = StateVersion(), 0, []
+        """With which they were computed: the name of the state, how often one was loaded, and the scales of losses."""
         self._layout: Layout | None = None
+        self._marks: list[int | str] = []
         self._buffers: Buffers | None = None
         self._formed: QuorumFormed | None = None
         self._most_groups, self._has_told = 0, False
         self._now: Step | None = None
         self.microbatch: int | None = None
         """The one that the loop computes now."""
+        self._others: list[torch.Tensor] = []
+        """Parameters beside those of the optimizers: what loops clip and log with the others has no gradients of theirs."""
+        self._known: set[int] = set()
+        self._num_computed = 0
+        """By this process."""
         manager.compute_by(self)
-        manager.register_state_dict_fn("step_loader", self._check_restored, self._geometry)
 
     # ------------------------------------------------------------------------------------------------- the outer loop
 
@@ -182,15 +194,19 @@ class StepLoader:
         where = parameters[0].device if parameters else torch.device("cpu")
         kind = torch.cuda.get_device_name(where) if where.type == "cuda" else torch.backends.cpu.get_cpu_capability()
         bits = "" if self._is_deterministic else ", any kernels"
+        memory = f"; {self._find_layout().in_words}" if parameters else ""
         return (
             f"steps of {self.num_microbatches} microbatches of {samples.microbatch_size} of {source} {how}, seed {samples.seed},"
-            f" torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}{bits}"
+            f" torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}{bits}{memory}"
         )
 
     def held(self, version: StateVersion) -> list[Node]:
         """Return which nodes of the step that begins with a state are here."""
-        is_same = (version, self._manager.registry.num_changes) == self._state and version.proven
-        return [*self._nodes.by_node] if is_same else []
+        nodes = [*self._nodes.by_node] if version.proven else []
+        return nodes if nodes and self._state_of(version) == self._state else []
+
+    def _state_of(self, version: StateVersion) -> tuple[StateVersion, int, list[float]]:
+        return version, self._manager.registry.num_changes, self._manager.loss_scales()
 
     def refuse(self, what: str) -> None:
         """Raise `ConfigError` if the loop computes a microbatch, in which that cannot be."""
@@ -256,11 +272,17 @@ class StepLoader:
             todo = [number for number in members(nodes[formed.replica_rank]) if number not in here]
             usual = members(_usual_nodes(self.num_microbatches, formed.replica_world_size)[formed.replica_rank])
         self._reader.will_want(step.number, todo, usual)
+        if not todo:
+            self._manager.prepare_scalers(layout.device)
         for number in todo:
             yield from self._compute(step, number, layout)
+            self._buffers.note_moved()
             left = Left(layout, number, step._weight, step._logged)
             if not is_alone:
                 self._nodes.take(left, self._buffers.values, self.num_microbatches)
+        self._buffers.check_moved()
+        for parameter in self._others:
+            parameter.grad = None
         if not is_alone:
             self._sum(step, layout, nodes)
         set_random_state(self._samples.random_key(step.number, "after"))
@@ -270,14 +292,17 @@ class StepLoader:
         batch = self._reader.get(step.number, number)
         if self._buffers is not None:
             self._buffers.put_back()
-        for parameter in layout.parameters:
+        for parameter in (*layout.parameters, *self._others):
             parameter.grad = None
         set_random_state(self._samples.random_key(step.number, number))
         step._weight, step._logged = None, {}
         self.microbatch = number
         try:
             with same_bits(layout.device if self._is_deterministic else torch.device("cpu")):
-                yield batch
+                # The first one shows whether anything is compiled.
+                with strangers_stay(self._known) if self._num_computed == 1 else nullcontext():
+                    yield batch
+            self._num_computed += 1
         finally:
             self.microbatch = None
 
@@ -296,7 +321,7 @@ class StepLoader:
         if formed is not self._formed:
             kept = self.held(version)
             self._nodes.keep([node for node in accepted[formed.replica_rank] if node in kept])
-        self._formed, self._state = formed, (version, self._manager.registry.num_changes)
+        self._formed, self._state = formed, self._state_of(version)
         self._tell_of_absent(num_groups)
         return nodes
 
@@ -335,32 +360,41 @@ class StepLoader:
         parameters = self._parameters()
         if not parameters:
             raise ConfigError("StepLoader finds no parameters: wrap each optimizer in an Optimizer", party="StepLoader")
-        last = self._layout
-        if last is None or [*map(id, last.parameters)] != [*map(id, parameters)]:
-            modules = (one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module))
-            last = self._layout = Layout(parameters, places_of_buffers(parameters, modules))
-        self._nodes.of(last)
-        return last
+        registry, own = self._manager.registry, [*map(id, parameters)]
+        marks: list[int | str] = [*own, *registry.keys()]
+        if self._layout is None or marks != self._marks:
+            modules = registry.modules()
+            self._known = {id(module) for _, root in modules for module in root.modules()}
+            self._others = [one for _, root in modules for one in root.parameters() if id(one) not in {*own}]
+            self._marks, self._layout = marks, Layout(parameters, places_of_buffers(modules))
+        self._nodes.of(self._layout)
+        return self._layout
 
     # ------------------------------------------------------------------------------------------------------- the state
 
-    def _geometry(self) -> dict[str, Any]:
+    def geometry(self) -> dict[str, int]:
+        """Return what is saved beside the step, as it says where in the data that is."""
         samples = self._samples
         return {
             "global_batch_size": samples.global_batch_size,
             "microbatch_size": samples.microbatch_size,
             "seed": samples.seed,
-            "num_samples": samples.num_samples,
-            "shuffle": samples.shuffle,
+            "num_samples": samples.num_samples or 0,
+            "shuffle": int(samples.shuffle),
         }
 
-    def _check_restored(self, saved: dict[str, Any]) -> None:
-        differs = [
-            f"{name}={saved.get(name)!r}, here {own!r}"
-            for name, own in self._geometry().items()
-            if saved.get(name) != own
-        ]
-        if differs:
+    def check_restored(self, saved: Mapping[str, int]) -> None:
+        """A Manager's state was restored. Raises `ConfigError` if a StepLoader with other samples has made it."""
+        own = self.geometry()
+        if not own.keys() & saved:
+            logger.warning(
+                "the state of step %d was made by a loop without StepLoader: the data go on at position %d of their stream",
+                saved["step"],
+                saved["step"] * self._samples.global_batch_size,
+            )
+        elif differs := [
+            f"{name}={saved.get(name)}, here {one}" for name, one in own.items() if saved.get(name) != one
+        ]:
             raise ConfigError(
                 f"the state was made by a StepLoader with {'; '.join(differs)}: its steps have other samples",
                 party="StepLoader",
@@ -435,8 +469,8 @@ class Step:
         """What was logged, as means over all microbatches of the step: the same bits in all groups.
 
         Raises:
-            ConfigError: the step does not count: `if optimizer.step(): ...`.
+            ConfigError: it was not voted on, or does not count: `if optimizer.step(): ...`.
         """
-        if self._summed is None or (self.phase is _Phase.VOTED and not self.counts):
-            raise ConfigError("step.means is there after the inner loop, if the step counts", party="means")
+        if self._summed is None or not self.counts:
+            raise ConfigError("step.means is there after the vote, if the step counts", party="means")
         return dict(self._summed.means)

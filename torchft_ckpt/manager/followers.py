@@ -36,6 +36,8 @@ class Followers:
         self._outer: dict[str, tuple[Follower, LRScheduler]] = {}
         """Of outer optimizers: they move with the rounds of these, and a script calls them in vain."""
         self._scalers: list[Follower] = []
+        self.scalers: list[torch.amp.GradScaler] = []
+        self.is_scaler_stepping = False
 
     def wraps(self, optimizer: torch.optim.Optimizer) -> None:
         """An `Optimizer` wraps this one, and will say when it steps."""
@@ -109,7 +111,11 @@ class Followers:
 
         def step(this: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             refuse_inner(optimizer)
-            has_stepped = plain.step(this, optimizer, *args, **kwargs)
+            self.is_scaler_stepping = True
+            try:
+                has_stepped = plain.step(this, optimizer, *args, **kwargs)
+            finally:
+                self.is_scaler_stepping = False
             counts = has_stepped
             if has_stepped is None and hasattr(optimizer, "skip_step"):
                 # It has found an overflow, and did not call `optimizer.step`. Where a collective failed other groups may have
@@ -128,6 +134,7 @@ class Followers:
 
         _give_class(scaler, follower, unscale_=unscale, step=step, update=update)
         self._scalers.append(follower)
+        self.scalers.append(scaler)
         return scaler
 
     def _register(self, follows: LRScheduler | torch.amp.GradScaler, name: str) -> None:

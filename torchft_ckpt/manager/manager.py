@@ -269,6 +269,7 @@ class Manager:
             self._registry.register("default", load_state_dict, state_dict)
         self._followers = Followers(self._registry)
         self._own = OwnState()
+        self._restored: dict[str, int] | None = None
         self.events = EventQueue(on_event, party)
         """What happens on its way to `on_event`, for what adds to it."""
         self._check = EqualityCheck(lock, self._own.known)
@@ -601,7 +602,9 @@ class Manager:
         Raises:
             ConfigError: it is no manager's state.
         """
-        step = self._own.take_saved(state_dict)
+        if self._steps.microbatches is not None:
+            self._steps.microbatches.check_restored(state_dict)
+        step, self._restored = self._own.take_saved(state_dict), state_dict
         self._followers.forget()
         with self._client.lock, self._client.replica as replica:
             replica.restore(step)
@@ -615,11 +618,12 @@ class Manager:
             CheckpointError: optimizers are taking a step, so the state is that of no step.
         """
         now = self._client.view()
+        geometry = {} if self._steps.microbatches is None else self._steps.microbatches.geometry()
         if now.held == now.version:
-            return self._own.saved(self.current_step())
+            return self._own.saved(self.current_step()) | geometry
         if not now.held.proven:
             raise CheckpointError(f"the state is not to be saved: {IN_STEP}", self.replica_id())
-        return self._own.saved(now.held.step, is_before=True)
+        return self._own.saved(now.held.step, is_before=True) | geometry
 
     # --------------------------------------------------------------------------------------------------------- quorum
 
@@ -813,6 +817,8 @@ class Manager:
         """
         if self._steps.microbatches is not None:
             raise ConfigError("this Manager has a StepLoader", party="StepLoader")
+        if self._restored is not None:
+            microbatches.check_restored(self._restored)
         self._steps.microbatches = self._registry.microbatches = microbatches
 
     @property
@@ -832,6 +838,25 @@ class Manager:
         self._steps.note_forward()
         self._steps.wait_quorum()
         return self._client.view()
+
+    def loss_scales(self) -> list[float]:
+        """Return the scales of all gradient scalers that are known."""
+        return [scaler.get_scale() for scaler in self._followers.scalers]
+
+    def prepare_scalers(self, device: torch.device) -> None:
+        """Have gradient scalers be there for a step in which nothing is scaled here."""
+        for scaler in self._followers.scalers:
+            scaler.scale(torch.zeros((), device=device))
+
+    def check_scaler(self) -> None:
+        """A gradient scaler steps. Raises `ConfigError` if a `StepLoader` computes the steps and the scaler is not known.
+
+        By its own it would move in a step that is discarded: the next try would have another scale than what is kept of this one.
+        """
+        if self.computes_by_microbatches and not self._followers.is_scaler_stepping:
+            raise ConfigError(
+                "StepLoader needs to know the gradient scaler: scaler = manager.grad_scaler(scaler)", party="GradScaler"
+            )
 
     def reduce_by(self, way: Way, tensor: torch.Tensor) -> Work:
         """Sum a tensor over the groups in a way of its own, as a collective of the step. As `allreduce` otherwise."""

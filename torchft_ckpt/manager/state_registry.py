@@ -156,6 +156,25 @@ class StateRegistry:
         with self._noted("get"):
             return {key: get() for key, get in self._get.items()}
 
+    def modules(self) -> list[tuple[str, torch.nn.Module]]:
+        """Return the modules whose `state_dict()` the functions return, with their keys, in the order in which they ask."""
+        found: list[tuple[str, torch.nn.Module]] = []
+        plain, thread, key = torch.nn.Module.state_dict, threading.get_ident(), ""
+
+        def state_dict(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                found.append((key, self))
+            return plain(self, *args, **kwargs)
+
+        torch.nn.Module.state_dict = state_dict  # type: ignore[method-assign]
+        try:
+            with self._noted("get"):
+                for key, get in self._get.items():  # noqa: B007 - `state_dict` reads it
+                    get()
+        finally:
+            torch.nn.Module.state_dict = plain  # type: ignore[method-assign]
+        return found
+
     @contextlib.contextmanager
     def _noted(self, kind: str) -> Iterator[None]:
         before, self._in_function.kind = self.in_function, kind
