@@ -264,6 +264,16 @@ def test_a_closure_is_refused(make_group: Make) -> None:
         group.optimizer.step(lambda: 0.0)
 
 
+def test_an_optimizer_that_steps_in_the_backward_pass_is_refused_and_has_changed_nothing(make_group: Make) -> None:
+    group = make_group()
+    group.model.weight.register_post_accumulate_grad_hook(lambda _: group.inner.step())  # type: ignore[union-attr, operator]
+    step, before = next(iter(group.steps())), group.model.weight.detach().clone()  # type: ignore[union-attr, operator]
+    with pytest.raises(ConfigError, match=r"step\(\) of an optimizer in the inner loop of StepLoader"):
+        for batch in step:
+            group.model(batch).mean().backward()
+    assert torch.equal(before, group.model.weight)  # type: ignore[arg-type]
+
+
 def test_a_checkpoint_of_a_plain_loop_goes_on_at_its_place_in_the_data_and_says_so_once(
     make_group: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -308,6 +318,8 @@ def test_a_state_of_other_samples_is_refused_by_name(make_group: Make) -> None:
     group = make_group()
     group.steps()
     saved = group.manager.state_dict()
+    with pytest.raises(ConfigError, match="no Manager's state"):
+        group.manager.load_state_dict({})
     for order in ("loads-later", "loads-first"):
         other = make_group(job=order)
         with pytest.raises(ConfigError, match="seed=0, here 4"):

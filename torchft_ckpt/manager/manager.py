@@ -573,6 +573,8 @@ class Manager:
 
     @torch.compiler.disable
     def _enter_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._steps.microbatches is not None and not self._registry.in_function:
+            self._steps.microbatches.refuse("step() of an optimizer")
         self._steps.begins_to_take(optimizer)
         if self._registry.in_function == "get" and not self._has_warned_of_steps:
             self._has_warned_of_steps = True
@@ -600,11 +602,11 @@ class Manager:
         It says that this replica's state was restored on purpose: a job whose newest state is lost goes on from it.
 
         Raises:
-            ConfigError: it is no manager's state.
+            ConfigError: it is no manager's state; or that of a `StepLoader` of other samples than the one here.
         """
+        step, self._restored = self._own.take_saved(state_dict), state_dict
         if self._steps.microbatches is not None:
             self._steps.microbatches.check_restored(state_dict)
-        step, self._restored = self._own.take_saved(state_dict), state_dict
         self._followers.forget()
         with self._client.lock, self._client.replica as replica:
             replica.restore(step)
