@@ -399,3 +399,15 @@ def test_an_overflow_is_found_in_the_sum_and_costs_no_microbatch(make_group: Mak
 def test_what_has_no_length_says_so(make_group: Make) -> None:
     with pytest.raises(TypeError, match="no length"):
         len(make_group().steps())
+
+
+def test_an_iteration_that_began_as_another_step_is_discarded(make_group: Make) -> None:
+    group = make_group()
+    found = []
+    for step in group.steps(num_steps=6):
+        told = step.number
+        if not found:
+            group.manager.load_state_dict({"step": 5, "batches_committed": 5})
+        group.optimizer.zero_grad()
+        found.append((told, len(computes(group, step)), group.optimizer.step()))
+    assert found == [(0, 0, False), (5, 4, True)]

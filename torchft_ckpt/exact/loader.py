@@ -260,12 +260,20 @@ class StepLoader:
         formed = now.quorum
         if formed is None:
             raise RuntimeError("internal error: there is a quorum, and nobody knows it")
-        step.number = formed.version.step
+        told, step.number = step.number, formed.version.step
         layout = self._find_layout()
         self._buffers = Buffers(layout)
         # Who lacks the state and may not load it is in the group of those who sum, and adds nothing.
         is_alone = now.is_learner or (now.version != formed.version and formed.role is Role.HEALTHY)
         todo, usual, nodes = [0], list[int](), list[list[Node]]()
+        if told != step.number and not is_alone:
+            # The state was loaded just now. What the loop has set at its top, by number or by chance, is of another step.
+            self._manager.report_error(
+                RuntimeError(f"the state of step {step.number} came in an iteration that began as step {told}")
+            )
+            give_zeros(layout)
+            step.phase = _Phase.SUMMED
+            return
         if not is_alone:
             nodes = self._deal(formed, now.version)
             here = {*members(self._nodes.by_node)}
