@@ -42,9 +42,7 @@ def tree(leaves):
     return tree(leaves[:half]) + tree(leaves[half:])
 
 
-def train(
-    model, loss_of, dataset, optimizer, scheduler, *, steps, global_batch_size, microbatch_size, seed, clip, first=0
-):
+def train(model, loss_of, dataset, optimizer, scheduler, *, steps, global_batch_size, microbatch_size, seed, clip):
     """Train; return the mean losses of the steps."""
     count, losses = global_batch_size // microbatch_size, []
     parameters, buffers = list(model.parameters()), list(model.buffers())
@@ -65,8 +63,10 @@ def train(
             after.append([b.clone() for b in buffers])
             logged.append(loss.item())
         for place, parameter in enumerate(parameters):
-            if gradients[0][place] is not None:
-                parameter.grad = tree([one[place] for one in gradients]) / count
+            found = [one[place] for one in gradients]
+            if any(one is not None for one in found):
+                found = [torch.zeros_like(parameter) if one is None else one for one in found]
+                parameter.grad = tree(found) / count
         for place, buffer in enumerate(buffers):
             if buffer.is_floating_point():
                 total, unmoved = tree([one[place] for one in after]), tree([before[place]] * count)

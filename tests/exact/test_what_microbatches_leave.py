@@ -91,6 +91,26 @@ def test_groups_whose_memory_or_buffers_differ_have_other_layouts_in_words(make_
     assert "buffers default.1.running_mean[4] " in words[0].text and "buffers none" in words[3].text
 
 
+def test_parameters_that_some_microbatches_do_not_use_train_as_in_a_plain_loop(make_group: Make) -> None:
+    class Experts(nn.ModuleList):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self[int(rows[0, 0] > 0)](rows)
+            return result
+
+    torch.manual_seed(2)
+    model, rows = Experts([nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)]), torch.randn(20, 2)
+    plain = copy.deepcopy(model)
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = model(batch).square().mean()
+        return result
+
+    group = make_group(model, optimizer=torch.optim.AdamW)
+    found = trained(group, rows, loss_of, model)
+    assert equal(found, trained_plainly(plain, rows, loss_of, torch.optim.AdamW))
+    assert not torch.equal(found[0], found[2]) and model[2].weight.grad is None
+
+
 class Keeps(nn.Module):
     """Without a parameter. It keeps a mean of what it sees in buffers of several dtypes."""
 
