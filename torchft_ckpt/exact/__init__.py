@@ -3,6 +3,7 @@
 loader     `StepLoader`: the loop's two `for`s, and what a step must not be interrupted by
 reading    the samples of a microbatch, in this process or in a data loader's workers
 captured   what microbatches leave behind (gradients, buffers, logged values), in flat memory, as nodes of the step's tree
+staying    what the inner loop leaves as it is, or is refused
 kernels    deterministic ones in the inner loop, on accelerators
 tree_sum   the sum of the nodes of all groups, over the process group
 

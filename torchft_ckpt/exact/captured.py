@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchft_ckpt.core.training.microbatches import Node, family
 from torchft_ckpt.errors import ConfigError
@@ -52,7 +49,7 @@ class Place(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """Return what is bound here, as far as it is in this process."""
-        return _local(self.module._buffers[self.key])  # type: ignore[arg-type]
+        return local(self.module._buffers[self.key])  # type: ignore[arg-type]
 
 
 class Layout:
@@ -68,9 +65,9 @@ class Layout:
         self.places = sorted(places, key=lambda place: place.tensor().dtype == torch.bool)
         self.num_averaged = sum(place.tensor().dtype != torch.bool for place in places)
         """They come first in `places`; the others have no mean."""
-        self.device = _local(parameters[0]).device
+        self.device = local(parameters[0]).device
         self._sizes: dict[torch.dtype, int] = {}
-        self._parameters = [self._reserve(_local(p).shape, _local(p).dtype, _strides(_local(p))) for p in parameters]
+        self._parameters = [self._reserve(local(p).shape, local(p).dtype, _strides(local(p))) for p in parameters]
         self.num_gradients = dict(self._sizes)
         """By dtype, how many elements at the beginning of the flat tensor are gradients'."""
         self._buffers = [self._reserve(one.shape, _dtype_of(one)) for one in self.buffers()]
@@ -111,7 +108,7 @@ class Left:
 
     def __init__(self, layout: Layout, number: int, weight: float | None, logged: Mapping[str, Any]) -> None:
         self.layout, self.number, self.weight = layout, number, weight
-        self.gradients = [None if p.grad is None else _local(p.grad) for p in layout.parameters]
+        self.gradients = [None if p.grad is None else local(p.grad) for p in layout.parameters]
         found = [gradient for gradient in self.gradients if gradient is not None]
         if not found:
             raise ConfigError(
@@ -147,6 +144,7 @@ class Captured:
         self.said, self.values = view(layout._said), view(layout._values)
         """What is said of the microbatch: its weight, names that it logs, which parameters have a gradient."""
 
+    @torch.no_grad()
     def take(self, left: Left, first: Sequence[torch.Tensor], *, is_new: bool) -> None:
         """Take what a microbatch has left behind, or add it to what is here.
 
@@ -242,8 +240,9 @@ class Summed:
         self._weight = weight
         names = _in_words(said[: _HEAD - 2], num_microbatches)
         self._counts = said[_HEAD - 2 :]
-        self.means = dict(zip(names, (total.values[: len(names)] / weight).tolist(), strict=True))
+        self.means = {name: value / weight for name, value in zip(names, total.values.tolist(), strict=False)}
 
+    @torch.no_grad()
     def give(self, first: Buffers) -> None:
         """Set gradients and buffers. `first`: the buffers as the step began."""
         layout = self._total.layout
@@ -311,37 +310,6 @@ def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
         buffer.copy_(value)
 
 
-@contextmanager
-def strangers_stay(known: Container[int]) -> Iterator[None]:
-    """Raise `ConfigError` in the end if a buffer has moved of a module that was called, and whose `id` is not known.
-
-    Where torch has compiled anything nothing is looked for: it would compile that again, with a hook and without.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.utils.counters["frames"]:
-        yield
-        return
-    seen: list[tuple[torch.nn.Module, str, torch.Tensor, int]] = []
-
-    def note(module: torch.nn.Module, _: object) -> None:
-        if id(module) not in known:
-            seen.extend((module, key, one, one._version) for key, one in module._buffers.items() if one is not None)
-
-    handle = register_module_forward_pre_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()
-    for module, key, buffer, version in seen:
-        if module._buffers[key] is not buffer or buffer._version != version:
-            name = type(module).__name__
-            raise ConfigError(
-                f"the inner loop of StepLoader moves the buffer {key!r} of a {name}, whose state_dict() no registered function"
-                " returns: return it in one, or a replica group that comes back has another buffer",
-                party=name,
-            )
-
-
 def give_zeros(layout: Layout) -> None:
     """Set gradients of zeros, in a step that does not count: what a loop does with them then does no harm."""
     for parameter in layout.parameters:
@@ -382,7 +350,8 @@ def _strides(tensor: torch.Tensor) -> Sequence[int]:
     return dense if dense == tensor.stride() else torch.empty(tensor.shape, device="meta").stride()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that is in this process."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

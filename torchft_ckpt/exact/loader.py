@@ -33,16 +33,18 @@ from torchft_ckpt.exact.captured import (
     Summed,
     give_zeros,
     places_of_buffers,
-    strangers_stay,
 )
 from torchft_ckpt.exact.kernels import prepare_cublas, same_bits
 from torchft_ckpt.exact.reading import Reader, Samples, check_source, set_random_state
+from torchft_ckpt.exact.staying import Still, check_kinds, kinds_of, strangers_stay
 from torchft_ckpt.exact.tree_sum import TreeSum
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
 
 logger = logging.getLogger(__name__)
+_WATCHED = 2
+"""Steps in which it is looked at what else the inner loop moves: in the first one an average of weights may be the weights."""
 
 
 class _Phase(Enum):
@@ -139,7 +141,7 @@ class StepLoader:
         self._state: tuple[StateVersion, int, list[float]] = StateVersion(), 0, []
         """With which they were computed: the name of the state, how often one was loaded, and the scales of losses."""
         self._layout: Layout | None = None
-        self._marks: list[int | str] = []
+        self._marks: list[object] = []
         self._buffers: Buffers | None = None
         self._formed: QuorumFormed | None = None
         self._most_groups, self._has_told = 0, False
@@ -148,7 +150,10 @@ class StepLoader:
         """The one that the loop computes now."""
         self._others: list[torch.Tensor] = []
         """Parameters beside those of the optimizers: what loops clip and log with the others has no gradients of theirs."""
-        self._known: set[int] = set()
+        self._modules: list[torch.nn.Module] = []
+        """Whose state registered functions return, with those in them; and which buffers they have."""
+        self._kinds = kinds_of(())
+        self._num_watched, self._has_told_of_dropped = 0, False
         self._num_computed = 0
         """By this process."""
         manager.compute_by(self)
@@ -193,11 +198,12 @@ class StepLoader:
         how = "shuffled" if samples.shuffle and samples.order is None else "in order"
         where = parameters[0].device if parameters else torch.device("cpu")
         kind = torch.cuda.get_device_name(where) if where.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+        parts = f", read in {samples.part[1]} parts" if samples.part[1] > 1 else ""
         bits = "" if self._is_deterministic else ", any kernels"
         memory = f"; {self._find_layout().in_words}" if parameters else ""
         return (
-            f"steps of {self.num_microbatches} microbatches of {samples.microbatch_size} of {source} {how}, seed {samples.seed},"
-            f" torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}{bits}{memory}"
+            f"steps of {self.num_microbatches} microbatches of {samples.microbatch_size} of {source} {how}, seed {samples.seed}"
+            f"{parts}, torch {torch.__version__}, {torch.get_num_threads()} threads, {kind}{bits}{memory}"
         )
 
     def held(self, version: StateVersion) -> list[Node]:
@@ -282,15 +288,21 @@ class StepLoader:
         self._reader.will_want(step.number, todo, usual)
         if not todo:
             self._manager.prepare_scalers(layout.device)
+        registry, still = self._manager.registry, None
+        if todo and self._num_watched < _WATCHED:
+            still = Still(registry.capture(), [place.tensor() for place in layout.places])
         for number in todo:
             yield from self._compute(step, number, layout)
+            check_kinds(self._kinds, self._modules)
             self._buffers.note_moved()
             left = Left(layout, number, step._weight, step._logged)
             if not is_alone:
                 self._nodes.take(left, self._buffers.values, self.num_microbatches)
         self._buffers.check_moved()
-        for parameter in self._others:
-            parameter.grad = None
+        if still is not None:
+            still.check(registry.capture())
+            self._num_watched += 1
+        self._drop_others()
         if not is_alone:
             self._sum(step, layout, nodes)
         set_random_state(self._samples.random_key(step.number, "after"))
@@ -308,11 +320,30 @@ class StepLoader:
         try:
             with same_bits(layout.device if self._is_deterministic else torch.device("cpu")):
                 # The first one shows whether anything is compiled.
-                with strangers_stay(self._known) if self._num_computed == 1 else nullcontext():
+                known = {*map(id, self._modules)} if self._num_computed == 1 else None
+                with nullcontext() if known is None else strangers_stay(known):
                     yield batch
             self._num_computed += 1
         finally:
             self.microbatch = None
+
+    def _drop_others(self) -> None:
+        dropped = [parameter for parameter in self._others if parameter.grad is not None]
+        for parameter in dropped:
+            parameter.grad = None
+        if {*map(id, dropped)} & {*map(id, self._all_parameters())}:
+            raise ConfigError(
+                "a parameter of an Optimizer needs a gradient in the inner loop of StepLoader, and needed none as the step began:"
+                " set requires_grad before the inner loop",
+                party="requires_grad",
+            )
+        if dropped and not self._has_told_of_dropped:
+            self._has_told_of_dropped = True
+            logger.warning(
+                "StepLoader drops the gradients of %d parameters of registered modules: wrap the optimizer that trains them in an"
+                " Optimizer, or set requires_grad_(False)",
+                len(dropped),
+            )
 
     def _deal(self, formed: QuorumFormed, version: StateVersion) -> list[list[Node]]:
         """Return which nodes each rank of the process group has or computes; let go of what does not count."""
@@ -359,22 +390,27 @@ class StepLoader:
         step._summed = Summed(total, self.num_microbatches)
         step._summed.give(self._buffers)
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def _all_parameters(self) -> list[torch.Tensor]:
         optimizers = self._manager.registry.guarded()
         found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        return [parameter for parameter in found.values() if parameter.requires_grad]
+        return [*found.values()]
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self._all_parameters() if parameter.requires_grad]
 
     def _find_layout(self) -> Layout:
         parameters = self._parameters()
         if not parameters:
             raise ConfigError("StepLoader finds no parameters: wrap each optimizer in an Optimizer", party="StepLoader")
         registry, own = self._manager.registry, [*map(id, parameters)]
-        marks: list[int | str] = [*own, *registry.keys()]
-        if self._layout is None or marks != self._marks:
-            modules = registry.modules()
-            self._known = {id(module) for _, root in modules for module in root.modules()}
-            self._others = [one for _, root in modules for one in root.parameters() if id(one) not in {*own}]
-            self._marks, self._layout = marks, Layout(parameters, places_of_buffers(modules))
+        marks = [*own, *registry.keys()]
+        if self._layout is None or marks != self._marks or kinds_of(self._modules) != self._kinds:
+            named = registry.modules()
+            self._modules = [*{id(module): module for _, root in named for module in root.modules()}.values()]
+            self._kinds = kinds_of(self._modules)
+            others = [one for _, root in named for one in root.parameters()] + self._all_parameters()
+            self._others = [*{id(one): one for one in others if id(one) not in {*own}}.values()]
+            self._marks, self._layout = marks, Layout(parameters, places_of_buffers(named))
         self._nodes.of(self._layout)
         return self._layout
 
