@@ -289,7 +289,7 @@ class StepLoader:
         if not todo:
             self._manager.prepare_scalers(layout.device)
         registry, still = self._manager.registry, None
-        if todo and self._num_watched < _WATCHED:
+        if todo and not is_alone and self._num_watched < _WATCHED:
             still = Still(registry.capture(), [place.tensor() for place in layout.places])
         for number in todo:
             yield from self._compute(step, number, layout)
