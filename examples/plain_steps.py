@@ -69,7 +69,9 @@ def train(model, loss_of, dataset, optimizer, scheduler, *, steps, global_batch_
                 parameter.grad = tree(found) / count
         for place, buffer in enumerate(buffers):
             if buffer.is_floating_point():
-                total, unmoved = tree([one[place] for one in after]), tree([before[place]] * count)
+                wide = torch.promote_types(buffer.dtype, torch.float32)
+                total = tree([one[place].to(wide) for one in after])
+                unmoved = tree([before[place].to(wide)] * count)
                 buffer.copy_(torch.where(total == unmoved, before[place], total / count))
             else:
                 moved = sum(float(one[place] - before[place]) for one in after) / count

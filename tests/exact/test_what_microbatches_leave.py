@@ -111,6 +111,28 @@ def test_parameters_that_some_microbatches_do_not_use_train_as_in_a_plain_loop(m
     assert not torch.equal(found[0], found[2]) and model[2].weight.grad is None
 
 
+def test_a_model_in_bfloat16_with_float64_and_single_numbers_trains_as_in_a_plain_loop(make_group: Make) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(2, 3).double(), nn.BatchNorm1d(3).bfloat16()
+            self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.norm(self.first(rows.double()).bfloat16()).float() * self.scale
+            return result
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = (model(batch) - 1.0).square().mean()
+        return result
+
+    torch.manual_seed(3)
+    model, rows = Mixed(), torch.randn(20, 2)
+    plain, one_by_one = copy.deepcopy(model), functools.partial(torch.optim.SGD, foreach=False)
+    found = trained(make_group(model, optimizer=one_by_one), rows, loss_of, model)
+    assert equal(found, trained_plainly(plain, rows, loss_of, one_by_one))
+
+
 class Keeps(nn.Module):
     """Without a parameter. It keeps a mean of what it sees in buffers of several dtypes."""
 

@@ -151,10 +151,10 @@ class Captured:
         Args:
             first: the buffers as the step began.
         """
-        here = zip(self.gradients, left.gradients, strict=True)
-        found = [(view, gradient) for view, gradient in here if gradient is not None]
-        views, gradients = [view for view, _ in found], [gradient for _, gradient in found]
-        absent = [view for view, gradient in zip(self.gradients, left.gradients, strict=True) if gradient is None]
+        gradients = [gradient for gradient in left.gradients if gradient is not None]
+        views, absent = list[torch.Tensor](), list[torch.Tensor]()
+        for view, gradient in zip(self.gradients, left.gradients, strict=True):
+            (absent if gradient is None else views).append(view)
         if left.weight is not None:
             for gradient in gradients:
                 gradient.copy_(gradient.to(_wide(gradient.dtype)).mul_(left.weight))

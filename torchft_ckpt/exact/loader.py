@@ -124,18 +124,8 @@ class StepLoader:
         self._manager, self._is_deterministic = manager, deterministic
         if deterministic:
             prepare_cublas()
-        self._samples = Samples(
-            dataset=dataset,
-            num_samples=num_samples,
-            global_batch_size=global_batch_size,
-            microbatch_size=microbatch_size,
-            seed=seed,
-            shuffle=shuffle,
-            order=order,
-            read=read,
-            part=rank_in_microbatch,
-            collate=collate_fn,
-        )
+        sizes = num_samples, global_batch_size, microbatch_size
+        self._samples = Samples(dataset, *sizes, seed, shuffle, order, read, rank_in_microbatch, collate_fn)
         self._reader = Reader(self._samples, options)
         self._nodes = Nodes()
         self._state: tuple[StateVersion, int, list[float]] = StateVersion(), 0, []
@@ -173,11 +163,6 @@ class StepLoader:
         if self.num_steps is None:
             raise TypeError("a StepLoader without num_epochs or num_steps has no length")
         return self.num_steps
-
-    def epoch_of(self, step: int) -> int:
-        """Return in which pass over the data set the first sample of a step is."""
-        num_samples = self._samples.num_samples
-        return step * self._samples.global_batch_size // num_samples if num_samples else 0
 
     def _check_last(self) -> None:
         last = self._now
@@ -466,7 +451,8 @@ class Step:
     @property
     def epoch(self) -> int:
         """In which pass over the data set its first sample is."""
-        return self._loader.epoch_of(self.number)
+        samples = self._loader._samples
+        return self.number * samples.global_batch_size // samples.num_samples if samples.num_samples else 0
 
     def __iter__(self) -> Iterator[Any]:
         return self._loader.run(self)

@@ -42,7 +42,7 @@ def set_random_state(key: int) -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Samples(Dataset[Any]):
     """The microbatches of all steps, by step and number. It is also what a worker gets.
 
