@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NUM_SOME = 4
+
+
+class _Call:
+    """A call of users' functions, while it lasts."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
 
 class StateRegistry:
@@ -177,16 +185,20 @@ class StateRegistry:
 
     @contextlib.contextmanager
     def _noted(self, kind: str) -> Iterator[None]:
-        before, self._in_function.kind = self.in_function, kind
+        before, call = getattr(self._in_function, "call", None), _Call(kind)
         try:
+            self._in_function.call = weakref.ref(
+                call
+            )  # an interrupt at the end may leave it there: it is gone with this frame
             yield
         finally:
-            self._in_function.kind = before
+            self._in_function.call = before
 
     @property
     def in_function(self) -> str:
         """Which of the users' functions the calling thread is in: "get", "load", or "" for none."""
-        return getattr(self._in_function, "kind", "")
+        call = getattr(self._in_function, "call", lambda: None) or (lambda: None)
+        return getattr(call(), "kind", "")
 
     @property
     def knows_optimizers(self) -> bool:
