@@ -318,15 +318,15 @@ def test_random_numbers_in_a_microbatch_and_after_it_are_of_the_step_alone(make_
     for job in ("one", "two"):
         group = make_group(nn.Linear(2, 1), job=job)
         torch.manual_seed(len(job) if job == "one" else 99)
-        drawn = []
+        drawn: dict[tuple[int, int | None], float] = {}
         for step in group.steps(num_steps=2):
             for batch in step:
-                drawn.append(torch.rand(()).item())
+                drawn[step.number, group.loader.microbatch] = torch.rand(()).item()
                 group.model(batch).mean().backward()
-            drawn.append(torch.rand(()).item())
+            drawn[step.number, None] = torch.rand(()).item()
             group.optimizer.step()
         found.append(drawn)
-    assert found[0] == found[1] and len({*found[0]}) == 10
+    assert found[0] == found[1] and len({*found[0].values()}) == 10
 
 
 def test_a_wrapped_module_and_several_optimizers_train_as_a_plain_one(make_group: Make) -> None:
