@@ -17,16 +17,16 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
-from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
-from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart, MeetingPlace
-from torchft_ckpt.checkpointing.durable.cooperative_read.rendezvous import KeyValueStore
+from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.checkpointing.durable.cooperative_read.lookup import Candidates
+from torchft_ckpt.checkpointing.durable.cooperative_read.ranks import Ranks
 from torchft_ckpt.checkpointing.durable.format.manifest import PlainValue
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
@@ -36,7 +36,7 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     list_checkpoints,
 )
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import owned_by_objects, state_of_value, template_of
-from torchft_ckpt.checkpointing.durable.reading.loading import give_back, keys_of, load_into, load_state
+from torchft_ckpt.checkpointing.durable.reading.loading import give_back, load_into
 from torchft_ckpt.checkpointing.durable.reading.reader import OWNERS_KEY, CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState, get_random_state, set_random_state
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
@@ -55,7 +55,6 @@ from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorag
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
-from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.parameters import names_of, note_returned
 from torchft_ckpt.checkpointing.state.tree import items_of_node, largest_value
 from torchft_ckpt.config import TOKEN, not_negative, resolve
@@ -63,7 +62,9 @@ from torchft_ckpt.core.coordination.messages import name_some
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.durable.retention import plan_removals
 from torchft_ckpt.core.durable.saving import SavingRank, Writers
+from torchft_ckpt.core.services.proofs import is_proof, key_for, proof
 from torchft_ckpt.errors import (
+    CheckpointDamagedError,
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
@@ -76,28 +77,24 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.events import CheckpointSaved
 from torchft_ckpt.manager.optimizer_settings import guard_steps
+from torchft_ckpt.manager.restoring import Restoring
 from torchft_ckpt.manager.saving import (
     IN_STEP,
     NotSaving,
     SaveIdentity,
-    check_keys,
     check_optimizers_known,
     check_state,
     end_restore,
     group_name,
-    load_saved,
     save_identity,
     state_to_save,
-    template_to_load,
 )
 from torchft_ckpt.manager.volatile import StateToSave, capture_for_save
 from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.threads import Thread
 
 if TYPE_CHECKING:
-    from torchft_ckpt.checkpointing import CheckpointTransport
     from torchft_ckpt.manager import Manager
-    from torchft_ckpt.manager.cold_start import ColdStartGroup
 
 logger = logging.getLogger(__name__)
 _STAGING_SHARE = 2
@@ -108,8 +105,6 @@ _NEVER_A_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.
 _TO_SAY = timedelta(seconds=3)
 _TO_CLOSE = timedelta(seconds=10)
 _TO_GIVE_UP = timedelta(seconds=30)
-_MAX_STARTS = 3
-"""Each is led by another first member: so many of them may be lost one after the other."""
 
 
 class Tier(Enum):
@@ -276,7 +271,7 @@ class Checkpointer:
         self._has_logged_no_backups = self._has_logged_many_values = self._has_logged_nameless = False
         self._owner = os.getpid()
         """The process whose threads save."""
-        self._num_loads = self._num_saves = 0
+        self._num_saves = 0
         self._later: list[_LaterSave] = []
         """Saves that were asked for in the middle of a step."""
         self._is_saving = self._copies_at_once = False
@@ -662,8 +657,7 @@ class Checkpointer:
 
         Names that the checkpoint has and the state dict has not are left out, but for the state of an optimizer that has none
         yet. Objects with `load_state_dict` are loaded by it: an optimizer, or what has its groups, with all that was saved of it.
-        Where torch.distributed is initialized all of its ranks call it: rank 0 says which checkpoint it is, and together they
-        read each byte once.
+        Each process finds and reads it by itself; a damaged one is skipped with a reason.
 
         Args:
             state_dict: says what is wanted, on which layout.
@@ -672,10 +666,7 @@ class Checkpointer:
         Raises:
             ConfigError: there is a Manager: use `restore`, which has all ranks of all groups take the same one. Or `step`
                 is none.
-            CheckpointNotFoundError: there is none.
-            CheckpointDamagedError: this rank could not read what the others have loaded.
-            SourceLostError, SourceRefusedError: what the other ranks have loaded is not known, because rank 0 or the store is
-                gone, or is another checkpoint than this rank has read.
+            CheckpointNotFoundError: there is none, or no undamaged one.
             StateMismatchError: what is wanted is not in it, or of another shape or dtype; or an optimizer's state is of other
                 parameters, or of these in another order.
             StorageError: the storage failed.
@@ -687,20 +678,26 @@ class Checkpointer:
         step = _plain_step(step)
         template = template_of(state_dict)
         self._make_way()
-        with self._place_to_meet() as place:
-            cold_start = ColdStart(self._all_storages(), step=step, place=place)
-            for reading in cold_start.attempts():
-                with reading as attempt:
-                    attempt.reader.read_as(*self._place())
-                    load_into(attempt.reader, template.state_dict, attempt.fill, owned=template.owned)
-        found = attempt.checkpoint.name.step
+        candidates = Candidates(self._all_storages(), Ranks(), step=step, shared=self._storages[Tier.STORAGE])
+        reader = None
+        with torn_where_it_raises("loading the newest checkpoint", "state_dict", lambda: candidates.has_written):
+            while reader is None:
+                whole = candidates.newest()
+                newest = CheckpointReader(whole.checkpoint)
+                newest.read_as(*self._place())
+                try:
+                    load_into(newest, template.state_dict, newest.read_own, owned=template.owned)
+                    reader = newest
+                except CheckpointDamagedError as error:
+                    candidates.leave_out(newest.checkpoint, error)
+        found = reader.checkpoint.name.step
         with torn_where_it_raises(f"loading step {found}", "state_dict"):
             give_back(state_dict, template.state_dict)
-            rank_state = self._rank_state_of(attempt.reader, "", self._place()[0])
-        source = self._source_of(attempt.checkpoint)
-        return _logged_restored(
-            self._restored(source, cold_start, found, rank_state, f"step {found} from {source.value}")
-        )
+            rank_state = self._rank_state_of(reader, "", self._place()[0])
+        source = RestoreSource.STORAGE if whole.is_shared else RestoreSource.LOCAL_DISK
+        reason = f"step {found} from {source.value}"
+        restored = Restored(source=source, step=found, reason=reason, bytes_from_storage=reader.bytes_read)
+        return self._logged_restored(restored, rank_state)
 
     def restore(self, *, step: SupportsIndex | None = None, timeout: timedelta | None = None) -> Restored:
         """Find the newest state and load it, before the first step: of memory, peers, local disk and storage.
@@ -708,12 +705,12 @@ class Checkpointer:
         Registered functions get what they would get from a peer: what came into being while training, or has another shape than
         here, arrives whole, in memory of its own.
         Where peers hold it nothing is loaded here: the first step heals from them. All ranks of all groups that start call it.
-        Groups that start together are led by the first of them, read each byte of a checkpoint once, and send it to each other.
-        Where the first one is lost before it has said that all go on, the others meet again, led by another.
+        Of groups that start together one that can read the newest checkpoint reads it, and the others receive it from that one.
+        Where it is lost, stands still or finds damage, the next one reads.
 
         Args:
             step: load the checkpoint of this step, whatever else there is.
-            timeout: for meeting the other groups; default: the Manager's `quorum_timeout`.
+            timeout: for other groups that live and have not come yet; default: the Manager's `quorum_timeout`.
 
         Returns:
             where the state comes from; `RestoreSource.NOTHING` where there is none yet.
@@ -729,8 +726,7 @@ class Checkpointer:
             StorageError: the storage failed, or the place is no directory.
             CheckpointNotFoundError: there is none of that step; or there are checkpoints that were saved whole, and none can be
                 read now: the job does not begin at step 0 beside them.
-            CheckpointDamagedError: this rank could not read what the others begin from.
-            SourceLostError, SourceRefusedError: what the others begin from is not known, in three starts one after the other.
+            SourceLostError: another rank of this group does not go on.
             StateDictLoadError: a registered function raised.
         """
         manager = self._manager
@@ -740,74 +736,72 @@ class Checkpointer:
         check_optimizers_known(manager)
         check_state(manager)
         self._check_places()
-        for number in range(_MAX_STARTS - 1):
-            try:
-                return _logged_restored(self._start(manager, step, timeout, is_first=number == 0))
-            except (SourceLostError, SourceRefusedError) as error:
-                logger.warning("this rank meets the others again, to start with them: %s", error)
-        return _logged_restored(self._start(manager, step, timeout, is_first=False))
-
-    def _start(self, manager: Manager, step: int | None, timeout: timedelta | None, *, is_first: bool) -> Restored:
-        gathering = manager.cold_start(timeout)
         in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
-        # Fresh weights, of step 0, are no state to go on from, whoever has them.
-        peers = (gathering.step_of_others if gathering is not None else manager.newest_step_of_peers(timeout)) or None
         found = {tier: _newest(storage, whole=tier is Tier.STORAGE) for tier, storage in self._storages.items()}
-        choice = choose_restore_source(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE])
-        if step is None and choice.source in (RestoreSource.MEMORY, RestoreSource.PEERS):
-            if choice.source is RestoreSource.PEERS:
-                end_restore(manager, from_peers=True)
+
+        def chosen(peers: int | None = None) -> Restored:
+            choice = choose_restore_source(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE])
             return Restored(source=choice.source, step=choice.step, reason=choice.reason)
-        if gathering is None and not is_first:
-            # Others of this group may have begun in the start before, from what this rank cannot know.
-            raise SourceLostError("the others, whom this rank was to start with, could not be met again", "members")
-        cold_start = ColdStart(self._all_storages(), step=step, place=_place_of(gathering, manager.transport))
-        rank, name = manager.group_rank, group_name(manager)
+
+        if step is None and chosen().source is RestoreSource.MEMORY:
+            return self._logged_restored(chosen(manager.newest_step_of_peers(timeout) or None))
         self._make_way()
+        restoring = Restoring(
+            manager,
+            self._all_storages(),
+            shared=self._storages[Tier.STORAGE],
+            step=step,
+            limit=not_negative(timeout),
+        )
         try:
-            with torn_where_it_raises("restoring a checkpoint", "restore", lambda: cold_start.has_written):
-                for reading in cold_start.attempts():
-                    with reading as attempt:
-                        attempt.reader.read_as(rank, manager.group_world_size)
-                        keys = keys_of(attempt.checkpoint, replica_id=name, rank=rank)
-                        check_keys(manager, keys, attempt.checkpoint.name)
-                        local = LocalState(template_to_load(manager))
-                        state = load_state(
-                            attempt.checkpoint, attempt.fill, local, replica_id=name, rank=rank, in_place=True
-                        )
-                num_groups = None if gathering is None else gathering.num_replicas
-                rank_state = self._rank_state_of(attempt.reader, name, rank, num_groups)
-                load_saved(manager, state)
+            restoring.run()
+            reader = restoring.reader
+            if reader is None:
+                if restoring.has_written:
+                    manager.report_torn_state()
+                end_restore(manager, from_peers=True)
+                return self._logged_restored(chosen(restoring.others_hold))
+            with torn_where_it_raises("restoring a checkpoint", "restore"):
+                rank_state = self._rank_state_of(reader, group_name(manager), manager.group_rank, restoring.num_groups)
         except BaseException as error:
-            if cold_start.has_written:  # so that it is not taken for a state, should the script go on
+            if restoring.has_written:  # so that it is not taken for a state, should the script go on
                 manager.report_torn_state()
             if step is not None or manager.view().torn or not isinstance(error, CheckpointNotFoundError):
                 raise
-            if (saved := found[Tier.STORAGE]) is not None:
-                raise CheckpointNotFoundError(
-                    f"{error}; step {saved} was saved whole and cannot be read now: mend it, name another by `step`, or remove "
-                    "what is there to begin at step 0",
-                    error.party,
-                ) from error
-            reason = f"there is no state to go on from: {error}"
-            if beside := beside_whole_ones(self._all_storages()):
-                reason = f"{reason}; {beside}"
-                logger.warning("the job begins at step 0 beside what is there: %s", reason)
-            return Restored(source=RestoreSource.NOTHING, step=None, reason=reason)
-        chosen = attempt.checkpoint.name.step
+            return self._logged_restored(self._nothing(error, found[Tier.STORAGE]))
+        read_step = reader.checkpoint.name.step
         if step is not None and any(other is not None and other > step for other in found.values()):
             logger.warning(
                 "checkpoints of later steps than %d stay where they are, and the next restore takes the newest: remove those "
                 "that the job is to forget",
                 step,
             )
-        if gathering is None or gathering.member == 0:
-            self._close_if_open(attempt.checkpoint)
+        if restoring.has_read and manager.group_rank == 0:
+            self._close_if_open(reader.checkpoint)
         end_restore(manager, from_peers=False)
-        source = self._source_of(attempt.checkpoint)
-        found[Tier.LOCAL if source is RestoreSource.LOCAL_DISK else Tier.STORAGE] = chosen
-        reason = choose_restore_source(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE]).reason
-        return self._restored(source, cold_start, chosen, rank_state, reason)
+        found[Tier.LOCAL if restoring.source is RestoreSource.LOCAL_DISK else Tier.STORAGE] = read_step
+        restored = replace(
+            chosen(),
+            source=restoring.source,
+            step=read_step,
+            bytes_from_storage=restoring.bytes_from_storage,
+            bytes_from_peers=restoring.bytes_from_peers,
+        )
+        return self._logged_restored(restored, rank_state)
+
+    def _nothing(self, error: CheckpointNotFoundError, saved: int | None) -> Restored:
+        """Begin at step 0, unless a step was saved whole."""
+        if saved is not None:
+            raise CheckpointNotFoundError(
+                f"{error}; step {saved} was saved whole and cannot be read now: mend it, name another by `step`, or remove "
+                "what is there to begin at step 0",
+                error.party,
+            ) from error
+        reason = f"there is no state to go on from: {error}"
+        if beside := beside_whole_ones(self._all_storages()):
+            reason = f"{reason}; {beside}"
+            logger.warning("the job begins at step 0 beside what is there: %s", reason)
+        return Restored(source=RestoreSource.NOTHING, step=None, reason=reason)
 
     def _close_if_open(self, checkpoint: Checkpoint) -> None:
         """Close what is whole, and whose writers died before they saw it: else it would not count for retention, nor for DCP."""
@@ -845,51 +839,16 @@ class Checkpointer:
             )
         return reader.own(replica_id, rank, KnownClasses()) if is_here else None
 
-    def _restored(
-        self, source: RestoreSource, cold_start: ColdStart, step: int, rank_state: object, reason: str
-    ) -> Restored:
+    def _logged_restored(self, restored: Restored, rank_state: object = None) -> Restored:
+        """Return it with what a rank has saved of its own, and its random state set."""
         kept = rank_state if isinstance(rank_state, dict) else {}
         if self._saves_random_state and kept.get("random") is not None:
             set_random_state(kept["random"])
-        return Restored(
-            source=source,
-            step=step,
-            reason=reason,
-            rank_state=kept.get("user"),
-            bytes_from_storage=cold_start.bytes_from_storage,
-            bytes_from_peers=cold_start.bytes_from_peers,
-        )
+        logger.info("restored: %s", restored.reason)
+        return replace(restored, rank_state=kept.get("user"))
 
     def _all_storages(self) -> list[Storage]:
         return [self._storages[tier] for tier in (Tier.LOCAL, Tier.STORAGE) if tier in self._storages]
-
-    def _source_of(self, checkpoint: Checkpoint) -> RestoreSource:
-        local = self._storages.get(Tier.LOCAL)
-        shared = self._storages[Tier.STORAGE]
-        is_local = local is not None and not any(part.storage is shared for part in checkpoint.parts)
-        return RestoreSource.LOCAL_DISK if is_local else RestoreSource.STORAGE
-
-    @contextlib.contextmanager
-    def _place_to_meet(self) -> Iterator[MeetingPlace | None]:
-        """Where the ranks of torch.distributed meet for a load, with a transport of its own."""
-        store = _default_store()
-        alone = self._alone
-        if store is None or alone is None or alone.num_ranks < 2:
-            yield None
-            return
-        self._num_loads += 1
-        transport: HTTPTransport[Any] = HTTPTransport()
-        run = f"torchft_ckpt/load/{alone.save_id}/{self._num_loads}"
-        try:
-            yield MeetingPlace(
-                store=torch.distributed.PrefixStore(run, store),
-                run=run,
-                member=alone.rank,
-                num_members=alone.num_ranks,
-                transport=transport,
-            )
-        finally:
-            transport.shutdown()
 
 
 @contextlib.contextmanager
@@ -915,24 +874,6 @@ def _plain_step(step: SupportsIndex | None) -> int | None:
     if number < 0:
         raise ConfigError(f"step={number}: a step is not negative", "step")
     return number
-
-
-def _logged_restored(restored: Restored) -> Restored:
-    logger.info("restored: %s", restored.reason)
-    return restored
-
-
-def _place_of(gathering: ColdStartGroup | None, transport: CheckpointTransport[Any]) -> MeetingPlace | None:
-    if gathering is None or gathering.store is None or not isinstance(transport, HTTPTransport):
-        return None
-    return MeetingPlace(
-        store=gathering.store,
-        run=gathering.run,
-        member=gathering.member,
-        num_members=gathering.num_members,
-        transport=transport,
-        has_gathered=True,
-    )
 
 
 def _newest(storage: Storage, *, whole: bool) -> int | None:
@@ -974,7 +915,28 @@ def _identity_alone() -> SaveIdentity:
     _num_alone += 1
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     proposal = f"run-{int(time.time()):x}-{secrets.token_hex(4)}"
-    agreed = KeyValueStore(store, token=resolve(None, TOKEN, "", str)).settle(
-        f"torchft_ckpt/run/{_num_alone}", proposal.encode()
-    )
-    return SaveIdentity(0, agreed.decode(), 0, 1, rank, num_ranks, "")
+    agreed = _settle(store, f"torchft_ckpt/run/{_num_alone}", proposal, resolve(None, TOKEN, "", str))
+    return SaveIdentity(0, agreed, 0, 1, rank, num_ranks, "")
+
+
+def _settle(store: torch.distributed.Store, key: str, proposal: str, token: str) -> str:
+    """Propose something small; return what the first who proposed something under that key did, the same for all.
+
+    Raises: as `_identity_alone`.
+    """
+    proof_key = key_for(token, "run") if token else b""
+
+    def proved(value: str) -> str:
+        return proof(proof_key, key, value) if token else ""
+
+    try:
+        settled = store.compare_set(key, "", proved(proposal) + proposal).decode(errors="replace")
+    except torch.distributed.DistError as error:
+        raise SourceLostError(f"the store of torch.distributed cannot be reached any more: {error}", "store") from error
+    claimed, value = settled[: len(proved(""))], settled[len(proved("")) :]
+    if token and not is_proof(claimed, proof_key, key, value):
+        raise SourceRefusedError(
+            f"what is settled about {key} is not believed: it was not put into the store by who knows our token",
+            "store",
+        )
+    return value

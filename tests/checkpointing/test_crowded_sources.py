@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -17,7 +16,6 @@ from support.waiting import wait_until
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.fetching import source as asking
-from torchft_ckpt.checkpointing.fetching.connection import FetchOptions
 from torchft_ckpt.checkpointing.protocol import SourceAddress, parse_metadata
 from torchft_ckpt.config import parse_host_port
 
@@ -60,32 +58,6 @@ def test_a_receiver_whose_first_connection_is_cut_comes_again(monkeypatch: pytes
     assert torch.equal(received["w"], state["w"]) and len(seen) >= 3
     for transport in (receiver, source):
         transport.shutdown()
-
-
-def test_so_does_one_that_is_cut_before_its_source_has_proved_that_it_knows_the_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(asking, "_UNANSWERED_PAUSES_S", (0.01, 0.01))
-    source: HTTPTransport[object] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", token=TOKEN)
-    source.send_checkpoint([1], 3, {"w": torch.arange(1000)}, LONG)
-    with cutting(source, num_cut=2) as (address, seen):
-        options = FetchOptions(
-            connect_timeout_s=10,
-            stall_timeout_s=10,
-            num_streams=1,
-            max_manifest_bytes=1 << 20,
-            max_total_bytes=None,
-            token=TOKEN,
-            receiver="receiver",
-            server_identity=source.identity,
-        )
-        client = asking.SourceClient(address, 3, options)
-        manifest = client.fetch_manifest(
-            deadline=time.monotonic() + 20, pause=lambda pause_s: True, on_refused=lambda refused: None
-        )
-        client.release()
-    assert (manifest.step, len(seen)) == (3, 3)
-    source.shutdown()
 
 
 @contextlib.contextmanager

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchft_ckpt import Checkpointer, PeerReader, load_checkpoint
-from torchft_ckpt.checkpointing.durable.cooperative_read import shared_read
-from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart
+from torchft_ckpt import checkpointer as checkpointer_module
 from torchft_ckpt.checkpointing.durable.reading import loading
-from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.resharding import plan
 from torchft_ckpt.checkpointing.state import target
 from torchft_ckpt.errors import (
@@ -229,24 +228,26 @@ def test_a_load_state_dict_of_the_users_that_raises_leaves_a_torn_state(tmp_path
     assert says_torn(caught.value) and bool(state["big"].all())
 
 
-def test_what_a_damaged_newer_checkpoint_overwrote_is_torn_where_no_older_one_fits(directory: Path) -> None:
+def test_what_a_damaged_newer_checkpoint_overwrote_is_torn_where_no_older_one_fits(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     damage(directory, 2)
-    state = zeros()
+    state, load = zeros(), loading.load_into
+
+    def load_into(reader: CheckpointReader, *args: Any, **options: Any) -> None:
+        if reader.checkpoint.name.step == 1:
+            raise StateMismatchError("it does not fit; nothing was changed", "here")
+        load(reader, *args, **options)
+
+    monkeypatch.setattr(checkpointer_module, "load_into", load_into)
+    checkpointer = Checkpointer(directory)
     with pytest.raises(StateMismatchError) as caught:
-        for reading in ColdStart([open_storage(directory)]).attempts():
-            with reading as attempt:
-                if attempt.checkpoint.name.step == 1:
-                    raise StateMismatchError("it does not fit; nothing was changed", "here")
-                loading.load_into(attempt.reader, state, attempt.fill)
+        checkpointer.load(state)
     assert num_written(state) and says_torn(caught.value)
-
-
-def test_where_nothing_was_overwritten_yet_nothing_is_said(directory: Path) -> None:
     with pytest.raises(StateMismatchError) as caught:
-        for reading in ColdStart([open_storage(directory)]).attempts():
-            with reading:
-                raise StateMismatchError("it does not fit; nothing was changed", "here")
-    assert not says_torn(caught.value)
+        checkpointer.load(zeros(), step=1)
+    assert not says_torn(caught.value), "nothing was overwritten yet"
+    checkpointer.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------------------ the rule
@@ -262,32 +263,3 @@ def test_what_is_raised_says_torn_exactly_where_something_was_written(kind: type
     assert isinstance(caught.value, CheckpointError if has_written or kind is not ValueError else kind)
     if isinstance(caught.value, CheckpointError):
         assert says_torn(caught.value) is has_written
-
-
-def test_a_member_that_has_read_its_share_and_cannot_have_the_rest_says_torn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its second read begins anew and has written nothing: what it raises is about all of the state nevertheless."""
-
-    class Stub:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_, **__: {}
-
-    class Reader:
-        location = "checkpoint 7"
-
-        def read(self, wants: object) -> None:
-            raise StorageError("the disk is gone", "disk")
-
-    read = object.__new__(shared_read.SharedRead)
-    read._transport, read._rendezvous = Stub(), Stub()  # type: ignore[assignment]
-    read._rendezvous.member, read._rendezvous.patience_s = 0, 1.0
-    read._number, read._reader = 0, Reader()  # type: ignore[assignment]
-    monkeypatch.setattr(shared_read, "_read_share", lambda *_: {})
-    monkeypatch.setattr(read, "_take", lambda *_: ["what nobody served"])
-    read._agreement = agreement = Stub()  # type: ignore[assignment]
-    agreement.checkpoint = Stub()  # type: ignore[attr-defined]
-    agreement.checkpoint.name = Stub()  # type: ignore[attr-defined]
-    agreement.checkpoint.name.step = STEP  # type: ignore[attr-defined]
-    dealt = shared_read._Dealt(shared_read._OwnWants([]), {0: {}}, [[]], alone=[])
-    with pytest.raises(StorageError) as caught:
-        read._read_dealt(dealt)
-    assert says_torn(caught.value)

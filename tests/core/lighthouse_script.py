@@ -56,6 +56,7 @@ from torchft_ckpt.core.coordination.messages import (
     Receives,
     Refused,
     ReplicasDiffer,
+    StateLocated,
     StateShown,
     StateVersion,
     ToLighthouse,
@@ -189,6 +190,7 @@ class Member:
         self.formed: QuorumFormed | None = None
         self.plan: StepPlan | None = None
         self._heard: list[str] = []
+        self.located: StateLocated | None = None
         self.pending: QuorumPending | None = None
         """What it was told last of a quorum that it waits for."""
         self.connect: ConnectBeside | None = None
@@ -440,6 +442,9 @@ class Member:
             self.pending = message
         elif isinstance(message, ConnectBeside):
             self.connect = message
+        elif isinstance(message, StateLocated):
+            self.located = message
+            self.replica.located(message)
         elif isinstance(message, JoinerWaiting):
             self.replica.joiner_waits(message)
             self.num_held += 0 if is_first else message.num_held

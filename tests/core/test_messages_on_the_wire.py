@@ -59,6 +59,13 @@ NODES = st.lists(st.integers(0, messages.MAX_MICROBATCHES), max_size=8, unique=T
 )
 
 
+DAMAGED = st.dictionaries(st.sampled_from(["", "step-7", "schön"]), TEXTS, max_size=2)
+STARTS = st.builds(
+    messages.Starts, damaged=DAMAGED, holds=st.booleans(), checkpoint_addresses=st.lists(TEXTS, max_size=2)
+)
+TOLD = st.builds(messages.StartTold, does=st.sampled_from(messages.Start), damaged=DAMAGED)
+
+
 @cache
 def any_of(union: object) -> st.SearchStrategy[object]:
     """Made once: to make and look through the strategies of all fields takes longer than to draw from them."""
@@ -105,6 +112,8 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
         "sources": st.lists(SOURCES, max_size=2),
         "nodes": NODES if message is QuorumRequest else st.just([]),
+        "starts": st.none() | (TOLD if message is messages.StateLocated else STARTS),
+        "words": st.lists(TEXTS, max_size=3),
     }
     fields: dict[str, st.SearchStrategy[object]] = {}
     for field in msgspec.structs.fields(message):

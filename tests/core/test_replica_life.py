@@ -338,12 +338,6 @@ def test_a_step_is_kept_without_its_state_only_while_that_is_on_the_way() -> Non
     assert may_keep(state)
 
 
-def test_a_question_who_gathers_is_no_step_to_keep() -> None:
-    state = replica()
-    state.begin(StepWishes(), StepFacts(gathers=True))
-    assert not may_keep(state)
-
-
 def test_a_torn_state_has_no_name_until_a_whole_one_is_loaded() -> None:
     state = replica()
     begun(state, version=V7, role=Role.LEARNER, has_sources=True, follows=True, held=True)
@@ -522,11 +516,11 @@ def test_an_answer_where_the_newest_state_is_that_comes_after_a_step_began_chang
     state.validate()
 
 
-def in_phase(phase: StepPhase, *, gathers: bool) -> ReplicaState:
+def in_phase(phase: StepPhase) -> ReplicaState:
     state = replica()
     state.caught_up(V4)
     if phase is StepPhase.ASKING:
-        state.begin(StepWishes(), StepFacts(gathers=gathers))
+        state.begin(StepWishes(), StepFacts())
     elif phase is not StepPhase.IDLE:
         begun(state)
     if phase is StepPhase.VOTED:
@@ -545,7 +539,6 @@ TELLS: dict[StepEvent, Callable[[ReplicaState], object]] = {
     StepEvent.BEGIN: lambda state: state.begin(StepWishes(), StepFacts()),
     StepEvent.LOCATE: lambda state: state.locate(),
     StepEvent.FORMED: lambda state: state.formed(formed(state._request_id)),
-    StepEvent.FORMED_GATHERS: lambda state: state.formed(formed(state._request_id)),
     StepEvent.CANNOT_CONNECT: cannot_connect,
     StepEvent.OVERTAKEN: lambda state: state.overtaken(decision(Outcome.LEFT_BEHIND)),
     StepEvent.BROKEN: lambda state: state.broken(BROKEN),
@@ -561,7 +554,7 @@ TELLS: dict[StepEvent, Callable[[ReplicaState], object]] = {
 def test_an_event_leads_where_the_table_says_and_changes_no_phase_where_it_is_not_in_it(
     event: StepEvent, phase: StepPhase
 ) -> None:
-    state = in_phase(phase, gathers=event is StepEvent.FORMED_GATHERS)
+    state = in_phase(phase)
     if event is StepEvent.VOTE and (phase, event) not in TRANSITIONS:
         with pytest.raises(RuntimeError, match=f"internal error: there is no step to vote on in phase {phase.value}"):
             state.vote()
@@ -622,7 +615,7 @@ def test_whatever_happens_to_a_step_what_its_replica_knows_agrees(
         match word:
             case "begin" if state.may_begin():
                 wishes = StepWishes(waits=True if yes[0] else None)
-                asked = state.begin(wishes, StepFacts(gathers=all(yes[:2]), at_end=yes[2]))
+                asked = state.begin(wishes, StepFacts(at_end=yes[2]))
             case "formed" if state.phase is StepPhase.ASKING or state.may_begin():
                 if state.phase is not StepPhase.ASKING:
                     state.took_step()

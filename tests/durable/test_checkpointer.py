@@ -664,35 +664,11 @@ def test_a_run_is_not_named_by_a_stranger(tmp_path: Path, monkeypatch: pytest.Mo
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         store.set(f"torchft_ckpt/run/{checkpointer_module._num_alone + 1}", "../elsewhere")
-        with pytest.raises(SourceRefusedError, match="not put into the store in this run by who knows our token"):
+        with pytest.raises(SourceRefusedError, match="not put into the store by who knows our token"):
             Checkpointer(tmp_path)
         Checkpointer(tmp_path).shutdown()
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.processes
-def test_arrays_and_tensors_in_tuples_are_read_from_the_disks_of_other_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHFT_CKPT_TOKEN", "a secret")
-    script = (
-        "import sys, numpy, torch, torch.distributed as dist; from torchft_ckpt import Checkpointer, Tier; "
-        "place, meeting, rank = sys.argv[1:]; "
-        "dist.init_process_group('gloo', init_method=meeting, rank=int(rank), world_size=2); "
-        "checkpointer = Checkpointer(place + '/shared', local_location=place + '/disk' + rank); "
-        "state = {'w': torch.arange(100_000.), 'array': numpy.arange(5.), 'pair': (torch.arange(70_000.), 7)}; "
-        "checkpointer.save(state, step=5, tier=Tier.LOCAL).result(); dist.barrier(); "
-        "here = {'w': torch.zeros(100_000), 'array': None, 'pair': None}; "
-        "restored = checkpointer.load(here); "
-        "assert torch.equal(here['w'], state['w']) and (here['array'] == state['array']).all(), here; "
-        "assert torch.equal(here['pair'][0], state['pair'][0]) and here['pair'][1] == 7, here; "
-        "print(restored.source.value, restored.bytes_from_storage < 450_000); "
-        "dist.barrier(); checkpointer.shutdown(); dist.destroy_process_group()"
-    )
-    meeting = f"file://{tmp_path / 'meeting'}"
-    outcomes = run_ranks(tmp_path, 2, script, tmp_path, meeting)
-    assert [out for _, out, _ in outcomes] == ["local disk True\n"] * 2, outcomes
 
 
 @pytest.mark.processes

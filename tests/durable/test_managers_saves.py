@@ -14,13 +14,11 @@ from torch import nn
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Tier, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.checkpointing.durable.cooperative_read.cold_start import ColdStart
 from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
-    SourceLostError,
     StateMismatchError,
     StorageError,
     UnsupportedValueError,
@@ -245,39 +243,6 @@ def test_no_job_begins_at_step_0_beside_a_checkpoint_that_was_whole_and_cannot_b
     assert not caught.value.state_overwritten
     (directory / ".metadata").unlink()  # as it is left by a job that died in its first save
     assert checkpointer.restore().source is RestoreSource.NOTHING
-    checkpointer.shutdown()
-    again.manager.shutdown()
-
-
-def test_who_lost_the_others_in_a_start_and_cannot_meet_them_again_does_not_begin(
-    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may have gone on together from another checkpoint than it would find by itself."""
-    group = Group(address)
-    checkpointer = Checkpointer(tmp_path, manager=group.manager)
-    group.step()
-    checkpointer.save().result(LONG_S)
-    checkpointer.shutdown()
-    group.manager.shutdown()
-    again = Group(address)
-    checkpointer = Checkpointer(tmp_path, manager=again.manager)
-    num_starts = 0
-
-    def loses(cold_start: ColdStart) -> None:
-        raise SourceLostError("the first member is gone", "member 0")
-
-    def meets(timeout: object) -> None:
-        nonlocal num_starts
-        num_starts += 1
-        if num_starts > 1:
-            monkeypatch.undo()
-            monkeypatch.setattr(again.manager, "cold_start", meets)
-
-    monkeypatch.setattr(again.manager, "cold_start", meets)
-    monkeypatch.setattr(ColdStart, "attempts", loses)
-    with pytest.raises(SourceLostError, match="could not be met again"):
-        checkpointer.restore()
-    assert num_starts == 3
     checkpointer.shutdown()
     again.manager.shutdown()
 

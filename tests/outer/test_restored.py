@@ -34,7 +34,6 @@ from torchft_ckpt import (
     load_checkpoint,
 )
 from torchft_ckpt.core.durable.restore_source import RestoreSource
-from torchft_ckpt.manager.cold_start import ColdStartGroup
 
 T = TypeVar("T")
 LONG_S = 60.0
@@ -287,33 +286,22 @@ def test_one_that_restores_within_the_loop_when_another_has_already_takes_that_o
 ) -> None:
     """Both have begun a job of fresh weights by then, which are not to win over the checkpoint."""
     storage, saved = saved_by("diloco")
-    first_has_restored = threading.Event()
-
-    def gather_late(_: object) -> ColdStartGroup:
-        assert first_has_restored.wait(LONG_S)
-        return told_that_others_hold(saved.step)
+    asks = threading.Event()
 
     def run(group: Group) -> RestoreSource:
-        manager: Any = group.manager
-        if manager.replica_id().startswith("group_1"):
-            manager.cold_start = gather_late
-        else:
-            manager.cold_start = lambda _: told_that_others_hold(0)
-            load = manager.load_state_dict
-            manager.load_state_dict = lambda state: (load(state), first_has_restored.set())
         with group.loop:
-            restored: Restored = group.checkpointer.restore()
+            is_late = group.manager.replica_id().startswith("group_1")
+            if is_late:
+                assert asks.wait(LONG_S)
+            else:
+                begin = group.manager._client.begin
+                group.manager._client.begin = lambda *args: (begin(*args), asks.set())[0]  # type: ignore[method-assign]
+            restored: Restored = group.checkpointer.restore(timeout=timedelta(seconds=60 if is_late else 0.5))
             group.assert_begins_from(saved)
             group.train(SYNC_EVERY)
         return restored.source
 
     assert together(2, run, storage) == [RestoreSource.STORAGE, RestoreSource.PEERS]
-
-
-def told_that_others_hold(step: int) -> ColdStartGroup:
-    return ColdStartGroup(
-        replica_rank=0, num_replicas=1, group_rank=0, group_world_size=1, store=None, run="a run", step_of_others=step
-    )
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ class Oracle:
             self.fail(f"{trainer.address} saw quorum {self._seen_quorum_id[key]}, now {formed.quorum_id}")
         self._seen_quorum_id[key] = formed.quorum_id
         may_heal = self._requests[trainer.replica_id].allow_heal
-        if formed.role is Role.IDLE and may_heal and not formed.gathers:
+        if formed.role is Role.IDLE and may_heal:
             self.fail(f"{trainer.address} is in quorum {formed.quorum_id} without its state, as {formed.role}")
         if formed.role is Role.HEALTHY:
             if trainer.replica.version != formed.version:
@@ -412,7 +412,7 @@ class Oracle:
                     self._came_in.pop(told, None)
                 else:
                     self._came_in[told] = message.version
-            elif isinstance(message, QuorumFormed) and message.role is not Role.LEARNER and not message.gathers:
+            elif isinstance(message, QuorumFormed) and message.role is not Role.LEARNER:
                 life.held.clear()
                 if self._came_in.get(told) == message.version and state._trials._joined.get(told) is False:
                     self.fail(
@@ -478,7 +478,7 @@ class Oracle:
     def _check_goes_on(self, life: _Life, event: Event, formed: QuorumFormed) -> None:
         """Where the job is over, a step begins only because somebody asks who has finished and goes on, or restored a state."""
         step = life.finished_step
-        if step is None or formed.gathers or formed.role is Role.LEARNER:
+        if step is None or formed.role is Role.LEARNER:
             return
         asked = event.message if isinstance(event, Received) else None
         if (
@@ -568,9 +568,9 @@ class Oracle:
             # On purpose, for all that was checked. Members may have told of more than they were seen to hold.
             self._rollbacks.append(formed.rolled_back_to)
         life.may_lose_steps = state.settings.allow_step_loss
-        life.has_formed = life.has_formed or not formed.gathers
+        life.has_formed = True
         is_lasting = formed.version.epoch == formed.epoch or not life.told_to_commit
-        if formed.version.proven and not formed.gathers and is_lasting:
+        if formed.version.proven and is_lasting:
             life.reported.add(formed.version)
 
     def _check_decided(self, state: LighthouseState, life: _Life, decided: CommitDecided) -> None:

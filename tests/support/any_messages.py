@@ -75,6 +75,9 @@ def _values(kind: inspect.Type, by_name: dict[str, st.SearchStrategy[Any]]) -> s
             return st.lists(_values(kind.item_type, by_name), max_size=min(3, kind.max_length or 3))
         case inspect.TupleType():
             return st.tuples(*[_values(one, by_name) for one in kind.item_types])
+        case inspect.DictType():
+            values = _values(kind.value_type, by_name)
+            return st.dictionaries(_values(kind.key_type, by_name), values, max_size=min(3, kind.max_length or 3))
         case inspect.UnionType():
             return st.one_of([_values(one, by_name) for one in kind.types])
         case inspect.StructType():

@@ -40,7 +40,7 @@ from torchft_ckpt.checkpointing.serving.unchanged import Marked
 from torchft_ckpt.checkpointing.state.blocks import DEFAULT_BLOCK_BYTES, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
 from torchft_ckpt.checkpointing.state.format import MAX_MANIFEST_BYTES, Elsewhere, Manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
-from torchft_ckpt.checkpointing.state.target import StateTarget
+from torchft_ckpt.checkpointing.state.target import StateTarget, Want
 from torchft_ckpt.checkpointing.state.tree import MANY_LEAVES, largest_value
 from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.checkpointing.transport import CheckpointTransport
@@ -234,11 +234,6 @@ class HTTPTransport(CheckpointTransport[T]):
     def token(self) -> str | None:
         """The shared secret of the job, which this side wants of receivers and shows to sources; None: none is wanted."""
         return self._options.token
-
-    @property
-    def identity(self) -> str:
-        """A random name of the server here, no secret: by it a receiver tells this process from any other at its address."""
-        return self._server.identity
 
     def has_pending_request(self, step: int) -> bool:
         """Whether somebody waits for the state of this step, or for whatever is newest, and it is not served: serve it."""
@@ -458,6 +453,22 @@ class HTTPTransport(CheckpointTransport[T]):
                 raise
         logger.info("received step %d onto another layout in %.3f s", step, time.monotonic() - started)
         return cast(T, state)
+
+    def fetch_boxes(self, address: str, wants: Sequence[Want], step: int, timeout: timedelta) -> None:
+        """Fill targets with boxes that one source serves under a step.
+
+        Raises:
+            CheckpointError: as `fetch_checkpoint`; targets may have been written to.
+        """
+        fetch = ShardedFetch(
+            [_group([address])],
+            step=step,
+            deadline=time.monotonic() + timeout.total_seconds(),
+            options=replace(self._options, receiver=uuid.uuid4().hex),
+            want=lambda group: wants,
+        )
+        with self._fetching(fetch):
+            fetch.run()
 
     @contextlib.contextmanager
     def _fetching(self, fetch: Fetch | ShardedFetch) -> Iterator[None]:

@@ -5,8 +5,6 @@
 | `GET /v1/checkpoint`                                      | `Index`: what is served now                                   |
 | `GET /v1/checkpoint/proof?nonce=HEX`                      | 64 hex digits, which prove that it is the source of a         |
 |                                                           | manifest (`proof_of`); to everybody, without a token          |
-| `GET /v1/checkpoint/proof?nonce=HEX&of=token`             | 32 hex digits of its own, and 64 which prove that it knows    |
-|                                                           | the token: from here on this connection is a session          |
 | `GET /v1/checkpoint/{step}/manifest?wait_s=N`             | the manifest; held up to N s while the step is not served yet |
 | `GET /v1/checkpoint/latest/manifest?wait_s=N`             | that of the newest step; where none is served, or it was left |
 |                                                           | long ago, the owner is asked to serve one when it next can    |
@@ -38,10 +36,6 @@
 |                          |                    | for first                                                           |
 | `X-Ckpt-Digest`          | a manifest         | its xxh3_128 in hex, taken before it was compressed. It is          |
 |                          |                    | compressed if the request has `Accept-Encoding: deflate`            |
-| `X-Ckpt-Proof`           | both, in a session | `NUMBER HEX` of a request, in place of `Authorization`; `HEX` of    |
-|                          |                    | its answer (`core/services/proofs.py`)                              |
-
-In a session, the digests behind parts are HMACs of them. The source refuses blocks there, because nothing proves them.
 
 A refusal has a JSON body `{error, message, serving_step}`:
 
@@ -145,16 +139,6 @@ DIGEST_HEADER = "X-Ckpt-Digest"
 ADDRESS_HEADER = "X-Ckpt-Address"
 SHARE_HEADER = "X-Ckpt-Share"
 GROUP_HEADER = "X-Ckpt-Group"
-PROVED_REQUEST_HEADERS = (
-    "If-Match",
-    "Accept-Encoding",
-    RECEIVER_HEADER,
-    RECEIVED_HEADER,
-    ADDRESS_HEADER,
-    GROUP_HEADER,
-)
-"""The headers of a request that are proved with its path and body; one that is absent is proved as an empty text."""
-PROVED_ANSWER_HEADERS = ("ETag", "Content-Encoding", DIGEST_HEADER, SHARE_HEADER)
 MAX_WAIT_S = 10.0
 MAX_REFUSAL_BYTES = 64 * 1024
 MAX_DIGESTS = 4096

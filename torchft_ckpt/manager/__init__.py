@@ -6,7 +6,8 @@ between_steps      catching up, handing over, meeting, while no step is open
 step_client        coordination, and what this replica is
 rank_config        arguments and environment to addresses, ranks, store; the connection
 group_store        where the ranks of one group find each other
-cold_start         lets groups meet that start without a state
+starting           what a rank says, hears, gives and receives that starts without a state
+restoring          has its group read a checkpoint, or receive what another one has read
 collectives        allreduce whose errors end the step and nothing else
 clearing           all groups issue the same collective
 state_registry     the state that replicas have in common

@@ -14,10 +14,7 @@ import logging
 import time
 from datetime import timedelta
 
-from torchft_ckpt.core.coordination.messages import StateLocated
-from torchft_ckpt.errors import StateDictLoadError, StateMismatchError, TransferTimeoutError
-from torchft_ckpt.manager.cold_start import ColdStartGroup, find_cold_start_group
-from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.errors import TransferTimeoutError
 from torchft_ckpt.manager.rank_config import RankConfig
 from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.serving import StateServing
@@ -39,7 +36,6 @@ class BetweenSteps:
     On the training thread; each method but `offer_state` abandons an open step.
 
     Args:
-        address: of this rank's transport.
         in_place: receive into the tensors that are here, where there is no state of worth.
     """
 
@@ -50,20 +46,16 @@ class BetweenSteps:
         *,
         registry: StateRegistry,
         serving: StateServing,
-        healing: Healing,
         recovery: Recovery,
         rank_config: RankConfig,
-        address: str,
         in_place: bool,
     ) -> None:
         self._client = client
         self._steps = steps
         self._registry = registry
         self._serving = serving
-        self._healing = healing
         self._recovery = recovery
         self._rank_config = rank_config
-        self._address = address
         self._in_place = in_place
 
     def catch_up(self, limit: timedelta, *, moving: bool = False) -> bool:
@@ -99,7 +91,8 @@ class BetweenSteps:
                 continue
             # An older state is one that the job could still go back to, until the newer one is here whole.
             in_place = self._in_place and not now.version.proven
-            failure = self._fetch(located, in_place, until)
+            left = timedelta(seconds=max(0.0, until - time.monotonic()))
+            failure = self._recovery.receive(located, in_place, left)
             if failure is None:
                 with client.lock, client.replica as replica:
                     replica.caught_up(located.version)
@@ -116,18 +109,6 @@ class BetweenSteps:
         if client.view().torn:
             failed.mark_torn()
         raise failed
-
-    def _fetch(self, located: StateLocated, in_place: bool, until: float) -> Exception | None:
-        """Try once; return the failure, if another attempt may help."""
-        left = timedelta(seconds=max(0.0, until - time.monotonic()))
-        self._healing.start(located, self._registry.capture_to_receive(), in_place, left)
-        try:
-            self._recovery.take_state()
-        except (StateMismatchError, StateDictLoadError):
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a transport raises: asked again, until the time is up
-            return error
-        return None
 
     def hand_over(self, limit: timedelta) -> bool:
         """Serve the state of now until another group has taken it over; return whether one has."""
@@ -160,11 +141,6 @@ class BetweenSteps:
         self._steps.leave()
         located = self._client.locate(time.monotonic() + limit.total_seconds())
         return located.version.step if located is not None and located.sources else None
-
-    def cold_start(self, limit: timedelta) -> ColdStartGroup | None:
-        """Meet the groups that start without a state as this one does; None: they did not come together in time."""
-        self._steps.leave()
-        return find_cold_start_group(self._client, self._rank_config, address=self._address, limit=limit)
 
     def finish(self, limit: timedelta) -> bool:
         """Say that this group has made its last step; return whether the job is finished."""

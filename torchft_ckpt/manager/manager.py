@@ -43,7 +43,6 @@ from torchft_ckpt.errors import CheckpointError, ConfigError, CoordinationError,
 from torchft_ckpt.events import Event
 from torchft_ckpt.manager.between_steps import BetweenSteps
 from torchft_ckpt.manager.checking import EqualityCheck
-from torchft_ckpt.manager.cold_start import ColdStartGroup
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback, Way, first_of
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.followers import Followers, G, S
@@ -56,6 +55,7 @@ from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
 from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.saving import IN_STEP
 from torchft_ckpt.manager.serving import StateServing
+from torchft_ckpt.manager.starting import StartingRank
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step import Steps
 from torchft_ckpt.manager.step_client import StepClient
@@ -362,10 +362,18 @@ class Manager:
             self._steps,
             registry=self._registry,
             serving=self._serving,
-            healing=self._healing,
             recovery=self._recovery,
             rank_config=rank_config,
+            in_place=heal_in_place,
+        )
+        self._starting = StartingRank(
+            self._client,
+            registry=self._registry,
+            serving=self._serving,
+            healing=self._healing,
+            recovery=self._recovery,
             address=transport.metadata(),
+            limit=self._timeouts.quorum,
             in_place=heal_in_place,
         )
         end_at_exit(self.shutdown)
@@ -1000,22 +1008,14 @@ class Manager:
         """
         return self._between_steps.newest_step_of_peers(config.not_negative(timeout) or self._timeouts.connect)
 
-    def cold_start(self, timeout: timedelta | None = None) -> ColdStartGroup | None:
-        """Meet the groups that start without a state as this one does, to look for one together, before the first step.
+    def starting_rank(self) -> StartingRank:
+        """Begin to start without a state, with other groups that do; a step that is open is abandoned. For `Checkpointer`."""
+        self._steps.leave()
+        return self._starting
 
-        All ranks of this group call it, on the training thread. No state is named by it and no step is open after it. See
-        `ColdStartGroup` for what it says where others hold a state already.
-
-        Args:
-            timeout: instead of `quorum_timeout`.
-
-        Returns:
-            who is here; None where they did not come together in time, or their store cannot be reached: look alone then.
-
-        Raises:
-            GroupBrokenError, RefusedError: this group cannot go on.
-        """
-        return self._between_steps.cold_start(config.not_negative(timeout) or self._timeouts.quorum)
+    def restored(self, step: int) -> None:
+        """A state of this step was received whole, and loaded, as if from a checkpoint. For `Checkpointer`."""
+        self.load_state_dict(self._own.saved(step))
 
     @property
     def place(self) -> RoundPlace:

@@ -325,6 +325,21 @@ class Recovery:
         self._load_received(self._wait_for_state(as_group))
         self.num_healed += 1
 
+    def receive(self, located: StateLocated, in_place: bool, limit: timedelta) -> Exception | None:
+        """Fetch and load a state outside of quorums, once; return the failure, if another attempt may help.
+
+        Raises:
+            StateDictLoadError, StateMismatchError: it cannot be loaded here.
+        """
+        self._healing.start(located, self._registry.capture_to_receive(), in_place, limit)
+        try:
+            self.take_state()
+        except (StateMismatchError, StateDictLoadError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a transport raises: asked again, until the time is up
+            return error
+        return None
+
     def note_healed(self, located: QuorumFormed | StateLocated) -> None:
         """Say that the state which was fetched from the sources of this message is loaded."""
         self._events.add(

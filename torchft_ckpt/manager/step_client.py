@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
+from typing import Any
 
 from torchft_ckpt.core.coordination.meeting import Claim
 from torchft_ckpt.core.coordination.messages import (
@@ -45,6 +47,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumPending,
     QuorumRequest,
     RankToGroup,
+    RankWord,
     Refused,
     ReplicasDiffer,
     StateArrived,
@@ -86,6 +89,11 @@ logger = logging.getLogger(__name__)
 
 PENDING_LOG_S = 10.0
 """How often to say what is waited for; the first time after a fifth of it."""
+MORE, LAST, FAILS = "+.!"
+"""At the begin of a word of a rank: another piece follows, or none; it does not go on."""
+_FOR_EVER_S = 1e6
+_WORDS_CHARS = 1 << 20
+"""Of what all ranks of a group say at once, in one message to each."""
 GIVE_UP_GRACE_S = 5.0
 """How long the group's rank 0 may take to say that the decision is not known."""
 
@@ -160,6 +168,9 @@ class StepClient:
         self._asked_where: LocateState | None = None
         self._lost: LostTold | None = None
         """What was last told of the groups that contributed to a step."""
+        self._num_words = 0
+        self._word: RankWord | None = None
+        """What all ranks of the group have said last, once it is known."""
         self._fatal: CoordinationError | None = None
         self.has_told_main_thread = False
         """A method has raised a `GroupLeftError` on the main thread."""
@@ -237,19 +248,64 @@ class StepClient:
         self.is_called = False
         self._loading = []
 
-    def locate(self, until: float, *, has_finished: bool = False, **moves: bool) -> StateLocated | None:
+    def locate(self, until: float, **says: Any) -> StateLocated | None:
         """Ask where the newest state is, and wait for the answer; None: there was none in time.
 
-        An open step is abandoned. `has_finished`: say that it was the last. `moves`: as in `LocateState`.
+        An open step is abandoned. `says`: as in `LocateState`.
         """
         with self.lock, self.replica as replica:
             self._raise_if_fatal()
             self._forget_step()
             self._located = None
-            asked = self._asked_where = replica.locate(has_finished, **moves)
+            asked = self._asked_where = replica.locate(**says)
         self.send(asked)
         self._wait_for(lambda: self._located is not None, until)
         return self._located
+
+    def exchange(self, text: str) -> list[str]:
+        """Tell all ranks of this group something, each of which tells the others something; return what all say, in their order.
+
+        Where a rank does not go on (`say_why_not`) what it says is returned, and nothing of the others.
+
+        Raises:
+            SourceLostError: another rank asks for a step, and will not say anything.
+        """
+        if self._group_world_size == 1:
+            return [text]
+        at_once, said = max(_WORDS_CHARS // self._group_world_size, 1), [""] * self._group_world_size
+        for at in count(0, at_once):
+            kind = MORE if at + at_once < len(text) else LAST
+            words = self._say(kind + text[at : at + at_once])
+            if any(word[:1] == FAILS for word in words):
+                return [word[1:] if word[:1] == FAILS else "" for word in words]
+            said = [before + word[1:] for before, word in zip(said, words, strict=True)]
+            if all(word[:1] == LAST for word in words):
+                break
+        return said
+
+    def say_why_not(self, text: str, waits: bool) -> None:
+        """Tell the other ranks, which wait for what this one has to say, why it does not go on. `waits`: until they have heard.
+
+        Raises: as `exchange`, if it waits.
+        """
+        if self._group_world_size > 1:
+            self._say(FAILS + text, waits=waits)
+
+    def _say(self, word: str, *, waits: bool = True) -> list[str]:
+        with self.lock:
+            self._raise_if_fatal()
+            self._word = None
+            self._num_words += 1
+            number = self._num_words
+        self.send(RankWord(number=number, words=[word]))
+        if not waits:
+            return []
+        self._wait_for(lambda: self._word is not None, time.monotonic() + _FOR_EVER_S)
+        answer = self._word
+        if answer is None or answer.failure:
+            why = "they say nothing" if answer is None else answer.failure
+            raise SourceLostError(f"not all ranks of this group go on: {why}", self.replica_id)
+        return answer.words
 
     def lost_contributors(self, version: StateVersion, *, asks: bool) -> list[int]:
         """See `Manager.lost_contributors`."""
@@ -643,6 +699,8 @@ class StepClient:
                 self._located = message
         elif isinstance(message, LostTold):
             self._lost = message
+        elif isinstance(message, RankWord):
+            self._word = message if message.number == self._num_words else self._word
         elif isinstance(message, CollectiveCleared):
             formed = replica.quorum
             if formed is not None and (formed.quorum_id, formed.version.step) == (message.quorum_id, message.step):

@@ -22,21 +22,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
-import xxhash
 
 from torchft_ckpt.checkpointing.protocol import (
     MAX_REFUSAL_BYTES,
     NONCE_DIGITS,
     PROOF_DIGITS,
     PROOF_PATH,
-    PROVED_ANSWER_HEADERS,
-    PROVED_REQUEST_HEADERS,
     Refusal,
     SourceAddress,
     decode_refusal,
     proof_of,
 )
-from torchft_ckpt.core.services.proofs import PROOF_HEADER, PartDigest, ProvedSession
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
 from torchft_ckpt.network import keep_from_forked_children
 
@@ -65,9 +61,6 @@ class FetchOptions:
     token: str | None
     receiver: str
     address: str | None = None
-    server_identity: str = ""
-    """Of the one server that is asked, where its address was found in a place that anybody may write to: the token is proved
-    to it and never sent, and its answers are proved. Of tensors, only parts can be had so."""
     ssl_context: ssl.SSLContext | None = None
     group_size: int = 1
     """How many ranks of the receiver's group come to the same source."""
@@ -99,9 +92,6 @@ class SourceConnection:
 
     Args:
         source: where to connect; at a further address of a source it has to prove first, over each connection, that it is it.
-        proved_to: identity of the server that has to be there: over each connection the token is proved to it, and by it.
-            Empty: nothing is proved beside what `headers` say.
-        token: what is proved.
         connect_timeout_s: limit for the connection to be accepted, TLS handshake included; for each address of the host.
         stall_timeout_s: limit for each wait for a byte.
         ssl_context: for clients; whom to believe, and who we are, where the source speaks https. Default: the certificate
@@ -117,8 +107,6 @@ class SourceConnection:
         source: SourceAddress,
         *,
         headers: Mapping[str, str],
-        proved_to: str = "",
-        token: str = "",
         connect_timeout_s: float,
         stall_timeout_s: float,
         ssl_context: ssl.SSLContext | None = None,
@@ -131,9 +119,6 @@ class SourceConnection:
         self._name = source.source.host
         """That its certificate has."""
         self._headers = dict(headers)
-        self._proved_to = proved_to
-        self._token = token
-        self._session: ProvedSession | None = None
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._ssl_context = ssl_context
@@ -203,8 +188,6 @@ class SourceConnection:
             http_connection.sock = sock
             if self._source.known_by:
                 self._have_it_proved(http_connection)
-            if self._proved_to:
-                self._session = self._begin_session(http_connection)
             self._http = http_connection
             self._answered = False
             return
@@ -229,25 +212,6 @@ class SourceConnection:
                     f"{self.party} does not prove that it is source {there.source}; nothing was asked of it", self.party
                 )
             response.close()
-
-    def _begin_session(self, http_connection: _OpenSocketConnection) -> ProvedSession:
-        nonce = secrets.token_hex(NONCE_DIGITS // 2)
-        with self._named_failures("waiting for its proof"), self._unanswered():
-            path = f"{PROOF_PATH}?nonce={nonce}&of=token"
-            http_connection.request("GET", path, headers={"Accept-Encoding": "identity"})
-            response = http_connection.getresponse()
-            said = response.read(NONCE_DIGITS + PROOF_DIGITS + 1).decode(errors="replace")
-            if response.status == 429:
-                raise SourceLostError(f"{self.party} is asked too often to prove that it knows our token", self.party)
-            session = ProvedSession(self._token, self._proved_to, nonce, said[:NONCE_DIGITS])
-            if response.status != 200 or not session.is_server(said[NONCE_DIGITS:]):
-                raise SourceRefusedError(
-                    f"{self.party} does not prove that it knows our token, or is another server than was there; nothing was "
-                    "asked of it",
-                    self.party,
-                )
-            response.close()
-        return session
 
     def close(self) -> None:
         """Wake and fail whatever is waiting on this connection. From any thread; the owner still calls `release`."""
@@ -322,14 +286,10 @@ class SourceConnection:
         body: bytes | None,
     ) -> Answer:
         sent = {"Accept-Encoding": "identity", **self._headers, **(headers or {})}  # as `http.client` would send it
-        session, claimed = self._session, ""
-        if session is not None:
-            proved = [sent.get(name, "") for name in PROVED_REQUEST_HEADERS]
-            claimed = sent[PROOF_HEADER] = session.prove_request(method, path, proved, body or b"")
         http_connection.request(method, path, body=body, headers=sent)
         response = http_connection.getresponse()
         self._answered = True
-        return Answer(self, response, path, session, claimed)
+        return Answer(self, response, path)
 
     def _drop(self) -> None:
         """Close the socket and forget it. By the thread that uses the connection."""
@@ -337,7 +297,6 @@ class SourceConnection:
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None
-        self._session = None
         if self._http is not None:
             self._http.close()
             self._http = None
@@ -422,26 +381,12 @@ def _default_context() -> ssl.SSLContext:
 
 
 class Answer:
-    """The answer to one request. Must be read to its end before the next request.
+    """The answer to one request. Must be read to its end before the next request."""
 
-    Args:
-        session: in which it has to be proved; None: it is taken as it is.
-    """
-
-    def __init__(
-        self,
-        connection: SourceConnection,
-        response: http.client.HTTPResponse,
-        path: str,
-        session: ProvedSession | None = None,
-        request: str = "",
-    ) -> None:
+    def __init__(self, connection: SourceConnection, response: http.client.HTTPResponse, path: str) -> None:
         self._connection = connection
         self._response = response
         self._path = path
-        self._session = session
-        self._request = request
-        self._is_proved = session is None
         self.status = response.status
 
     @property
@@ -459,7 +404,6 @@ class Answer:
         Raises:
             StateFormatError: it is longer than `max_bytes`.
             SourceLostError: it ended early, or before its length was announced.
-            SourceRefusedError: it is to be proved, and is not.
             TransferStalledError: no byte came for the stall timeout.
         """
         length = self.length
@@ -474,37 +418,7 @@ class Answer:
             )
         body = bytearray(length)
         self._fill(memoryview(body), None)
-        # That it is asked too often the source says before it looks at a proof; nothing follows from that but a wait.
-        if self._session is not None and self.status != 429:
-            self._check(bytes(body))
         return bytes(body)
-
-    def check_parts_follow(self) -> None:
-        """See that parts are what was answered, by who knows the token where that is to be proved; each is proved by its
-        digest.
-
-        Raises:
-            SourceRefusedError: it is not.
-        """
-        if self._session is not None:
-            self._check(None)
-            self._is_proved = True
-
-    def start_part_digest(self, seed: int) -> PartDigest:
-        """Begin the digest that has to follow a part; `seed` is the one that was asked for."""
-        return xxhash.xxh3_128(seed=seed) if self._session is None else self._session.part_digest(self._request, seed)
-
-    def _check(self, body: bytes | None) -> None:
-        proved = [self.header(name) for name in PROVED_ANSWER_HEADERS]
-        if self._session is None or not self._session.is_answer(
-            self.header(PROOF_HEADER), self._request, self.status, proved, body
-        ):
-            party = self._connection.party
-            raise SourceRefusedError(
-                f"the answer of {party} to {self._path} ({self.status}) does not prove that it comes from who knows our token, "
-                "unaltered; it is not used",
-                party,
-            )
 
     def read_into(self, target: memoryview, on_bytes: Callable[[int], None] | None = None) -> None:
         """Fill `target` from the body.
@@ -514,11 +428,8 @@ class Answer:
 
         Raises:
             SourceLostError: the body ended early.
-            SourceRefusedError: it is to be proved, and nothing proves what is in it.
             TransferStalledError: no byte came for the stall timeout.
         """
-        if not self._is_proved:
-            self._check(None)
         self._fill(target, on_bytes)
 
     def _fill(self, target: memoryview, on_bytes: Callable[[int], None] | None) -> None:

@@ -14,7 +14,7 @@ from torchft_ckpt.checkpointing.fetching.connection import Answer
 from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES, ReadInto, Update
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
-from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3
+from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3, start_digest
 from torchft_ckpt.checkpointing.state.format import Manifest
 from torchft_ckpt.errors import DigestMismatchError, SourceLostError
 
@@ -108,7 +108,7 @@ class Stream:
     ) -> bool:
         state = self._state
         read_into = functools.partial(answer.read_into, on_bytes=self._came)
-        hasher = answer.start_part_digest(unit)
+        hasher = start_digest(unit)
         also = None if state.is_primary(client.name) else start_blake3()
         blake3 = None
         if also is None:

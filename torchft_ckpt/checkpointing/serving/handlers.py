@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import re
-import secrets
 import socket
 import threading
 import time
@@ -38,8 +37,6 @@ from torchft_ckpt.checkpointing.protocol import (
     NONCE_DIGITS,
     PREFIX,
     PROOF_PATH,
-    PROVED_ANSWER_HEADERS,
-    PROVED_REQUEST_HEADERS,
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
@@ -71,19 +68,16 @@ from torchft_ckpt.checkpointing.serving.sending import (
 )
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.serving.snapshot_registry import Availability, SnapshotRegistry
-from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_mask, parse_runs, start_digest
+from torchft_ckpt.checkpointing.state.blocks import format_ranges, parse_mask, parse_runs
 from torchft_ckpt.checkpointing.state.regions import Region
 from torchft_ckpt.core.services.admission import client_of_address
-from torchft_ckpt.core.services.proofs import PROOF_HEADER, PartDigest, ProvedSession
 from torchft_ckpt.core.transfer.scheduler import blocks_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
-from torchft_ckpt.front.limits import acknowledged_bytes, showed_token
+from torchft_ckpt.front.limits import acknowledged_bytes
 from torchft_ckpt.network import bearer_matches, keep_from_forked_children, without_mapping
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
-_LONG_BYTES = 1024 * 1024
-"""A longer answer is proved beside the event loop."""
 _PIECE_BYTES = 128 * 1024
 MAX_GROUP = 4096
 _MAX_TOLD_RUNS = 4096
@@ -127,7 +121,6 @@ class CheckpointHandlers:
         num_threads: int,
         token: str | None,
         proof_key: str,
-        identity: str,
         on_registered: Callable[[Snapshot], None],
         patience_s: float,
         max_bytes_per_s: float | None = None,
@@ -136,9 +129,6 @@ class CheckpointHandlers:
         self._threads = FairThreads(executor, num_threads)
         self._token = token or ""
         self._proof_key = proof_key
-        self._identity = identity
-        self._sessions: weakref.WeakKeyDictionary[asyncio.BaseTransport, ProvedSession] = weakref.WeakKeyDictionary()
-        """Of the connections over which the token is proved, and not sent."""
         self._on_registered = on_registered
         self._patience_s = patience_s
         self._pace = Pace(max_bytes_per_s)
@@ -191,43 +181,9 @@ class CheckpointHandlers:
         # It is asked for a proof before it is told the token.
         if request.match_info.handler == self._prove:
             return await handler(request)
-        session = self._session_of(request)
-        if session is None:
-            if not bearer_matches(request.headers.get("Authorization"), self._token):
-                return self._refuse("unauthorized", "the token is missing or another one").answer
-            return await self._answer(request, handler)
-        try:
-            body = await request.read()
-        except web.HTTPException as error:
-            return self._refuse("not_found", f"{error.status}: no such request here", status=error.status).answer
-        proved = [request.headers.get(name, "") for name in PROVED_REQUEST_HEADERS]
-        claimed = request.headers.get(PROOF_HEADER, "")
-        if not session.is_next_request(claimed, request.method, request.raw_path, proved, body):
-            return self._refuse("unauthorized", "this request does not prove that you know the token").answer
-        showed_token(request)
-        response = await self._answer(request, handler)
-        if isinstance(response, web.Response):
-            await self._prove_content(request, response, response.body if isinstance(response.body, bytes) else b"")
-        return response
-
-    def _session_of(self, request: web.Request) -> ProvedSession | None:
-        return None if request.transport is None else self._sessions.get(request.transport)
-
-    async def _prove_content(self, request: web.Request, response: web.StreamResponse, content: bytes) -> None:
-        """Prove an answer and its content, beside the event loop where that takes long."""
-        prove = functools.partial(self._prove_answer, request, response, content)
-        if len(content) > _LONG_BYTES and self._session_of(request) is not None:
-            await self._threads.run(_client(request), prove)
-        else:
-            prove()
-
-    def _prove_answer(self, request: web.Request, response: web.StreamResponse, body: bytes | None) -> None:
-        """Prove an answer before its head is sent, where the token is proved over this connection. `body`: None: parts follow."""
-        session = self._session_of(request)
-        if session is not None:
-            proved = [response.headers.get(name, "") for name in PROVED_ANSWER_HEADERS]
-            claimed = request.headers.get(PROOF_HEADER, "")
-            response.headers[PROOF_HEADER] = session.prove_answer(claimed, response.status, proved, body)
+        if not bearer_matches(request.headers.get("Authorization"), self._token):
+            return self._refuse("unauthorized", "the token is missing or another one").answer
+        return await self._answer(request, handler)
 
     async def _answer(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -256,12 +212,6 @@ class CheckpointHandlers:
         nonce = request.query.get("nonce", "")
         if not _NONCE.match(nonce) or request.transport is None:
             return self._refuse("bad_range", f"a nonce of {NONCE_DIGITS} hex digits is wanted", status=416).answer
-        if request.query.get("of") == "token":
-            if not self._token:
-                return self._refuse("not_found", "there is no token here to be proved").answer
-            own_nonce = secrets.token_hex(NONCE_DIGITS // 2)
-            session = self._sessions[request.transport] = ProvedSession(self._token, self._identity, nonce, own_nonce)
-            return web.Response(text=own_nonce + session.server_proof)
         host, port = request.transport.get_extra_info("sockname")[:2]
         return web.Response(text=proof_of(self._proof_key, nonce, without_mapping(host), port))
 
@@ -306,10 +256,6 @@ class CheckpointHandlers:
         self._check_unchanged(served, start, stop)
         if not served.holds(start, stop):
             raise self._gone(request, f"step {served.step}: blocks {run.start} to {run.stop - 1} have been freed")
-        if self._session_of(request) is not None:
-            raise self._refuse(
-                "not_found", "over a connection on which the token is proved, tensors are served in parts"
-            )
         return await self._send(request, served, body_of_blocks(served, run))
 
     async def _digests(
@@ -349,11 +295,7 @@ class CheckpointHandlers:
 
     async def _parts(self, request: web.Request) -> web.StreamResponse:
         snapshot, regions, seeds = await self._asked_parts(request)
-        session = self._session_of(request)
-        start: Callable[[int], PartDigest] = start_digest
-        if session is not None:
-            start = functools.partial(session.part_digest, request.headers.get(PROOF_HEADER, ""))
-        return await self._send(request, snapshot, body_of_parts(snapshot, regions, seeds, start))
+        return await self._send(request, snapshot, body_of_parts(snapshot, regions, seeds))
 
     async def _part_digests(self, request: web.Request) -> web.StreamResponse:
         snapshot, regions, _ = await self._asked_parts(request)
@@ -538,7 +480,6 @@ class CheckpointHandlers:
         response = web.StreamResponse(headers=headers)
         response.content_type = "application/json"
         response.content_length = len(body)
-        await self._prove_content(request, response, body)
         transport = request.transport
         if transport is None:
             raise web.HTTPInternalServerError
@@ -558,7 +499,6 @@ class CheckpointHandlers:
         response = web.StreamResponse(headers={"ETag": _etag(served)})
         response.content_type = "application/octet-stream"
         response.content_length = body.length
-        self._prove_answer(request, response, None)
         receiver = _receiver(request)
         client = _client(request)
         task = asyncio.current_task()

@@ -65,7 +65,6 @@ class CheckpointServer:
 
     Attributes:
         proof_key: by which this server, and no other, proves itself to who has one of its manifests.
-        identity: a random name, no secret, under which it proves that it knows the token.
 
     Raises:
         AddressInUseError: the port is taken.
@@ -88,7 +87,6 @@ class CheckpointServer:
         self._ssl_context = ssl_context
         self._limits = limits
         self.proof_key = secrets.token_hex(16)
-        self.identity = secrets.token_hex(16)
         self._listeners = _listen(bind, port)
         self.port: int = self._listeners[0].getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -100,7 +98,6 @@ class CheckpointServer:
             num_threads=_NUM_THREADS,
             token=token,
             proof_key=self.proof_key,
-            identity=self.identity,
             on_registered=self._prepare_copies,
             patience_s=limits.head_timeout_s,
             max_bytes_per_s=limits.max_serve_bytes_per_s,

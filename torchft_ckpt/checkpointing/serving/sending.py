@@ -35,7 +35,6 @@ from torchft_ckpt.checkpointing.state.local_state import box_of
 from torchft_ckpt.checkpointing.state.regions import Region, gather, region_in_chunk, slices
 from torchft_ckpt.core.boxes.geometry import contains
 from torchft_ckpt.core.services.fairness import FairQueue
-from torchft_ckpt.core.services.proofs import PartDigest
 from torchft_ckpt.core.services.rate import bucket_of_bytes, piece_bytes
 
 T = TypeVar("T")
@@ -205,7 +204,7 @@ class Body:
         length: of all parts and digests, in bytes.
     """
 
-    def __init__(self, served: Served, regions: Iterable[Region], hashers: Iterator[PartDigest], length: int) -> None:
+    def __init__(self, served: Served, regions: Iterable[Region], hashers: Iterator[Any], length: int) -> None:
         self._served = served
         self.length = length
         self._left = length
@@ -220,7 +219,7 @@ class Body:
         """Bytes of our own that wait to be sent."""
         self._at = self._end = self._hashed = 0
         """The contiguous slice that is being sent."""
-        self._hasher: PartDigest | None = None
+        self._hasher: Any = None
 
     @property
     def done(self) -> bool:
@@ -310,14 +309,9 @@ class Body:
         return filled
 
 
-def body_of_parts(
-    served: Served,
-    regions: Sequence[Region],
-    seeds: Iterable[int],
-    start: Callable[[int], PartDigest] = start_digest,
-) -> Body:
-    """Return a body of parts. `start` begins the digest of one, given its seed."""
-    return Body(served, regions, map(start, seeds), sum(region.num_bytes + DIGEST_BYTES for region in regions))
+def body_of_parts(served: Served, regions: Sequence[Region], seeds: Iterable[int]) -> Body:
+    """Return a body of parts, each with a digest of its seed."""
+    return Body(served, regions, map(start_digest, seeds), sum(region.num_bytes + DIGEST_BYTES for region in regions))
 
 
 def body_of_blocks(served: Served, run: range) -> Body:

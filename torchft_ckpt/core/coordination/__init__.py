@@ -17,7 +17,7 @@ roster              who is a member, over which connection, and who took whose p
 history             which states the job has had, who may still hold them, and which contributors are gone
 restart             what a restarted lighthouse learns from the members of the last quorum
 layouts             which groups can be in one quorum, by the layout of their tensors
-cold_start          which groups look for a state together when none of them has one
+starting            which group reads a checkpoint when none of those that start has a state, and who gets it from that one
 deciding            how the step of a quorum goes: votes, collectives, and the decision that all are told
 hold                for whom a quorum is held until they have its state, and for how long
 connecting          with whom a newcomer is connected before it may be in a quorum

@@ -72,10 +72,12 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     RankHello,
     RankToGroup,
+    RankWord,
     Receives,
     Refused,
     ReplicasDiffer,
     Role,
+    Starts,
     StateArrived,
     StateLocated,
     StateVersion,
@@ -179,6 +181,8 @@ class GroupState:
         self._finished: LocateState | None = None
         """That question, where it says that the group has finished and has not asked for a step since."""
         self._quorum: QuorumFormed | None = None
+        self._words: dict[int, RankWord] = {}
+        """Of ranks that have told all others something, while not all of them have."""
         self._votes: dict[int, CommitVote] = {}
         self._voted: CommitVote | None = None
         self._reach: dict[int, JoinProgress] = {}
@@ -251,6 +255,8 @@ class GroupState:
             yield from self._fetches(rank, message)
         elif isinstance(message, ConnectedBeside):
             yield from self._connects(rank, message)
+        elif isinstance(message, RankWord):
+            yield from self._says(rank, message)
         elif isinstance(message, LeaveReady):
             self._calls[rank] = message.call
             if len(self._calls) == self.world_size:
@@ -315,6 +321,7 @@ class GroupState:
             if self._quorum is not None and rank not in self._requests:
                 yield from self._leave_open_step(rank)
             self._requests[rank] = request
+            yield from self._answer_words([], f"group rank {rank} asks for a step")
             self._locating.pop(rank, None)
             self._located_for = None
             if len(self._requests) < self.world_size:
@@ -346,6 +353,19 @@ class GroupState:
             reason="this replica group leaves",
         )
 
+    def _says(self, rank: int, word: RankWord) -> Iterator[GroupInstruction]:
+        self._words[rank] = word
+        if len(self._words) == self.world_size:
+            words = [said for other in range(self.world_size) for said in self._words[other].words[:1]]
+            yield from self._answer_words(words)
+        elif self._requests or self._asked is not None:
+            yield from self._answer_words([], "another rank of this group asks for a step")
+
+    def _answer_words(self, words: list[str], failure: str = "") -> Iterator[GroupInstruction]:
+        said, self._words = self._words, {}
+        for rank, word in said.items():
+            yield SendToRank(rank, RankWord(number=word.number, words=words, failure=failure))
+
     def _locates(self, rank: int, message: LocateState) -> Iterator[GroupInstruction]:
         if self._asked is not None:
             # The group's question for a quorum has no answer yet, and this rank does not wait for it any longer.
@@ -370,6 +390,7 @@ class GroupState:
                 hands_over=all(located.hands_over for located in self._locating.values()),
                 takes_over=any(located.takes_over for located in self._locating.values()),
                 connects_beside=all(located.connects_beside for located in self._locating.values()),
+                starts=_starting_together([self._locating[other].starts for other in range(self.world_size)]),
             )
             self._finished = self._located_for if has_finished else None
             self._quorum = None
@@ -547,7 +568,6 @@ class GroupState:
             num_collectives=max(request.num_collectives for request in requests),
             collectives_by_rank=_unequal([request.num_collectives for request in requests]),
             contributes=all(request.contributes for request in requests),
-            gathers=all(request.gathers for request in requests),
             patience_s=max(request.patience_s for request in requests),
             warms_up=awaits_one or any(request.warms_up for request in requests),
             came_in=any(request.came_in for request in requests),
@@ -676,12 +696,11 @@ class GroupState:
         if self._asked is None or formed.request_id != self._asked.request_id:
             return
         self._asked = None
-        if not formed.gathers:
-            self._quorum = formed
-            self._reach.clear()
-            self._repeated_by.clear()
-            self._arrivals.begin()
-            self._decided.pop(_key_of(formed), None)
+        self._quorum = formed
+        self._reach.clear()
+        self._repeated_by.clear()
+        self._arrivals.begin()
+        self._decided.pop(_key_of(formed), None)
         for rank in range(self.world_size):
             asked = self._asked_by[rank]
             if formed.warms_up and not asked.at_end and any(other.at_end for other in self._asked_by.values()):
@@ -789,7 +808,7 @@ class GroupState:
                 yield "a step was voted on that is not open"
             return
         key = _key_of(formed)
-        if formed.gathers or any(_key(vote) != key for vote in (*votes.values(), *([] if voted is None else [voted]))):
+        if any(_key(vote) != key for vote in (*votes.values(), *([] if voted is None else [voted]))):
             yield "a step was voted on that is another than the open one"
         is_against = any(not vote.approve for vote in votes.values())
         if voted is None and (is_against or len(votes) == self.world_size):
@@ -812,6 +831,24 @@ class GroupState:
             yield "all ranks have left, and the group has not"
         if self._has_left and self.broken is None and not self._ranks_left:
             yield "the group has left, and all of its ranks are here"
+
+
+def _starting_together(said: list[Starts | None]) -> Starts | None:
+    """Return what a group says whose ranks say so: it can read what all of them can, and is as far as the last of them.
+
+    None where one of them does not start.
+    """
+    starts = [one for one in said if one is not None]
+    if len(starts) < len(said):
+        return None
+    return msgspec.structs.replace(
+        starts[0],
+        readable=starts[0].readable if len({one.readable for one in starts}) == 1 else "",
+        holds=all(one.holds for one in starts),
+        is_at_work=any(one.is_at_work for one in starts),
+        done_bytes=min(sum(one.done_bytes for one in starts), MAX_COUNT),
+        checkpoint_addresses=[address for one in starts for address in one.checkpoint_addresses[:1]],
+    )
 
 
 def _longest(seconds: list[float | None]) -> float | None:

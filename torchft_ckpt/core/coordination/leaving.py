@@ -65,7 +65,7 @@ class Leaving:
         job = self._job
         for member in [job.members[replica_id] for replica_id in self._look_at if replica_id in job.waiting]:
             waits_briefly = member.replica_id in job.quorum_members and now - member.asked_at < PENDING_NOTICE_S
-            if member.asked.gathers or not (member.is_let_go or (self.may_go(member, now) and not waits_briefly)):
+            if not (member.is_let_go or (self.may_go(member, now) and not waits_briefly)):
                 continue
             request = job.take_request(member)
             self.let_go(member)

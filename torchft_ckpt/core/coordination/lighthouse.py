@@ -31,7 +31,6 @@ from collections.abc import Collection, Iterator, Mapping
 import msgspec
 
 from torchft_ckpt.core.coordination.beside import OUT_OF_TURN, TURN_UNKNOWN, Beside
-from torchft_ckpt.core.coordination.cold_start import decide_cold_start
 from torchft_ckpt.core.coordination.connecting import Connecting
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
@@ -79,6 +78,10 @@ from torchft_ckpt.core.coordination.messages import (
     Refused,
     ReplicasDiffer,
     Role,
+    Source,
+    Start,
+    Starts,
+    StartTold,
     StateLocated,
     StateVersion,
     ToLighthouse,
@@ -95,6 +98,7 @@ from torchft_ckpt.core.coordination.restart import RestartRecovery
 from torchft_ckpt.core.coordination.roster import Roster
 from torchft_ckpt.core.coordination.spares import Spares
 from torchft_ckpt.core.coordination.speaking import Speaking
+from torchft_ckpt.core.coordination.starting import StartingGroups
 from torchft_ckpt.core.coordination.trial import Trials, Verdict
 
 OWN_ID = (
@@ -142,6 +146,7 @@ class LighthouseState:
         self._holds = Holds(self._job, self._joining)
         self._connecting = Connecting(self._job, self._joining, self._beside)
         self._leaving = Leaving(self._job)
+        self._starting = StartingGroups(self._job)
         self._equality = Equality(self.members)
         self._trials = Trials()
         self._restart = RestartRecovery(restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s))
@@ -243,6 +248,7 @@ class LighthouseState:
         self._job.validate()
         self._leaving.validate()
         self._beside.validate()
+        self._starting.validate()
         self._trials.validate()
         self._restart.validate(self.members.keys())
         self._holds.validate()
@@ -455,6 +461,7 @@ class LighthouseState:
         was_beside = member.is_beside
         member.is_beside, member.is_called, member.progress = False, False, None
         member.request, member.is_excused, member.has_finished = request, False, False
+        member.starting = None
         member.notified_reason, member.is_told_of_hold = "", False
         if request.needs_new_quorum:
             yield from self._break_forgotten_collectives(self._restart.left(replica_id))
@@ -515,6 +522,10 @@ class LighthouseState:
         member.is_beside, member.progress, member.connects_beside = False, None, message.connects_beside
         yield from self._deciding.left(member)
         yield from self._on_state_shown(member, message.version, now)
+        if message.starts is not None:
+            yield from self._on_start(member, message.request_id, message.starts, now)
+            return
+        member.starting = None
         living = sorted(self.members.values(), key=lambda other: other.replica_id)
         sources = ((other.as_source(rank), other.version) for rank, other in enumerate(living))
         located = self._handed_over(member, message, self._job.history.locate(replica_id, message, sources))
@@ -536,6 +547,21 @@ class LighthouseState:
         yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
         if replica_id not in self._job.quorum_members:
             yield from self._meet(now)
+        yield from self._reconsider(now)
+
+    def _on_start(self, member: Member, request_id: int, starts: Starts, now: float) -> Iterator[Instruction]:
+        """Tell a group that starts what to do; while it is not known yet who holds what, it is to ask again."""
+        if (finished_step := self.finished_step) is not None:
+            yield from self._refuse_late(member, finished_step, now)
+            return
+        member.checkpoint_addresses, member.is_excused = starts.checkpoint_addresses, member.is_let_go
+        self._starting.says(member, member.version, starts, now)
+        if (hold := self._restart.hold(now)) is not None:
+            told, version, sources = StartTold(does=Start.WAITS, reason=clip(hold[0])), StateVersion(), list[Source]()
+        else:
+            told, version, sources = self._starting.tell(member, now)
+        located = StateLocated(request_id=request_id, version=version, sources=sources, starts=told)
+        yield Send(member.connection, located)
         yield from self._reconsider(now)
 
     def _handed_over(self, member: Member, message: LocateState, located: StateLocated) -> StateLocated:
@@ -604,12 +630,8 @@ class LighthouseState:
         yield from self._refuse_late_groups(now)
         if not self._job.waiting:
             return
-        yield from self._answer_gathering(now)
-        gathering = self._who_gathers()
-        if len(gathering) == len(self._job.waiting):
-            return
         others = self._job.apart()
-        candidates = [self.members[m] for m in self._job.waiting if m not in others and m not in gathering]
+        candidates = [self.members[m] for m in self._job.waiting if m not in others]
         yield from self._beside.call_spares()
         holders, staying = self._beside.holders(), []
         for member in candidates:
@@ -657,7 +679,7 @@ class LighthouseState:
                 hold[0], now, hold[1], is_warning=True, exclude=outside.keys() | others.keys()
             )
             return
-        out = outside.keys() | others.keys() | gathering
+        out = outside.keys() | others.keys()
         asked = {
             m.replica_id: Asked(
                 at=m.asked_at,
@@ -862,63 +884,21 @@ class LighthouseState:
         if step is None:
             return
         while self._job.waiting:
-            replica_id = next(iter(self._job.waiting))
-            member = self.members[replica_id]
-            came = f"{replica_id} came with step {member.version.step}"
-            if self._job.holds_newest(member.version):
-                came = f"{replica_id}, which holds that step too, asks for another: each loop ends at the same step of the job"
-            reason = (
-                f"the job is finished at step {step}, and {came}. To train on or to start over, name another job"
-                " (Manager(job=...), TORCHFT_CKPT_JOB), or let the lighthouse forget this one: python -m torchft_ckpt forget-job"
+            yield from self._refuse_late(self.members[next(iter(self._job.waiting))], step, now)
+
+    def _refuse_late(self, member: Member, step: int, now: float) -> Iterator[Instruction]:
+        replica_id = member.replica_id
+        came = f"{replica_id} came with step {member.version.step}"
+        if self._job.holds_newest(member.version):
+            came = (
+                f"{replica_id}, which holds that step too, asks for another: each loop ends at the same step of the job"
             )
-            refusal = Refused(code="finished", reason=clip(reason), step=step)
-            yield from self._send_away(member, refusal, "it came after the job had finished", now)
-
-    def _who_gathers(self) -> set[str]:
-        return {replica_id for replica_id in self._job.waiting if self.members[replica_id].asked.gathers}
-
-    def _answer_gathering(self, now: float) -> Iterator[Instruction]:
-        """Answer the members that are about to look for a state, once all that may come are here. They begin no step."""
-        gathering = self._who_gathers()
-        if not gathering:
-            return
-        at_work = [member for replica_id, member in self.members.items() if replica_id not in gathering]
-        verdict = decide_cold_start(
-            [self.members[replica_id] for replica_id in gathering],
-            at_work,
-            is_valid=self._job.history.is_valid,
-            min_replicas=self.settings.min_replicas,
-            join_timeout_s=self.settings.join_timeout_s,
-            now=now,
+        reason = (
+            f"the job is finished at step {step}, and {came}. To train on or to start over, name another job"
+            " (Manager(job=...), TORCHFT_CKPT_JOB), or let the lighthouse forget this one: python -m torchft_ckpt forget-job"
         )
-        if not verdict.parts:
-            yield from self._notify_pending(
-                verdict.reason, now, verdict.deadline, exclude=self._job.waiting.keys() - gathering
-            )
-            return
-        if verdict.is_new:
-            self._job.quorum_ids.give(self.quorum_id + 1)
-            yield Log(f"{name_some(sorted(gathering))} meet to look for a state to start from: {verdict.reason}")
-        for replica_id, part in verdict.parts.items():
-            member = self.members[replica_id]
-            request = self._job.take_request(member)
-            formed = QuorumFormed(
-                request_id=request.request_id,
-                quorum_id=self.quorum_id,
-                epoch=self.epoch,
-                version=verdict.version,
-                role=part.role,
-                replica_rank=part.replica_rank,
-                replica_world_size=part.replica_world_size,
-                contributor_rank=None,
-                num_contributors=0,
-                num_voters=0,
-                store_address=part.store_address,
-                newest_step=self._job.history.lasting_step,
-                gathers=True,
-                reason=clip(verdict.reason),
-            )
-            yield Send(member.connection, formed)
+        refusal = Refused(code="finished", reason=clip(reason), step=step)
+        yield from self._send_away(member, refusal, "it came after the job had finished", now)
 
     def _why_lost(self, lost: StepLost, replica_ids: tuple[str, ...]) -> str:
         hint = self._leaving.hint_if_over()

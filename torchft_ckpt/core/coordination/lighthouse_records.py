@@ -14,11 +14,28 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     Receives,
     Source,
+    Starts,
     StateVersion,
     name_some,
 )
 from torchft_ckpt.core.coordination.recovery import Assignment
 from torchft_ckpt.core.coordination.sequence import may_start, why_apart
+
+
+@dataclass(slots=True, kw_only=True)
+class Starting:
+    """How far a group is that starts without a state."""
+
+    since: float
+    said: Starts = field(default_factory=Starts)
+    step: int = -1
+    """Of the state that it has since; -1: it has none."""
+    has_met: bool = False
+    """All were here that might come: it waits for nobody who comes later, nor for who is gone since."""
+    is_at_work: bool = False
+    """It reads, or receives, as it was told."""
+    moved_at: float
+    """When it last had more of that than before."""
 
 
 @dataclass(slots=True)
@@ -68,6 +85,8 @@ class Member:
     """When the operator was told of that."""
     request: QuorumRequest | None = None
     """Set exactly while it waits for a quorum."""
+    starting: Starting | None = None
+    """Set while it starts: from its first word of that until it asks for a step, or has finished."""
     has_left_step: bool = False
     """It takes no decision on an earlier step any more: it asked where the newest state is, or computes outside of the quorum."""
     has_computed: bool = False

@@ -74,6 +74,10 @@ NumGroups: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUPS)]
 ReplicaRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2 * MAX_GROUPS)]
 """Those who learn beside a quorum come after its members."""
 Digest: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
+CheckpointText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^[^{_NOT_PRINTABLE}]*\Z")]
+"""The name of a checkpoint: the later one's is the greater one."""
+Damaged: TypeAlias = Annotated[dict[CheckpointText, Text], msgspec.Meta(max_length=64)]
+"""By name, why; what is said of it is made printable where it is sent on."""
 Microbatch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_MICROBATCHES)]
 Nodes: TypeAlias = Annotated[list[tuple[Microbatch, Microbatch]], msgspec.Meta(max_length=MAX_NODES)]
 """Runs of microbatches, each from the first to before the second, in ascending order: see `core.training.microbatches`."""
@@ -258,8 +262,6 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Of a group: how many each of its ranks issued, where they did not issue equally many."""
     contributes: bool = True
     """False: it did not train for this step, adds nothing to it, and takes its outcome."""
-    gathers: bool = False
-    """It has no state yet and asks for no step, but who else is about to look for one: see `QuorumFormed.gathers`."""
     min_contributors: Count = 0
     """With fewer that contribute it would vote against."""
     patience_s: Seconds = 0.0
@@ -336,6 +338,25 @@ class JoinProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What takes so long, in words, where it is no transfer."""
 
 
+class Starts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group says that starts without a state, again and again until it has one, or knows that there is none."""
+
+    readable: CheckpointText = ""
+    """The newest checkpoint that it can read whole; empty: none."""
+    place: Word = ""
+    """In words, where that is."""
+    damaged: Damaged = {}
+    """Checkpoints in the storage that all groups see, of which the bytes are not those that were written; and why."""
+    holds: bool = False
+    """It has a checkpoint's state since it starts, that of `LocateState.version`, and serves it."""
+    is_at_work: bool = False
+    """It reads, or receives, what it was told to."""
+    done_bytes: Count = 0
+    """With `is_at_work`: grows for as long as that goes on."""
+    checkpoint_addresses: Addresses = []
+    """One for each group rank."""
+
+
 class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Asks where the newest state is, between steps and outside of quorums; a step that is open is abandoned."""
 
@@ -350,6 +371,8 @@ class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The asker goes on alone from the state of one that stands still for it, and from no other."""
     connects_beside: bool = False
     """As in `QuorumRequest`."""
+    starts: Starts | None = None
+    """Set while the asker starts."""
 
 
 class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -535,9 +558,6 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The newest step apart from states that were not committed in this life of the lighthouse: it may be below `version`."""
     patience_s: Seconds = 0.0
     """The longest that a member's way to this step took: so long, too, the others may take from here on."""
-    gathers: bool = False
-    """No quorum, but those that gather, each with its place among them: no state is named and no step is open. The role is
-    IDLE; or LEARNER, and it is alone, where others hold the state `version` already, or are about to give it its name."""
     differs: bool = False
     """`follows` is set: what this member holds under the name `version` is another state than that of the others, which wait for
     it meanwhile."""
@@ -584,6 +604,38 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             _check_nodes(nodes or [])
 
 
+class Start(str, Enum):
+    """What a group that starts is to do. The last two end its start."""
+
+    MEETS = "meets"
+    """Ask again: not all are here that may come."""
+    WAITS = "waits"
+    """Ask again: another group is at work, which is looked after."""
+    READS = "reads"
+    """Read its newest checkpoint, and say so."""
+    RECEIVES = "receives"
+    """Receive the state `version` from `sources`, who start as it does, and say so."""
+    BEGINS = "begins"
+    """Begin with what it has: all have that, or nobody can read anything."""
+    HEALS = "heals"
+    """Begin: others train from `version`, or are about to, and it heals from them."""
+
+
+class StartTold(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `Starts`."""
+
+    does: Start
+    damaged: Damaged = {}
+    """Leave these out as well, as others have found, and ask again."""
+    checkpoint: CheckpointText = ""
+    """Of which the state is that it is to receive."""
+    place: Word = ""
+    """In words, where the sources had that from."""
+    num_groups: NumGroups = 0
+    """So many start together."""
+    reason: Text = ""
+
+
 class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answer to `LocateState`, at once."""
 
@@ -601,6 +653,8 @@ class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Who has taken it over; empty: nobody."""
     rolled_back_to: StateVersion = StateVersion()
     """As in `QuorumFormed`."""
+    starts: StartTold | None = None
+    """To one that starts; the rest is said of what it is told to do."""
 
 
 MAX_NAMED = 64
@@ -773,6 +827,17 @@ class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A rank of the group loads the state, so all do that have fetched it, also those that hold the same bits already."""
 
 
+class RankWord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank tells all ranks of its group something; when each has, each is told by a `RankWord` what all of them have said."""
+
+    number: Count
+    """Which of the rank's words it is, or answers."""
+    words: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]], msgspec.Meta(max_length=65536)]
+    """Its own; in the answer all of them, in the order of ranks."""
+    failure: Text = ""
+    """In the answer: why not all ranks will say something."""
+
+
 class LeaveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Answer to `LetGo`: in this call of `Manager.should_leave` the rank waits for `LeaveAt`, if it comes so far before."""
 
@@ -843,6 +908,7 @@ RankToGroup: TypeAlias = (
     | LeafDigests
     | LostAsked
     | StateArrived
+    | RankWord
     | LeaveWish
     | LeaveReady
     | Leave
@@ -865,6 +931,7 @@ GroupToRank: TypeAlias = (
     | LeavesWanted
     | ReplicasDiffer
     | LoadState
+    | RankWord
     | GroupBroken
 )
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankHello | RankToGroup | GroupToRank

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchft_ckpt.core.coordination.equality import is_checked
 from torchft_ckpt.core.coordination.messages import (
@@ -66,8 +66,6 @@ class StepEvent(Enum):
     """Send the returned `LocateState`. The step that was open is abandoned."""
     FORMED = "formed"
     """Configure, serve and load as the returned `StepPlan` says."""
-    FORMED_GATHERS = "formed (gathers)"
-    """Who gathers with it is in the plan; nothing else follows."""
     CANNOT_CONNECT = "cannot_connect"
     """Say in the vote that the process group could not be made."""
     OVERTAKEN = "overtaken"
@@ -91,7 +89,6 @@ TRANSITIONS: Mapping[tuple[StepPhase, StepEvent], StepPhase] = {
     (StepPhase.ASKING, StepEvent.BEGIN): StepPhase.ASKING,
     (StepPhase.ASKING, StepEvent.LOCATE): StepPhase.IDLE,
     (StepPhase.ASKING, StepEvent.FORMED): StepPhase.TRAINING,
-    (StepPhase.ASKING, StepEvent.FORMED_GATHERS): StepPhase.IDLE,
     (StepPhase.TRAINING, StepEvent.BEGIN): StepPhase.ASKING,
     (StepPhase.TRAINING, StepEvent.LOCATE): StepPhase.IDLE,
     (StepPhase.TRAINING, StepEvent.CANNOT_CONNECT): StepPhase.TRAINING,
@@ -147,8 +144,6 @@ class StepFacts(NamedTuple):
     """The state is captured already."""
     store_address: str = ""
     """Where others can meet."""
-    gathers: bool = False
-    """Ask who else is about to look for a state, and for no step."""
     reach_s: float | None = None
     """How long it would take to receive the newest state, as far as is known."""
     load_s: float = 0.0
@@ -265,7 +260,6 @@ class ReplicaState:
         """It computes alone with a state of the newest name: it may be that of another attempt, or another rank's is another."""
         self._vote: CommitVote | None = None
         """What was said of the step that is voted on and not decided."""
-        self._gathers = False
         self._wishes: StepWishes | None = None
         """What the open step was asked for with."""
         self._is_changed = False
@@ -407,7 +401,7 @@ class ReplicaState:
         """A replica waits for a state: the state is captured before the next quorum. That with which this one has asked for the
         open step may get its name."""
         self.capture_wanted = True
-        is_asked = message.request_id == self._request_id and self.phase is StepPhase.ASKING and not self._gathers
+        is_asked = message.request_id == self._request_id and self.phase is StepPhase.ASKING
         if message.names.proven and is_asked and not self.torn and self.version.step == message.names.step:
             self._adopt(message.names)
 
@@ -464,9 +458,8 @@ class ReplicaState:
         waits = self.waits_for_quorum if wishes.waits is None else wishes.waits or bool(facts.shown)
         self._leave_step()
         self._moves(StepEvent.BEGIN)
-        self.capture_wanted = facts.gathers and self.capture_wanted
-        self._gathers = facts.gathers
-        self._wishes = None if facts.gathers else wishes
+        self.capture_wanted = False
+        self._wishes = wishes
         return QuorumRequest(
             request_id=self._request_id,
             version=self.version,
@@ -480,7 +473,6 @@ class ReplicaState:
             needs_new_quorum=self.configured is None,
             speaks=self.speaks,
             contributes=wishes.contributes,
-            gathers=facts.gathers,
             min_contributors=self.settings.min_replica_size,
             patience_s=wishes.patience_s,
             warms_up=facts.computes_alone and not facts.at_end,
@@ -502,18 +494,12 @@ class ReplicaState:
             nodes=[] if facts.at_end else sorted(facts.nodes)[:MAX_NODES],
         )
 
-    def locate(self, has_finished: bool = False, **moves: bool) -> LocateState:
-        """Ask where the newest state is. A step that is open is abandoned. `has_finished`: there will be no other. `moves`: as in
-        `LocateState`.
-        """
+    def locate(self, **says: Any) -> LocateState:
+        """Ask where the newest state is. A step that is open is abandoned. `says`: as in `LocateState`."""
         self._leave_step()
         self._moves(StepEvent.LOCATE)
         return LocateState(
-            request_id=self._request_id,
-            version=self.version,
-            has_finished=has_finished,
-            connects_beside=self.settings.connects_beside,
-            **moves,
+            request_id=self._request_id, version=self.version, connects_beside=self.settings.connects_beside, **says
         )
 
     def located(self, located: StateLocated) -> None:
@@ -556,11 +542,8 @@ class ReplicaState:
 
     def formed(self, formed: QuorumFormed) -> StepPlan | None:
         """The quorum of the open request was formed; None: it answers a request that is not open any more."""
-        event = StepEvent.FORMED_GATHERS if self._gathers else StepEvent.FORMED
-        if formed.request_id != self._request_id or not self._moves(event):
+        if formed.request_id != self._request_id or not self._moves(StepEvent.FORMED):
             return None
-        if self._gathers:
-            return StepPlan(formed=formed, configure=False, load=False, serve=False)
         self.quorum = formed
         is_beginner = formed.held and formed.names_state
         if not formed.differs:  # who corrects shows as much as those who wait
@@ -830,11 +813,11 @@ class ReplicaState:
         formed, vote, version = self.quorum, self._vote, self.version
         if (vote is None) == (self.phase is StepPhase.VOTED):
             yield "there is a vote in another phase, or none in this"
-        if self.phase is StepPhase.ASKING and (self._wishes is None) != self._gathers:
+        if self.phase is StepPhase.ASKING and self._wishes is None:
             yield "it is not known what the step was asked for with"
         if self.phase not in (StepPhase.TRAINING, StepPhase.VOTED):
             return
-        if formed is None or formed.gathers or self._gathers or formed.request_id != self._request_id:
+        if formed is None or formed.request_id != self._request_id:
             yield "the quorum of the step is none, or is not the answer to what was asked"
             return
         if (self._is_broken or self.is_learner or formed.leaving) and self.error is None and vote is None:

@@ -1,1 +1,1 @@
-"""Many ranks that read one checkpoint: each byte leaves storage once."""
+"""Ranks of a group that read one checkpoint: each byte leaves storage once."""

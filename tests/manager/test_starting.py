@@ -1,0 +1,290 @@
+"""Groups that start without a state: one reads, the others receive it. Real managers and a real lighthouse in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.stores import hosted_store
+from torch import nn
+
+from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Restored
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.core.coordination import starting
+from torchft_ckpt.core.durable.restore_source import RestoreSource
+from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, SourceLostError
+
+SHORT = timedelta(seconds=20)
+WIDTH = 512
+BYTES = 4 * WIDTH * (WIDTH + 1)
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[LighthouseServer]:
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=5000)
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def start(lighthouse: LighthouseServer) -> Iterator[Callable[..., Rank]]:
+    """Starts a rank; all are shut down at the end."""
+    started: list[Rank] = []
+
+    def make(name: str, **options: Any) -> Rank:
+        rank = Rank(lighthouse, name, seed=len(started), **options)
+        started.append(rank)
+        return rank
+
+    yield make
+    for rank in started:
+        rank.manager.shutdown()
+
+
+class Rank:
+    """A tiny model with its manager."""
+
+    def __init__(self, lighthouse: LighthouseServer, name: str, seed: int, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Linear(WIDTH, WIDTH)
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.num_fetched = 0
+        self.manager = Manager(
+            ProcessGroupGloo(timeout=SHORT),
+            self.load,
+            self.model.state_dict,
+            min_replica_size=2,
+            lighthouse_addr=lighthouse.address(),
+            replica_id=name,
+            hostname="127.0.0.1",
+            timeout=SHORT,
+            **options,
+        )
+        self.optimizer = Optimizer(self.manager, sgd)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.num_fetched += 1
+        self.model.load_state_dict(state)
+
+    def step(self) -> bool:
+        before = self.manager.current_step()
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, WIDTH)).square().mean().backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        self.optimizer.step()
+        return self.manager.current_step() > before
+
+    def bits(self) -> list[int]:
+        return [bit for p in self.model.parameters() for bit in p.detach().view(torch.int32).flatten().tolist()]
+
+
+def together(act: Callable[[Rank], Any], *ranks: Rank) -> list[Any]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [future.result(60) for future in [pool.submit(act, rank) for rank in ranks]]
+
+
+def restores(place: Path, **options: Any) -> Callable[[Rank], Restored | Exception]:
+    """Returns what restores a rank, and returns what it raises."""
+
+    def restore(rank: Rank) -> Restored | Exception:
+        checkpointer = Checkpointer(place, manager=rank.manager)
+        try:
+            return checkpointer.restore(**{"timeout": SHORT, **options})
+        except Exception as error:
+            return error
+        finally:
+            checkpointer.shutdown()
+
+    return restore
+
+
+@pytest.fixture
+def saved(tmp_path: Path, start: Callable[..., Rank]) -> dict[int, list[int]]:
+    """A job's checkpoints of two steps, and what is in them."""
+    ranks = [start(name) for name in "yz"]
+    bits: dict[int, list[int]] = {}
+    checkpointers = [Checkpointer(tmp_path, manager=rank.manager) for rank in ranks]
+    for step in (1, 2):
+        assert together(Rank.step, *ranks) == [True, True]
+        for future in [one.save(rank_state={"at": step, "who": number}) for number, one in enumerate(checkpointers)]:
+            future.result(30)
+        bits[step] = ranks[0].bits()
+    for rank, checkpointer in zip(ranks, checkpointers, strict=True):
+        checkpointer.shutdown()
+        rank.manager.shutdown()
+    return bits
+
+
+def flip_a_bit(place: Path, step: int) -> None:
+    (path, *_) = sorted(place.glob(f"step-{step:012d}.*/*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def outcomes(found: list[Restored | Exception]) -> list[tuple[RestoreSource, int | None] | Exception]:
+    return [(one.source, one.step) if isinstance(one, Restored) else one for one in found]
+
+
+STORAGE = RestoreSource.STORAGE
+
+
+def test_one_of_four_groups_reads_each_byte_once_and_the_others_receive_it(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]]
+) -> None:
+    ranks = [start(name) for name in "abcd"]
+    found = together(restores(tmp_path), *ranks)
+    assert outcomes(found) == [(STORAGE, 2)] * 4
+    from_storage = [one.bytes_from_storage for one in found]
+    assert sorted(from_storage)[:3] == [0, 0, 0] and BYTES <= sum(from_storage) <= 1.02 * BYTES
+    assert sum(one.bytes_from_peers > 0 for one in found) == 3
+    assert [rank.bits() for rank in ranks] == [saved[2]] * 4
+    assert [rank.manager.current_step() for rank in ranks] == [2] * 4
+    assert together(Rank.step, *ranks) == [True] * 4
+    assert len({tuple(rank.bits()) for rank in ranks}) == 1
+
+
+def test_each_gets_what_its_ranks_saved_of_their_own(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]]
+) -> None:
+    found = together(restores(tmp_path), *(start(name) for name in "yz"))
+    assert [one.rank_state for one in found] == [{"at": 2, "who": 0}, {"at": 2, "who": 1}]
+
+
+def test_groups_of_two_ranks_read_each_byte_once_within_the_group_that_reads(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]]
+) -> None:
+    stores = {name: hosted_store() for name in "ab"}
+
+    def begin(name: str, rank: int) -> Rank:
+        return start(name, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=stores[name].port)
+
+    with ThreadPoolExecutor(4) as pool:
+        ranks = [future.result(30) for future in [pool.submit(begin, name, rank) for name in "ab" for rank in range(2)]]
+    found = together(restores(tmp_path), *ranks)
+    assert outcomes(found) == [(STORAGE, 2)] * 4
+    assert BYTES <= sum(one.bytes_from_storage for one in found) <= 1.02 * BYTES + 2 * 64 * 1024
+    assert [rank.bits() for rank in ranks] == [saved[2]] * 4
+    assert together(Rank.step, *ranks) == [True] * 4
+
+
+def test_damage_sends_all_groups_to_the_checkpoint_before_and_one_alone_reads_what_is_damaged(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    flip_a_bit(tmp_path, 2)
+    ranks = [start(name) for name in "abc"]
+    found = together(restores(tmp_path), *ranks)
+    assert outcomes(found) == [(STORAGE, 1)] * 3
+    assert [rank.bits() for rank in ranks] == [saved[1]] * 3
+    assert sorted(one.bytes_from_storage for one in found)[:2] == [0, 0]
+    assert caplog.text.count("as another group has found") == 2
+
+
+def test_where_all_are_damaged_nobody_begins_at_step_0(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]]
+) -> None:
+    for step in (1, 2):
+        flip_a_bit(tmp_path, step)
+    for found in together(restores(tmp_path), start("a"), start("b")):
+        assert isinstance(found, CheckpointNotFoundError) and "damaged: step-000000000002" in str(found)
+
+
+def holds_up(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> threading.Event:
+    """Have the first rank that reads do something before that; return what is set then."""
+    has_begun = threading.Event()
+    read = CheckpointReader.read_own
+
+    def reads(reader: CheckpointReader, *args: Any) -> None:
+        if not has_begun.is_set():
+            has_begun.set()
+            act()
+        read(reader, *args)
+
+    monkeypatch.setattr(CheckpointReader, "read_own", reads)
+    return has_begun
+
+
+def test_where_the_one_that_reads_is_lost_the_next_one_reads(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [start(name) for name in "abc"]
+
+    def dies() -> None:
+        ranks[0].manager.shutdown()  # its transport and its connection to the lighthouse end
+        raise OSError("it is killed")
+
+    holds_up(monkeypatch, dies)
+    lost, *found = together(restores(tmp_path), *ranks)
+    assert isinstance(lost, CheckpointError) and lost.state_overwritten
+    assert outcomes(found) == [(STORAGE, 2)] * 2
+    assert [rank.bits() for rank in ranks[1:]] == [saved[2]] * 2
+    assert together(Rank.step, *ranks[1:]) == [True, True]
+
+
+def test_where_the_one_that_reads_stands_still_the_next_one_reads_and_it_comes_in_later(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "STALLS_S", 1.5)
+    others_have_it = threading.Event()
+    holds_up(monkeypatch, lambda: others_have_it.wait(30))
+    ranks = [start(name) for name in "ab"]
+
+    def restore(rank: Rank) -> Restored | Exception:
+        found = restores(tmp_path)(rank)
+        others_have_it.set()
+        return found
+
+    assert outcomes(together(restore, *ranks)) == [(STORAGE, 2)] * 2
+    assert [rank.bits() for rank in ranks] == [saved[2]] * 2
+    assert together(Rank.step, *ranks) == [True, True]
+
+
+def test_who_comes_to_a_running_job_heals_from_it_and_disturbs_nobody(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]]
+) -> None:
+    a, b = start("a"), start("b")
+    together(restores(tmp_path), a, b)
+    together(Rank.step, a, b)
+    c = start("c")
+    assert c.manager.newest_step_of_peers(SHORT) == 3
+    assert outcomes([restores(tmp_path)(c)]) == [(RestoreSource.PEERS, 3)]
+    assert together(Rank.step, a, b) == [True, True]
+    assert a.manager.statistics().num_discarded == 0
+
+
+def test_who_finds_nobody_to_start_with_reads_for_itself_in_time(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    a = start("a")  # min_replicas is 2
+    assert outcomes([restores(tmp_path, timeout=timedelta(seconds=0.5))(a)]) == [(STORAGE, 2)]
+    assert "starts with nobody: 1 of at least 2 replica groups are here" in caplog.text
+    b = start("b")
+    assert together(Rank.step, a, b) == [True, True]
+    assert a.bits() == b.bits()
+
+
+def test_a_rank_that_does_not_restore_is_waited_for_by_none_of_its_group(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]]
+) -> None:
+    store = hosted_store()
+    with ThreadPoolExecutor(2) as pool:
+        options = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+        ranks = [one.result(30) for one in [pool.submit(start, "a", rank=rank, **options) for rank in range(2)]]
+        restoring = pool.submit(restores(tmp_path), ranks[0])
+        time.sleep(0.2)
+        pool.submit(ranks[1].manager.start_quorum)
+        found = restoring.result(30)
+        assert (isinstance(found, SourceLostError) and "another rank of this group asks for a step" in str(found)) or (
+            "group rank 1 asks for a step" in str(found)
+        )
+        for rank in ranks:
+            rank.manager.shutdown()

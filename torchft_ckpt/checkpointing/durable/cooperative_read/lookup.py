@@ -1,0 +1,187 @@
+"""Finds the newest checkpoint that the ranks of a group can read whole, over the storages of all of them together.
+
+Each says which manifests it sees. Each manifest is read by one of those who see it, who tells the others, so that all of them
+put together the same. It reads manifests; no tensor is read here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from torchft_ckpt.checkpointing.durable.cooperative_read.ranks import Ranks
+from torchft_ckpt.checkpointing.durable.format.manifest import decode_part, encode_part
+from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName, parse_checkpoint, parse_part
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
+    Checkpoint,
+    SavedPart,
+    list_checkpoints,
+    newest_whole,
+    read_part,
+    tell_of,
+    why_not_whole,
+)
+from torchft_ckpt.checkpointing.durable.storage.contract import Storage
+from torchft_ckpt.checkpointing.state.local_state import some_of
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, StorageError
+
+logger = logging.getLogger(__name__)
+MAX_CANDIDATES = 64
+"""Checkpoints that a rank speaks of, the newest; retention keeps fewer."""
+
+
+class Found(NamedTuple):
+    """A whole checkpoint."""
+
+    checkpoint: Checkpoint
+    """All of its parts; without a storage those that cannot be read from here."""
+    readers: Mapping[PartName, frozenset[int]] | None = None
+    """The ranks that can read each part; None where all of them can read everything."""
+    is_shared: bool = False
+    """A rank sees something of it in the storage that all groups see."""
+
+
+class _Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The manifests that a rank sees, by checkpoint; and why it could list no storage."""
+
+    checkpoints: dict[str, list[str]]
+    shared: list[str] = []
+    """The checkpoints of which it sees some in the storage that all groups see."""
+    failure: str = ""
+
+
+class _Shown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The manifests that a rank has read for all of them; and why parts do not count."""
+
+    texts: dict[str, str]
+    left_aside: list[str]
+
+
+_decode_seen = msgspec.json.Decoder(_Seen).decode
+_decode_shown = msgspec.json.Decoder(_Shown).decode
+
+
+class Candidates:
+    """The checkpoints that a start may go on from. All ranks of a group call the same methods.
+
+    Args:
+        storages: where to look: the storage that all share, this host's own disk, or both.
+        step: only of this step.
+        shared: the one that all groups see.
+    """
+
+    def __init__(
+        self, storages: Sequence[Storage], ranks: Ranks, *, step: int | None, shared: Storage | None = None
+    ) -> None:
+        self._shared = shared
+        self._storages = storages
+        self._ranks = ranks
+        self._step = step
+        self._damaged: dict[str, str] = {}
+        self._here: dict[str, dict[str, list[Storage]]] = {}
+        """By checkpoint and manifest, the storages in which this rank sees it."""
+        self.has_written = False
+        """A damaged one was read in part, to where it is wanted."""
+
+    def newest(self) -> Found:
+        """Return the newest that is whole and that nothing is known against. Each that is skipped is logged in one line.
+
+        Raises:
+            CheckpointNotFoundError: there is none; the message says what was skipped, and why.
+            StorageError: no storage could be listed.
+        """
+        try:
+            if self._ranks.num_ranks == 1:
+                checkpoint = newest_whole(self._storages, step=self._step, exclude=self._damaged.keys())
+                return Found(checkpoint, is_shared=any(part.storage is self._shared for part in checkpoint.parts))
+            return self._newest_of_all()
+        except CheckpointNotFoundError as error:
+            if not self._damaged:
+                raise
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._damaged.items())
+            raise CheckpointNotFoundError(f"{error}; damaged: {reasons}", error.party) from error
+
+    def leave_out(self, checkpoint: Checkpoint, error: CheckpointDamagedError) -> None:
+        """Its bytes are not as they were written."""
+        logger.warning("checkpoint %s is skipped: %s", checkpoint.name, error)
+        self._damaged[str(checkpoint.name)] = str(error)
+        self.has_written = self.has_written or error.state_overwritten
+
+    def _newest_of_all(self) -> Found:
+        mine = self._look()
+        seen = self._ranks.say("what it sees", mine, _decode_seen)
+        names = {parsed for one in seen for name in one.checkpoints if (parsed := parse_checkpoint(name)) is not None}
+        failures = [one.failure for one in seen if one.failure]
+        if failures and not names:
+            raise StorageError(failures[0], "storage")
+        skipped: list[str] = []
+        for name in sorted(names, reverse=True):
+            if str(name) not in self._damaged:
+                found = self._put_together(name, [one.checkpoints.get(str(name), ()) for one in seen])
+                reason = why_not_whole(found.checkpoint)
+                if reason is None:
+                    tell_of(found.checkpoint)
+                    return found._replace(is_shared=any(str(name) in one.shared for one in seen))
+                logger.warning("checkpoint %s is skipped: %s", name, reason)
+                skipped.append(f"{name}: {reason}")
+        what = "no whole checkpoint" if self._step is None else f"no whole checkpoint of step {self._step}"
+        where = ", ".join(storage.location for storage in self._storages) or "no storage"
+        why = f" (skipped: {some_of(skipped)})" if skipped else ""
+        raise CheckpointNotFoundError(f"there is {what} in {where}, as {len(seen)} ranks together see it{why}", where)
+
+    def _look(self) -> _Seen:
+        self._here.clear()
+        shared: list[str] = []
+        failures: list[str] = []
+        for storage in self._storages:
+            try:
+                wanted = [name for name in list_checkpoints(storage) if self._step in (None, name.step)]
+                for name in wanted[:MAX_CANDIDATES]:
+                    here = self._here.setdefault(str(name), {})
+                    for file in _manifests_in(storage, name):
+                        here.setdefault(file, []).append(storage)
+                shared += [str(name) for name in wanted[:MAX_CANDIDATES] if storage is self._shared]
+            except StorageError as error:
+                failures.append(str(error).encode(errors="replace").decode())
+                logger.warning("storage %s is left aside: %s", storage.location, error)
+        newest = sorted(self._here, reverse=True)[:MAX_CANDIDATES]
+        is_blind = len(failures) == len(self._storages)
+        listed = {name: sorted(self._here[name]) for name in newest}
+        return _Seen(listed, shared, failures[0] if failures and is_blind else "")
+
+    def _put_together(self, name: CheckpointName, seen: Sequence[Sequence[str]]) -> Found:
+        """Return the parts of a checkpoint that any rank can read, and who can read which; `seen`: manifests, by rank."""
+        seeing: dict[str, list[int]] = {}
+        for rank, files in enumerate(seen):
+            for file in files:
+                seeing.setdefault(file, []).append(rank)
+        places = {file: ranks[number % len(ranks)] for number, (file, ranks) in enumerate(sorted(seeing.items()))}
+        here = self._here.get(str(name), {})
+        texts: dict[str, str] = {}
+        left_aside: list[str] = []
+        for file in (file for file, rank in places.items() if rank == self._ranks.rank):
+            part = parse_part(file)
+            read = "it is gone" if part is None or file not in here else read_part(here[file][0], name, part)
+            if isinstance(read, str):
+                left_aside.append(f"{name}/{file}: {read}".encode(errors="replace").decode())
+            else:
+                texts[file] = encode_part(read.manifest).decode()
+        shown = self._ranks.say(f"manifests of {name}", _Shown(texts, left_aside), _decode_shown)
+        parts: list[SavedPart] = []
+        readers: dict[PartName, frozenset[int]] = {}
+        for file, text in sorted((file, text) for one in shown for file, text in one.texts.items()):
+            if (part := parse_part(file)) is not None:
+                manifest = decode_part(text.encode(), name, part)
+                parts += [SavedPart(manifest, storage) for storage in here.get(file, ())] or [SavedPart(manifest, None)]
+                readers[part] = frozenset(seeing[file])
+        is_partial = any(len(able) < len(seen) for able in readers.values())
+        checkpoint = Checkpoint(name, parts, [why for one in shown for why in one.left_aside])
+        return Found(checkpoint, readers if is_partial else None)
+
+
+def _manifests_in(storage: Storage, name: CheckpointName) -> list[str]:
+    entries = storage.names(str(name))
+    return [entry for entry in entries if (part := parse_part(entry)) is not None and part.manifest == entry]

@@ -1,0 +1,98 @@
+"""What the ranks of a group say to each other while they read a checkpoint: all of them say something, and all hear all of it.
+
+So each knows the same, and works out alone what all do (`lookup`, `shared_read`). Words go the way of the group's votes. A rank
+that dies ends the group, and with it whoever waits for a word.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from torchft_ckpt.checkpointing.http_transport import HTTPTransport
+from torchft_ckpt.errors import CheckpointDamagedError, SourceLostError
+
+MAX_WORD_BYTES = 256 * 1024 * 1024
+_MAX_REASON = 2000
+_Said = TypeVar("_Said", bound=msgspec.Struct)
+
+
+class _Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    about: str
+    data: bytes = b""
+    """JSON, compressed (RFC 1950)."""
+    damage: str = ""
+    """The bytes that are not as they were written."""
+    failure: str = ""
+    """It does not go on, for a reason that is not the checkpoint's."""
+
+
+_decode = msgspec.json.Decoder(_Word).decode
+
+
+@dataclass(slots=True, kw_only=True)
+class Ranks:
+    """The ranks of a group, as one of them sees them; without arguments it is alone."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    exchange: Callable[[str], list[str]] = lambda text: [text]
+    """Tells all of them something, and returns what all have said, in their order; empty texts where one does not go on."""
+    say_why_not: Callable[[str, bool], object] = lambda text, waits: None
+    """Tells them why this rank does not go on; waits until they have heard, if it is to."""
+    transport: HTTPTransport[Any] | None = None
+    """Serves what this rank has read to the others; None: each reads by itself."""
+    is_known: bool = False
+    """That one does not go on all have heard."""
+
+    def say(self, about: str, message: _Said, decode: Callable[[bytes], _Said]) -> list[_Said]:
+        """Say something, and return what all ranks say about it, in their order; `decode` reads that from JSON.
+
+        Raises:
+            CheckpointDamagedError: a rank has found damage; all of them raise that.
+            SourceLostError: a rank does not go on.
+        """
+        self.is_known = True  # also where the words do not come
+        data = zlib.compress(msgspec.json.encode(message), 1)
+        words = [_decode(text) if text else None for text in self.exchange(_text_of(_Word(about, data)))]
+        for rank, word in enumerate(words):
+            if word is not None and word.damage:
+                raise CheckpointDamagedError(f"as rank {rank} of this group has found: {word.damage}", f"rank {rank}")
+            if word is not None and (word.failure or word.about != about):
+                why = word.failure or f"it speaks of {word.about[:80]!r}, and not of {about[:80]!r}"
+                raise SourceLostError(f"rank {rank} of this group does not go on: {why}", f"rank {rank}")
+        self.is_known = False
+        return [decode(_unpacked(word.data)) for word in words if word is not None]
+
+    @contextmanager
+    def all_go_on(self) -> Iterator[None]:
+        """What is raised within it, on this rank, the others raise where they wait for a word; they have heard of damage then."""
+        self.is_known = False
+        try:
+            yield
+        except BaseException as error:
+            if not self.is_known:
+                self.is_known = True
+                is_damage = isinstance(error, CheckpointDamagedError)
+                reason = str(error) if is_damage else f"{type(error).__name__}: {error}"
+                reason = reason[:_MAX_REASON].encode(errors="replace").decode()  # names of files may be no UTF-8
+                word = _Word("", damage=reason) if is_damage else _Word("", failure=reason)
+                self.say_why_not(_text_of(word), is_damage)
+            raise
+
+
+def _text_of(word: _Word) -> str:
+    return msgspec.json.encode(word).decode()
+
+
+def _unpacked(data: bytes) -> bytes:
+    inflate = zlib.decompressobj()
+    unpacked = inflate.decompress(data, MAX_WORD_BYTES)
+    if inflate.unconsumed_tail:
+        raise SourceLostError(f"a rank of this group says more than {MAX_WORD_BYTES} bytes at once", "ranks")
+    return unpacked
