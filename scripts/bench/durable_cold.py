@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from bench.durable_counting import drop_cached
@@ -12,30 +13,38 @@ from bench.durable_worker import ALONE, DCP, OURS
 from bench.run import Run
 from bench.stats import judge_at_most, median
 from bench.table import Row, Section, seconds
+from torchft_ckpt import LighthouseServer
 
 BAR = 1.02
 
 
 def measure(run: Run) -> Section:
-    """Save HSDP 2 x 2 with both, and have four processes load all of it: together, each by itself, and with DCP."""
+    """Save HSDP 2 x 2 with both, and load all of it in four processes: as groups that start together, alone, and with DCP."""
     times: dict[str, list[float]] = {ALONE: [], OURS: [], DCP: []}
     read: dict[str, list[int]] = {}
     peers: list[int] = []
     num_repeats = run.num_repeats(5, 2)
     with directory() as root:
-        ours, theirs = root / "ours", root / "dcp"
-        ours.mkdir()
+        ours, alone, theirs = root / "ours", root / "alone", root / "dcp"
+        for path in (ours, alone):
+            path.mkdir()
         with ranks(run, NUM_RANKS, "hsdp") as job:
             job.hold(HSDP, quick=run.quick, version=7)
-            job.all("open", location=str(ours))
-            job.save(OURS, ours, 7)
+            for path in (ours, alone):
+                job.all("open", location=str(path))
+                job.save(OURS, path, 7, of_manager=path == ours)
             job.save(DCP, theirs, 7)
-        with ranks(run, NUM_RANKS, "groups") as job:
+        server = LighthouseServer("127.0.0.1:0", min_replicas=NUM_RANKS)
+        with ranks(run, NUM_RANKS, "groups") as job, contextlib.ExitStack() as at_end:
+            at_end.callback(server.shutdown)
             job.hold(WHOLE, quick=run.quick)
             for number in range(-1, num_repeats):
                 for how in times:
                     drop_cached(root)
-                    took_s, answers = job.load(how, theirs if how == DCP else ours, 7)
+                    if how == OURS:
+                        took_s, answers = job.restore(ours, 7, lighthouse=server.address(), job=f"cold-{number}")
+                    else:
+                        took_s, answers = job.load(how, theirs if how == DCP else alone, 7)
                     read[how] = [answer["read_bytes"] for answer in answers]
                     if how == OURS:
                         peers = [answer["peer_bytes"] for answer in answers]
@@ -44,7 +53,6 @@ def measure(run: Run) -> Section:
                         times[how].append(took_s)
     unique = job.unique_bytes
     part = sum(read[OURS]) / unique
-    most = max(read[OURS]) / (sum(read[OURS]) / NUM_RANKS)
     rows = [
         Row(
             figure="  bytes from storage over unique bytes",
@@ -53,7 +61,6 @@ def measure(run: Run) -> Section:
             bar=f"<= {BAR}x",
             verdict=judge_at_most(part, BAR),
         ),
-        Row(figure="    most loaded reader over mean", ours=f"{most:.4f}x"),
         Row(
             figure="    time until the last has all",
             ours=seconds(median(times[OURS])),

@@ -57,10 +57,10 @@ class Ranks:
         self.held_bytes = [int(answer["held_bytes"]) for answer in answers]
         self.unique_bytes = int(answers[0]["unique_bytes"])
 
-    def save(self, how: str, location: Path, step: int) -> float:
-        """Save; return the seconds until the last rank knew it to be closed."""
+    def save(self, how: str, location: Path, step: int, *, of_manager: bool = False) -> float:
+        """Save; return the seconds until the last rank knew it to be closed. `of_manager`: for `restore`."""
         at = time.monotonic() + RELEASE_AFTER_S
-        answers = self.all("save", how=how, location=str(location), step=step, at=at)
+        answers = self.all("save", how=how, location=str(location), step=step, at=at, of_manager=of_manager)
         return max(answer["ended"] for answer in answers) - at
 
     def load(self, how: str, location: Path, version: int) -> tuple[float, list[Event]]:
@@ -69,11 +69,19 @@ class Ranks:
         Raises:
             CommandFailedError: one has loaded something else: a figure without the right state is none.
         """
-        at = time.monotonic() + RELEASE_AFTER_S
-        answers = self.all("load", how=how, location=str(location), at=at, version=version)
+        return self._loaded(how, "load", how=how, location=str(location), version=version)
+
+    def restore(self, location: Path, version: int, *, lighthouse: str, job: str) -> tuple[float, list[Event]]:
+        """Have all start together, each a group, and check; as `load`."""
+        about = {"lighthouse": lighthouse, "job": job, "num_groups": len(self._children)}
+        return self._loaded("restore", "restore", location=str(location), version=version, **about)
+
+    def _loaded(self, what: str, do: str, **arguments: Any) -> tuple[float, list[Event]]:
+        at = time.monotonic() + RELEASE_AFTER_S + (do == "restore")
+        answers = self.all(do, at=at, **arguments)
         for child, answer in zip(self._children, answers, strict=True):
             if answer["wrong"]:
-                raise CommandFailedError(f"{child.name}: {how} loaded other bits than were saved: {answer['wrong']}")
+                raise CommandFailedError(f"{child.name}: {what} loaded other bits than were saved: {answer['wrong']}")
         return max(answer["ended"] for answer in answers) - at, answers
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from bench.durable_counting import CountingReader, counting_ours
 from bench.durable_model import Model
 from bench.wire import Reporter, serve
-from torchft_ckpt import Checkpointer
+from torchft_ckpt import Checkpointer, Manager, ProcessGroupGloo
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.checkpointing.durable.names import checkpoint_name
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
@@ -110,9 +110,11 @@ class Worker:
         optimizer.register_step_pre_hook(lambda *_: self._hook_s.append(time.perf_counter() - began.pop()))
         return {}
 
-    def save(self, how: str, location: str, step: int, at: float) -> Answer:
-        """Save, and wait until the checkpoint is closed."""
+    def save(self, how: str, location: str, step: int, at: float, of_manager: bool = False) -> Answer:
+        """Save, and wait until the checkpoint is closed. `of_manager`: as a Manager's state, for `restore`."""
         state = self.model.state_dict()
+        if of_manager:
+            state = {**state, "torchft": {"step": step, "batches_committed": 0}}
         time.sleep(max(at - time.monotonic(), 0.0))
         self._begin(how, location, step, state)()
         return {"ended": time.monotonic()}
@@ -234,7 +236,7 @@ class Worker:
         """Forget what is held, load it, and check it.
 
         Args:
-            how: `OURS`, `ALONE` or `DCP`.
+            how: `OURS`, as `ALONE`, or `DCP`.
             location: of all checkpoints with ours, of the one with DCP.
             at: when to begin, CLOCK_MONOTONIC.
             version: that is expected.
@@ -242,23 +244,68 @@ class Worker:
         self.model.clear()
         state = self.model.state_dict()
         time.sleep(max(at - time.monotonic(), 0.0))
-        peer_bytes = 0
         if how == DCP:
             reader = CountingReader(location)
             dcp.load(state, storage_reader=reader)
             num_bytes = reader.count.num_bytes
         else:
             with counting_ours() as count:
-                if how == OURS:
-                    peer_bytes = Checkpointer(location, save_random_state=False).load(state).bytes_from_peers
-                else:
-                    load_into(CheckpointReader(newest_whole([open_storage(location)])), state)
+                load_into(CheckpointReader(newest_whole([open_storage(location)])), state)
             num_bytes = count.num_bytes
         ended = time.monotonic()
         return {
             "ended": ended,
             "read_bytes": num_bytes,
-            "peer_bytes": peer_bytes,
+            "wrong": self.model.wrong(version, state)[:5],
+        }
+
+    def restore(self, location: str, at: float, version: int, lighthouse: str, job: str, num_groups: int) -> Answer:
+        """Forget what is held, restore it as one of groups that start together, and check it.
+
+        Args:
+            location, at, version: as of `load`.
+            lighthouse: its address.
+            job: another one each time.
+            num_groups: so many start.
+        """
+        self.model.clear()
+        state = self.model.state_dict()
+
+        def load(received: dict[str, Any], into: dict[str, Any] = state) -> None:
+            for name, value in received.items():
+                if isinstance(value, dict):
+                    load(value, into[name])
+                elif not isinstance(value, torch.Tensor):
+                    into[name] = value
+                elif value is not into[name]:
+                    into[name].copy_(value)
+
+        manager = Manager(
+            ProcessGroupGloo(timeout=TIMEOUT),
+            load,
+            lambda: state,
+            min_replica_size=num_groups,
+            lighthouse_addr=lighthouse,
+            replica_id=f"group-{self._rank}",
+            rank=0,
+            world_size=1,
+            job=job,
+            hostname="127.0.0.1",
+            timeout=TIMEOUT,
+        )
+        checkpointer = Checkpointer(location, manager=manager, save_random_state=False)
+        try:
+            time.sleep(max(at - time.monotonic(), 0.0))
+            with counting_ours() as count:
+                restored = checkpointer.restore()
+            ended = time.monotonic()
+        finally:
+            checkpointer.shutdown()
+            manager.shutdown()
+        return {
+            "ended": ended,
+            "read_bytes": count.num_bytes,
+            "peer_bytes": restored.bytes_from_peers,
             "wrong": self.model.wrong(version, state)[:5],
         }
 
