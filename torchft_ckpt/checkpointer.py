@@ -1,6 +1,6 @@
 """Durable checkpoints for a training loop: save without stopping it, restore from whatever holds the newest state.
 
-It puts the parts together: what a Manager says of itself, the save's worker, the cold start, the readers. Rules are elsewhere:
+It puts the parts together: what a Manager says of itself, the save's worker, the restore, the readers. Rules are elsewhere:
 who writes what in `core/durable/assignment.py`, what to wait for in `core/durable/saving.py`, what to remove in
 `core/durable/retention.py`, where to take a state from in `core/durable/restore_source.py`.
 """

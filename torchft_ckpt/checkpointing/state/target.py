@@ -1,7 +1,7 @@
 """The target of a state that arrives: memory for each box that is wanted, and the state made of it once all of it is there.
 
 A source's manifest and a checkpoint describe a state alike (`description`). A `StateTarget` says which boxes of it are wanted,
-and gives memory for each (`Want`). Ranks of a running job, files, or members that read together fill that memory; a fetch by
+and gives memory for each (`Want`). Ranks of a running job, files, or ranks that read together fill that memory; a fetch by
 blocks brings memory of its own. Then the target makes the state. It knows tensors and trees, not who fills the wants.
 """
 
