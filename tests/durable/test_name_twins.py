@@ -15,15 +15,16 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cold_members import Job as ColdJob
-from support.cold_members import Member
 from support.name_twins import Job, State, StateOf, local, made, on_mesh
+from support.reading_ranks import Group, Member
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointer import Checkpointer
 from torchft_ckpt.checkpointing.durable.format.manifest import encode_part, replicas_of, with_replicas
+from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, SavedPart
+from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving import capture
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex, Layout
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
@@ -31,7 +32,8 @@ from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorag
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.state import samples
-from torchft_ckpt.core.boxes.geometry import Box
+from torchft_ckpt.checkpointing.state.target import Want
+from torchft_ckpt.core.boxes.geometry import Box, whole
 from torchft_ckpt.errors import RanksDifferError, StorageError
 from torchft_ckpt.manager.saving import SaveIdentity
 from torchft_ckpt.manager.volatile import capture_for_save
@@ -650,20 +652,21 @@ def test_what_ranks_have_of_their_own_is_no_drift(tmp_path: Path, caplog: pytest
     assert "do not hold alike" not in caplog.text
 
 
-# Together
+# Ranks of a group that read together
 
 
 @pytest.fixture
-def job_of() -> Iterator[Callable[[int], ColdJob]]:
-    jobs: list[ColdJob] = []
+def group_of() -> Iterator[Callable[..., Group]]:
+    groups: list[Group] = []
 
-    def make(num_members: int) -> ColdJob:
-        jobs.append(ColdJob(num_members))
-        return jobs[-1]
+    def make(num_ranks: int, *storages: LocalStorage) -> Group:
+        """`storages`: one that all see, or one of each rank."""
+        groups.append(Group(num_ranks, lambda rank: [storages[rank % len(storages)]]))
+        return groups[-1]
 
     yield make
-    for job in jobs:
-        job.close()
+    for group in groups:
+        group.close()
 
 
 def mixed(rank: int) -> State:
@@ -671,36 +674,46 @@ def mixed(rank: int) -> State:
     return {"equal": torch.arange(500_000.0), "own": torch.full((100_000,), 1.0 + rank)}
 
 
-def reads_as(member: Member, num_ranks: int = 2) -> None:
-    assert member.attempt is not None
-    member.reader.read_as(member.number % num_ranks, num_ranks)
-    member.fills()
+def read_in(group: Group) -> list[State]:
+    """Have the ranks of a group read, each as that rank; return what each has."""
+
+    def fill(member: Member) -> None:
+        member.reader.read_as(member.rank, group.num_ranks)
+        member.fills()
+
+    for outcome in group.do(lambda member: member.reads(fill)):
+        if isinstance(outcome, Exception):
+            raise outcome
+    return [{name: tensor for (name, _), tensor in member.got.items()} for member in group.members]
 
 
-@pytest.mark.parametrize("num_members", [2, 4])
-def test_ranks_that_start_together_share_what_is_equal_and_nothing_else(
-    tmp_path: Path, num_members: int, job_of: Callable[[int], ColdJob], caplog: pytest.LogCaptureFixture
+def have(states: list[State], *ranks: int) -> bool:
+    """Whether these are the states of those ranks, whole."""
+    pairs = zip(states, ranks, strict=True)
+    return all(torch.equal(state[name], tensor) for state, rank in pairs for name, tensor in mixed(rank).items())
+
+
+PARTLY = "several copies of own, and what cannot be read of one comes from another, which may differ"
+
+
+def test_ranks_that_read_together_share_what_is_equal_and_nothing_else(
+    tmp_path: Path, group_of: Callable[..., Group], caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = Job(tmp_path, 2, is_replicated=False)
     assert not saved.save(mixed)
     caplog.clear()
-    job = job_of(num_members)
-    members = job.starts(lambda _: [saved.storage])
+    group = group_of(2, saved.storage)
     with caplog.at_level(logging.WARNING):
-        job.do(lambda member: member.reads(reads_as))
-    for member in members:
-        got = {name: tensor for (name, _), tensor in member.got.items()}
-        assert all(torch.equal(got[name], tensor) for name, tensor in mixed(member.number % 2).items())
-        assert member.num_members == num_members
+        assert have(read_in(group), 0, 1)
     equal, own = (tensor.nbytes for tensor in mixed(0).values())
-    assert (
-        sum(member.num_read for member in members) <= 1.02 * (equal + num_members * own) + 2 * num_members * 64 * 1024
-    )
-    assert caplog.text.count("did not hold the same bytes of own") == num_members
+    assert sum(member.num_read for member in group.members) <= 1.02 * (equal + 2 * own) + 4 * 64 * 1024
+    assert sum(member.bytes_from_peers for member in group.members) == equal
+    assert caplog.text.count("did not hold the same bytes of own") == 2, "it says so in each rank"
+    assert PARTLY not in caplog.text
 
 
 def test_a_rank_whose_own_copy_nobody_can_read_gets_the_first_one_and_is_told(
-    tmp_path: Path, job_of: Callable[[int], ColdJob], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, group_of: Callable[..., Group], caplog: pytest.LogCaptureFixture
 ) -> None:
     saved = Job(tmp_path, 2, is_replicated=False)
     assert not saved.save(mixed)
@@ -709,26 +722,61 @@ def test_a_rank_whose_own_copy_nobody_can_read_gets_the_first_one_and_is_told(
     at = content.find(torch.full((100_000,), 2.0).numpy().tobytes())
     content[at] ^= 1
     data.write_bytes(content)
-    job = job_of(2)
-    members = job.starts(lambda _: [saved.storage])
-    job.do(lambda member: member.reads(reads_as))
-    for member in members:
-        assert all(float(tensor[0]) == 1.0 for (name, _), tensor in member.got.items() if name == "own")
-    assert (
-        caplog.text.count("several copies of own, and what cannot be read of one comes from another, which may differ")
-        == 1
-    )
+    assert have(read_in(group_of(2, saved.storage)), 0, 0)
+    assert caplog.text.count(PARTLY) == 1
 
 
-def test_members_on_another_layout_get_one_ranks_copies(tmp_path: Path, job_of: Callable[[int], ColdJob]) -> None:
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_ranks_of_another_layout_get_one_ranks_copies_and_are_told_whose(
+    tmp_path: Path, num_ranks: int, group_of: Callable[..., Group], caplog: pytest.LogCaptureFixture
+) -> None:
     saved = Job(tmp_path, 2, is_replicated=False)
     assert not saved.save(mixed)
-    job = job_of(3)
-    members = job.starts(lambda _: [saved.storage])
-    job.do(lambda member: member.reads(lambda one: reads_as(one, 3)))
-    for member in members:
-        got = {name: tensor for (name, _), tensor in member.got.items()}
-        assert all(torch.equal(got[name], tensor) for name, tensor in mixed(0).items())
+    caplog.clear()
+    group = group_of(num_ranks, saved.storage)
+    assert have(read_in(group), *[0] * num_ranks)
+    unique = sum(tensor.nbytes for tensor in mixed(0).values())
+    assert sum(member.num_read for member in group.members) <= 1.02 * unique + num_ranks * 64 * 1024
+    assert caplog.text.count("all others get the first copies (rank 0 of replica 0") == num_ranks
+
+
+def test_who_can_read_anothers_copies_alone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = Job(tmp_path, 2, is_replicated=False)
+    assert not saved.save(mixed)
+    (disk,) = disks_of(saved, tmp_path, 0)
+    manifests = [part.manifest for part in saved.checkpoint.parts]
+    parts = [SavedPart(manifest, None if number else disk) for number, manifest in enumerate(manifests)]
+    reader = CheckpointReader(Checkpoint(saved.checkpoint.name, parts, []))
+    reader.read_as(1, 2)
+    target = torch.zeros(100_000)
+    reader.read_own([Want("own", whole((100_000,)), target)])
+    assert torch.equal(target, mixed(0)["own"])
+    assert caplog.text.count(PARTLY) == 1
+
+
+def disks_of(saved: Job, directory: Path, *ranks: int) -> list[LocalStorage]:
+    """Disks, each with the part that one rank has saved."""
+    disks = []
+    for number, rank in enumerate(ranks):
+        disks.append(LocalStorage(directory / f"disk{number}"))
+        place = directory / f"disk{number}" / str(saved.checkpoint.name)
+        place.mkdir(parents=True)
+        for file in (directory / str(saved.checkpoint.name)).iterdir():
+            if f"r0-g{rank}-" in file.name or f"r0_g{rank}_" in file.name:
+                (place / file.name).write_bytes(file.read_bytes())
+    return disks
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_ranks_whose_disks_hold_their_own_or_each_others_copies_get_each_its_own(
+    tmp_path: Path, ranks: tuple[int, int], group_of: Callable[..., Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once the hosts of a group came back in another order, and each rank got the first one's."""
+    saved = Job(tmp_path, 2, is_replicated=False)
+    assert not saved.save(mixed)
+    states = read_in(group_of(2, *disks_of(saved, tmp_path, *ranks)))
+    assert have(states, 0, 1)
+    assert PARTLY not in caplog.text
 
 
 # Input that has no right answer

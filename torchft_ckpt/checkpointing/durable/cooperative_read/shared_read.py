@@ -4,7 +4,7 @@ What several ranks want is cut into equal shares by arithmetic (`core/durable/as
 it and can read it. Each rank works that out alone, from the checkpoint and what all of them have said that they want and see. A
 share is read straight into this rank's own tensors where it wants it itself, and served from there; what others have read is
 fetched by the transport. So no byte is read twice, and none is kept twice. What ranks have saved otherwise under one name is not
-shared: each reads what its own rank saved.
+shared: each reads what its own rank saved, or has it read by one who can.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -103,6 +104,17 @@ class _Wants(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     boxes: dict[str, list[BoxEntry]]
     address: str
+    own: dict[str, list[BoxEntry]] = {}
+    """What it wants as its own rank saved it, and others can read."""
+
+
+class _Share(NamedTuple):
+    """A box that one rank reads for all that want it."""
+
+    name: str
+    box: Box
+    own_of: int | None = None
+    """As this rank saved it, which alone wants that."""
 
 
 class _Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -146,12 +158,12 @@ class SharedRead:
         if misfits := [want for want in wants if not _is_there(want, reader)]:
             reader.read(misfits)
         alone = [want for want in wants if transport is None or reader.is_own(want)]
-        own = _OwnWants([want for want in wants if not (transport is None or reader.is_own(want))])
-        said = ranks.say(
-            "what it wants", _Wants(own.entries(), "" if transport is None else transport.metadata()), _decode_wants
-        )
-        wanted = [{name: [entry.box for entry in boxes] for name, boxes in one.boxes.items()} for one in said]
-        shares = deal_reading(reader.tensors, wanted, self._found.readers)
+        together = [want for want in wants if not (transport is None or reader.is_own(want))]
+        own = _OwnWants(together, [ranks.rank if reader.is_own_elsewhere(want) else None for want in together])
+        address = "" if transport is None else transport.metadata()
+        wishes = _Wants(own.entries(None), address, own.entries(ranks.rank))
+        said = ranks.say("what it wants", wishes, _decode_wants)
+        shares = self._deal(said)
         mine = shares[ranks.rank]
         state = _read_share(reader, own, mine)  # by the number of each box in the share
         with torn_where_it_raises(f"reading {reader.location}", reader.location):
@@ -173,12 +185,25 @@ class SharedRead:
                 ]
                 left += [want for wants in parallel_map(self._fetch, tasks, NUM_THREADS) for want in wants]
                 if left:
-                    reader.read(left)
+                    reader.read_own(left)
                 own.copy_doubles()
                 ranks.say("what it has", _Done(), _decode_done)
             finally:
                 if transport is not None:
                     transport.withdraw_checkpoint()
+
+    def _deal(self, said: Sequence[_Wants]) -> list[list[_Share]]:
+        """Return what each rank reads."""
+        tensors, readers = self._reader.tensors, self._found.readers
+        dealt = deal_reading(tensors, [_boxes_of(one.boxes) for one in said], readers)
+        shares = [[_Share(name, box) for name, box in of_rank] for of_rank in dealt]
+        for rank, one in enumerate(said):
+            if one.own:
+                saved = {name: tensors[name].of_rank(rank) for name in one.own}
+                wanted = [_boxes_of(one.own) if other == rank else {} for other in range(len(said))]
+                for share, of_rank in zip(shares, deal_reading(saved, wanted, readers), strict=True):
+                    share += [_Share(name, box, rank) for name, box in of_rank]
+        return shares
 
     def _fetch(self, source: tuple[int, str, list[tuple[Want, Want, str]]]) -> list[Want]:
         """Fetch what another rank has read for this one; return what could not be had. See `_OwnWants.needed`."""
@@ -207,45 +232,44 @@ def _blake3_of(tensor: torch.Tensor) -> str:
     return hasher.hexdigest()
 
 
-class _OwnWants:
-    """What this rank wants, by name; each box once."""
+def _boxes_of(entries: Mapping[str, Sequence[BoxEntry]]) -> Boxes:
+    return {name: [entry.box for entry in boxes] for name, boxes in entries.items()}
 
-    def __init__(self, wants: Sequence[Want]) -> None:
-        self._by_name: dict[str, dict[Box, Want]] = {}
+
+class _OwnWants:
+    """What this rank wants, by name and whose copy it is to be (`_Share.own_of`); each box once."""
+
+    def __init__(self, wants: Sequence[Want], own_of: Sequence[int | None]) -> None:
+        self._by_name: dict[tuple[str, int | None], dict[Box, Want]] = {}
         self._doubles: list[tuple[Want, Want]] = []
-        for want in wants:
-            first = self._by_name.setdefault(want.name, {}).setdefault(want.box, want)
+        for want, rank in zip(wants, own_of, strict=True):
+            first = self._by_name.setdefault((want.name, rank), {}).setdefault(want.box, want)
             if first.target is not want.target:
                 self._doubles.append((first, want))
 
-    def wants_of(self, share: Sequence[tuple[str, Box]]) -> list[Want]:
-        return [
-            want.part(box)
-            for name, box in share
-            for want in self._by_name.get(name, {}).values()
-            if contains(want.box, box)
-        ]
+    def wants_of(self, share: _Share) -> list[Want]:
+        wants = self._by_name.get((share.name, share.own_of), {}).values()
+        return [want.part(share.box) for want in wants if contains(want.box, share.box)]
 
-    def needed(self, share: Sequence[tuple[str, Box]], digests: Sequence[str]) -> list[tuple[Want, Want, str]]:
+    def needed(self, share: Sequence[_Share], digests: Sequence[str]) -> list[tuple[Want, Want, str]]:
         """Return what is wanted here of another rank's share: as it is in the checkpoint, as it is served, and its digest."""
         told = digests if len(digests) == len(share) else [""] * len(share)
         return [
             (want, Want(str(number), whole(want.box.sizes), want.target), digest)
             for number, (one, digest) in enumerate(zip(share, told, strict=True))
-            for want in self.wants_of([one])
+            for want in self.wants_of(one)
         ]
 
-    def outside(self, shares: Sequence[Sequence[tuple[str, Box]]]) -> list[Want]:
-        dealt: dict[str, list[Box]] = {}
-        for share in shares:
-            for name, box in share:
-                if name in self._by_name:
-                    dealt.setdefault(name, []).append(box)
+    def outside(self, shares: Sequence[Sequence[_Share]]) -> list[Want]:
+        dealt: dict[tuple[str, int | None], list[Box]] = {}
+        for share in (share for of_rank in shares for share in of_rank):
+            if (share.name, share.own_of) in self._by_name:
+                dealt.setdefault((share.name, share.own_of), []).append(share.box)
         return [
             want.part(box)
-            for name, wants in self._by_name.items()
+            for key, wants in self._by_name.items()
             for want in wants.values()
-            for box in subtract([want.box], dealt.get(name, ()))
+            for box in subtract([want.box], dealt.get(key, ()))
         ]
 
     def copy_doubles(self) -> None:
@@ -253,25 +277,27 @@ class _OwnWants:
             for first, other in self._doubles:
                 other.target.copy_(first.target)
 
-    def entries(self) -> dict[str, list[BoxEntry]]:
+    def entries(self, own_of: int | None) -> dict[str, list[BoxEntry]]:
         return {
             name: [BoxEntry(offsets=[*box.offsets], sizes=[*box.sizes]) for box in wants]
-            for name, wants in self._by_name.items()
+            for (name, rank), wants in self._by_name.items()
+            if rank == own_of
         }
 
 
-def _read_share(reader: CheckpointReader, own: _OwnWants, share: Sequence[tuple[str, Box]]) -> dict[str, torch.Tensor]:
+def _read_share(reader: CheckpointReader, own: _OwnWants, share: Sequence[_Share]) -> dict[str, torch.Tensor]:
     """Read a share, to where it is wanted here, and return its boxes, to serve them."""
-    wants: list[Want] = []
+    wants: dict[int | None, list[Want]] = {}
     state: dict[str, torch.Tensor] = {}
-    for number, (name, box) in enumerate(share):
-        here = own.wants_of([(name, box)])
+    for number, one in enumerate(share):
+        here = own.wants_of(one)
         if not here:
-            here = [Want(name, box, torch.empty(box.sizes, dtype=reader.tensors[name].dtype, device="cpu"))]
-        wants += here
+            memory = torch.empty(one.box.sizes, dtype=reader.tensors[one.name].dtype, device="cpu")
+            here = [Want(one.name, one.box, memory)]
+        wants.setdefault(one.own_of, []).extend(here)
         state[str(number)] = here[0].target
-    if wants:
-        reader.read(wants)
+    for rank, of_rank in wants.items():
+        reader.read(of_rank, rank)
     return state
 
 

@@ -96,6 +96,10 @@ class SavedTensor(NamedTuple):
     pieces: list[Piece]
     """In the order of parts; they may overlap."""
 
+    def of_rank(self, rank: int) -> SavedTensor:
+        """The same, of what one rank of the groups has written."""
+        return self._replace(pieces=[piece for piece in self.pieces if piece.part.name.rank == rank])
+
 
 class SavedValue(NamedTuple):
     """A leaf of the state that is no tensor to DCP, in the first part that has a record of it. The value itself is in `tree`."""

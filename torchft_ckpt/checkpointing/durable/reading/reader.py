@@ -56,7 +56,7 @@ from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.checkpointing.state.tree import as_places, decode_tree, only_with
-from torchft_ckpt.core.boxes.geometry import Box, relative_to
+from torchft_ckpt.core.boxes.geometry import Box, relative_to, subtract
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,10 @@ class CheckpointReader(StateReader[Piece]):
         if self.rank is None or want.name not in self.checkpoint.several or not want.box.volume:
             return False
         return not self._own_cover(want.name, want.box, Reading(self.location, self.rank))[1]
+
+    def is_own_elsewhere(self, want: Want) -> bool:
+        """Whether other ranks may have other things under a name, and what this rank had cannot be reached from here."""
+        return self._is_elsewhere(want.name, want.box, Reading(self.location, self.rank))
 
     @property
     def location(self) -> str:
@@ -183,7 +187,8 @@ class CheckpointReader(StateReader[Piece]):
 
     def _plan(self, wanted: Sequence[tuple[str, Box, Target]], reading: Reading[Piece]) -> list[Cell[Piece]]:
         cells = super()._plan(wanted, reading)
-        if mixed := reading.failed() & self.checkpoint.several & {cell.name for cell in cells}:
+        elsewhere = {name for name, box, _ in wanted if self._is_elsewhere(name, box, reading)}
+        if mixed := elsewhere | (reading.failed() & self.checkpoint.several & {cell.name for cell in cells}):
             logger.warning(
                 "%s: there are several copies of %s, and what cannot be read of one comes from another, which may differ",
                 self.location,
@@ -197,6 +202,13 @@ class CheckpointReader(StateReader[Piece]):
             if not missing:
                 return taken, missing
         return super()._cover(name, box, reading)
+
+    def _is_elsewhere(self, name: str, box: Box, reading: Reading[Piece]) -> bool:
+        """Whether one rank of the groups has written all of a box, and not all of that can be had here."""
+        if reading.rank is None or name not in self.checkpoint.several or not box.volume:
+            return False
+        written = [piece.box for piece in self.tensors[name].of_rank(reading.rank).pieces]
+        return bool(self._own_cover(name, box, reading)[1]) and not subtract([box], written)
 
     def _own_cover(self, name: str, box: Box, reading: Reading[Piece]) -> tuple[list[tuple[Piece, Box]], list[Box]]:
         """As `_cover`, of what one rank of the groups has written."""
