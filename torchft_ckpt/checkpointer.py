@@ -657,7 +657,8 @@ class Checkpointer:
 
         Names that the checkpoint has and the state dict has not are left out, but for the state of an optimizer that has none
         yet. Objects with `load_state_dict` are loaded by it: an optimizer, or what has its groups, with all that was saved of it.
-        Each process finds and reads it by itself; a damaged one is skipped with a reason.
+        Each process reads it by itself; a damaged one is skipped with a reason. In a job of torch.distributed all ranks call it:
+        they take the newest that all of them can read, and all of them load it, or none does.
 
         Args:
             state_dict: says what is wanted, on which layout.
@@ -671,6 +672,7 @@ class Checkpointer:
                 parameters, or of these in another order.
             StorageError: the storage failed.
             StateDictLoadError: the `load_state_dict` of an object in it raised.
+            SourceLostError: another rank does not go on.
             In each, `state_overwritten` says whether the state dict is torn.
         """
         if self._manager is not None:
@@ -678,21 +680,30 @@ class Checkpointer:
         step = _plain_step(step)
         template = template_of(state_dict)
         self._make_way()
-        candidates = Candidates(self._all_storages(), Ranks(), step=step, shared=self._storages[Tier.STORAGE])
-        reader = None
-        with torn_where_it_raises("loading the newest checkpoint", "state_dict", lambda: candidates.has_written):
+        ranks = Ranks.of_torch_distributed()
+        candidates = Candidates(self._all_storages(), ranks, step=step, shared=self._storages[Tier.STORAGE])
+        reader, has_written = None, False
+        with torn_where_it_raises(
+            "loading the newest checkpoint", "state_dict", lambda: candidates.has_written or has_written
+        ):
             while reader is None:
-                whole = candidates.newest()
+                with ranks.all_go_on():
+                    whole = candidates.newest()
                 newest = CheckpointReader(whole.checkpoint)
                 newest.read_as(*self._place())
                 try:
-                    load_into(newest, template.state_dict, newest.read_own, owned=template.owned)
+                    with ranks.all_go_on():
+                        load_into(newest, template.state_dict, newest.read_own, owned=template.owned)
+                        has_written = True
+                        ranks.say_done(f"that {newest.checkpoint.name} is loaded")
                     reader = newest
                 except CheckpointDamagedError as error:
                     candidates.leave_out(newest.checkpoint, error)
         found = reader.checkpoint.name.step
         with torn_where_it_raises(f"loading step {found}", "state_dict"):
-            give_back(state_dict, template.state_dict)
+            with ranks.all_go_on():
+                give_back(state_dict, template.state_dict)
+                ranks.say_done(f"that all have step {found}")
             rank_state = self._rank_state_of(reader, "", self._place()[0])
         source = RestoreSource.STORAGE if whole.is_shared else RestoreSource.LOCAL_DISK
         reason = f"step {found} from {source.value}"

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import re
+import shutil
 import subprocess
 import threading
 from collections import Counter, OrderedDict
@@ -692,6 +693,49 @@ def test_load_and_load_checkpoint_give_each_rank_its_own(tmp_path: Path, monkeyp
     outcomes = run_ranks(tmp_path, 2, script, place, meeting)
     assert [out for _, out, _ in outcomes] == ["1.0 1.0 0 1.0 0\n", "1.0 2.0 1 2.0 1\n"], outcomes
     assert all(log.count("did not hold the same bytes of mean") == 2 for _, _, log in outcomes), "of each load one"
+
+
+@pytest.mark.processes
+def test_ranks_without_a_manager_load_one_step_or_none_of_them_does(tmp_path: Path) -> None:
+    """Each has a disk of its own. On rank 1's one checkpoint is damaged, or not there, or cannot be loaded."""
+    saved = tmp_path / "saved"
+    checkpointer = Checkpointer(saved)
+    for step in (1, 2):
+        state = {"weight": torch.full((9,), float(step)), "x": {"weight": torch.ones(9)}}
+        checkpointer.save(state, step=step).result(30)
+    checkpointer.shutdown()
+    for place in ("damaged0", "damaged1", "gone0", "gone1", "raises0", "raises1"):
+        shutil.copytree(saved, tmp_path / place)
+    (path,) = (tmp_path / "damaged1").glob("step-000000000002.*/*.distcp")
+    path.write_bytes(bytes(len(path.read_bytes())))
+    (newest,) = (tmp_path / "gone1").glob("step-000000000002.*")
+    shutil.rmtree(newest)
+    script = (
+        "import sys, torch, torch.distributed as dist; from torchft_ckpt import Checkpointer\n"
+        "place, meeting, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])\n"
+        "dist.init_process_group('gloo', init_method=meeting, rank=rank, world_size=2)\n"
+        "class Counter:\n"
+        "    def state_dict(self):\n"
+        "        return {'weight': torch.zeros(9)}\n"
+        "    def load_state_dict(self, state):\n"
+        "        if rank: raise ValueError('it does not load')\n"
+        "for case in ('damaged', 'gone', 'raises'):\n"
+        "    here = {'weight': torch.zeros(9)}\n"
+        "    checkpointer = Checkpointer(f'{place}/{case}{rank}')\n"
+        "    try:\n"
+        "        if case == 'raises': here = {'x': Counter(), **here}\n"
+        "        found = checkpointer.load(here)\n"
+        "        print(case, found.step, here['weight'][0].item())\n"
+        "    except Exception as error:\n"
+        "        print(case, type(error).__name__)\n"
+        "dist.barrier(); dist.destroy_process_group()"
+    )
+    outcomes = run_ranks(tmp_path, 2, script, tmp_path, f"file://{tmp_path / 'meeting'}")
+    told = "damaged 1 1.0\ngone 1 1.0\n"
+    assert [out for _, out, _ in outcomes] == [
+        f"{told}raises SourceLostError\n",
+        f"{told}raises StateDictLoadError\n",
+    ], outcomes
 
 
 @pytest.mark.processes

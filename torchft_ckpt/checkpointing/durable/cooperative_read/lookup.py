@@ -106,8 +106,8 @@ class Candidates:
 
     def leave_out(self, checkpoint: Checkpoint, error: CheckpointDamagedError) -> None:
         """Its bytes are not as they were written."""
-        logger.warning("checkpoint %s is skipped: %s", checkpoint.name, error)
-        self._damaged[str(checkpoint.name)] = str(error)
+        why = self._damaged[str(checkpoint.name)] = str(error).encode(errors="replace").decode()  # it may name files
+        logger.warning("checkpoint %s is skipped: %s", checkpoint.name, why)
         self.has_written = self.has_written or error.state_overwritten
 
     def _newest_of_all(self) -> Found:
@@ -122,6 +122,8 @@ class Candidates:
             if str(name) not in self._damaged:
                 found = self._put_together(name, [one.checkpoints.get(str(name), ()) for one in seen])
                 reason = why_not_whole(found.checkpoint)
+                if reason is None and found.readers is not None and self._ranks.transport is None:
+                    reason = "not all ranks can read all of it"
                 if reason is None:
                     tell_of(found.checkpoint)
                     return found._replace(is_shared=any(str(name) in one.shared for one in seen))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 from torchft_ckpt.errors import CheckpointDamagedError, SourceLostError
@@ -32,6 +33,11 @@ class _Word(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """It does not go on, for a reason that is not the checkpoint's."""
 
 
+class _Done(msgspec.Struct, frozen=True):
+    """Something is done."""
+
+
+_decode_done = msgspec.json.Decoder(_Done).decode
 _decode = msgspec.json.Decoder(_Word).decode
 
 
@@ -49,6 +55,29 @@ class Ranks:
     """Serves what this rank has read to the others; None: each reads by itself."""
     is_known: bool = False
     """That one does not go on all have heard."""
+
+    @classmethod
+    def of_torch_distributed(cls) -> Ranks:
+        """Return the ranks of the job of torch.distributed that this process is in; alone where it is in none."""
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return cls()
+        num_ranks = torch.distributed.get_world_size()
+
+        def exchange(text: str) -> list[str]:
+            said = [""] * num_ranks
+            torch.distributed.all_gather_object(said, text)
+            return said
+
+        return cls(
+            rank=torch.distributed.get_rank(),
+            num_ranks=num_ranks,
+            exchange=exchange,
+            say_why_not=lambda text, waits: exchange(text),
+        )
+
+    def say_done(self, about: str) -> None:
+        """Say that something is done here, and wait until all ranks have said so. Raises: as `say`."""
+        self.say(about, _Done(), _decode_done)
 
     def say(self, about: str, message: _Said, decode: Callable[[bytes], _Said]) -> list[_Said]:
         """Say something, and return what all ranks say about it, in their order; `decode` reads that from JSON.
