@@ -779,8 +779,14 @@ class Checkpointer:
                 manager.report_torn_state()
             if step is not None or manager.view().torn or not isinstance(error, CheckpointNotFoundError):
                 raise
-            return self._logged_restored(self._nothing(error, found[Tier.STORAGE]))
+            return self._logged_restored(self._nothing(error, found[Tier.STORAGE], restoring.named))
         read_step = reader.checkpoint.name.step
+        if step is None and restoring.named:
+            logger.warning(
+                "the job goes on from %s: %s is newer, and nobody who is here can read it",
+                reader.checkpoint.name,
+                restoring.named,
+            )
         if step is not None and any(other is not None and other > step for other in found.values()):
             logger.warning(
                 "checkpoints of later steps than %d stay where they are, and the next restore takes the newest: remove those "
@@ -800,12 +806,18 @@ class Checkpointer:
         )
         return self._logged_restored(restored, rank_state)
 
-    def _nothing(self, error: CheckpointNotFoundError, saved: int | None) -> Restored:
-        """Begin at step 0, unless a step was saved whole."""
+    def _nothing(self, error: CheckpointNotFoundError, saved: int | None, named: str) -> Restored:
+        """Begin at step 0, unless a step was saved whole. `named`: as in `Restoring`."""
         if saved is not None:
             raise CheckpointNotFoundError(
                 f"{error}; step {saved} was saved whole and cannot be read now: mend it, name another by `step`, or remove "
                 "what is there to begin at step 0",
+                error.party,
+            ) from error
+        if named:
+            raise CheckpointNotFoundError(
+                f"{error}; a group that started has said that it can read {named}, and nobody who is here can: start that group"
+                " again, or allow the loss of steps to begin at step 0",
                 error.party,
             ) from error
         reason = f"there is no state to go on from: {error}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import msgspec
 import pytest
 from lighthouse_script import Job, Member
@@ -25,6 +28,16 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.coordination.starting import STALLS_S
 
+
+class Starter:
+    """What a group knows that starts."""
+
+    def __init__(self, readable: str) -> None:
+        self.readable, self.holds = readable, ""
+        self.failed: set[str] = set()
+        self.damaged: set[str] = set()
+
+
 OLD, NEW = "step-000000000004.q1-a", "step-000000000008.q1-a"
 
 
@@ -47,7 +60,7 @@ def told(member: Member) -> StartTold:
 def reads(member: Member, step: int = 8, name: str = NEW) -> str:
     """A group has read, or received, the state of a step."""
     member.replica.restore(step)
-    return says(member, name, holds=True)
+    return says(member, name, holds=name)
 
 
 def test_the_first_that_can_read_the_newest_reads_it_and_the_others_receive_it_from_that_one() -> None:
@@ -120,6 +133,16 @@ def test_a_reader_that_has_no_more_bytes_is_followed_by_the_next_one_and_heals_w
     assert a.replica.version == b.replica.version
 
 
+def test_bytes_that_come_again_are_no_progress() -> None:
+    job = Job(least=2)
+    a, b = job.join("a"), job.join("b")
+    says(a), says(b), says(a)
+    for number in range(2):
+        says(a, is_at_work=True, done_bytes=7 - number)
+        job.passes(STALLS_S / 2)
+    assert says(b) == "reads"
+
+
 def test_one_that_receives_and_stands_still_keeps_nobody_from_beginning() -> None:
     job = Job(least=2)
     a, b = job.join("a"), job.join("b")
@@ -133,18 +156,198 @@ def test_one_that_receives_and_stands_still_keeps_nobody_from_beginning() -> Non
 
 def test_damage_is_told_to_the_others_who_do_not_read_it_and_all_go_back_to_the_one_before() -> None:
     job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
-    says(a), says(b)
+    a, b, c = (job.join(name) for name in "abc")
+    says(a), says(b), says(c)
     assert says(a) == "reads"
     damaged = {NEW: "a bit is flipped"}
-    assert says(a, OLD, damaged=damaged) == "waits"  # b says that it can read the newest one
-    assert says(b) == "meets" and told(b).damaged == damaged
+    assert says(a, OLD, damaged=damaged) == "waits"
+    assert says(b) == "reads"  # it was one that said so
     assert says(b, OLD, damaged=damaged) == "waits"
+    assert says(c) == "meets" and told(c).damaged == damaged
+    assert says(c, OLD, damaged=damaged) == "waits"
     assert says(a, OLD, damaged=damaged) == "reads"
-    # A copy of its own may be whole.
-    assert says(b, NEW, damaged=damaged) == "waits"
     assert reads(a, 4, OLD) == "waits"
-    assert says(b, NEW, damaged=damaged) == "receives step 4 from a:1"
+    assert says(b, OLD, damaged=damaged) == "receives step 4 from a:1"
+    # A copy of its own may be whole.
+    assert reads(b, 4, OLD) == "waits"
+    assert says(c, NEW, damaged=damaged) == "reads"
+
+
+def test_damage_that_one_alone_finds_is_its_own() -> None:
+    job = Job(least=2)
+    a, b = job.join("a"), job.join("b")
+    says(a), says(b)
+    every = {f"step-{step:012d}.q1-a": "they are all damaged" for step in range(60)}
+    assert says(a, "", damaged=every) == "waits"
+    assert says(b) == "reads" and not told(b).damaged
+    assert reads(b) == "waits"
+    assert says(a, "", damaged=every) == "receives step 8 from b:1"
+
+
+def test_one_that_gets_a_state_from_nobody_who_has_it_reads_it_or_begins() -> None:
+    job = Job(least=2)
+    a, b, c = (job.join(name) for name in "abc")
+    says(a), says(b), says(c)
+    assert says(a) == "reads"
+    reads(a)
+    assert says(b) == "receives step 8 from a:1"
+    assert says(b, failed=["a:1"]) == "reads"  # nothing comes to it through the firewall
+    assert says(c, OLD, failed=["a:1"]) == "waits"
+    b.replica.restore(8)
+    assert says(b, holds=NEW, failed=["a:1"]) == "waits"  # c lacks it
+    assert says(c, OLD, failed=["a:1"]) == "receives step 8 from b:1"
+    assert (
+        says(c, OLD, failed=["a:1", "b:1"]) == "reads"
+    )  # the older one: it goes on from the others' in the first quorum
+    c.replica.restore(4)
+    assert says(c, OLD, holds=OLD, failed=["a:1", "b:1"]) == "begins"
+    assert reads(a) == says(b, holds=NEW, failed=["a:1"]) == "begins"
+
+
+def test_one_that_says_it_has_a_later_state_and_gives_it_to_nobody_holds_nobody_up() -> None:
+    job = Job(least=2)
+    a, b, liar = job.join("a"), job.join("b"), job.join("z")
+    late = f"step-{2**39:012d}.q1-a"
+    says(a), says(b), reads(liar, 2**39, late)
+    assert says(a).startswith("receives") and says(b).startswith("receives")
+    for member in (a, b):
+        assert says(member, failed=["z:1"]) in ("reads", "waits")
+    a.replica.restore(8)
+    assert says(a, holds=NEW, failed=["z:1"]) == "waits"
+    assert says(b, failed=["z:1"]) == "receives step 8 from a:1"
+    b.replica.restore(8)
+    assert says(b, holds=NEW, failed=["z:1"]) == says(a, holds=NEW, failed=["z:1"]) == "begins"
+
+
+@pytest.mark.parametrize("is_at_work", [False, True])
+def test_one_that_is_told_to_read_and_never_has_anything_holds_the_others_up_for_a_time_only(is_at_work: bool) -> None:
+    """It says that it can read one that nobody else has, or goes on to report the bytes that it had before."""
+    job = Job(least=2)
+    a, b = job.join("a"), job.join("b")
+    late = "step-000000000099.q1-a"
+    says(a, late), says(b)
+    heard = []
+    for _ in range(20):
+        says(a, late)
+        if is_at_work:
+            says(a, late, is_at_work=True, done_bytes=7)
+        heard.append(says(b))
+        if heard[-1] == "reads":
+            break
+        job.passes(10.0)
+    assert heard[-1] == "reads" and told(b).named == late
+
+
+def test_a_checkpoint_whose_only_owner_dies_is_not_forgotten_also_by_a_lighthouse_that_restarts() -> None:
+    job = Job(least=1)
+    a, b = job.join("a"), job.join("b")
+    says(a), says(b, "")
+    a.dies()
+    assert says(b, "") == "begins" and told(b).named == NEW
+    job.restart()
+    b.connects()
+    assert says(b, "", named=NEW) == "begins" and told(b).named == NEW
+    c = job.join("c")
+    assert says(c, OLD) == "reads" and told(c).named == NEW
+    job.operator_allows_loss()
+    assert says(b, "", named=NEW) == "waits" and told(b).named == ""
+
+
+def test_no_quorum_begins_with_fresh_weights_while_one_reads_a_checkpoint_or_has_just_read_it() -> None:
+    job = Job(least=1, join_timeout_s=2.0)
+    a, b, c = job.join("a"), job.join("b"), job.join("c")
+    a.asks(), b.asks()
+    assert says(c) == "reads"
+    for number in range(4):
+        job.passes(STALLS_S - 1.0)
+        says(c, is_at_work=True, done_bytes=number)
+        assert job.lighthouse.round is None and "c:1 reads a checkpoint" in job.lighthouse.reason
+    assert reads(c) == "begins"
+    job.passes(STALLS_S - 1.0)
+    assert job.lighthouse.round is None
+    c.asks()
+    job.passes(4.0)
+    assert [member.replica.version.step for member in (a, b, c)] == [8] * 3
+
+
+def test_who_reads_a_checkpoint_and_stands_still_keeps_no_job_from_beginning() -> None:
+    job = Job(least=1, join_timeout_s=2.0)
+    a, b, c = (job.join(name) for name in "abc")
+    a.asks(), b.asks()
+    assert says(c) == "reads"
+    job.passes(STALLS_S + 1.0)
+    assert job.lighthouse.round is not None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_those_who_are_left_begin_with_one_state(seed: int) -> None:
+    """Some die, stand still, find damage or get nothing from each other; the lighthouse checks what it knows at each word."""
+    chance = random.Random(seed)
+    job = Job(least=1)
+    names = [f"step-{step:012d}.q1-a" for step in (4, 8, 12)]
+    sees = {name: chance.sample(names, chance.randint(0, 3)) for name in "abcd"[: chance.randint(2, 4)]}
+    groups = {name: Starter(max(sees[name], default="")) for name in sees}
+    members = {name: job.join(name) for name in groups}
+    is_damaged = {name for name in names if chance.random() < 0.3}
+    cut = {(one, other) for one in groups for other in groups if one != other and chance.random() < 0.15}
+    begun: dict[str, str] = {}
+    raised: set[str] = set()
+    lives = itertools.count(2)
+
+    def again(name: str) -> None:
+        members[name] = job.join(name, life=next(lives))
+        groups[name] = Starter(max(sees[name], default=""))
+
+    for _ in range(600):
+        name = chance.choice([*members])
+        member, group = members[name], groups[name]
+        if name in begun:
+            continue
+        if chance.random() < 0.004:
+            member.dies()
+            again(name)
+            continue
+        if chance.random() < 0.02:
+            job.passes(chance.choice([1.0, STALLS_S]))
+        more = {"holds": group.holds, "failed": sorted(group.failed), "damaged": dict.fromkeys(group.damaged, "it is")}
+        does = says(member, group.readable, **more).partition(" ")[0]
+        if does == "reads":
+            if group.readable in is_damaged:
+                group.damaged.add(group.readable)
+            else:
+                group.holds = group.readable
+        elif does == "receives":
+            sources = [source.replica_id for source in member.located.sources if member.located]
+            if any((name, source[0]) in cut for source in sources):
+                group.failed |= {*sources}
+            else:
+                group.holds = told(member).checkpoint
+        group.damaged |= told(member).damaged.keys()
+        while group.readable in group.damaged:
+            group.readable = max((one for one in sees[name] if one < group.readable), default="")
+        if group.holds:
+            member.replica.restore(int(group.holds[5:17]))
+        if does == "begins" and not group.holds and (told(member).named or group.damaged):
+            raised.add(name)
+            member.dies()  # it raises that name
+            again(name)
+        elif does == "begins" or does == "heals":
+            begun[name] = group.holds if does == "begins" else "others'"
+            raised.discard(name)
+            member.asks()
+    assert begun.keys() | raised == members.keys(), (begun, is_damaged, sees)
+    assert not raised or not any(begun.values()), (begun, raised, sees)
+    assert cut or len({*begun.values()} - {"others'"}) <= 1, (begun, is_damaged, sees)
+
+
+def test_where_all_are_damaged_everybody_hears_of_it() -> None:
+    job = Job(least=2)
+    a, b = job.join("a"), job.join("b")
+    damaged = {NEW: "a bit is flipped"}
+    says(a), says(b, "")
+    assert says(a) == "reads"
+    assert says(a, "", damaged=damaged) == "begins" and told(a).named == ""
+    assert says(b, "") == "begins" and told(b).named == NEW  # it has not looked itself
 
 
 def test_where_nobody_can_read_anything_all_begin_also_when_one_is_gone() -> None:
@@ -235,7 +438,8 @@ def ask(group: GroupState, rank: int, **says: object) -> list[object]:
     [
         ({}, {"readable": NEW}),
         ({"readable": OLD}, {"readable": ""}),
-        ({"holds": True}, {"holds": False}),
+        ({"holds": NEW}, {"holds": ""}),
+        ({"failed": ["x"], "named": NEW}, {"failed": ["x"], "named": NEW}),
         ({"is_at_work": True, "done_bytes": 5}, {"is_at_work": True, "done_bytes": 5}),
     ],
 )

@@ -61,7 +61,10 @@ NODES = st.lists(st.integers(0, messages.MAX_MICROBATCHES), max_size=8, unique=T
 
 DAMAGED = st.dictionaries(st.sampled_from(["", "step-7", "schön"]), TEXTS, max_size=2)
 STARTS = st.builds(
-    messages.Starts, damaged=DAMAGED, holds=st.booleans(), checkpoint_addresses=st.lists(TEXTS, max_size=2)
+    messages.Starts,
+    damaged=DAMAGED,
+    failed=st.lists(NAMES, max_size=2),
+    checkpoint_addresses=st.lists(TEXTS, max_size=2),
 )
 TOLD = st.builds(messages.StartTold, does=st.sampled_from(messages.Start), damaged=DAMAGED)
 

@@ -93,6 +93,8 @@ def test_four_ranks_with_equal_boxes_read_each_byte_once_and_each_reads_a_quarte
     assert sum(read) <= 1.02 * num_bytes_of(state) + 4 * 64 * 1024, read
     assert max(read) <= 1.1 * sum(read) / 4 + 64 * 1024, read
     assert all(member.bytes_from_peers > num_bytes_of(state) // 2 for member in group.members)
+    # What comes from others, and what is digested, is told as it goes on: who looks after the group waits for as long.
+    assert all(m.shared.done_bytes >= m.bytes_from_peers * (2 if token else 1) for m in group.members)
 
 
 def test_ranks_read_their_shards_and_what_all_hold_once(tmp_path: Path, group_of: Callable[..., Group]) -> None:

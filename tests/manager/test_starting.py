@@ -16,10 +16,14 @@ from support.stores import hosted_store
 from torch import nn
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Restored
+from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.core.coordination import starting
+from torchft_ckpt.core.coordination.messages import Start, Starts, StartTold, StateLocated
 from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, SourceLostError
+from torchft_ckpt.manager import starting as starting_rank
+from torchft_ckpt.manager.starting import StartingRank
 
 SHORT = timedelta(seconds=20)
 WIDTH = 512
@@ -177,7 +181,49 @@ def test_groups_of_two_ranks_read_each_byte_once_within_the_group_that_reads(
     assert together(Rank.step, *ranks) == [True] * 4
 
 
-def test_damage_sends_all_groups_to_the_checkpoint_before_and_one_alone_reads_what_is_damaged(
+@pytest.fixture
+def start_groups(start: Callable[..., Rank]) -> Callable[..., list[Rank]]:
+    """Starts groups of so many ranks each."""
+
+    def begin(**sizes: int) -> list[Rank]:
+        stores = {name: hosted_store() for name in sizes}
+
+        def one(name: str, rank: int) -> Rank:
+            return start(name, rank=rank, world_size=sizes[name], store_addr="127.0.0.1", store_port=stores[name].port)
+
+        with ThreadPoolExecutor(sum(sizes.values())) as pool:
+            begun = [pool.submit(one, name, rank) for name, size in sizes.items() for rank in range(size)]
+            return [future.result(30) for future in begun]
+
+    return begin
+
+
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 2}, {"a": 1, "b": 1}])
+def test_what_differs_between_ranks_comes_to_its_rank_or_somebody_says_so(
+    start_groups: Callable[..., list[Rank]], tmp_path: Path, sizes: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank of a group has a stage of its own, and all stages have one name."""
+    saved = start_groups(y=2, z=2)
+    for rank in saved:
+        nn.init.constant_(rank.model.weight, 1.0 + rank.manager.group_rank)
+    assert together(Rank.step, *saved) == [True] * 4
+    checkpointers = [Checkpointer(tmp_path, manager=rank.manager, is_replicated=False) for rank in saved]
+    for future in [one.save() for one in checkpointers]:
+        future.result(30)
+    bits = [rank.bits() for rank in saved]
+    assert bits[:2] == bits[2:] and bits[0] != bits[1]
+    for rank, checkpointer in zip(saved, checkpointers, strict=True):
+        checkpointer.shutdown()
+        rank.manager.shutdown()
+    caplog.clear()
+    ranks = start_groups(**sizes)
+    found = together(restores(tmp_path), *ranks)
+    assert outcomes(found) == [(STORAGE, 1)] * len(ranks)
+    assert [bits.index(rank.bits()) for rank in ranks] == [rank.manager.group_rank for rank in ranks]
+    assert "in groups of 2 ranks each rank gets what the same rank wrote" in caplog.text
+
+
+def test_damage_that_two_find_sends_all_groups_to_the_checkpoint_before(
     start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     flip_a_bit(tmp_path, 2)
@@ -186,7 +232,7 @@ def test_damage_sends_all_groups_to_the_checkpoint_before_and_one_alone_reads_wh
     assert outcomes(found) == [(STORAGE, 1)] * 3
     assert [rank.bits() for rank in ranks] == [saved[1]] * 3
     assert sorted(one.bytes_from_storage for one in found)[:2] == [0, 0]
-    assert caplog.text.count("as another group has found") == 2
+    assert caplog.text.count("as other groups have found") == 1
 
 
 def test_where_all_are_damaged_nobody_begins_at_step_0(
@@ -246,6 +292,138 @@ def test_where_the_one_that_reads_stands_still_the_next_one_reads_and_it_comes_i
     assert outcomes(together(restore, *ranks)) == [(STORAGE, 2)] * 2
     assert [rank.bits() for rank in ranks] == [saved[2]] * 2
     assert together(Rank.step, *ranks) == [True, True]
+
+
+def test_who_is_told_to_begin_and_has_nothing_reads_what_it_can(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins = StateLocated(request_id=1, starts=StartTold(does=Start.BEGINS))
+    monkeypatch.setattr(StartingRank, "says", lambda *_: begins)
+    a = start("a")
+    assert outcomes([restores(tmp_path)(a)]) == [(STORAGE, 2)]
+    assert a.bits() == saved[2] and a.manager.current_step() == 2
+
+
+def refuses(monkeypatch: pytest.MonkeyPatch, rank: Rank, *, is_torn: bool = False) -> list[str]:
+    """Nothing that others send comes through to a rank; return whom it was to receive it from, each time."""
+    starting_rank = rank.manager.starting_rank()
+    asked: list[str] = []
+
+    def receives(located: StateLocated, limit: timedelta) -> Exception | None:
+        asked.append(" ".join(sorted(source.replica_id[0] for source in located.sources)))
+        if is_torn:
+            starting_rank.client.load_torn()
+        return SourceLostError("a firewall", "network")
+
+    monkeypatch.setattr(starting_rank, "receive", receives)
+    return asked
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_group_that_receives_nothing_reads_it_itself(
+    start: Callable[..., Rank],
+    tmp_path: Path,
+    saved: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_torn: bool,
+) -> None:
+    ranks = [start(name) for name in "ab"]
+    asked = refuses(monkeypatch, ranks[1], is_torn=is_torn)
+    found = together(restores(tmp_path), *ranks)
+    assert outcomes(found) == [(STORAGE, 2)] * 2 and asked == ["a", "a"]
+    assert [rank.bits() for rank in ranks] == [saved[2]] * 2
+    assert all(one.bytes_from_storage >= BYTES for one in found)
+    assert together(Rank.step, *ranks) == [True, True]
+
+
+def test_ranks_of_which_one_receives_nothing_have_one_state(
+    start_groups: Callable[..., list[Rank]],
+    tmp_path: Path,
+    saved: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = start_groups(a=2, b=2)
+    asked = refuses(monkeypatch, ranks[3], is_torn=True)
+    assert outcomes(together(restores(tmp_path), *ranks)) == [(STORAGE, 2)] * 4 and asked == ["a", "a"]
+    assert [rank.bits() for rank in ranks] == [saved[2]] * 4
+    assert together(Rank.step, *ranks) == [True] * 4
+
+
+def test_one_that_says_it_has_a_later_state_and_serves_none_holds_nobody_up(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting_rank, "STALLS_S", 1.0)
+    liar, *ranks = (start(name) for name in "zab")
+    step, is_over = 2**39, threading.Event()
+    liar.manager.load_state_dict({"step": step, "batches_committed": 0})
+    says = Starts(holds=f"step-{step:012d}.q1-a")
+    lying = liar.manager.starting_rank()
+
+    def lies() -> None:
+        while not is_over.wait(0.1):
+            lying.says(says, time.monotonic() + 5.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lies)
+        found = together(restores(tmp_path), *ranks)
+        is_over.set()
+    assert outcomes(found) == [(STORAGE, 2)] * 2
+    assert [rank.bits() for rank in ranks] == [saved[2]] * 2
+
+
+@pytest.mark.parametrize("allows", [False, True])
+def test_nobody_begins_at_step_0_beside_a_checkpoint_of_one_that_is_gone_unless_that_is_allowed(
+    start: Callable[..., Rank], lighthouse: LighthouseServer, tmp_path: Path, allows: bool
+) -> None:
+    gone, *ranks = (start(name) for name in "zab")
+    name = "step-000000000008.q1-a"
+    gone.manager.starting_rank().says(Starts(readable=name), time.monotonic() + 5.0)
+    gone.manager.shutdown()
+    if allows:
+        assert main(["allow-step-loss", "--lighthouse", lighthouse.address()]) == 0
+    for found in together(restores(tmp_path), *ranks):
+        if allows:
+            assert isinstance(found, Restored) and found.source is RestoreSource.NOTHING
+        else:
+            assert isinstance(found, CheckpointNotFoundError) and f"it can read {name}" in str(found)
+
+
+def test_an_older_checkpoint_than_that_of_one_that_is_gone_is_taken_with_a_word(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    gone, *ranks = (start(name) for name in "wab")
+    name = "step-000000000008.q1-a"
+    gone.manager.starting_rank().says(Starts(readable=name), time.monotonic() + 5.0)
+    gone.manager.shutdown()
+    assert outcomes(together(restores(tmp_path), *ranks)) == [(STORAGE, 2)] * 2
+    assert caplog.text.count(f"{name} is newer, and nobody who is here can read it") == 2
+
+
+def test_what_a_rank_computes_as_it_loads_counts_as_going_on_and_waiting_does_not(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+    counts: list[Callable[[], int]] = []
+    at_work, load = StartingRank.at_work, Rank.load
+
+    def watched(starting: StartingRank, starts: Starts, done_bytes: Callable[[], int]) -> Any:
+        counts.append(done_bytes)
+        return at_work(starting, starts, done_bytes)
+
+    def loads(rank: Rank, state: dict[str, Any]) -> None:
+        if not done:  # the one that reads
+            before, until = counts[0](), time.thread_time() + 0.3
+            threading.Event().wait(0.3)
+            waited = counts[0]()
+            while time.thread_time() < until:
+                pass
+            done.extend([waited - before, counts[0]() - waited])
+        load(rank, state)
+
+    monkeypatch.setattr(StartingRank, "at_work", watched)
+    monkeypatch.setattr(Rank, "load", loads)
+    assert outcomes(together(restores(tmp_path), *[start(name) for name in "ab"])) == [(STORAGE, 2)] * 2
+    assert done[0] <= 1 and done[1] >= 2
 
 
 def test_who_comes_to_a_running_job_heals_from_it_and_disturbs_nobody(

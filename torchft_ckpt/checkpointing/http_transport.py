@@ -454,7 +454,14 @@ class HTTPTransport(CheckpointTransport[T]):
         logger.info("received step %d onto another layout in %.3f s", step, time.monotonic() - started)
         return cast(T, state)
 
-    def fetch_boxes(self, address: str, wants: Sequence[Want], step: int, timeout: timedelta) -> None:
+    def fetch_boxes(
+        self,
+        address: str,
+        wants: Sequence[Want],
+        step: int,
+        timeout: timedelta,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
         """Fill targets with boxes that one source serves under a step.
 
         Raises:
@@ -466,6 +473,7 @@ class HTTPTransport(CheckpointTransport[T]):
             deadline=time.monotonic() + timeout.total_seconds(),
             options=replace(self._options, receiver=uuid.uuid4().hex),
             want=lambda group: wants,
+            on_progress=on_progress,
         )
         with self._fetching(fetch):
             fetch.run()

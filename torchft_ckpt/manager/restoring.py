@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from itertools import count
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,18 +23,24 @@ from torchft_ckpt.checkpointing import HTTPTransport
 from torchft_ckpt.checkpointing.durable.cooperative_read.lookup import Candidates, Found
 from torchft_ckpt.checkpointing.durable.cooperative_read.ranks import Ranks
 from torchft_ckpt.checkpointing.durable.cooperative_read.shared_read import SharedRead
-from torchft_ckpt.checkpointing.durable.names import CheckpointName, parse_checkpoint
+from torchft_ckpt.checkpointing.durable.names import parse_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import Checkpoint, read_checkpoint
 from torchft_ckpt.checkpointing.durable.reading.loading import keys_of, load_state
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.core.coordination.messages import Start, Starts, StartTold, StateLocated, clip
+from torchft_ckpt.core.coordination.messages import (
+    MAX_FAILED,
+    Start,
+    Starts,
+    StartTold,
+    StateLocated,
+    clip,
+)
 from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, torn_where_it_raises
 from torchft_ckpt.manager.saving import check_keys, group_name, load_saved, template_to_load
-from torchft_ckpt.threads import Event
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager.manager import Manager
@@ -45,13 +53,22 @@ _GROUPS_PER_S = 200
 _ANSWERS_WITHIN_S = 5.0
 _RECEIVES_WITHIN = timedelta(minutes=30)
 _MAX_REASON, _MAX_DAMAGED = 600, 64
+_MAX_FAILED_BY_ONE = 2
+_COMPUTES_S = 0.1
+"""A thread that computes for so long has done something. One that waits computes less in the time in which others give it up."""
 
 
 class _Waited(msgspec.Struct, frozen=True):
     is_over: bool
 
 
+class _Holds(msgspec.Struct, frozen=True):
+    checkpoint: str
+    """Empty: it holds none."""
+
+
 _decode_waited = msgspec.json.Decoder(_Waited).decode
+_decode_holds = msgspec.json.Decoder(_Holds).decode
 
 
 class Restoring:
@@ -91,12 +108,16 @@ class Restoring:
         self._not_found: CheckpointNotFoundError | None = None
         self._says = Starts()
         self._elsewhere: dict[str, str] = {}
-        """Checkpoints that another group has found damaged in the storage that all see."""
+        """Checkpoints that other groups have found damaged in the storage that all see."""
+        self._num_failed: Counter[str] = Counter()
+        """By group, how often it was to give a state, and has not."""
         self.reader: CheckpointReader | None = None
         """Of the checkpoint whose state this rank has now. Parts that only others can read have no storage there."""
         self.source = RestoreSource.NOTHING
         self.others_hold: int | None = None
         """Others train from this step, or are about to: the first step of this group heals from them."""
+        self.named = ""
+        """A newer checkpoint than the one whose state this is, which a group has said it can read; empty: none."""
         self.num_groups: int | None = None
         """So many groups start together; None: not known."""
         self.has_read = False
@@ -117,10 +138,11 @@ class Restoring:
         with torn_where_it_raises("restoring the newest checkpoint", "restore", lambda: self.has_written):
             with self._ranks.all_go_on():
                 self._look()
-                told = self._begin()
-                is_alone = self.others_hold is None and (told is None or told.does is Start.HEALS)
-                while is_alone and self.reader is None and self._found is not None:
-                    self._try_to_read(is_alone=True)
+                self._begin()
+                if self.others_hold is None:
+                    self._settle()
+            if self.named <= self._says.holds:
+                self.named = ""
             if self.reader is None and self.others_hold is None and self._not_found is not None:
                 raise self._not_found
 
@@ -131,36 +153,36 @@ class Restoring:
 
     # ------------------------------------------------------------------------------------------------- with the others
 
-    def _begin(self) -> StartTold | None:
-        """Do what this group is told until it begins; return what it was told then; None: it reads for itself alone."""
+    def _begin(self) -> None:
+        """Do what this group is told until it begins."""
         if self._ranks.transport is None:  # another library's cannot serve what is here
             self.others_hold = None if self._step is not None else self._manager.newest_step_of_peers() or None
-            return None
+            return
         until, pause_s = time.monotonic() + self._limit_s, _FIRST_PAUSE_S
         while True:
             located = self._start.says(self._says, until + _ANSWERS_WITHIN_S)
             told = None if located is None else located.starts
             if located is None or told is None:
                 logger.warning("%s starts with nobody: the lighthouse does not answer", self._manager.replica_id())
-                return None
-            self.num_groups = told.num_groups or None
+                return
+            self.num_groups, self.named = told.num_groups or None, told.named
+            self._says = msgspec.structs.replace(self._says, named=max(self._says.named, told.named))
             if told.does in (Start.BEGINS, Start.HEALS):
                 if told.does is Start.HEALS and self._step is None:
                     self.others_hold = located.version.step
-                return told
+                return
             if told.damaged:
                 self._elsewhere.update(told.damaged)
                 self._look()
             elif told.does is Start.READS:
                 self._try_to_read(is_alone=False)
             elif told.does is Start.RECEIVES:
-                name = parse_checkpoint(told.checkpoint)
-                if name is None or self._step not in (None, located.version.step):
-                    return None
-                self._receive(located, name, told.place)
+                if self._step not in (None, located.version.step):
+                    return
+                self._receive(located, told)
             elif told.does is Start.MEETS and self._has_waited(until):
                 logger.warning("%s starts with nobody: %s", self._manager.replica_id(), told.reason)
-                return None
+                return
             else:
                 self._start.client.pause(pause_s)
                 pause_s = min(1.5 * pause_s, max(_LAST_PAUSE_S, told.num_groups / _GROUPS_PER_S))
@@ -173,19 +195,40 @@ class Restoring:
         """Whether the first rank has waited for others for as long as it is to: it decides for all."""
         return self._ranks.say("whether it waits", _Waited(time.monotonic() >= until), _decode_waited)[0].is_over
 
-    def _receive(self, located: StateLocated, name: CheckpointName, place: str) -> None:
-        """Receive the state of a checkpoint of that name, which others had from that place."""
-        with self._start.at_work(self._says, lambda: self._start.received_bytes):
-            failure = self._start.receive(located, _RECEIVES_WITHIN)
-        if failure is not None:
-            logger.warning("step %d was not received: %s", located.version.step, failure)
+    def _settle(self) -> None:
+        """Have all ranks of this group one checkpoint's state: that which all of them hold, or one that they read alone."""
+        holds = self._ranks.say("what it holds", _Holds(self._says.holds), _decode_holds)
+        if len({one.checkpoint for one in holds}) > 1:
+            self._holds_nothing()
+        while self.reader is None and self._found is not None:
+            self._try_to_read(is_alone=True)
+
+    def _receive(self, located: StateLocated, told: StartTold) -> None:
+        """Receive the state of a checkpoint from others. Those who fail twice are asked for none any more."""
+        name, step = parse_checkpoint(told.checkpoint), located.version.step
+        failure: Exception | None = None
+        if name is None or name.step != step:
+            failure = CheckpointError(f"{told.checkpoint[:80]!r} is no checkpoint of step {step}", told.reason)
+        else:
+            with self._at_work(lambda: self._start.received_bytes):
+                failure = self._start.receive(located, _RECEIVES_WITHIN)
+        if name is None or failure is not None:
+            logger.warning("step %d was not received: %s", step, failure)
+            if self._manager.view().torn:
+                self._has_written = True
+                self._holds_nothing()
+            elif self.reader is not None:
+                self._start.serve(self.reader.checkpoint.name.step)
+            self._num_failed.update(source.replica_id for source in located.sources)
+            failed = sorted(m for m, number in self._num_failed.items() if number >= _MAX_FAILED_BY_ONE)
+            self._says = msgspec.structs.replace(self._says, failed=failed[:MAX_FAILED])
             self._start.client.pause(_FIRST_PAUSE_S)
             return
-        self._manager.restored(located.version.step)
+        self._manager.restored(step)
         self.bytes_from_peers += self._start.received_bytes
         is_found = self._found is not None and self._found.checkpoint.name == name
         checkpoint = self._found.checkpoint if self._found and is_found else read_checkpoint(self._storages, name)
-        is_local = place == RestoreSource.LOCAL_DISK.value
+        is_local = told.place == RestoreSource.LOCAL_DISK.value
         self._has(checkpoint, RestoreSource.LOCAL_DISK if is_local else RestoreSource.STORAGE)
 
     def _has(self, checkpoint: Checkpoint, source: RestoreSource) -> None:
@@ -193,7 +236,20 @@ class Restoring:
         self.reader, self.source = CheckpointReader(checkpoint), source
         self.reader.read_as(self._manager.group_rank, self._manager.group_world_size)
         self._start.serve(checkpoint.name.step)
-        self._says = msgspec.structs.replace(self._says, readable=str(checkpoint.name), place=source.value, holds=True)
+        self._says = msgspec.structs.replace(self._says, holds=str(checkpoint.name), place=source.value)
+
+    def _holds_nothing(self) -> None:
+        self.reader, self._says = None, msgspec.structs.replace(self._says, holds="")
+
+    def _at_work(self, done_bytes: Callable[[], int]) -> AbstractContextManager[None]:
+        """Say how far this rank is: by bytes, and by what its thread computes, as a state function does that loads them."""
+        clock, begin = time.pthread_getcpuclockid(threading.get_ident()), time.thread_time()
+
+        def done() -> int:
+            computes_s = min(time.clock_gettime(clock) - begin, _RECEIVES_WITHIN.total_seconds())
+            return done_bytes() + int(computes_s / _COMPUTES_S)
+
+        return self._start.at_work(self._says, done)
 
     # ------------------------------------------------------------------------------------------------- from a storage
 
@@ -208,7 +264,7 @@ class Restoring:
             name, source = str(found.checkpoint.name), _source_of(found)
             if name not in self._elsewhere or not found.is_shared:
                 break
-            why = f"as another group has found: {self._elsewhere[name]}"
+            why = f"as other groups have found: {self._elsewhere[name]}"
             self._candidates.leave_out(found.checkpoint, CheckpointDamagedError(why, name))
         damaged = dict(sorted({**self._says.damaged, **self._elsewhere}.items())[-_MAX_DAMAGED:])
         self._says = msgspec.structs.replace(self._says, readable=name, place=source.value, damaged=damaged)
@@ -236,10 +292,6 @@ class Restoring:
         reader = CheckpointReader(checkpoint)
         reader.read_as(rank, manager.group_world_size)
         shared = SharedRead(found, reader, self._ranks, timeout=_RECEIVES_WITHIN)
-        is_read, since_read = Event(), count()
-
-        def done_bytes() -> int:
-            return reader.bytes_read + shared.bytes_from_peers + (next(since_read) if is_read.is_set() else 0)
 
         def fill(wants: Sequence[Want]) -> None:
             try:
@@ -251,16 +303,16 @@ class Restoring:
                 self._has_written = True
                 raise
             self._has_written = True
-            is_read.set()
 
-        saying = contextlib.nullcontext() if is_alone else self._start.at_work(self._says, done_bytes)
+        self._holds_nothing()
+        saying = contextlib.nullcontext() if is_alone else self._at_work(lambda: reader.bytes_read + shared.done_bytes)
         with self._ranks.all_go_on(), saying:
             check_keys(manager, keys_of(checkpoint, replica_id=name, rank=rank), checkpoint.name)
             local = LocalState(template_to_load(manager))
             state = load_state(checkpoint, fill, local, replica_id=name, rank=rank, in_place=True)
             self.bytes_from_storage += reader.bytes_read
             self.bytes_from_peers += shared.bytes_from_peers
-            self._ranks.say("that it can be loaded", _Waited(True), _decode_waited)
+            self._ranks.say_done("that it can be loaded")
             load_saved(manager, state)
 
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 import msgspec
 
 from torchft_ckpt.core.coordination.messages import Starts, StateLocated, StateVersion
+from torchft_ckpt.core.coordination.starting import STALLS_S
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.serving import StateServing
@@ -61,14 +62,22 @@ class StartingRank:
 
     @contextlib.contextmanager
     def at_work(self, starts: Starts, done_bytes: Callable[[], int]) -> Iterator[None]:
-        """Say now and then, meanwhile, how far this rank is with what its group was told to do."""
+        """Say now and then, meanwhile, how far this rank is with what its group was told to do.
+
+        If nothing more is done for as long as the others look for it, what it receives is given up: nobody sends it.
+        """
         is_over = Event()
 
         def say() -> None:
+            most, moved_at = -1, time.monotonic()
             while not is_over.wait(_SAY_EVERY_S):
                 with contextlib.suppress(Exception):  # the training thread hears of it when it says something
-                    said = msgspec.structs.replace(starts, is_at_work=True, done_bytes=done_bytes())
-                    self.says(said, time.monotonic() + _SAY_EVERY_S)
+                    done, now = done_bytes(), time.monotonic()
+                    most, moved_at = max(done, most), now if done > most else moved_at
+                    if now > moved_at + STALLS_S:
+                        self._healing.cancel()
+                    said = msgspec.structs.replace(starts, is_at_work=True, done_bytes=done)
+                    self.says(said, now + _SAY_EVERY_S)
 
         thread = Thread(say, "torchft_ckpt-starting")
         thread.start()
@@ -89,6 +98,7 @@ class StartingRank:
 
     def receive(self, located: StateLocated, limit: timedelta) -> Exception | None:
         """Receive and load a state from others that start. See `Recovery.receive`."""
+        self._serving.end_offer()
         in_place = self._in_place and not self._registry.trains_apart
         failure = self._recovery.receive(located, in_place, limit)
         if failure is None:

@@ -101,7 +101,7 @@ class Beside:
         If steps may be lost, one that does not come for as long as a quorum waits for it counts no more, be it alive.
         """
         patience_s = float("inf")
-        if self._job.allows_step_loss or self._job.settings.allow_step_loss:
+        if self._job.may_lose_steps:
             patience_s = max(self._job.settings.join_timeout_s, member.request.patience_s if member.request else 0.0)
         nearest = self._away(self._job.goes_on_from()) if holders is None else holders.nearest()
         return any(away_s < patience_s for away_s, replica_id in nearest if replica_id != member.replica_id)

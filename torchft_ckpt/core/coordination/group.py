@@ -37,6 +37,7 @@ from torchft_ckpt.core.coordination.layouts import SEPARATOR, combine_layouts, c
 from torchft_ckpt.core.coordination.messages import (
     MAX_ADDRESSES_BYTES,
     MAX_COUNT,
+    MAX_FAILED,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
     CollectiveCleared,
@@ -844,7 +845,9 @@ def _starting_together(said: list[Starts | None]) -> Starts | None:
     return msgspec.structs.replace(
         starts[0],
         readable=starts[0].readable if len({one.readable for one in starts}) == 1 else "",
-        holds=all(one.holds for one in starts),
+        holds=starts[0].holds if len({one.holds for one in starts}) == 1 else "",
+        failed=sorted({name for one in starts for name in one.failed})[:MAX_FAILED],
+        named=max(one.named for one in starts),
         is_at_work=any(one.is_at_work for one in starts),
         done_bytes=min(sum(one.done_bytes for one in starts), MAX_COUNT),
         checkpoint_addresses=[address for one in starts for address in one.checkpoint_addresses[:1]],

@@ -46,6 +46,8 @@ class JobRecord:
     """Who said so, of which step. Such a group may ask for another one nevertheless."""
     allows_step_loss: bool = False
     """The operator's word, for the next quorum alone; `settings.allow_step_loss` holds for all."""
+    named_checkpoint: str = ""
+    """The newest that a group has said, as it started, that it can read, or has heard of; empty: none. Never an older one."""
     now: float = 0.0
     """The time of the last event. Never falls."""
 
@@ -82,6 +84,11 @@ class JobRecord:
         goes_on = goes_on or any(self._is_restored(m, step) for m in self.staying())
         return None if goes_on or self.history.on_their_way(step, self.settings.join_timeout_s, self.now) else step
 
+    @property
+    def may_lose_steps(self) -> bool:
+        """Whether the operator allows it, at present."""
+        return self.allows_step_loss or self.settings.allow_step_loss
+
     def held(self, exclude: Collection[str] = ()) -> Iterator[tuple[str, StateVersion]]:
         """Yield the members that are not excluded, each with the state that it holds."""
         return ((m.replica_id, m.version) for m in self.members.values() if m.replica_id not in exclude)
@@ -92,7 +99,7 @@ class JobRecord:
     def goes_on_from(self) -> Callable[[StateVersion], bool]:
         """Return what says whether the job trains on from a member's state: the newest one, or the best that is left, if the
         loss of steps is allowed. It looks for that once, in a pass over the members."""
-        if not (self.allows_step_loss or self.settings.allow_step_loss):
+        if not self.may_lose_steps:
             return self.holds_newest
         best = cache(lambda: max((held for _, held in self.held() if self.history.is_valid(held)), default=None))
         return lambda version: self.holds_newest(version) or version == best()

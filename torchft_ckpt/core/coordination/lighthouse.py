@@ -623,7 +623,7 @@ class LighthouseState:
         yield from self._leaving.answer(now)
         if not self._job.waiting:
             return
-        hold = self._restart.hold(now)
+        hold = self._restart.hold(now) or self._starting.why_not_fresh(now)
         if hold is not None:
             yield from self._notify_pending(hold[0], now, hold[1])
             return

@@ -28,14 +28,23 @@ class Starting:
 
     since: float
     said: Starts = field(default_factory=Starts)
-    step: int = -1
-    """Of the state that it has since; -1: it has none."""
+    step: int = 0
+    """Of the state that it holds."""
     has_met: bool = False
     """All were here that might come: it waits for nobody who comes later, nor for who is gone since."""
     is_at_work: bool = False
     """It reads, or receives, as it was told."""
+    done_bytes: int = -1
+    """The most that it has said it has of that; -1: it is not at work."""
     moved_at: float
-    """When it last had more of that than before."""
+    """When it last had more of that than before; where it is not at work, when it last said something."""
+    num_told: int = 0
+    """How often it was told to read or to receive something."""
+
+    @property
+    def state(self) -> tuple[str, int]:
+        """The checkpoint and the step of the state that it holds; of an empty name: none. The newest is the greatest."""
+        return self.said.holds, self.step
 
 
 @dataclass(slots=True)

@@ -78,6 +78,7 @@ CheckpointText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256, pattern=
 """The name of a checkpoint: the later one's is the greater one."""
 Damaged: TypeAlias = Annotated[dict[CheckpointText, Text], msgspec.Meta(max_length=64)]
 """By name, why; what is said of it is made printable where it is sent on."""
+MAX_FAILED = 64
 Microbatch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_MICROBATCHES)]
 Nodes: TypeAlias = Annotated[list[tuple[Microbatch, Microbatch]], msgspec.Meta(max_length=MAX_NODES)]
 """Runs of microbatches, each from the first to before the second, in ascending order: see `core.training.microbatches`."""
@@ -343,12 +344,16 @@ class Starts(msgspec.Struct, frozen=True, kw_only=True):
 
     readable: CheckpointText = ""
     """The newest checkpoint that it can read whole; empty: none."""
+    holds: CheckpointText = ""
+    """The checkpoint of which it has the state, whole, that of `LocateState.version`, and serves it; empty: none."""
     place: Word = ""
-    """In words, where that is."""
+    """In words, where it has that from, or can read it."""
     damaged: Damaged = {}
     """Checkpoints in the storage that all groups see, of which the bytes are not those that were written; and why."""
-    holds: bool = False
-    """It has a checkpoint's state since it starts, that of `LocateState.version`, and serves it."""
+    failed: Annotated[list[ReplicaId], msgspec.Meta(max_length=MAX_FAILED)] = []
+    """Groups that were to give it a state, and have not."""
+    named: CheckpointText = ""
+    """The newest that it has heard of, whoever can read it: a lighthouse that has started again hears of it by this."""
     is_at_work: bool = False
     """It reads, or receives, what it was told to."""
     done_bytes: Count = 0
@@ -616,7 +621,7 @@ class Start(str, Enum):
     RECEIVES = "receives"
     """Receive the state `version` from `sources`, who start as it does, and say so."""
     BEGINS = "begins"
-    """Begin with what it has: all have that, or nobody can read anything."""
+    """Begin with what it has: all have that, or nobody can read anything. Not without a state beside what is `named`."""
     HEALS = "heals"
     """Begin: others train from `version`, or are about to, and it heals from them."""
 
@@ -631,6 +636,9 @@ class StartTold(msgspec.Struct, frozen=True, kw_only=True):
     """Of which the state is that it is to receive."""
     place: Word = ""
     """In words, where the sources had that from."""
+    named: CheckpointText = ""
+    """The newest that any group has said it can read, also one that is gone; empty: there is none, it is damaged, or the operator
+    allows the loss of steps."""
     num_groups: NumGroups = 0
     """So many start together."""
     reason: Text = ""

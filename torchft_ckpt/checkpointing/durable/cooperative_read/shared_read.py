@@ -23,6 +23,7 @@ from torchft_ckpt.checkpointing.durable.format.manifest import BoxEntry
 from torchft_ckpt.checkpointing.durable.names import PartName
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import NUM_THREADS, SavedTensor
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.state.blocks import start_blake3
 from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.target import Want
@@ -95,6 +96,7 @@ def _by_readers(
 
 
 logger = logging.getLogger(__name__)
+_DIGESTED_AT_ONCE = 64 * 1024 * 1024
 _LEASE = timedelta(days=1)
 """Longer than any read: what is served ends with the read, or with the transport."""
 
@@ -140,7 +142,14 @@ class SharedRead:
         self._reader = reader
         self._ranks = ranks
         self._timeout = timeout
-        self.bytes_from_peers = 0
+        self.bytes_from_peers = self._digested_bytes = 0
+        self._fetched: dict[int, int] = {}
+        """By rank, the bytes that have come from it so far."""
+
+    @property
+    def done_bytes(self) -> int:
+        """How many bytes were digested or have come from other ranks: it grows for as long as that goes on. From any thread."""
+        return self._digested_bytes + sum([*self._fetched.values()])
 
     def read(self, wants: Sequence[Want]) -> None:
         """Fill targets. Returns when all ranks have what they want.
@@ -172,7 +181,7 @@ class SharedRead:
             digests: list[str] = []
             if transport is not None:
                 transport.send_checkpoint([], self._found.checkpoint.name.step, state, _LEASE)
-                digests = parallel_map(_blake3_of, [*state.values()] if transport.token else [], NUM_THREADS)
+                digests = parallel_map(self._digest, [*state.values()] if transport.token else [], NUM_THREADS)
             try:
                 has_read = ranks.say("what it reads", _Done(digests), _decode_done)
                 left = own.outside(shares)
@@ -210,11 +219,15 @@ class SharedRead:
         rank, address, needed = source
         wants = [want for want, _, _ in needed]
         transport, left = self._ranks.transport, wants
+
+        def note(progress: TransferProgress) -> None:
+            self._fetched[rank] = progress.received_bytes
+
         try:
             if transport is not None:
                 served = [there for _, there, _ in needed]
-                transport.fetch_boxes(address, served, self._found.checkpoint.name.step, self._timeout)
-            left = [want for want, _, digest in needed if digest and _blake3_of(want.target) != digest]
+                transport.fetch_boxes(address, served, self._found.checkpoint.name.step, self._timeout, note)
+            left = [want for want, _, digest in needed if digest and self._digest(want.target) != digest]
             why: object = "it was altered on the way"
         except CheckpointError as error:
             why = error
@@ -225,11 +238,13 @@ class SharedRead:
         self.bytes_from_peers += sum(want.target.nbytes for want in wants) - num_left
         return left
 
-
-def _blake3_of(tensor: torch.Tensor) -> str:
-    hasher = start_blake3()
-    hasher.update(as_bytes(tensor.contiguous()).numpy().data)
-    return hasher.hexdigest()
+    def _digest(self, tensor: torch.Tensor) -> str:
+        hasher, data = start_blake3(), as_bytes(tensor.contiguous()).numpy().data
+        for at in range(0, len(data), _DIGESTED_AT_ONCE):
+            piece = data[at : at + _DIGESTED_AT_ONCE]
+            hasher.update(piece)
+            self._digested_bytes += len(piece)
+        return hasher.hexdigest()
 
 
 def _boxes_of(entries: Mapping[str, Sequence[BoxEntry]]) -> Boxes:
