@@ -18,10 +18,12 @@ from torch import nn
 from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Restored
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
+from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.core.coordination import starting
 from torchft_ckpt.core.coordination.messages import Start, Starts, StartTold, StateLocated
 from torchft_ckpt.core.durable.restore_source import RestoreSource
-from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, SourceLostError
+from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, SourceLostError, StorageError
+from torchft_ckpt.manager import restoring, step_client
 from torchft_ckpt.manager import starting as starting_rank
 from torchft_ckpt.manager.starting import StartingRank
 
@@ -96,11 +98,11 @@ def together(act: Callable[[Rank], Any], *ranks: Rank) -> list[Any]:
         return [future.result(60) for future in [pool.submit(act, rank) for rank in ranks]]
 
 
-def restores(place: Path, **options: Any) -> Callable[[Rank], Restored | Exception]:
+def restores(place: Path, local: Path | None = None, **options: Any) -> Callable[[Rank], Restored | Exception]:
     """Returns what restores a rank, and returns what it raises."""
 
     def restore(rank: Rank) -> Restored | Exception:
-        checkpointer = Checkpointer(place, manager=rank.manager)
+        checkpointer = Checkpointer(place, manager=rank.manager, local_location=local)
         try:
             return checkpointer.restore(**{"timeout": SHORT, **options})
         except Exception as error:
@@ -457,12 +459,83 @@ def test_a_rank_that_does_not_restore_is_waited_for_by_none_of_its_group(
     with ThreadPoolExecutor(2) as pool:
         options = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
         ranks = [one.result(30) for one in [pool.submit(start, "a", rank=rank, **options) for rank in range(2)]]
-        restoring = pool.submit(restores(tmp_path), ranks[0])
+        waiting = pool.submit(restores(tmp_path), ranks[0])
         time.sleep(0.2)
         pool.submit(ranks[1].manager.start_quorum)
-        found = restoring.result(30)
+        found = waiting.result(30)
         assert (isinstance(found, SourceLostError) and "another rank of this group asks for a step" in str(found)) or (
             "group rank 1 asks for a step" in str(found)
         )
         for rank in ranks:
             rank.manager.shutdown()
+
+
+def test_who_waits_for_one_that_reads_says_so(
+    start: Callable[..., Rank],
+    tmp_path: Path,
+    saved: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(restoring, "PENDING_LOG_S", 0.2)
+    holds_up(monkeypatch, lambda: said(caplog, "has waited"))
+    assert outcomes(together(restores(tmp_path), *[start(name) for name in "ab"])) == [(STORAGE, 2)] * 2
+    assert "s to start: a:" in caplog.text and "reads a checkpoint, and gives it to the others" in caplog.text
+
+
+def test_a_rank_that_waits_for_the_others_of_its_group_says_for_which(
+    start_groups: Callable[..., list[Rank]],
+    tmp_path: Path,
+    saved: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(step_client, "PENDING_LOG_S", 0.2)
+    first, second = start_groups(a=2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(restores(tmp_path, timeout=timedelta(seconds=0.5)), first)
+        said(caplog, "for other ranks of this group to restore the checkpoint with it: group ranks 1 have not come")
+        found = [restores(tmp_path, timeout=timedelta(seconds=0.5))(second), waiting.result(60)]
+    assert outcomes(found) == [(STORAGE, 2)] * 2
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    """Wait until the log has it."""
+    until = time.monotonic() + 30
+    while text not in caplog.text and time.monotonic() < until:
+        time.sleep(0.01)
+    assert text in caplog.text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nobody_begins_at_step_0_if_one_of_two_storages_cannot_be_listed(
+    start_groups: Callable[..., list[Rank]],
+    tmp_path: Path,
+    saved: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    num_ranks: int,
+) -> None:
+    names = LocalStorage.names
+
+    def fails(storage: LocalStorage, directory: str = "") -> list[str]:
+        if storage.location == str(tmp_path):
+            raise StorageError("the share is away", "storage")
+        return names(storage, directory)
+
+    monkeypatch.setattr(LocalStorage, "names", fails)
+    ranks = start_groups(a=num_ranks)
+    restore = restores(tmp_path, timeout=timedelta(seconds=0.5), local=tmp_path / "disk")
+    for found in together(restore, *ranks):
+        assert isinstance(found, CheckpointNotFoundError) and "the share is away" in str(found)
+
+
+def test_who_receives_a_checkpoint_of_which_it_can_read_nothing_says_that_its_own_state_is_not_restored(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk of its host is a new one."""
+    there, here = start("y"), start("z")
+    places = {there: tmp_path, here: tmp_path / "new"}
+    found = together(lambda rank: restores(places[rank])(rank), there, here)
+    assert outcomes(found) == [(STORAGE, 2)] * 2
+    assert [one.rank_state for one in found] == [{"at": 2, "who": 0}, None]
+    assert "it came from another group, and this rank can read nothing of the checkpoint" in caplog.text

@@ -41,6 +41,7 @@ from torchft_ckpt.core.coordination.messages import (
 from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, torn_where_it_raises
 from torchft_ckpt.manager.saving import check_keys, group_name, load_saved, template_to_load
+from torchft_ckpt.manager.step_client import PENDING_LOG_S
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager.manager import Manager
@@ -159,6 +160,8 @@ class Restoring:
             self.others_hold = None if self._step is not None else self._manager.newest_step_of_peers() or None
             return
         until, pause_s = time.monotonic() + self._limit_s, _FIRST_PAUSE_S
+        started = time.monotonic()
+        say_at = started + PENDING_LOG_S / 5
         while True:
             located = self._start.says(self._says, until + _ANSWERS_WITHIN_S)
             told = None if located is None else located.starts
@@ -184,6 +187,10 @@ class Restoring:
                 logger.warning("%s starts with nobody: %s", self._manager.replica_id(), told.reason)
                 return
             else:
+                if (now := time.monotonic()) >= say_at:
+                    waited = now - started
+                    logger.warning("%s has waited %.1f s to start: %s", self._manager.replica_id(), waited, told.reason)
+                    say_at = now + PENDING_LOG_S
                 self._start.client.pause(pause_s)
                 pause_s = min(1.5 * pause_s, max(_LAST_PAUSE_S, told.num_groups / _GROUPS_PER_S))
                 if told.does is Start.WAITS:

@@ -91,7 +91,6 @@ PENDING_LOG_S = 10.0
 """How often to say what is waited for; the first time after a fifth of it."""
 MORE, LAST, FAILS = "+.!"
 """At the begin of a word of a rank: another piece follows, or none; it does not go on."""
-_FOR_EVER_S = 1e6
 _WORDS_CHARS = 1 << 20
 """Of what all ranks of a group say at once, in one message to each."""
 GIVE_UP_GRACE_S = 5.0
@@ -300,7 +299,21 @@ class StepClient:
         self.send(RankWord(number=number, words=[word]))
         if not waits:
             return []
-        self._wait_for(lambda: self._word is not None, time.monotonic() + _FOR_EVER_S)
+        return self._await_words()
+
+    def _await_words(self) -> list[str]:
+        """Wait for what all ranks say; say now and then for whom. A rank that dies ends the wait."""
+        started = time.monotonic()
+        say_at = started + PENDING_LOG_S / 5
+        while not self._wait_for(lambda: self._word is not None, say_at):
+            say_at += PENDING_LOG_S
+            logger.warning(
+                "%s of job %s has waited %.1f s for other ranks of this group to restore the checkpoint with it: %s",
+                self.replica_id,
+                self._job,
+                time.monotonic() - started,
+                self.link.waiting_for(),
+            )
         answer = self._word
         if answer is None or answer.failure:
             why = "they say nothing" if answer is None else answer.failure

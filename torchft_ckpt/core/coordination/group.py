@@ -224,10 +224,11 @@ class GroupState:
         return [self._addresses.get(rank, "") for rank in range(self.world_size)]
 
     def waiting_for(self) -> str:
-        """Name the ranks that the group's next request waits for; empty when it waits for none of them."""
-        asked = set(self._requests)
+        """Name the ranks that the group's next request, or word, waits for; empty when it waits for none of them."""
+        asked = {*self._requests} or {*self._words}
         absent = [str(rank) for rank in range(self.world_size) if rank not in asked]
-        return f"group ranks {', '.join(absent)} have not asked yet" if asked and absent else ""
+        what = "asked yet" if self._requests else "come to where all ranks restore, or are not done with their part"
+        return f"group ranks {', '.join(absent)} have not {what}" if asked and absent else ""
 
     # ---------------------------------------------------------------------------------------------------------- ranks
 
