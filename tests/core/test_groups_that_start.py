@@ -478,3 +478,25 @@ def test_a_rank_that_asks_for_a_step_is_waited_for_by_no_word() -> None:
     )
     (down,) = group.handle(RankMessage(1, RankWord(number=6, words=["b"])))
     assert isinstance(down, SendToRank) and isinstance(down.message, RankWord) and down.message.failure
+
+
+def test_a_job_that_may_begin_beside_a_named_checkpoint_is_not_kept_from_it_again() -> None:
+    """It may die before its own first checkpoint."""
+    job = Job(least=1)
+    a, b = job.join("a"), job.join("b")
+    says(a), says(b, "")
+    a.dies()
+    assert says(b, "") == "begins" and told(b).named == NEW
+    job.operator_allows_loss()
+    assert says(b, "") == "begins" and told(b).named == ""
+    job.step(b)
+    b.dies()
+    again = job.join("b", life=2)
+    assert says(again, "") == "begins" and told(again).named == ""
+
+
+def test_a_group_says_of_which_ranks_it_waits_for_a_word() -> None:
+    group = GroupState(3)
+    assert group.waiting_for() == ""
+    group.handle(RankMessage(1, RankWord(number=5, words=["b"])))
+    assert "group ranks 0, 2 have not come" in group.waiting_for()

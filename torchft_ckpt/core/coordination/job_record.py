@@ -47,7 +47,8 @@ class JobRecord:
     allows_step_loss: bool = False
     """The operator's word, for the next quorum alone; `settings.allow_step_loss` holds for all."""
     named_checkpoint: str = ""
-    """The newest that a group has said, as it started, that it can read, or has heard of; empty: none. Never an older one."""
+    """The newest that a group has said, as it started, that it can read, or has heard of; empty: none. An older one only if
+    the operator allows the loss of steps."""
     now: float = 0.0
     """The time of the last event. Never falls."""
 

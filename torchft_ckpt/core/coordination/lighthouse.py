@@ -1105,6 +1105,8 @@ class LighthouseState:
         if step < newest_step:
             yield Log(f"steps {step + 1} to {newest_step} are lost, the job goes on from {step}", is_warning=True)
         self._job.quorum_ids.give(quorum_id)
+        if self._job.may_lose_steps:
+            self._starting.forget_named()
         self._job.allows_step_loss = False
         in_quorum = {part.replica_id for part in assignment.parts}
         for replica_id, old_quorum_id in self._restart.end():

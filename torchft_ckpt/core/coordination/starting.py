@@ -24,9 +24,9 @@ What another one says is believed only as far as it goes:
 - Damage that one has found makes no other one go back: another one reads as well.
 
 The newest checkpoint that anybody has named stays known if who can read it is gone (`JobRecord.named_checkpoint`). Nobody begins
-at step 0 beside it, unless the operator allows the loss of steps. No quorum begins with fresh weights while one here reads a
-checkpoint or has read it (`why_not_fresh`). No state gets a name by this, so a state that is restored is not older than a fresh
-one that was named before.
+at step 0 beside it, unless the operator allows the loss of steps; a job that has begun so forgets it. No quorum begins with fresh
+weights while one here reads a checkpoint or has read it (`why_not_fresh`). No state gets a name by this, so a state that is
+restored is not older than a fresh one that was named before.
 """
 
 from __future__ import annotations
@@ -171,6 +171,11 @@ class StartingGroups:
         starts = {m: s for m, s in self._here(now).items() if s.is_at_work or s.said.holds}
         until = max((s.moved_at + STALLS_S for s in starts.values()), default=now)
         return (f"{name_some(starts)} reads a checkpoint, and comes with it", until) if starts else None
+
+    def forget_named(self) -> None:
+        """The job trains without what was named before, as the operator allowed; those who start still may know some."""
+        said = [m.starting.said for m in self._job.members.values() if m.starting is not None]
+        self._job.named_checkpoint = max((max(s.readable, s.holds, s.named) for s in said), default="")
 
     def validate(self) -> None:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
