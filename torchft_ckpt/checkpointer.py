@@ -755,7 +755,9 @@ class Checkpointer:
             return Restored(source=choice.source, step=choice.step, reason=choice.reason)
 
         if step is None and chosen().source is RestoreSource.MEMORY:
-            return self._logged_restored(chosen(manager.newest_step_of_peers(timeout) or None))
+            if (choice := chosen(manager.newest_step_of_peers(timeout) or None)).source is RestoreSource.PEERS:
+                end_restore(manager, from_peers=True)
+            return self._logged_restored(choice)
         self._make_way()
         restoring = Restoring(
             manager,
@@ -807,7 +809,9 @@ class Checkpointer:
         return self._logged_restored(restored, rank_state)
 
     def _nothing(self, error: CheckpointNotFoundError, saved: int | None, named: str) -> Restored:
-        """Begin at step 0, unless a step was saved whole. `named`: as in `Restoring`."""
+        """Begin at step 0, unless a step was saved whole, or may have been: a storage failed. `named`: as in `Restoring`."""
+        if isinstance(error.__cause__, StorageError):
+            raise error
         if saved is not None:
             raise CheckpointNotFoundError(
                 f"{error}; step {saved} was saved whole and cannot be read now: mend it, name another by `step`, or remove "
@@ -847,6 +851,8 @@ class Checkpointer:
         why = ""
         if is_here and saved and num_groups is not None and num_groups < saved[0].num_replicas:
             why = f"{saved[0].num_replicas} groups saved it ({name_some(names)}), and {num_groups} start"
+        elif not checkpoint.parts:
+            why = "it came from another group, and this rank can read nothing of the checkpoint"
         elif not is_here and names == [""] and saved[0].num_replicas > 1:
             why = "nobody knows whose it was: give each Manager a replica_id that is the same after a restart"
         elif not is_here and saved:

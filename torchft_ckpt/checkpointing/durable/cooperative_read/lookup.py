@@ -45,12 +45,14 @@ class Found(NamedTuple):
 
 
 class _Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The manifests that a rank sees, by checkpoint; and why it could list no storage."""
+    """The manifests that a rank sees, by checkpoint; and why it could not list a storage."""
 
     checkpoints: dict[str, list[str]]
     shared: list[str] = []
     """The checkpoints of which it sees some in the storage that all groups see."""
     failure: str = ""
+    is_blind: bool = False
+    """It could list no storage."""
 
 
 class _Shown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +104,7 @@ class Candidates:
             if not self._damaged:
                 raise
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._damaged.items())
-            raise CheckpointNotFoundError(f"{error}; damaged: {reasons}", error.party) from error
+            raise CheckpointNotFoundError(f"{error}; damaged: {reasons}", error.party) from error.__cause__
 
     def leave_out(self, checkpoint: Checkpoint, error: CheckpointDamagedError) -> None:
         """Its bytes are not as they were written."""
@@ -114,10 +116,10 @@ class Candidates:
         mine = self._look()
         seen = self._ranks.say("what it sees", mine, _decode_seen)
         names = {parsed for one in seen for name in one.checkpoints if (parsed := parse_checkpoint(name)) is not None}
-        failures = [one.failure for one in seen if one.failure]
-        if failures and not names:
-            raise StorageError(failures[0], "storage")
-        skipped: list[str] = []
+        failures = [one for one in seen if one.failure]
+        if any(one.is_blind for one in failures) and not names:
+            raise StorageError(failures[0].failure, "storage")
+        skipped = sorted({one.failure for one in failures})
         for name in sorted(names, reverse=True):
             if str(name) not in self._damaged:
                 found = self._put_together(name, [one.checkpoints.get(str(name), ()) for one in seen])
@@ -132,7 +134,10 @@ class Candidates:
         what = "no whole checkpoint" if self._step is None else f"no whole checkpoint of step {self._step}"
         where = ", ".join(storage.location for storage in self._storages) or "no storage"
         why = f" (skipped: {some_of(skipped)})" if skipped else ""
-        raise CheckpointNotFoundError(f"there is {what} in {where}, as {len(seen)} ranks together see it{why}", where)
+        cause = StorageError(failures[0].failure, "storage") if failures else None
+        raise CheckpointNotFoundError(
+            f"there is {what} in {where}, as {len(seen)} ranks together see it{why}", where
+        ) from cause
 
     def _look(self) -> _Seen:
         self._here.clear()
@@ -150,9 +155,9 @@ class Candidates:
                 failures.append(str(error).encode(errors="replace").decode())
                 logger.warning("storage %s is left aside: %s", storage.location, error)
         newest = sorted(self._here, reverse=True)[:MAX_CANDIDATES]
-        is_blind = len(failures) == len(self._storages)
         listed = {name: sorted(self._here[name]) for name in newest}
-        return _Seen(listed, shared, failures[0] if failures and is_blind else "")
+        is_blind = bool(failures) and len(failures) == len(self._storages)
+        return _Seen(listed, shared, failures[0] if failures else "", is_blind)
 
     def _put_together(self, name: CheckpointName, seen: Sequence[Sequence[str]]) -> Found:
         """Return the parts of a checkpoint that any rank can read, and who can read which; `seen`: manifests, by rank."""

@@ -440,7 +440,8 @@ def newest_whole(storages: Sequence[Storage], *, step: int | None = None, exclud
         exclude: names of checkpoints that are known to be damaged.
 
     Raises:
-        CheckpointNotFoundError: there is none; the message says what was skipped, and why.
+        CheckpointNotFoundError: there is none; the message says what was skipped, and why. A `StorageError` is its cause if a
+            storage could not be listed: there may be one.
         StorageError: no storage could be listed.
     """
     names: set[CheckpointName] = set()
@@ -468,7 +469,7 @@ def newest_whole(storages: Sequence[Storage], *, step: int | None = None, exclud
     where = ", ".join(storage.location for storage in storages) or "no storage"
     what = "no whole checkpoint" if step is None else f"no whole checkpoint of step {step}"
     why = f" (skipped: {some_of(skipped)})" if skipped else ""
-    raise CheckpointNotFoundError(f"there is {what} in {where}{why}", where)
+    raise CheckpointNotFoundError(f"there is {what} in {where}{why}", where) from (failures[0] if failures else None)
 
 
 def tell_of(checkpoint: Checkpoint) -> None:
