@@ -821,7 +821,7 @@ class Checkpointer:
         if named:
             raise CheckpointNotFoundError(
                 f"{error}; a group that started has said that it can read {named}, and nobody who is here can: start that group"
-                " again, or allow the loss of steps to begin at step 0",
+                " again, or allow the loss of steps to begin at step 0 (python -m torchft_ckpt allow-step-loss)",
                 error.party,
             ) from error
         reason = f"there is no state to go on from: {error}"
