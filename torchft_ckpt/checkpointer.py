@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
-from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.durable.cooperative_read.lookup import Candidates
 from torchft_ckpt.checkpointing.durable.cooperative_read.ranks import Ranks
+from torchft_ckpt.checkpointing.durable.cooperative_read.shared_read import SharedRead
 from torchft_ckpt.checkpointing.durable.format.manifest import PlainValue
 from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
@@ -35,7 +36,12 @@ from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     is_closed,
     list_checkpoints,
 )
-from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import owned_by_objects, state_of_value, template_of
+from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import (
+    Template,
+    owned_by_objects,
+    state_of_value,
+    template_of,
+)
 from torchft_ckpt.checkpointing.durable.reading.loading import give_back, load_into
 from torchft_ckpt.checkpointing.durable.reading.reader import OWNERS_KEY, CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState, get_random_state, set_random_state
@@ -105,6 +111,7 @@ _NEVER_A_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.
 _TO_SAY = timedelta(seconds=3)
 _TO_CLOSE = timedelta(seconds=10)
 _TO_GIVE_UP = timedelta(seconds=30)
+_TO_FETCH = timedelta(minutes=30)
 
 
 class Tier(Enum):
@@ -657,8 +664,8 @@ class Checkpointer:
 
         Names that the checkpoint has and the state dict has not are left out, but for the state of an optimizer that has none
         yet. Objects with `load_state_dict` are loaded by it: an optimizer, or what has its groups, with all that was saved of it.
-        Each process reads it by itself; a damaged one is skipped with a reason. In a job of torch.distributed all ranks call it:
-        they take the newest that all of them can read, and all of them load it, or none does.
+        A damaged one is skipped with a reason. In a job of torch.distributed all ranks call it: they take the newest that they
+        can read together, each byte once, and all of them load it, or none does.
 
         Args:
             state_dict: says what is wanted, on which layout.
@@ -680,7 +687,12 @@ class Checkpointer:
         step = _plain_step(step)
         template = template_of(state_dict)
         self._make_way()
-        ranks = Ranks.of_torch_distributed()
+        with _ranks_to_load() as ranks:
+            return self._load(template, state_dict, step, ranks)
+
+    def _load(
+        self, template: Template, state_dict: MutableMapping[str, Any], step: int | None, ranks: Ranks
+    ) -> Restored:
         candidates = Candidates(self._all_storages(), ranks, step=step, shared=self._storages[Tier.STORAGE])
         reader, has_written = None, False
         with torn_where_it_raises(
@@ -691,9 +703,10 @@ class Checkpointer:
                     whole = candidates.newest()
                 newest = CheckpointReader(whole.checkpoint)
                 newest.read_as(*self._place())
+                shared = SharedRead(whole, newest, ranks, timeout=_TO_FETCH)
                 try:
                     with ranks.all_go_on():
-                        load_into(newest, template.state_dict, newest.read_own, owned=template.owned)
+                        load_into(newest, template.state_dict, shared.read, owned=template.owned)
                         has_written = True
                         ranks.say_done(f"that {newest.checkpoint.name} is loaded")
                     reader = newest
@@ -707,7 +720,13 @@ class Checkpointer:
             rank_state = self._rank_state_of(reader, "", self._place()[0])
         source = RestoreSource.STORAGE if whole.is_shared else RestoreSource.LOCAL_DISK
         reason = f"step {found} from {source.value}"
-        restored = Restored(source=source, step=found, reason=reason, bytes_from_storage=reader.bytes_read)
+        restored = Restored(
+            source=source,
+            step=found,
+            reason=reason,
+            bytes_from_storage=reader.bytes_read,
+            bytes_from_peers=shared.bytes_from_peers,
+        )
         return self._logged_restored(restored, rank_state)
 
     def restore(self, *, step: SupportsIndex | None = None, timeout: timedelta | None = None) -> Restored:
@@ -878,6 +897,19 @@ class Checkpointer:
 
     def _all_storages(self) -> list[Storage]:
         return [self._storages[tier] for tier in (Tier.LOCAL, Tier.STORAGE) if tier in self._storages]
+
+
+@contextlib.contextmanager
+def _ranks_to_load() -> Iterator[Ranks]:
+    """The ranks of torch.distributed's job, with a transport for what one of them reads for others."""
+    ranks = Ranks.of_torch_distributed()
+    transport: HTTPTransport[Any] | None = HTTPTransport() if ranks.num_ranks > 1 else None
+    ranks.transport = transport
+    try:
+        yield ranks
+    finally:
+        if transport is not None:
+            transport.shutdown()
 
 
 @contextlib.contextmanager

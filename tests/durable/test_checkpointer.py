@@ -673,6 +673,30 @@ def test_a_run_is_not_named_by_a_stranger(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.processes
+def test_arrays_and_tensors_in_tuples_are_read_from_the_disks_of_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_CKPT_TOKEN", "a secret")
+    script = (
+        "import sys, numpy, torch, torch.distributed as dist; from torchft_ckpt import Checkpointer, Tier; "
+        "place, meeting, rank = sys.argv[1:]; "
+        "dist.init_process_group('gloo', init_method=meeting, rank=int(rank), world_size=2); "
+        "checkpointer = Checkpointer(place + '/shared', local_location=place + '/disk' + rank); "
+        "state = {'w': torch.arange(100_000.), 'array': numpy.arange(5.), 'pair': (torch.arange(70_000.), 7)}; "
+        "checkpointer.save(state, step=5, tier=Tier.LOCAL).result(); dist.barrier(); "
+        "here = {'w': torch.zeros(100_000), 'array': None, 'pair': None}; "
+        "restored = checkpointer.load(here); "
+        "assert torch.equal(here['w'], state['w']) and (here['array'] == state['array']).all(), here; "
+        "assert torch.equal(here['pair'][0], state['pair'][0]) and here['pair'][1] == 7, here; "
+        "print(restored.source.value, restored.bytes_from_storage < 450_000); "
+        "dist.barrier(); checkpointer.shutdown(); dist.destroy_process_group()"
+    )
+    meeting = f"file://{tmp_path / 'meeting'}"
+    outcomes = run_ranks(tmp_path, 2, script, tmp_path, meeting)
+    assert [out for _, out, _ in outcomes] == ["local disk True\n"] * 2, outcomes
+
+
+@pytest.mark.processes
 def test_load_and_load_checkpoint_give_each_rank_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_CKPT_TOKEN", "a secret")
     script = (
@@ -697,7 +721,7 @@ def test_load_and_load_checkpoint_give_each_rank_its_own(tmp_path: Path, monkeyp
 
 @pytest.mark.processes
 def test_ranks_without_a_manager_load_one_step_or_none_of_them_does(tmp_path: Path) -> None:
-    """Each has a disk of its own. On rank 1's one checkpoint is damaged, or not there, or cannot be loaded."""
+    """Each has a disk of its own. Rank 0 reads what is damaged; rank 1's disk lacks the newest, or rank 1 cannot load it."""
     saved = tmp_path / "saved"
     checkpointer = Checkpointer(saved)
     for step in (1, 2):
@@ -706,7 +730,7 @@ def test_ranks_without_a_manager_load_one_step_or_none_of_them_does(tmp_path: Pa
     checkpointer.shutdown()
     for place in ("damaged0", "damaged1", "gone0", "gone1", "raises0", "raises1"):
         shutil.copytree(saved, tmp_path / place)
-    (path,) = (tmp_path / "damaged1").glob("step-000000000002.*/*.distcp")
+    (path,) = (tmp_path / "damaged0").glob("step-000000000002.*/*.distcp")
     path.write_bytes(bytes(len(path.read_bytes())))
     (newest,) = (tmp_path / "gone1").glob("step-000000000002.*")
     shutil.rmtree(newest)
@@ -731,7 +755,7 @@ def test_ranks_without_a_manager_load_one_step_or_none_of_them_does(tmp_path: Pa
         "dist.barrier(); dist.destroy_process_group()"
     )
     outcomes = run_ranks(tmp_path, 2, script, tmp_path, f"file://{tmp_path / 'meeting'}")
-    told = "damaged 1 1.0\ngone 1 1.0\n"
+    told = "damaged 1 1.0\ngone 2 2.0\n"
     assert [out for _, out, _ in outcomes] == [
         f"{told}raises SourceLostError\n",
         f"{told}raises StateDictLoadError\n",
