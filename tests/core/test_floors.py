@@ -266,6 +266,12 @@ def test_decoders_are_made_when_a_module_is_imported() -> None:
     assert not [module for module in MODULES if "msgspec.json.decode(" in (PACKAGE / f"{module}.py").read_text()]
 
 
+def test_no_collective_carries_pickles() -> None:
+    """Those of torch that take any object unpickle what they receive."""
+    objects = re.compile(r"\.(all_gather|gather|scatter|broadcast|send|recv)_object")
+    assert not [module for module in MODULES if objects.search((PACKAGE / f"{module}.py").read_text())]
+
+
 def test_all_threads_are_of_the_class_that_ends_before_the_interpreter_does() -> None:
     """But in `testing`, whose threads are those of a test."""
     others = [module for module in MODULES if module.split("/")[0] not in ("threads", "testing")]

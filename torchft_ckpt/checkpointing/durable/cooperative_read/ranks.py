@@ -62,11 +62,20 @@ class Ranks:
         if not torch.distributed.is_available() or not torch.distributed.is_initialized():
             return cls()
         num_ranks = torch.distributed.get_world_size()
+        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+
+        def gathered(mine: torch.Tensor) -> list[torch.Tensor]:
+            of_all = [torch.zeros_like(mine, device=device) for _ in range(num_ranks)]
+            torch.distributed.all_gather(of_all, mine.to(device))
+            return [of_one.cpu() for of_one in of_all]
 
         def exchange(text: str) -> list[str]:
-            said = [""] * num_ranks
-            torch.distributed.all_gather_object(said, text)
-            return said
+            said = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+            lengths = [int(length) for length in gathered(torch.tensor([len(said)]))]
+            if (longest := max(lengths)) > MAX_WORD_BYTES:
+                raise SourceLostError(f"a rank says {longest} bytes at once, more than {MAX_WORD_BYTES}", "ranks")
+            texts = gathered(torch.nn.functional.pad(said, (0, longest - len(said))))
+            return [bytes(told[:length].numpy()).decode() for told, length in zip(texts, lengths, strict=True)]
 
         return cls(
             rank=torch.distributed.get_rank(),
