@@ -585,7 +585,7 @@ class LighthouseState:
         member.version = self._as_it_counts(member, version)
         self._job.quorum_ids.begin_after(version.quorum_id, version.epoch)
         self._restart.asked(member.replica_id)
-        self._job.history.note(member.replica_id, version)
+        self._job.history.note(member.replica_id, member.version)
         yield from self._deciding.declined(member.replica_id)
         yield from self._deciding.give_up_overtaken(now)
 
