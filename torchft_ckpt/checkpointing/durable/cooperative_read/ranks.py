@@ -71,7 +71,7 @@ class Ranks:
 
         def exchange(text: str) -> list[str]:
             said = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-            lengths = [int(length) for length in gathered(torch.tensor([len(said)]))]
+            lengths = [int(length) for length in gathered(torch.tensor([len(said)], device=device))]
             if (longest := max(lengths)) > MAX_WORD_BYTES:
                 raise SourceLostError(f"a rank says {longest} bytes at once, more than {MAX_WORD_BYTES}", "ranks")
             texts = gathered(torch.nn.functional.pad(said, (0, longest - len(said))))
