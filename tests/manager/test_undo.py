@@ -131,6 +131,17 @@ def test_weights_that_are_written_to_before_a_vote_go_back_from_the_first_step_o
         assert torch.equal(loop.model.weight, before)
 
 
+def test_a_parameter_with_gaps_in_memory_goes_back_as_any_other() -> None:
+    """As one of every second number of a buffer; torch cannot look at it as bytes where it lies."""
+    model = nn.Linear(2, 2)
+    model.gate = nn.Parameter(torch.zeros(8)[::2])
+    loop = Loop(model=model, sgd=torch.optim.SGD(model.parameters(), lr=0.1))
+    for counts in (False, True, False):  # whether the loop writes to it is known from the first step that counts
+        before = model.gate.detach().clone()
+        loop.step(lambda _: model.gate.data.add_(1), counts=counts)
+        assert torch.equal(model.gate, before + counts)
+
+
 @torch.no_grad()
 def perturb(loop: Loop) -> None:
     loop.model.weight.add_(1)
