@@ -51,6 +51,7 @@ from torchft_ckpt.checkpointing.durable.saving.leftovers import Leftovers
 from torchft_ckpt.checkpointing.durable.saving.saver import (
     SavedCheckpoint,
     SaveMode,
+    SaveOnlooker,
     SaveTask,
     SaveWorker,
     close_checkpoint,
@@ -87,6 +88,7 @@ from torchft_ckpt.manager.restoring import Restoring
 from torchft_ckpt.manager.saving import (
     IN_STEP,
     NotSaving,
+    Onlooking,
     SaveIdentity,
     check_optimizers_known,
     check_state,
@@ -172,6 +174,13 @@ class _LaterSave(Future[SavedCheckpoint]):
             )
         self.begin()
         return super().result(timeout)
+
+
+def _is_answered_by(last: SaveWorker | SaveOnlooker, identity: SaveIdentity | Onlooking) -> bool:
+    """Whether what becomes of that save of the same state is what becomes of this one."""
+    if isinstance(last, SaveOnlooker) and isinstance(identity, SaveIdentity):
+        return last.saved is not None and last.saved.is_closed  # the others are gone since
+    return not last.future.done() or last.saved is not None
 
 
 def _has_own(own: PlainValue) -> bool:
@@ -267,10 +276,10 @@ class Checkpointer:
         if reuse_buffers:
             self._pool.open("checkpointer")
         self._guarded: list[torch.optim.Optimizer] = []
-        self._worker: SaveWorker | None = None
+        self._worker: SaveWorker | SaveOnlooker | None = None
         """Of the latest save; once that has ended, to detach it does nothing."""
         self._threads: list[Thread] = []
-        self._last: dict[Tier, tuple[CheckpointName, SaveWorker]] = {}
+        self._last: dict[Tier, tuple[CheckpointName, SaveWorker | SaveOnlooker]] = {}
         self._turns: dict[Tier, tuple[int, int]] = {}
         """The step of which the last save was asked for there, and the number of such steps: the same in all ranks of a group,
         whatever becomes of a save in one of them."""
@@ -322,6 +331,12 @@ class Checkpointer:
         Within the `save` of `Manager.leave_on` the ranks of the group that leaves call it, and write all of it; where all
         groups leave after that step they share the work.
 
+        A rank calls it as well where its group holds the state, and the others do not count on it in this save: it has just
+        received the state, or did not contribute to the last step (a spare). It looks on. It writes nothing, and its `rank_state`
+        is not kept. Its future is done when the others' checkpoint is whole. It is done with `is_closed` False when the next save
+        begins before, if nobody has written anything of that step for some seconds, and at once where each group writes a copy of
+        its own (`Tier.LOCAL`, `SaveMode.EVERY_GROUP`).
+
         Nothing is copied before the state is about to change: what has not been written by then is copied aside, and the
         trainer waits for that copy alone. Whatever goes wrong with the writing is in the future and the log, not raised.
 
@@ -341,8 +356,10 @@ class Checkpointer:
         Returns:
             what became of it; of a step that is saved already, what became of that save. With `SaveInFlightError` where this
             rank still writes its share of the save before (one that only waits for others is left to them), with
-            `RanksDifferError` if the checkpoint is whole, and ranks of this group differ in what their optimizers own, and with
-            `CheckpointError` where this rank has no part in it, because it did not commit the last step.
+            `RanksDifferError` if the checkpoint is whole, and ranks of this group differ in what their optimizers own, with
+            `CheckpointDamagedError` if it did not become whole within `timeout`, and with `CheckpointError` where nothing here
+            can be saved: the state is not one that a quorum has committed, or the group leaves (`leave_on`) before what it has
+            received was compared.
 
         Raises:
             UnsupportedValueError: the state holds something that cannot be carried.
@@ -383,16 +400,54 @@ class Checkpointer:
         save_id = identity.save_id if tier is Tier.STORAGE else f"{identity.save_id}-{tier.value}"
         name = checkpoint_name(identity.step, save_id)
         last_name, last = self._last.get(tier, (None, None))
-        if identity.is_alone and self._worker is not None:
+        if isinstance(identity, SaveIdentity) and identity.is_alone and self._worker is not None:
             self._worker.wait_written(
                 self._timeout.total_seconds()
             )  # this rank's share in the save before is wanted too
-        if self._manager and last and last_name == name and not (last.future.done() and last.saved is None):
+        if self._manager and last and last_name == name and _is_answered_by(last, identity):
             return last.future  # a step that was discarded since has not changed the state
         if self._worker is not None and self._is_busy() and not self._worker.leave():
             logger.warning("step %s is not saved: the save before it has not ended", step if step is not None else "")
             future.set_exception(SaveInFlightError("this rank still writes its share of the save before", "save"))
             return future
+        worker: SaveWorker | SaveOnlooker
+        removes = None
+        if isinstance(identity, Onlooking):
+            logger.info("checkpoint %s: this rank has no part in it, and looks on", name)
+            is_seen = tier is Tier.STORAGE and self._mode is SaveMode.SHARED
+            worker = SaveOnlooker(
+                name,
+                self._storages[tier] if is_seen else None,
+                fill_after_s=self._fill_after.total_seconds(),
+                timeout_s=self._timeout.total_seconds(),
+            )
+        else:
+            worker, task = self._writer(identity, name, tier, state_dict, rank_state, turn)
+            if not identity.is_alone and (not task.is_storage_shared or task.member == SavingRank(0, 0)):
+                removes = task
+        thread = Thread(self._run, "torchft_ckpt-save", (worker, removes))
+        self._worker, self._owner = worker, os.getpid()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._worker = None
+            worker.drop()
+            future.set_exception(CheckpointError(f"no thread could be started for the save: {error}", "save"))
+            return future
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        self._last[tier] = name, worker
+        return worker.future
+
+    def _writer(
+        self,
+        identity: SaveIdentity,
+        name: CheckpointName,
+        tier: Tier,
+        state_dict: dict[str, Any] | None,
+        rank_state: object,
+        turn: int,
+    ) -> tuple[SaveWorker, SaveTask]:
+        """Capture the state, for a worker that writes this rank's share."""
         held = self._state_of(state_dict)
         kept = {"user": rank_state, "random": get_random_state() if self._saves_random_state else None}
         kept |= {OWNERS_KEY: dict(held.owners)}
@@ -442,18 +497,7 @@ class Checkpointer:
                     " step %d is being saved, the save is not of one moment",
                     identity.step,
                 )
-        thread = Thread(self._run, "torchft_ckpt-save", (worker, task, not identity.is_alone))
-        self._worker, self._owner = worker, os.getpid()
-        try:
-            thread.start()
-        except RuntimeError as error:
-            self._worker = None
-            captured.close()
-            future.set_exception(CheckpointError(f"no thread could be started for the save: {error}", "save"))
-            return future
-        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-        self._last[tier] = name, worker
-        return worker.future
+        return worker, task
 
     def _is_in_step(self) -> bool:
         """Whether the state is on its way from one step to the next, or to a save: who does that has called what calls this."""
@@ -473,24 +517,29 @@ class Checkpointer:
             self._manager.events.call_later(later.begin)
         return later
 
-    def _run(self, worker: SaveWorker, task: SaveTask, removes: bool) -> None:
-        """On the save's thread. The next save may begin while old checkpoints are being removed."""
-        removes = removes and (not task.is_storage_shared or task.member == SavingRank(0, 0))
-        leftovers = self._leftovers[Tier.STORAGE if task.is_storage_shared else Tier.LOCAL]
-        if removes:
+    def _run(self, worker: SaveWorker | SaveOnlooker, removes: SaveTask | None) -> None:
+        """On the save's thread. The next save may begin while old checkpoints are being removed.
+
+        Args:
+            worker: does the save.
+            removes: the task beside which this rank removes old ones; None: others do.
+        """
+        if removes is not None:
+            leftovers = self._leftovers[Tier.STORAGE if removes.is_storage_shared else Tier.LOCAL]
             with _logged("what is not whole stays for now"):
-                leftovers.remove(task.name)
+                leftovers.remove(removes.name)
         worker.run()
         failure = None if worker.saved is not None else worker.future.exception()
         if isinstance(failure, StateChangedError) and not self._copies_at_once:
             self._copies_at_once = True
             logger.warning("each save copies the whole state at once from now on, as it is changed without the lock")
-        if worker.saved is not None and self._manager is not None:
-            self._note_saved(self._manager, worker.saved)
-        if removes:
+        saved = worker.saved
+        if self._manager is not None and saved is not None and (saved.is_closed or isinstance(worker, SaveWorker)):
+            self._note_saved(self._manager, saved)
+        if removes is not None:
             with _logged("old checkpoints stay for now"):
                 if failure is None:
-                    self._remove_old(task)
+                    self._remove_old(removes)
                 else:
                     leftovers.note_failure(failure)
 
@@ -639,10 +688,10 @@ class Checkpointer:
         with self._lock.write():
             return
 
-    def _identity(self, step: int | None) -> SaveIdentity | NotSaving:
+    def _identity(self, step: int | None) -> SaveIdentity | Onlooking | NotSaving:
         if self._manager is not None:
             identity = save_identity(self._manager)
-            if isinstance(identity, SaveIdentity) and step is not None and step != identity.step:
+            if not isinstance(identity, NotSaving) and step is not None and step != identity.step:
                 raise ConfigError(f"step={step}: the Manager's state is that of step {identity.step}", "step")
             return identity
         if step is None:

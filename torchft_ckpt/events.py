@@ -89,7 +89,7 @@ class Healed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSaved(Event):
-    """A save of this rank has ended well; `step` is that of the checkpoint.
+    """A save of this rank has ended well; `step` is that of the checkpoint. If the rank only looked on, it has seen it whole.
 
     Attributes:
         name: name of the checkpoint's directory.

@@ -499,6 +499,7 @@ def test_who_came_in_counts_for_nothing_but_its_gradients_before_it_is_compared(
     for member in (a, b, c):
         member.votes()
     assert a.step == 3 and a.replica.is_on_trial and not b.replica.is_on_trial
+    assert [m.replica.writer_number for m in (a, b, c)] == [None, 0, 1], "it looks on as they write"
     d.asks(at_end=True, reach_s=0.1)
     are_asked([a, b, c])
     assert held_for(job) == ["d:1"] and d.formed is not None
@@ -536,8 +537,11 @@ def test_who_is_alone_with_the_state_that_it_was_given_is_the_state_of_the_job()
     are_asked([a])
     c.comes_in()
     a.dies()
+    assert c.replica.writer_number is None, "the other one writes what it was given"
     c.asks()
     assert (c.replica.participating_rank, c.replica.num_writers, c.replica.is_on_trial) == (0, 1, False)
+    c.votes()
+    assert c.step == 3 and c.replica.writer_number == 0, "nobody else would"
 
 
 def held_for(job: Job) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.thoroughness import THOROUGH, by_default
 
-from torchft_ckpt.core.durable.saving import Act, Decision, PartKey, SaveView, SaveWatch, SavingRank, Writers
+from torchft_ckpt.core.durable.saving import Act, Decision, PartKey, SaveView, SaveWatch, SavingRank, Writers, look_on
 
 FILL_AFTER_S = 10.0
 GIVE_UP_S = 1000.0
@@ -492,3 +492,38 @@ def test_a_look_that_the_storage_did_not_answer_ends_a_backups_duty_only_when_it
     assert [watch.look_failed(now).act for now in (0.0, 59.9, 60.0)] == [Act.WAIT, Act.WAIT, Act.GIVE_UP]
     assert watch.look_failed(0.0).look_in_s == 1.0
     assert list(watch.backs_up.values()) == [SavingRank(0, 0)]
+
+
+# Who holds the state, and is none of its writers
+
+
+def looks_on(
+    waited_s: float, *, is_closed: bool = False, has_begun: bool = True, leaves: bool = False, timeout_s: float = 60.0
+) -> Decision:
+    return look_on(
+        is_closed=is_closed,
+        has_begun=has_begun,
+        leaves=leaves,
+        waited_s=waited_s,
+        fill_after_s=FILL_AFTER_S,
+        timeout_s=timeout_s,
+    )
+
+
+def test_an_onlooker_waits_until_the_checkpoint_is_closed_however_long_nothing_changes() -> None:
+    waits = [looks_on(waited_s) for waited_s in (0.0, 1.0, 4.0, 59.9)]
+    assert {decision.act for decision in waits} == {Act.WAIT}
+    assert [decision.look_in_s for decision in waits] == pytest.approx([0.01, 0.2, 0.8, 1.0])
+    assert [looks_on(waited_s, is_closed=True).act for waited_s in (0.0, 99.0)] == [Act.DONE] * 2
+    assert looks_on(60.0).act is Act.GIVE_UP
+
+
+def test_an_onlooker_of_what_nobody_has_begun_does_not_wait_for_ever() -> None:
+    """It was given a state that the others had restored, say: none of them saves it."""
+    assert [looks_on(waited_s, has_begun=False).act for waited_s in (0.0, 4.9, 5.0)] == [Act.WAIT, Act.WAIT, Act.LEAVE]
+    assert looks_on(3.0, has_begun=False, timeout_s=3.0).act is Act.LEAVE
+
+
+def test_an_onlookers_next_save_ends_its_wait_and_what_is_closed_by_then_counts() -> None:
+    assert looks_on(0.0, leaves=True).act is looks_on(60.0, leaves=True).act is Act.LEAVE
+    assert looks_on(0.0, leaves=True, is_closed=True).act is Act.DONE

@@ -15,7 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.savers import (
     FILL_AFTER_S,
+    ImaginedEvent,
+    ImaginedTime,
     Plan,
+    Story,
     check_state,
     newest_step,
     no_threads_left,
@@ -33,11 +36,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchft_ckpt.checkpointing.durable.names import METADATA, parse_part
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole, why_not_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
-from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode, SaveWorker
+from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode, SaveOnlooker, SaveWorker
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.state.target import Want
 from torchft_ckpt.core.boxes.geometry import Box, whole
-from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, StorageError
 
 LAYOUTS = [(1, 1), (3, 1), (1, 2), (2, 2), (4, 2)]
 TWO_BY_TWO = Plan(num_replicas=2, num_ranks=2)
@@ -177,6 +180,75 @@ def test_nothing_is_waited_for_where_only_this_host_sees_the_files() -> None:
     saved = worker.future.result(0)
     assert (saved.is_closed, saved.num_fills) == (False, 0)
     assert sorted(path.rsplit("/", 1)[1] for path in disk.files()) == ["__r0_g1_f0.distcp", "part-r0-g1-f0.json"]
+
+
+# Looking on
+
+
+def looked_on(plan: Plan, begins_s: float, leaves_s: float | None = None, **options: Any) -> tuple[Story, SaveOnlooker]:
+    story = save(plan, onlooker=(begins_s, leaves_s), **options)
+    assert story.onlooker is not None
+    return story, story.onlooker
+
+
+@pytest.mark.parametrize("begins_s", [0.0, 1.0, 100.0])
+def test_who_looks_on_is_done_when_the_writers_have_closed_it_and_has_written_nothing(begins_s: float) -> None:
+    plan = Plan(num_replicas=2, num_ranks=2)
+    story, onlooker = looked_on(plan, begins_s, starts_s={1: 2.0, 2: 4.0})
+    saved = onlooker.future.result(0)
+    assert (saved.is_closed, saved.written_bytes, saved.num_fills) == (True, 0, 0)
+    assert (saved.step, saved.name) == (plan.step, str(plan.name))
+    assert {writer.is_closed for writer in story.saved().values()} == {True}
+    assert sorted(story.disk.files()) == sorted(save(plan, starts_s={1: 2.0, 2: 4.0}).disk.files())
+
+
+def test_who_looks_on_is_done_as_well_where_a_writer_has_died_and_another_fills_its_share() -> None:
+    plan = Plan(num_replicas=2, num_ranks=1, absent=frozenset([1]))
+    story, onlooker = looked_on(plan, 0.0)
+    assert onlooker.future.result(0).is_closed and story.future(0).result(0).num_fills == 1
+
+
+def test_who_looks_on_at_what_never_becomes_whole_is_told_so_by_name_when_its_time_is_over() -> None:
+    plan = Plan(num_replicas=2, num_ranks=1, redundancy=1, absent=frozenset([1]))
+    story, onlooker = looked_on(plan, 0.0)
+    error = onlooker.future.exception(0)
+    assert isinstance(error, CheckpointDamagedError) and isinstance(story.errors()[0], CheckpointDamagedError)
+    assert f"{plan.name} did not become whole within {plan.timeout_s:g} s" in str(error)
+
+
+def test_who_looks_on_where_nobody_writes_anything_does_not_know_whether_it_is_whole_and_goes_on() -> None:
+    plan = Plan(num_replicas=1, num_ranks=1, absent=frozenset([0]), fill_after_s=30.0)
+    disk = Disk()
+    story = Story(plan, ImaginedTime())
+    onlooker = SaveOnlooker(plan.name, plain_storage(disk), fill_after_s=30.0, timeout_s=1800.0, clock=story.time)
+    onlooker._woken = ImaginedEvent(story.time)
+    story.time.run([(0.0, onlooker.run)])
+    assert not onlooker.future.result(0).is_closed
+    assert 5.0 <= story.time.now_s < 7.0 and not disk.files()
+
+
+def test_who_looks_on_goes_on_to_its_next_save_at_once_and_the_writers_do_not_wait_for_it() -> None:
+    plan = Plan(num_replicas=2, num_ranks=1)
+    story, onlooker = looked_on(plan, 0.0, leaves_s=1.0, starts_s={1: 3.0})
+    saved = onlooker.future.result(0)
+    assert (saved.is_closed, saved.took_s < 3.0) == (False, True)
+    assert not story.errors() and newest_step(story.disk) == plan.step
+
+
+def test_a_storage_that_does_not_answer_is_looked_at_again_by_who_looks_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Away(LocalStorage):
+        num_failed = 0
+
+        def size(self, path: str) -> int | None:
+            if path.endswith(METADATA) and self.num_failed < 3:
+                self.num_failed += 1
+                raise StorageError(f"{path}: nobody answers", path)
+            return super().size(path)
+
+    plan = Plan(num_replicas=1, num_ranks=1)
+    _, onlooker = looked_on(plan, 0.0, storage_class=Away)
+    assert onlooker.future.result(0).is_closed
+    assert len([record for record in caplog.records if "it is looked at again" in record.message]) <= 2
 
 
 # Going on to the next save

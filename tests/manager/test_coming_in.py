@@ -27,7 +27,7 @@ from torchft_ckpt.ddp import PureDistributedDataParallel
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager import coming_in
 from torchft_ckpt.manager.coming_in import CameIn
-from torchft_ckpt.manager.saving import NotSaving, save_identity
+from torchft_ckpt.manager.saving import Onlooking, SaveIdentity, save_identity
 from torchft_ckpt.manager.state_registry import StateRegistry
 
 
@@ -205,12 +205,17 @@ def test_an_optimizer_that_asks_in_its_own_step_whether_it_counts_loads_there() 
     run.close(joined)
 
 
-def test_who_has_just_come_in_writes_nothing_for_the_job() -> None:
+def test_who_has_just_come_in_looks_on_as_others_save_until_its_first_step_was_compared() -> None:
     run = Run()
     joined = Replica(run.server, "c", seed=7)
+    found = []
     assert not joined.step()
-    found = save_identity(joined.manager)
-    assert isinstance(found, NotSaving) and "not compared yet" in found.reason
+    found.append(save_identity(joined.manager))
+    for _ in range(2):
+        assert joined.step()
+        found.append(save_identity(joined.manager))
+    assert [*map(type, found)] == [Onlooking, Onlooking, SaveIdentity]
+    assert joined.manager.num_participants() == 3
     run.end(joined)
     run.close(joined)
 

@@ -31,7 +31,13 @@ from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
-from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint, SaveMode, SaveTask, SaveWorker
+from torchft_ckpt.checkpointing.durable.saving.saver import (
+    SavedCheckpoint,
+    SaveMode,
+    SaveOnlooker,
+    SaveTask,
+    SaveWorker,
+)
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.lock import StateDictLock
@@ -267,6 +273,7 @@ class Story:
     time: ImaginedTime
     systems: dict[int, TimedSystem] = field(default_factory=dict)
     workers: dict[int, SaveWorker] = field(default_factory=dict)
+    onlooker: SaveOnlooker | None = None
 
     @property
     def disk(self) -> Disk:
@@ -302,6 +309,7 @@ def save(
     costs: Mapping[int, Mapping[int, float]] | None = None,
     starts_s: Mapping[int, float] | None = None,
     leaves_s: Mapping[int, float] | None = None,
+    onlooker: tuple[float, float | None] | None = None,
     storage_class: type[LocalStorage] = LocalStorage,
 ) -> Story:
     """Have all members save; return when each has ended, one way or another.
@@ -313,6 +321,7 @@ def save(
         costs: by member, how long which of its operations takes.
         starts_s: by member, when it begins.
         leaves_s: by member, from when on it would rather go on to its next save.
+        onlooker: there is one: when it begins, and when it goes on to its next save.
         storage_class: what it is written by.
     """
     disk = disk or Disk()
@@ -324,8 +333,29 @@ def save(
     starts = starts_s or {}
     jobs = [(starts.get(member, 0.0), worker.run) for member, worker in story.workers.items()]
     jobs += [(at, partial(_leave, story, member)) for member, at in (leaves_s or {}).items()]
+    if onlooker is not None:
+        jobs += _look_on(story, storage_class(LOCATION, TimedSystem(story.time, disk=disk)), *onlooker)
     story.time.run(jobs)
     return story
+
+
+def _look_on(
+    story: Story, storage: Storage, begins_s: float, leaves_s: float | None
+) -> list[tuple[float, Callable[[], None]]]:
+    """What an onlooker does, and when."""
+    plan = story.plan
+
+    def run() -> None:
+        looks = story.onlooker = SaveOnlooker(
+            plan.name, storage, fill_after_s=plan.fill_after_s, timeout_s=plan.timeout_s, clock=story.time
+        )
+        looks._woken = ImaginedEvent(story.time)
+        looks.run()
+
+    def leave() -> None:
+        assert story.onlooker is not None and story.onlooker.leave(), "it holds no save up"
+
+    return [(begins_s, run), *([] if leaves_s is None else [(leaves_s, leave)])]
 
 
 def _leave(story: Story, member: int) -> None:

@@ -46,24 +46,33 @@ class SaveIdentity(NamedTuple):
     """This group writes all of it: the others do not save this step."""
 
 
+class Onlooking(NamedTuple):
+    """This rank holds a state that others save: it writes nothing of it, and nobody counts on it."""
+
+    step: int
+    save_id: str
+    """As those who write it name it."""
+
+
 class NotSaving(NamedTuple):
-    """This rank has no part in a save."""
+    """This rank holds nothing that anybody could save."""
 
     reason: str
 
 
-def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
+def save_identity(manager: Manager) -> SaveIdentity | Onlooking | NotSaving:
     """Return who this rank is in a save of the state of now. On the training thread, between two steps."""
     now = manager.view()
     version = now.held
     if now.is_behind or not version.proven:
         return NotSaving("its state is not one that a quorum has committed")
-    if now.is_on_trial:
-        return NotSaving(
-            "it has received its state from others, who have not compared yet what its first step made of that"
-        )
     epoch = hashlib.sha256(version.epoch.encode()).hexdigest()[:12]
     if manager.saves_alone:
+        if now.is_on_trial:
+            return NotSaving(
+                "it has received its state from others, who have not compared yet what its first step made of that, and who"
+                " do not save this step"
+            )
         who = hashlib.sha256(manager.replica_id().encode()).hexdigest()[:8]
         return SaveIdentity(
             step=version.step,
@@ -75,12 +84,13 @@ def save_identity(manager: Manager) -> SaveIdentity | NotSaving:
             replica_id=group_name(manager),
             is_alone=True,
         )
-    if now.quorum is None or now.participating_rank is None or not now.num_participants:
-        return NotSaving("it did not contribute to the last step")
+    save_id = f"q{version.quorum_id:08d}-{epoch}"
+    if now.quorum is None or now.writer_number is None:
+        return Onlooking(version.step, save_id)
     return SaveIdentity(
         step=version.step,
-        save_id=f"q{version.quorum_id:08d}-{epoch}",
-        replica=now.participating_rank,
+        save_id=save_id,
+        replica=now.writer_number,
         num_replicas=now.num_writers,
         rank=manager.group_rank,
         num_ranks=manager.group_world_size,

@@ -217,6 +217,7 @@ class ReplicaView(NamedTuple):
     serves_learners: bool
     num_participants: int
     num_writers: int
+    writer_number: int | None
     participating_rank: int | None
 
 
@@ -369,6 +370,13 @@ class ReplicaState:
         """So many contributors to the last step, the first ones, write a checkpoint of what came of it: none is on trial."""
         proved = 0 if self.quorum is None else self.quorum.num_proved
         return min(proved or self.num_participants, self.num_participants)
+
+    @property
+    def writer_number(self) -> int | None:
+        """Number among those that write a checkpoint of the state that is here, between two steps. None: it writes nothing of it,
+        as it did not contribute to the last step, or is on trial. The others do, and do not count on this one."""
+        rank = self.participating_rank
+        return None if self.is_on_trial or rank is None or rank >= self.num_writers else rank
 
     @property
     def is_behind(self) -> bool:

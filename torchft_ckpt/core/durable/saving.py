@@ -11,6 +11,8 @@ holders of the share.
 
 When every share has a manifest, writer (0, 0) reads them all and writes DCP's metadata. Where it is lost the task passes on to
 (1, 0), (2, 0) and so on by the same rule, and after the first ranks of all groups to the next ones.
+
+A rank that holds the state, and is none of its writers, looks on: it waits until they have closed the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Act(Enum):
     CLOSE = "close"
     """See whether it is whole; if so, write the metadata."""
     DONE = "done"
+    LEAVE = "leave"
+    """End, and leave open whether it becomes whole."""
     GIVE_UP = "give up"
 
 
@@ -121,6 +125,28 @@ class Decision(NamedTuple):
     look_in_s: float = 0.0
     reason: str = ""
     number: int = 0
+
+
+def look_on(
+    *, is_closed: bool, has_begun: bool, leaves: bool, waited_s: float, fill_after_s: float, timeout_s: float
+) -> Decision:
+    """Decide what an onlooker does next. Nobody waits for it, and it does nothing for the checkpoint.
+
+    Args:
+        has_begun: there is anything of the checkpoint.
+        leaves: this rank's next save begins.
+        waited_s: how long it has looked on. Where there is nothing to be seen for long enough, the writers do not save this step:
+            who was given a state may not know that they had restored it.
+    """
+    if is_closed:
+        return Decision(Act.DONE)
+    if leaves:
+        return Decision(Act.LEAVE, reason="the next save began before it was whole")
+    if not has_begun and waited_s >= min(_ABSENT_AFTER_S, fill_after_s, timeout_s):
+        return Decision(Act.LEAVE, reason="nobody has written anything of it")
+    if waited_s >= timeout_s:
+        return Decision(Act.GIVE_UP, reason="its writers have not closed it")
+    return Decision(Act.WAIT, min(max(waited_s * _LOOK_SHARE, _FIRST_LOOK_S), _LAST_LOOK_S))
 
 
 @dataclass(slots=True)

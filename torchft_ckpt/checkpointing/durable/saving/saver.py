@@ -2,7 +2,7 @@
 it.
 
 One save at a time, on a thread of its own. What is to be done follows from `core/durable/assignment.py` (who writes what) and
-`core/durable/saving.py` (wait, take a share over, or close); this file looks, asks them, and does it.
+`core/durable/saving.py` (wait, take a share over, or close; look on); this file looks, asks them, and does it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchft_ckpt.checkpointing.durable.saving.part_writer import write_part
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.progress import ProgressCallback, TransferProgress, tell
 from torchft_ckpt.checkpointing.state.local_state import some_of
-from torchft_ckpt.core.durable.saving import Act, PartKey, SaveView, SaveWatch, SavingRank, Writers
+from torchft_ckpt.core.durable.saving import Act, PartKey, SaveView, SaveWatch, SavingRank, Writers, look_on
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -69,7 +69,8 @@ class SavedCheckpoint:
     """The number of shares that this rank wrote in the place of writers that were lost."""
     is_closed: bool
     """It was seen to be whole. Not known where only this host can read what it wrote, or where the next save began while others
-    still wrote; if a group had written nothing by then, the save has failed."""
+    still wrote; if a group had written nothing by then, the save has failed. Not known, either, to a rank that only looks on
+    (`Checkpointer.save`) where nobody has written anything for some seconds, or where each group writes its own copy."""
     took_s: float
 
 
@@ -159,6 +160,10 @@ class SaveWorker:
             self._leaves = True
         self._state.close()
         return True
+
+    def drop(self) -> None:
+        """It will not run: nothing of the state is kept for it."""
+        self._state.close()
 
     def stage(self) -> list[StagedShare]:
         """Have the state keep this rank's share and those that it backs up; return them. Any thread; it does so once."""
@@ -475,6 +480,117 @@ class SaveWorker:
             )
         logger.info("checkpoint %s is not whole yet: %s", task.name, why_not)
         return False
+
+
+class SaveOnlooker:
+    """Waits for a checkpoint that others write, of a state that is here. `run` on a thread of its own; all else from any.
+
+    Args:
+        name: of the checkpoint.
+        storage: where; None where nothing is to be seen of what others write.
+        fill_after_s: a writer of which nothing has come for so long has not begun.
+        timeout_s: so long it waits.
+        clock: monotonic.
+    """
+
+    def __init__(
+        self,
+        name: CheckpointName,
+        storage: Storage | None,
+        *,
+        fill_after_s: float,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = name
+        self._storage = storage
+        self._limits_s = fill_after_s, timeout_s
+        self._clock = clock
+        self._began_s = clock()
+        self._leaves = self._is_cancelled = self._has_logged_failure = False
+        self._woken = threading.Event()
+        self.saved: SavedCheckpoint | None = None
+        self.future: Future[SavedCheckpoint] = Future()
+        self.future.set_running_or_notify_cancel()
+
+    def cancel(self) -> None:
+        """Have `run` end at once."""
+        self._is_cancelled = True
+        self._woken.set()
+
+    def leave(self) -> bool:
+        """Let the next save begin: `run` ends at once. It has nothing to write, so that is always so."""
+        self._leaves = True
+        self._woken.set()
+        return True
+
+    def detach(self) -> None:
+        """The state is about to change: it does not matter."""
+
+    def drop(self) -> None:
+        """It will not run."""
+
+    def waits_for(self) -> str:
+        """Say what is waited for."""
+        return "the groups that write it have not closed it"
+
+    def wait_written(self, timeout_s: float) -> bool:
+        """Return True at once: this rank has no share."""
+        return True
+
+    def run(self) -> None:
+        """Wait; the outcome is in `future`."""
+        try:
+            is_closed = self._storage is not None and self._is_closed_by_others(self._storage)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
+            logger.warning("checkpoint %s was not seen whole by this rank, which looks on: %s", self._name, error)
+            self.future.set_exception(error)
+            return
+        self.saved = SavedCheckpoint(
+            step=self._name.step,
+            name=str(self._name),
+            written_bytes=0,
+            num_fills=0,
+            is_closed=is_closed,
+            took_s=self._clock() - self._began_s,
+        )
+        self.future.set_result(self.saved)
+
+    def _is_closed_by_others(self, storage: Storage) -> bool:
+        fill_after_s, timeout_s = self._limits_s
+        is_closed = has_begun = False
+        while True:
+            leaves, failure = self._leaves, None  # asked for before it looks
+            try:
+                is_closed = storage.size(f"{self._name}/{METADATA}") is not None
+                has_begun = has_begun or bool(storage.names(str(self._name)))
+            except StorageError as error:
+                failure, has_begun = error, True  # for all that is known
+                if not self._has_logged_failure:
+                    logger.warning("checkpoint %s: %s; it is looked at again", self._name, error)
+                    self._has_logged_failure = True
+            decision = look_on(
+                is_closed=is_closed,
+                has_begun=has_begun,
+                leaves=leaves,
+                waited_s=self._clock() - self._began_s,
+                fill_after_s=fill_after_s,
+                timeout_s=timeout_s,
+            )
+            if decision.act is Act.GIVE_UP:
+                raise failure or CheckpointDamagedError(
+                    f"checkpoint {self._name} did not become whole within {timeout_s:g} s: {decision.reason}; this rank had no"
+                    " part in it",
+                    str(self._name),
+                )
+            if decision.act is not Act.WAIT:
+                if decision.reason:
+                    logger.info("checkpoint %s was not seen whole by this rank: %s", self._name, decision.reason)
+                return decision.act is Act.DONE
+            if self._woken.wait(decision.look_in_s) and self._is_cancelled:
+                raise CheckpointError(
+                    f"checkpoint {self._name}: {self.waits_for()}, and it is waited for no more", "save"
+                )
 
 
 def _blocks_of(staged: Sequence[StagedShare]) -> int:
