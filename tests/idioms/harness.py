@@ -132,6 +132,8 @@ class Run:
     """In that it receives the state outside of the quorum first."""
     has_spare: bool = False
     """Its second life is a spare, which is there from the start, and follows when the first one ends."""
+    goes_on_without: bool = True
+    """Those who stay make steps without it, whatever `min_replica_size` the loop gives. Else they wait for it."""
     second: list[Life] = field(default_factory=list)
     """The second lives of those that died."""
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -380,11 +382,13 @@ class Life(Job):
         if self.comes_back and self.run.has_spare:
             self.run.wait_for_all()
             options = {**options, "spare": True}
-        elif self.comes_back:
+        elif self.comes_back and self.run.goes_on_without:
             self.run.is_awaited.wait(self.run.limit_s)
         limit = timedelta(seconds=self.run.limit_s)
         min_replica_size = self.run.num_groups if self.run.saves else 1
         options = {"min_replica_size": min_replica_size, "timeout": limit, "follow": self.run.follows, **options}
+        if self.run.returns and self.run.goes_on_without:
+            options["min_replica_size"] = 1
         self.current = MortalManager(
             ProcessGroupGloo(timeout=limit) if self.run.gloo else FakeProcessGroup(self.run.fabric, limit),
             load_state_dict,
@@ -692,9 +696,12 @@ def run_groups(
     limit_s: float = LIMIT_S,
     follows: bool = False,
     has_spare: bool = False,
+    goes_on_without: bool = True,
     num_dying: int = 1,
 ) -> Outcome:
     """Run a loop as replica groups; nothing of it is left running. `num_dying`: so many die in the same step, if one does.
+
+    `goes_on_without`: see `Run`.
 
     Raises:
         AssertionError: a group did not come to its end.
@@ -711,6 +718,7 @@ def run_groups(
         returns=dies,
         follows=follows or has_spare,
         has_spare=has_spare,
+        goes_on_without=goes_on_without,
     )
     lives = [
         Life(run, group, seed=seed + group, dies_at=DIES_AT_STEP if dies and 1 <= group <= num_dying else None)

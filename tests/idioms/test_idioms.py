@@ -129,6 +129,26 @@ def test_a_job_is_stopped_and_started_again_and_no_bit_differs(entry: Idiom, tmp
     harness.check_restart(entry, str(tmp_path))
 
 
+def loops_that_save() -> list[object]:
+    """Return each loop of a job that is started again, and whether the others go on without a group that dies in it.
+
+    Those with rounds always do: batches are numbered on in a round that is tried again, and a group that comes has tried none.
+    """
+    saving = [e for e in LOOPS if e.restarts]
+    waiting = [e for e in saving if e.key not in ("restore_diloco_before", "restore_local_sgd_within")]
+    waiting = by_default([e for e in waiting if e.key == "save_between"], thorough=waiting)
+    those = [(e, True) for e in saving] + [(e, False) for e in waiting]
+    return [pytest.param(e, goes, id=f"{e.key}-{'others_go_on' if goes else 'others_wait'}") for e, goes in those]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("entry", "goes_on_without"), loops_that_save())
+def test_a_group_of_a_job_that_saves_dies_and_returns_and_no_bit_differs(
+    entry: Idiom, goes_on_without: bool, tmp_path: Path
+) -> None:
+    harness.check(entry, dies=True, directory=str(tmp_path), goes_on_without=goes_on_without)
+
+
 def loops_that_register() -> list[object]:
     """Return those that say "Register it" of something of their own: a few by default, all in a thorough run."""
     chapters = (Category.PRECISION, Category.WEIGHTS, Category.STATE)
