@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -53,7 +55,7 @@ PROVEN = StateVersion(step=4, quorum_id=1, epoch="e")
 UNNAMED = StateVersion(step=PROVEN.step)
 
 
-def request(number: int = 1, *, version: StateVersion = PROVEN, address: str = "", **wants: bool) -> QuorumRequest:
+def request(number: int = 1, *, version: StateVersion = PROVEN, address: str = "", **wants: Any) -> QuorumRequest:
     return QuorumRequest(
         request_id=number, version=version, checkpoint_addresses=[address] if address else None, **wants
     )
@@ -712,3 +714,27 @@ def test_one_rank_that_cannot_be_connected_is_enough_against_it_and_answers_of_a
     failed = group.handle(RankMessage(1, ConnectedBeside(place="p2", failure="no route")))
     assert failed == [SendToLighthouse(ConnectedBeside(place="p2", failure="group rank 1: no route"))]
     assert group.handle(RankMessage(0, ConnectedBeside(place="p2"))) == []
+
+
+def test_ranks_wait_with_their_turn_for_one_that_has_made_fewer() -> None:
+    """It asked anew as the answer came, and left an iteration out. Else it would stay at another network for ever."""
+    group = GroupState(2)
+    group.handle(RankMessage(0, request(kinds=["0", "1"])))
+    for number, ending in enumerate((False, True), 1):
+        last = request(number, kinds=["0", "1"] if ending else ["0"], at_end=ending)
+        (asked,) = up(group.handle(RankMessage(1, last)))
+        assert isinstance(asked, QuorumRequest) and asked.warms_up and not asked.at_end
+        alone = msgspec.structs.replace(formed(asked.request_id, role=Role.LEARNER), warms_up=True)
+        assert told(group.handle(LighthouseMessage(alone))) == [(1, "QuorumFormed")]
+    (asked,) = up(group.handle(RankMessage(1, request(3, kinds=["0", "1"]))))
+    assert isinstance(asked, QuorumRequest) and not asked.warms_up
+
+
+@pytest.mark.parametrize("kinds", [["0"], ["0"] * 20, ["0", "1", "1"]], ids="".join)
+def test_ranks_do_not_wait_for_one_whose_loop_goes_another_way(kinds: list[str]) -> None:
+    """A rank of another part of a model may own one optimizer alone: it will never be where the others are."""
+    others = ["0"] * 5 if kinds == ["0"] else ["0", "1"] * 10
+    group = GroupState(2)
+    group.handle(RankMessage(0, request(kinds=others)))
+    (asked,) = up(group.handle(RankMessage(1, request(kinds=kinds))))
+    assert isinstance(asked, QuorumRequest) and not asked.warms_up

@@ -88,7 +88,7 @@ from torchft_ckpt.core.coordination.messages import (
     refuse_version,
     size_of,
 )
-from torchft_ckpt.core.coordination.ranks_together import Arrivals
+from torchft_ckpt.core.coordination.ranks_together import Arrivals, those_behind
 
 MAX_DECIDED = 4
 """How the latest steps ended is remembered for so many."""
@@ -538,10 +538,7 @@ class GroupState:
     def _combine(self, by_rank: dict[int, QuorumRequest]) -> QuorumRequest:
         requests = [by_rank[rank] for rank in range(self.world_size)]
         versions = {request.version for request in requests}
-        is_at_end = all(request.at_end for request in requests)
-        awaits_one = not is_at_end and any(
-            request.at_end for request in requests
-        )  # to begin this iteration: see `_formed`
+        awaits_some = bool(those_behind(by_rank))  # to begin this iteration: see `_formed`
         first = requests[0]
         version = first.version if len(versions) == 1 else StateVersion(step=min(v.step for v in versions))
         addresses = self._all_addresses()
@@ -560,7 +557,7 @@ class GroupState:
             torn=len(versions) > 1 or any(request.torn for request in requests),
             init_sync=any(request.init_sync for request in requests),
             shrink_only=any(request.shrink_only for request in requests),
-            allow_heal=awaits_one or all(request.allow_heal for request in requests),
+            allow_heal=awaits_some or all(request.allow_heal for request in requests),
             can_load=all(request.can_load for request in requests),
             connects_beside=all(request.connects_beside for request in requests),
             waits_for_quorum=all(request.waits_for_quorum for request in requests),
@@ -571,10 +568,10 @@ class GroupState:
             collectives_by_rank=_unequal([request.num_collectives for request in requests]),
             contributes=all(request.contributes for request in requests),
             patience_s=max(request.patience_s for request in requests),
-            warms_up=awaits_one or any(request.warms_up for request in requests),
+            warms_up=awaits_some or any(request.warms_up for request in requests),
             came_in=any(request.came_in for request in requests),
             given_at=max(request.given_at for request in requests),
-            at_end=is_at_end,
+            at_end=all(request.at_end for request in requests),
             top_s=max(request.top_s for request in requests),
             join_stall_limit_s=min(
                 (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None
@@ -703,9 +700,10 @@ class GroupState:
         self._repeated_by.clear()
         self._arrivals.begin()
         self._decided.pop(_key_of(formed), None)
+        behind = those_behind(self._asked_by) if formed.warms_up else set()
         for rank in range(self.world_size):
             asked = self._asked_by[rank]
-            if formed.warms_up and not asked.at_end and any(other.at_end for other in self._asked_by.values()):
+            if behind and rank not in behind:
                 self._requests[rank] = asked  # it waits until all ranks begin this iteration
             else:
                 yield SendToRank(rank, msgspec.structs.replace(formed, request_id=asked.request_id))

@@ -1,4 +1,5 @@
-"""This file decides whether the ranks of one replica group load a state: all of them, or none.
+"""This file decides whether the ranks of one replica group load a state: all of them, or none; and whether they begin one
+iteration, or some are behind in it.
 
 rank       says                                      all ranks hear
 ---------  ----------------------------------------  --------------------------------------------------------------------
@@ -8,6 +9,10 @@ came in    `StateArrived(again)`, from each          `LoadState`: all put back w
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torchft_ckpt.core.coordination.messages import MAX_TURNS, QuorumRequest
 
 
 class Arrivals:
@@ -57,3 +62,23 @@ class Arrivals:
             return None
         self._told = failure
         return failure
+
+
+def those_behind(by_rank: Mapping[int, QuorumRequest]) -> set[int]:
+    """Return the ranks that are behind the others in their loops, which wait with theirs until all begin the same iteration.
+
+    One that is at the end of an iteration is behind those that begin one. Where loops train several networks in turn, so is one
+    that has to make a turn yet which others have made: one that did not hear the answer to what it asked begins its iteration
+    anew, while the others end theirs. Else it would be at another network than they for ever.
+    """
+    ending = {rank for rank, request in by_rank.items() if request.at_end}
+    if ending:
+        return ending if len(ending) < len(by_rank) else set()
+    furthest = max((by_rank[rank].kinds for rank in sorted(by_rank)), key=len)
+    return {rank for rank, request in by_rank.items() if _was_at(furthest, request.kinds[-MAX_TURNS // 2 :])}
+
+
+def _was_at(theirs: Sequence[str], mine: Sequence[str]) -> bool:
+    """Whether others have been where this one is, and have gone on from there; not if it goes another way than they."""
+    ends = [end for end in range(len(mine), len(theirs) + 1) if theirs[end - len(mine) : end] == mine]
+    return bool(ends) and ends[-1] < len(theirs)
