@@ -148,22 +148,25 @@ def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
 
 
-@pytest.mark.parametrize("was_idle", [False, True], ids=["", "it was idle in a quorum of one that is lost"])
-def test_two_that_come_in_before_the_first_step_counts_do_not_outvote_the_one_that_began_the_job(
-    was_idle: bool,
-) -> None:
+@pytest.mark.parametrize("was", ["", "idle in a quorum of one that is lost", "given the state by one that is lost"])
+def test_two_that_come_in_before_the_first_step_counts_do_not_outvote_the_one_that_began_the_job(was: str) -> None:
     job = Job(least=1)
-    if was_idle:
-        o = job.join("o")
+    o = job.join("o") if was else None
+    if o is not None and was.startswith("idle"):
         o.asks()
         o.votes(error="a batch was of no use")
         a = job.join("a")
         a.asks(allow_heal=False)
         o.asks()
         assert roles([o, a]) == [Role.HEALTHY, Role.IDLE]
-        o.dies()
+    elif o is not None:
+        job.step(o)
+        a = job.join("a")
+        job.lets_in(a, others=[o])
     else:
         a = job.join("a")
+    if o is not None:
+        o.dies()
     a.asks()
     a.votes(error="a batch was of no use")
     b, c = job.join("b"), job.join("c")

@@ -12,10 +12,10 @@ itself, shows its state with its next request, and serves it. Here the requests 
   something already (a teacher's outputs, a weight of the loss). The boundary after the next step is one of a trial, too. A group
   that asks not to heal takes no part in the step.
 
-Who is right: only groups that were found equal after a step since they joined have a voice; where none has, as when the job
-begins, all have. A strict majority of the voices is right; without one, those that show the same as the longest in the job. If
-those with a voice show nothing, the others are made equal among themselves, and have no voice by that. A group with a voice is
-told to load as `on_replicas_differ` says.
+Who is right: only groups that were found equal since they joined have a voice, and one that was given its state by others only
+once it has gone on from that (`came_in`); where none has, as when the job begins, all have. A strict majority of the voices is
+right; without one, those that show the same as the longest in the job. If those with a voice show nothing, the others are made
+equal among themselves, and have no voice by that. A group with a voice is told to load as `on_replicas_differ` says.
 
 What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once: one that has moved, and is
 equal in all groups after a step, is *common* from then on; one that differs, although all groups began the step with the same, is
@@ -80,8 +80,8 @@ class Trials:
 
     def __init__(self) -> None:
         self._voices: dict[str, None] = {}
-        """Members that were found equal since they joined, the longest in the job first: after a step, unless they began the job,
-        as their loops have read no other step."""
+        """Members that were found equal since they joined, the longest in the job first. If who gave one its state is gone, that
+        is the job's as soon as it has gone on from it: those that get it from there do not outvote it."""
         self._joined: dict[str, bool] = {}
         """Members that take part and were not found equal yet: whether their loops may have read another step before that."""
         self._joined_at: dict[str, int] = {}
@@ -185,11 +185,9 @@ class Trials:
             for replica_id in sorted(verdict.equal):
                 if by_name[replica_id].asked.came_in or self._loaded.get(replica_id, -1) >= step:
                     continue
-                has_made_a_step = self._joined_at.get(replica_id, -1) < step
-                if has_made_a_step or not self._joined.get(replica_id, False):
-                    self._voices.setdefault(replica_id)
-                    self._joined.pop(replica_id, None)
-                if has_made_a_step:
+                self._voices.setdefault(replica_id)
+                self._joined.pop(replica_id, None)
+                if self._joined_at.get(replica_id, -1) < step:
                     self._joined_at.pop(replica_id, None)
         return verdict
 
