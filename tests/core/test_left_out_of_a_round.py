@@ -51,6 +51,21 @@ def test_a_spectator_of_a_discarded_round_holds_the_state_and_is_waited_for() ->
     assert not asks_first(a)
 
 
+def test_a_spectator_begins_no_round_with_one_that_lacks_the_state_while_who_gave_it_that_is_at_work() -> None:
+    """Nobody has seen yet what its loop makes of what it was given: it is no source before that, also if it is needed as one."""
+    job, (a, b) = job_in_a_phase("a", "b", least=2, join_timeout_s=1.0)
+    b.dies()
+    c, d = look(job, "c"), look(job, "d")
+    c.catches_up()
+    d.warms_up()
+    c.asks_as(contributes=False)
+    job.passes(10.0)
+    assert c.hears()[-1] == "pending: c:1, d:1 did not train for this step; waiting for a:1"
+    a.asks_as()
+    assert d.formed is not None and d.formed.held
+    assert [source.replica_id for source in d.formed.sources] == ["a:1"]
+
+
 def asks_first(member: Looker) -> bool:
     """Whether a member that asks is told to go on at once, without the others."""
     before = member.formed

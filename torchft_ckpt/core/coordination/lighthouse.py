@@ -653,17 +653,20 @@ class LighthouseState:
             admitted, holding = ([m for m in those if m.replica_id not in unmet] for those in (admitted, holding))
         # Too few without them: the others wait until they have come.
         are_few = self._job.are_too_few(admitted, holding)
-        is_needed = are_few or any(m.replica_id in self._job.beginners for m in self._holds.awaited)
+        awaited = self._holds.awaited
+        is_needed = are_few or any(m.replica_id in self._job.beginners for m in awaited)
         self._holds.needs(is_needed, now, are_few=are_few)
         why_not = {m.replica_id: self._why_not_held_for(m, admitted, holding, now) for m in ending}
         following, why_outside = self._beside.at_end(ending, holding, why_not, now, are_needed=are_few)
         if not is_needed:
             why_outside |= self._connecting.why_not(
-                [m for m in ending if m.replica_id not in why_outside], [*holding, *self._holds.awaited]
+                [m for m in ending if m.replica_id not in why_outside], [*holding, *awaited]
             )
         may_come = [m for m in ending if holding and m.replica_id not in why_outside]
         turns_come = any(why in (OUT_OF_TURN, TURN_UNKNOWN) and not why_not[m] for m, why in why_outside.items())
-        coming = {m.replica_id: Asked(at=m.asked_at) for m in (*may_come, *self._holds.awaited) if is_needed}
+        # Where all who hold the state look on, so do those that come in.
+        trains = any(m.asked.contributes for m in admitted)
+        coming = {m.replica_id: Asked(at=m.asked_at, contributes=trains) for m in (*may_come, *awaited) if is_needed}
         outside |= why_outside
         yield from self._notify_left_out(outside | others, others, now)
         if self._spares.awaits(self.members, now):
