@@ -22,6 +22,7 @@
 - A learner neither contributes nor votes nor commits and is in no quorum. Without it the others' next quorum would form no
   sooner: nobody waits for it to ask. What it receives next is what came of the state that it holds.
 - No quorum is held for a group that has not been connected with all others in it, unless no step could count without it.
+- Who was just given a state gives it to no other group while one that had it before is waited for.
 - What a group beside the quorum does, be it that it dies, discards no step.
 - Quorums are held for a group once at a boundary, and no longer than those who train allow: in any time for their limit, and a
   twentieth of that time.
@@ -129,7 +130,7 @@ class Oracle:
         self._named: set[tuple[int, str, StateVersion]] = set()
         self._rollbacks: list[StateVersion] = []
         self._named_anew: list[StateVersion] = []
-        """States of groups that were told to load those of others, who were gone before they had."""
+        """States that were restored, or of groups that were told to load those of others, who were gone before they had."""
         self._asked: dict[str, QuorumRequest] = {}
         self._asked_on: dict[str, QuorumRequest] = {}
         """By connection, the latest."""
@@ -404,7 +405,7 @@ class Oracle:
                 if told in life.held and not state._holds._is_needed:
                     self.fail(f"the quorum of {message.version} is held for {told} again")
                 new = [s.replica_id for s in message.sources if self._asked[s.replica_id].came_in]
-                if new and any(not self._asked[m].came_in for m in state._job.quorum_members if m in self._asked):
+                if new and any(self._is_waited_for(state, m, new) for m in state._job.quorum_members):
                     self.fail(f"{told} is given {message.version} by {new}, which were just given it themselves")
                 life.held.add(told)
                 life.voices.pop(told, None)
@@ -426,6 +427,14 @@ class Oracle:
             most_s = max(limits, default=float("inf")) + STOOD_GRACE_S + LOOK_AGAIN_S
             self._stood(life, began, now, most_s, is_over=not is_on)
             life.hold_began = began if is_on else None
+
+    def _is_waited_for(self, state: LighthouseState, member: str, new: Sequence[str]) -> bool:
+        """Whether a member had its state before these were given theirs, and the next quorum waits for it.
+
+        Where that has waited as long as it does, who has not asked counts as gone; not if these only look on.
+        """
+        is_here = state.members[member].request is not None or not any(self._asked[m].contributes for m in new)
+        return is_here and member in self._asked and not self._asked[member].came_in
 
     def _check_met(
         self, state: LighthouseState, life: _Life, event: Event, instructions: Iterable[Instruction]
@@ -557,12 +566,11 @@ class Oracle:
         told = self._told(state, life)
         known = max((v.step for v in told | followed if not self._is_void(v)), default=0)
         is_named = formed.names_state or formed.held
-        if formed.version.step < known:
-            is_restored = is_named and all(self._requests[holder].restored for holder in holders)
-            if not is_restored and not life.may_lose_steps:
-                self.fail(f"quorum {formed.quorum_id} goes back to {formed.version}, step {known} was reported")
+        is_restored = is_named and all(self._requests[holder].restored for holder in holders)
+        if formed.version.step < known and not is_restored and not life.may_lose_steps:
+            self.fail(f"quorum {formed.quorum_id} goes back to {formed.version}, step {known} was reported")
         to_load = {m for m, version in life.told_to_load.items() if version.step == formed.version.step}
-        if is_named and to_load.intersection(holders):
+        if is_restored or (is_named and to_load.intersection(holders)):
             self._named_anew.append(formed.version)
         if formed.rolled_back_to.quorum_id == formed.quorum_id:
             # On purpose, for all that was checked. Members may have told of more than they were seen to hold.
