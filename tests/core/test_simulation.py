@@ -712,6 +712,11 @@ def broken_sources(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Beside, "give_held", give)
 
 
+def broken_savers(patch: pytest.MonkeyPatch) -> None:
+    """Who was just given the state writes checkpoints of what comes of it, as all do who contribute."""
+    patch.setattr(ReplicaState, "num_writers", property(lambda state: state.num_participants))
+
+
 def broken_end_of_holds(patch: pytest.MonkeyPatch) -> None:
     """A hold goes on until the group comes."""
     patch.setattr(Holds, "_end", lambda *_: (None, ""))
@@ -810,6 +815,7 @@ def broken_cost_of_holds(patch: pytest.MonkeyPatch) -> None:
         (broken_meeting, "have not been connected"),
         (broken_taking, "takes what was not connected|two members meet"),
         (broken_sources, "which were just given it themselves"),
+        (broken_savers, "writes a checkpoint of"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -22,7 +22,8 @@
 - A learner neither contributes nor votes nor commits and is in no quorum. Without it the others' next quorum would form no
   sooner: nobody waits for it to ask. What it receives next is what came of the state that it holds.
 - No quorum is held for a group that has not been connected with all others in it, unless no step could count without it.
-- Who was just given a state gives it to no other group while one that had it before is waited for.
+- Who was just given a state gives it to no other group while one that had it before is waited for, and writes no checkpoint of
+  what comes of it beside one that can.
 - What a group beside the quorum does, be it that it dies, discards no step.
 - Quorums are held for a group once at a boundary, and no longer than those who train allow: in any time for their limit, and a
   twentieth of that time.
@@ -286,6 +287,7 @@ class Oracle:
         is_exact = self._expected(trainer, before) == trainer.value
         if formed is None or before != formed.version or not is_exact:
             self.fail(f"{trainer.address} commits {version} from {before}, the quorum's state is {formed}")
+        self._check_writer(trainer, version)
         self._holds(trainer, version, value)
         self.num_commits += 1
         self._steps_of[trainer.replica_id, trainer.rank].append(version)
@@ -297,6 +299,13 @@ class Oracle:
             if deciders and not self._is_void(version) and not self._is_void(other):
                 self.fail(f"lighthouse {deciders} committed both {version} and {other}")
         self._committed[version.step].append(version)
+
+    def _check_writer(self, trainer: Trainer, version: StateVersion) -> None:
+        """Who was just given a state writes no checkpoint of what came of that, if others who trained with it can."""
+        rank, formed = trainer.replica.participating_rank, trainer.replica.quorum
+        is_writer = rank is not None and rank < trainer.replica.num_writers
+        if is_writer and formed is not None and formed.num_proved and self._asked[trainer.replica_id].came_in:
+            self.fail(f"{trainer.address} writes a checkpoint of {version}, and was just given the state before it")
 
     def hears_decision(self, trainer: Trainer) -> None:
         """A rank has heard that its step counts."""
