@@ -70,6 +70,13 @@ def test_outer_loops_recover_as_well_and_leave_nobody_out_who_is_merely_slow(fir
     assert sum(report.num_faults for report in reports) > 100
 
 
+@pytest.mark.parametrize("first", range(0, by_default(20, thorough=200), 20))
+def test_loops_that_train_several_networks_in_turn_come_together_again(first: int) -> None:
+    reports = run_seeds(range(first, first + 20), kind="turns")
+    assert sum(report.num_commits for report in reports) > 400
+    assert sum(report.num_faults for report in reports) > 40
+
+
 def test_outer_loops_without_faults_commit_every_round_with_all_however_long_their_phases_are() -> None:
     for seed in range(by_default(6, thorough=10)):
         outer = OuterPlan(phase_s=20.0, spread=1.7, delay=(0.0, 0.1, 0.5)[seed % 3])
