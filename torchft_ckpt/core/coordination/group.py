@@ -14,6 +14,7 @@ lighthouse says to each of them. It runs at group rank 0. It knows no sockets an
   others are told that nothing is known, and ask for one too.
 - Ranks that hold different states (one of them failed to load, say) hold none as a group: it is torn, and all heal.
 - Ranks that fetch a state load it at one place of their programs, or none of them does (`ranks_together`).
+- Ranks that are behind in their loops go on alone, and the others wait until all begin the same iteration.
 - A rank that is gone takes the group with it: the group leaves, and is restarted as a whole by its launcher.
 - The wish of one rank to leave is the group's. What the lighthouse answers goes to all ranks with the end of one step, so all of
   them leave after the same one. From then on a rank that goes takes nobody with it, and the group has left when all have.
