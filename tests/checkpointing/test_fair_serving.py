@@ -131,7 +131,7 @@ def test_work_for_digests_ends_when_the_client_leaves(source, gate):
         gate.permits.release()
         return not queue._begun
 
-    wait_until(is_idle_after_one_more_slice, timeout_s=5.0)
+    wait_until(is_idle_after_one_more_slice)
     assert gate.num_slices < num_in_all
 
 
@@ -150,7 +150,7 @@ def test_a_state_that_is_received_for_longer_than_a_step_is_copied_before_the_st
     source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
     source.send_captured([1], STEP, STATE, LONG, outlives_step=True)
     try:
-        connection = connected(source, timeout_s=5)
+        connection = connected(source)
         connection.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": "learner"})
         assert connection.getresponse().read()
         connection.close()
@@ -187,7 +187,7 @@ def test_a_source_that_may_open_no_more_descriptors_sends_all_the_same(source, m
 
     monkeypatch.setattr(handlers.os, "dup", fails)
     receiver = HTTPTransport(
-        hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=timedelta(seconds=2)
+        hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=LONG
     )
     with caplog.at_level(logging.WARNING):
         state = receiver.recv_checkpoint(0, source.metadata(), STEP, LONG)
@@ -259,7 +259,7 @@ def test_one_thread_touches_buffers_for_a_snapshot_however_many_receivers_come(m
     source: HTTPTransport[Any] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK)
     source.send_checkpoint([1], STEP, STATE, LONG)
     try:
-        connection = connected(source, timeout_s=5)
+        connection = connected(source)
         for number in range(6):  # two more than there are threads
             connection.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": f"r{number}"})
             assert connection.getresponse().read()
@@ -283,7 +283,7 @@ def test_a_joiner_gets_the_state_however_many_names_were_made_up_before(monkeypa
             stranger.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": f"made-up-{number}"})
             assert stranger.getresponse().read()
         stranger.close()
-        state = joiner.recv_checkpoint(0, source.metadata(), STEP, timedelta(seconds=5))
+        state = joiner.recv_checkpoint(0, source.metadata(), STEP, LONG)
         assert torch.equal(state["w"], STATE["w"])
     finally:
         joiner.shutdown()

@@ -399,10 +399,10 @@ def test_an_array_of_a_dtype_that_numpy_has_not_is_refused_by_the_decoder() -> N
 )
 def test_a_big_tree_is_read_or_named_in_time_and_memory_of_its_own_size(tree: bytes) -> None:
     data = json.dumps({**SMALL, "tree": "TREE"}).encode().replace(b'"TREE"', tree)
-    started = time.monotonic()
+    started = time.thread_time()
     with peak_memory() as peak:
         read(data)
-    assert (time.monotonic() - started < 10, peak[0] < MEMORY_BYTES) == (True, True)
+    assert (time.thread_time() - started < 10, peak[0] < MEMORY_BYTES) == (True, True)
 
 
 def keyed(keys: list[object], tag: str = "d") -> bytes:
@@ -425,11 +425,11 @@ def test_keys_that_all_hash_alike_cost_no_more_than_others(kind: str) -> None:
         others = keyed([{"t": list(key)} for key in itertools.product((-1, 7), repeat=13)])
 
     def took_s(data: bytes) -> float:
-        started = time.monotonic()
+        started = time.thread_time()  # whatever else has the cores
         read(data)
-        return time.monotonic() - started
+        return time.thread_time() - started
 
-    assert took_s(alike) < 8 * min(took_s(others) for _ in range(3))
+    assert min(took_s(alike) for _ in range(2)) < 8 * min(took_s(others) for _ in range(3))
 
 
 # Runs of blocks

@@ -274,7 +274,7 @@ def test_a_relay_is_gone_after_its_time(scene):
     ends = time.monotonic() + 0.2
     destination._snapshots.add_relay(relay, ends=ends)
     destination._server.expire_at(ends)
-    wait_until(lambda: relay.closed, "the relay is closed", timeout_s=1.5)
+    wait_until(lambda: relay.closed, "the relay is closed")
 
 
 # --------------------------------------------------------------------------------------------------------- `Receivers`

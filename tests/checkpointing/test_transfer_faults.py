@@ -51,7 +51,7 @@ def source() -> Iterator[HTTPTransport]:
 
 @pytest.fixture
 def destination() -> Iterator[HTTPTransport]:
-    transport = make_transport(stall_timeout=timedelta(seconds=0.3))
+    transport = make_transport(stall_timeout=LONG / 2)
     yield transport
     transport.shutdown()
 
@@ -257,7 +257,7 @@ def test_several_destinations_receive_the_same_state_at_once(source):
     with ThreadPoolExecutor(3) as executor:
         futures = [executor.submit(d.recv_checkpoint, 0, source.metadata(), 4, LONG) for d in destinations]
         assert [differences(future.result(LONG_S), STATE) for future in futures] == [[], [], []]
-    until = time.monotonic() + 5  # the lease is longer
+    until = time.monotonic() + LONG_S  # the lease is as long
     while source._snapshots.find(4) != (Availability.NOT_YET, None) and time.monotonic() < until:
         threading.Event().wait(0.01)  # the last one says that it is done after it has returned
     assert source._snapshots.find(4) == (Availability.NOT_YET, None)

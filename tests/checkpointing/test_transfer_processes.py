@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Iterator[tuple[Forked, str]]:
 
 @pytest.fixture
 def destination() -> Iterator[HTTPTransport]:
-    transport: HTTPTransport = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", stall_timeout=timedelta(seconds=1))
+    transport: HTTPTransport = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", stall_timeout=timedelta(seconds=3))
     yield transport
     transport.shutdown()
 

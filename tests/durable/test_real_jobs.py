@@ -182,12 +182,12 @@ KILLED_WHILE = [("b", WRITING), ("a", BEFORE_THE_METADATA), ("a", WRITING), ("b"
 def test_a_group_of_two_ranks_that_is_killed_in_a_save_is_replaced_at_the_lighthouses_word(
     tmp_path: Path, number: int
 ) -> None:
-    """Long before `fill_after`, which is half a minute."""
+    """Long before `fill_after`, which is two minutes."""
     storage, job_directory = tmp_path / "storage", tmp_path / "job"
     job_directory.mkdir()
     victim, hang = KILLED_WHILE[number % len(KILLED_WHILE)]
     options = {"storage": str(storage), "save_at": [6], "layout": "sharded", "pause_s": 0.02, "min_replica_size": 2}
-    with running_job(job_directory, trainer=TRAINER, fill_after_s=30.0, **options) as job:
+    with running_job(job_directory, trainer=TRAINER, fill_after_s=120.0, **options) as job:
         groups = {
             name: job.start(name, ranks=2, **({"hang": {"step": 6, **hang}} if name == victim else {}))
             for name in GROUPS
@@ -203,7 +203,7 @@ def test_a_group_of_two_ranks_that_is_killed_in_a_save_is_replaced_at_the_lighth
         saved = await_saved(survivors, 6)
         assert all(event["is_closed"] for event in saved)
         assert sum(event["num_fills"] for event in saved) == (0 if hang is BEFORE_THE_METADATA else 2)
-        assert max(event["t"] for event in saved) < killed_at + 5.0, [event["t"] - killed_at for event in saved]
+        assert max(event["t"] for event in saved) < killed_at + 40.0, [event["t"] - killed_at for event in saved]
         assert checkpoints_in(storage) == [6]
 
 

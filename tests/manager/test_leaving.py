@@ -118,8 +118,8 @@ def test_after_the_deadline_the_main_thread_is_interrupted_wherever_it_is(lighth
     replica = Replica(lighthouse, "group")
     replica.manager.leave_on(ASKED, deadline=timedelta(seconds=0.2))
     replica.step()
-    signal.raise_signal(ASKED)
     with pytest.raises(GroupLeftError):
+        signal.raise_signal(ASKED)
         threading.Event().wait(60)
     assert replica.manager.should_leave()
     with pytest.raises(GroupLeftError):
@@ -249,7 +249,7 @@ def test_a_save_of_a_group_that_leaves_is_whole_without_the_others(
     assert torch.equal(state["model"]["weight"], leaving.model.weight)
     started_at = time.monotonic()
     checkpointer.shutdown()
-    assert time.monotonic() - started_at < 5.0
+    assert time.monotonic() - started_at < 10.0  # of 13
     assert staying.step(), "the other goes on, and discards nothing"
     shutdown(leaving, staying)
 

@@ -80,7 +80,7 @@ def test_one_abort_frees_all_that_wait_for_it(gloo_ring: Callable[[int], Ring]) 
     ring = gloo_ring(5)
     ring.configure()
     works = [ring.members[rank].allreduce([torch.ones(10)], ReduceOp.SUM) for rank in range(4)]
-    time.sleep(0.2)  # Gloo forgets an operation that begins just as the connection ends, see `process_group/gloo.py`
+    time.sleep(1.0)  # Gloo forgets an operation that begins just as the connection ends, see `process_group/gloo.py`
     ring.members[4].abort()
     for work in works:
         with pytest.raises(CollectiveFailedError):
@@ -111,7 +111,7 @@ def test_abort_leaves_other_connections_of_the_process_alone(gloo_ring: Callable
     other.join()
     for index, (client, server) in enumerate(pairs):
         client.sendall(b"%03d" % index)
-        server.settimeout(5)
+        server.settimeout(20)
     received = [server.recv(3) for _, server in pairs]
     for sock in [listener, *itertools.chain.from_iterable(pairs)]:
         sock.close()
@@ -147,7 +147,7 @@ def test_a_dropped_group_lets_go_of_its_threads(new_address: Callable[[], str]) 
     assert session is not None
     del group
     assert isinstance(session.error, ProcessGroupAbortedError)
-    assert session.join(10)
+    assert session.join(60)
 
 
 def test_a_group_of_one_needs_no_store() -> None:
@@ -199,7 +199,7 @@ def test_abort_frees_a_configure_whose_store_never_answers() -> None:
 
 
 def test_an_absent_rank_is_named(new_address: Callable[[], str]) -> None:
-    group = ProcessGroupGloo(connect_timeout=timedelta(seconds=0.5))
+    group = ProcessGroupGloo(connect_timeout=timedelta(seconds=2))
     with pytest.raises(ProcessGroupConfigureError, match="rank 0, rank 2 never came to the store"):
         group.configure(new_address(), "r1", 1, 3, 7)
     group.shutdown()

@@ -37,9 +37,9 @@ def test_an_abort_ends_the_thread_that_waits_inside_gloo_for_a_dead_members_addr
     while inside.num_keys() < 2:
         caller.join(0.01)
     group.abort()
-    caller.join(timeout=5)
+    caller.join(LONG.total_seconds() / 2)
     left = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("pg-")]
     for thread in left:
-        thread.join(timeout=10)
+        thread.join(LONG.total_seconds() / 2)
     assert [thread.name for thread in left if thread.is_alive()] == []
     assert len(errors) == 1

@@ -81,7 +81,7 @@ def test_an_operation_is_not_over_while_the_backend_may_still_write_to_its_tenso
     session._slot[:] = [SlowGroup([])]  # type: ignore[list-item]
     work = session.run(lambda group: StubWork())
     session.end(ProcessGroupAbortedError("told to"))
-    assert entered.wait(10)
+    assert entered.wait(60)
     assert not work.is_completed()
     leave.set()
     with pytest.raises(ProcessGroupAbortedError, match="told to"):
@@ -93,7 +93,7 @@ def test_a_backend_that_completes_a_forgotten_operation_late_changes_nothing() -
     inner = StubWork()
     work = session.run(lambda group: inner)
     session.end(ProcessGroupAbortedError("told to"))
-    assert session.join(10)
+    assert session.join(60)
     inner.future.set_result([])
     with pytest.raises(ProcessGroupAbortedError, match="told to"):
         work.get_future().wait()
@@ -188,7 +188,7 @@ def test_the_inner_group_is_dropped_on_the_reaper_after_the_last_call_returned()
     assert not session.join(0.2)
     assert dropped_on == []
     leave.set()
-    assert session.join(10)
+    assert session.join(60)
     caller.join()
     assert dropped_on == ["pg-reap"]
 
@@ -208,7 +208,7 @@ def test_a_connect_that_does_not_return_is_left_behind() -> None:
     assert interrupted.is_set()
     assert not session.join(0.05)
     let_go.set()
-    assert session.join(10)
+    assert session.join(60)
 
 
 def test_what_was_registered_is_closed_in_the_end() -> None:
@@ -221,5 +221,5 @@ def test_what_was_registered_is_closed_in_the_end() -> None:
     session = Session("stub", connect)
     with pytest.raises(ProcessGroupConfigureError, match="no such network"):
         session.connect(10.0)
-    assert session.join(10)
+    assert session.join(60)
     assert closed.is_set()
