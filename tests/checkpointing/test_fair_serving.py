@@ -186,9 +186,7 @@ def test_a_source_that_may_open_no_more_descriptors_sends_all_the_same(source, m
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(handlers.os, "dup", fails)
-    receiver = HTTPTransport(
-        hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=LONG
-    )
+    receiver = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", block_bytes=BLOCK, stall_timeout=LONG)
     with caplog.at_level(logging.WARNING):
         state = receiver.recv_checkpoint(0, source.metadata(), STEP, LONG)
     receiver.shutdown()

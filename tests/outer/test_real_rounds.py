@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import time
 from contextlib import AbstractContextManager
@@ -41,9 +40,7 @@ def assert_equal_rounds(groups: list[Rank]) -> None:
 
 @pytest.mark.parametrize("kind", ["diloco", "local_sgd"])
 def test_survivors_of_kills_at_any_point_lose_no_inner_work_and_all_end_equal(tmp_path: Path, kind: str) -> None:
-    # Deaths are known from connections, so a group that a busy machine holds up is not taken for dead.
-    lighthouse = LighthouseProcess(heartbeat_timeout_ms=10_000)
-    with outer_job(tmp_path, kind=kind, lighthouse=lighthouse) as job:
+    with outer_job(tmp_path, kind=kind) as job:
         survivors = [job.start(f"group_{i}")[0] for i in (0, 2)]
         everybody = list(survivors)
         for at in ("inner", "prepare", "allreduce", "vote"):
@@ -147,18 +144,17 @@ def test_a_transfer_that_takes_many_rounds_holds_up_nobody_and_ends_in_the_job(t
             group.wait_for_step(4)
         control = job.control("group_2")
         control.mkdir()
-        (control / "slow").write_text("2.0")
+        (control / "slow").write_text("4.0")
         joiner = job.start("group_2")[0]
-        joiner.wait_for_event("fetching")
-        begun = time.monotonic()
-        time.sleep(2.5)  # two fetches' worth of rounds; how many is what is measured
+        begun = joiner.wait_for_event("fetching")["t"]
+        time.sleep(4.0)  # so long it cannot have the state; how many rounds the others make is what is measured
         (control / "slow").unlink()
         joiner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
         reports = job.finish(ahead=4)
     assert_equal_ends(reports)
     for group in groups:
-        times = [event["t"] for event in group.steps(since=begun)]
-        assert max(b - a for a, b in itertools.pairwise(times)) < 1.5
+        rounds = [event for event in group.steps(since=begun) if event["t"] < begun + 4.0]
+        assert len(rounds) >= 4, "of some 30 it made hardly any: it waited"
         assert sum(event["discarded"] for event in group.steps()) == 0
 
 
@@ -174,7 +170,7 @@ def test_a_group_that_is_merely_slow_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_group_stopped_between_two_rounds_is_missed_by_nobody_and_comes_back(tmp_path: Path) -> None:
-    with outer_job(tmp_path, pause_s=0.03) as job:
+    with outer_job(tmp_path, lighthouse=LighthouseProcess(heartbeat_timeout_ms=2000), pause_s=0.03) as job:
         groups = start_three(job)
         for group in groups:
             group.wait_for_step(3)

@@ -86,8 +86,7 @@ def test_a_group_that_lost_a_rank_comes_back_in_another_layout_and_takes_over(
             rank.wait_for(lambda event: event["event"] == "step" and event["participants"] == 2)
         leaves[1].kill()
         assert leaves[0].end() != 0
-        end = max(event["step"] for rank in stays for event in rank.steps()) + 30
-        job.stop_at(end)
+        end = job.stop_soon(30)
         assert [rank.wait_for_event("there")["bits"] == plain_run(end) for rank in stays] == [True, True]
         # Only now: a state that it gets while the others train on is of an earlier step.
         back = job.start("leaves", ranks=ranks, layout=layout, until=end + 10, seed=SEED + 2, take_over=True)
@@ -109,8 +108,7 @@ def test_a_group_of_another_layout_waits_while_the_others_train_and_costs_them_n
         waits[0].wait_for_event("ready")
         since = trains[0].steps()[-1]["step"]
         trains[0].wait_for(lambda event: event["event"] == "step" and event["step"] >= since + 40)
-        end = trains[0].steps()[-1]["step"] + 20
-        job.stop_at(end)
+        end = job.stop_soon(20)
         there = [rank.wait_for_event("there") for rank in trains]
         steps = [event for rank in trains for event in rank.steps()]
         assert {event["participants"] for event in steps} == {1}

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import select
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import Any
 from support.nursery import Forked
 from support.ports import reserved_port
 from support.processes import note
+from support.waiting import wait_until
 
 TRAINER = "trainer.py"
 
@@ -30,6 +32,8 @@ class Rank:
         self.name = f"{options['replica_id']}/{environment.get('RANK', '0')}"
         self.events: list[dict[str, Any]] = []
         self._news: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._reading = threading.Lock()
+        """Held from the moment in which something is read until it is in `events`."""
         self.log_path = log
         script = Path(__file__).with_name(trainer)
         path = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -41,11 +45,32 @@ class Rank:
         self._reader.start()
 
     def _read(self) -> None:
-        for line in self.process.stdout:
-            event = json.loads(line)
-            self.events.append(event)
-            self._news.put(event)
+        rest, data = b"", b"\n"
+        while data:
+            self._has_said()
+            with self._reading:
+                data = os.read(self.process.stdout.fileno(), 1 << 16)
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    event = json.loads(line)
+                    self.events.append(event)
+                    self._news.put(event)
         self._news.put(None)
+
+    def _has_said(self, wait_ms: int | None = None) -> bool:
+        """Whether there is something to read."""
+        said = select.poll()
+        said.register(self.process.stdout, select.POLLIN)
+        return bool(said.poll(wait_ms))
+
+    def is_still(self) -> bool:
+        """Whether it has ended; or is stopped, and all that it has said is in `events`."""
+        try:
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
+        except FileNotFoundError:
+            state = "X"
+        with self._reading:
+            return state in "ZX" or (state == "T" and not self._has_said(0))
 
     def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
         """Return the first event, of those not waited for yet, that fulfils the condition."""
@@ -143,11 +168,24 @@ class Job:
                 new.write_text(str(step))
                 new.rename(control / "stop")
 
+    def stop_soon(self, ahead: int) -> int:
+        """Tell all groups to end so many steps on, two at least; return at which. It lies ahead: they stand still meanwhile."""
+        living = [rank for rank in self.ranks if rank.process.poll() is None]
+        for rank in living:
+            rank.process.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda: all(rank.is_still() for rank in living), "all ranks stand still")
+            step: int = max((e["step"] for rank in living for e in rank.steps()), default=0) + ahead
+            self.stop_at(step)
+        finally:
+            for rank in living:
+                rank.process.send_signal(signal.SIGCONT)
+        return step
+
     def finish(self, ahead: int = 15) -> list[dict[str, Any]]:
         """End all living groups at one step; return their last reports."""
         living = [rank for rank in self.ranks if rank.process.poll() is None]
-        newest = max((e["step"] for rank in living for e in rank.steps()), default=0)
-        self.stop_at(newest + ahead)
+        self.stop_soon(ahead)
         for rank in living:
             assert rank.end() == 0, f"{rank.name} failed\n{rank.log()}"
         return [rank.done() for rank in living]
@@ -161,9 +199,12 @@ class Job:
 
 
 class LighthouseProcess:
-    """The command `lighthouse` as a process, at a port that stays its own when it is dead."""
+    """The command `lighthouse` as a process, at a port that stays its own when it is dead.
 
-    def __init__(self, *, min_replicas: int = 2, heartbeat_timeout_ms: int = 1000) -> None:
+    Deaths are known from connections: a group that a busy machine holds up for seconds is not taken for dead.
+    """
+
+    def __init__(self, *, min_replicas: int = 2, heartbeat_timeout_ms: int = 10_000) -> None:
         self.options = ["--min-replicas", str(min_replicas), "--heartbeat-timeout-ms", str(heartbeat_timeout_ms)]
         reserved = ExitStack()
         self.port = reserved.enter_context(reserved_port())
