@@ -15,7 +15,7 @@ from torchft_ckpt import LighthouseServer
 from torchft_ckpt.coordination import RankSession
 from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Dropped, Hello, StateVersion
 
-LIMIT_S = 10
+LIMIT_S = 60
 LONG = timedelta(seconds=LIMIT_S)
 LOST = "lost the connection to the lighthouse"
 

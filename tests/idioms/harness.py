@@ -57,9 +57,8 @@ DIES_AT_STEP = 3
 IS_BACK_BEFORE_STEP = 5
 SAVED_STEP = 4
 """Of a job that is stopped there and started again."""
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 LIMIT_WHILE_PENDING_S = 4.0
-LEFT_ALONE_S = 5.0
 REFUSED_TOO_S = 0.2
 """How long the others have, once one is refused, to be refused too."""
 _building = threading.Lock()
@@ -739,9 +738,7 @@ def run_groups(
             for life in lives:
                 life.join(REFUSED_TOO_S)
             return Outcome(run, lives, [life.error for life in lives if life.error is not None])
-        # Nobody is left to train with where group 0 has come to its end and another one has not.
-        left_alone_s = 0.1 if waits else min(limit_s, LEFT_ALONE_S)
-        stuck = [life for life in lives if not life.join(limit_s if life.group == 0 else left_alone_s)]
+        stuck = [life for life in lives if not life.join(0.1 if waits and life.group else limit_s)]
         if waits:
             assert [life.group for life in stuck] == [1], "group 1 should wait, and group 0 should not"
             return Outcome(run, lives[:1], [])

@@ -25,7 +25,7 @@ from torchft_ckpt.core.coordination.replica import SharedStep
 from torchft_ckpt.process_group.base import Tensors
 from torchft_ckpt.process_group.dummy import CompletedWork, ProcessGroupDummy
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ class Replica:
             num_chunks=1,
             hostname="127.0.0.1",
             block_bytes=BLOCK_BYTES,
-            stall_timeout=timedelta(seconds=1),
+            stall_timeout=timedelta(seconds=5),
         )
         explicitly_locked = options.pop("explicitly_locked", True)
         self.manager = Manager(
@@ -608,7 +608,7 @@ def test_a_rank_that_holds_the_state_waits_for_the_one_whose_transfer_failed(
         return fetch(addresses, step, timeout, **how)
 
     monkeypatch.setattr(joiners[1].transport, "fetch_checkpoint", fetch_twice)
-    limit = timedelta(seconds=8)
+    limit = timedelta(seconds=40)
     assert together(*(lambda j=joiner: j.manager.catch_up(limit) for joiner in joiners)) == [True, True]  # type: ignore[misc]
 
     assert (asked, joiners[0].loaded, joiners[1].loaded) == ([1, 1], [0], [0])

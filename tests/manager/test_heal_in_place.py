@@ -296,7 +296,7 @@ def join(server: LighthouseServer, failures: Sequence[Callable[[Any], BaseExcept
     joiner.transport.failures = list(failures)
     joined = threading.Event()
 
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
 
     def train(group: Group) -> None:
         while not joined.is_set() and time.monotonic() < until:

@@ -174,7 +174,7 @@ def follow(
     before = quorum_ids(run)
     with beside(run, learner) as pool:
         first = pool.submit(learner.step)
-        assert transport.began.acquire(timeout=30)
+        assert transport.began.acquire(timeout=60)
         run.wait_for_steps(20)
         assert quorum_ids(run) == before and not first.done()
         now = learner.manager.view()
@@ -193,7 +193,7 @@ def test_a_transfer_outlives_the_join_of_another_group() -> None:
     other = Frozen(run.server, "d", seed=8, follow=False)
     with beside(run, learner, other) as pool:
         first = pool.submit(learner.step)
-        assert transport.began.acquire(timeout=30)
+        assert transport.began.acquire(timeout=60)
         while not other.manager.is_participating():
             other.step()
         run.at_work.append(other)
@@ -254,9 +254,9 @@ def test_a_spare_keeps_what_it_has_received_for_a_while_and_takes_the_place_of_a
     spare = Frozen(run.server, "c", seed=7, spare=True, checkpoint_transport=transport)
     with beside(run, spare) as pool:
         first = pool.submit(spare.step)
-        wait_until(lambda: len(transport.fetched) >= least, "it has received a state", 60)
+        wait_until(lambda: len(transport.fetched) >= least, "it has received a state")
         run.wait_for_steps(20)
-        wait_until(lambda: len(transport.fetched) >= least, "it has received a state", 60)
+        wait_until(lambda: len(transport.fetched) >= least, "it has received a state")
         assert len(transport.fetched) <= most and not first.done()
         gone = run.at_work.pop()
         gone.manager.shutdown()

@@ -42,9 +42,9 @@ def test_processes_that_follow_come_to_the_same_bits_and_receive_the_frozen_weig
 def test_a_spare_takes_the_place_of_a_killed_process_within_three_steps_and_costs_nothing_before(
     tmp_path: Path,
 ) -> None:
-    """Of the three the first is that in which the group was killed."""
+    """Of the three the first is that in which the group was killed. A step takes so long that a busy machine is not the cause."""
     lighthouse = LighthouseProcess(min_replicas=1)
-    with running_job(tmp_path, lighthouse=lighthouse, pause_s=0.3, min_replica_size=1, digest_each_step=True) as job:
+    with running_job(tmp_path, lighthouse=lighthouse, pause_s=0.7, min_replica_size=1, digest_each_step=True) as job:
         stays, leaves = (job.start(f"group_{i}")[0] for i in range(2))
         for group in (stays, leaves):
             group.wait_for_step(2)
@@ -54,7 +54,7 @@ def test_a_spare_takes_the_place_of_a_killed_process_within_three_steps_and_cost
         while "this spare is ready" not in spare.log():
             assert time.monotonic() < give_up_at, spare.log()
             time.sleep(0.05)
-        stays.wait_for_step(stays.steps()[-1]["step"] + 10)
+        stays.wait_for_step(stays.steps()[-1]["step"] + 4)
         before = stays.steps(since=began)
         assert len({step["quorum"] for step in before}) == 1 and not any(step["discarded"] for step in before)
         assert spare.steps() == []
@@ -66,6 +66,6 @@ def test_a_spare_takes_the_place_of_a_killed_process_within_three_steps_and_cost
         assert len(alone) <= 2, "that which was repeated, and the one that the spare was a joiner in"
         back = job.start("group_1")[0]
         back.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 3)
-        reports = job.finish()
+        reports = job.finish(ahead=4)
         assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
         assert first["participants"] == 2 and sum(step["discarded"] for step in stays.steps()) <= 1
