@@ -30,7 +30,7 @@ from torchft_ckpt.checkpointing.serving import snapshot_registry
 from torchft_ckpt.checkpointing.serving.snapshot import SnapshotPhase
 from torchft_ckpt.errors import ConfigError, StateMismatchError, TransferTimeoutError
 
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=90)
 NUM_RANKS = 2
 BASE = torch.arange(7 * 6, dtype=torch.float32).view(7, 6)
 
@@ -136,7 +136,7 @@ def nothing_is_kept(job: RunningJob) -> bool:
     present = min(job.steps)
     while min(job.steps) < present + 2:
         time.sleep(0.005)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 20  # what a silent reader keeps is kept for longer
     while num_kept(job) and time.monotonic() < until:
         time.sleep(0.005)
     return not num_kept(job)
@@ -295,6 +295,7 @@ def test_a_reader_that_takes_nothing_gives_back_when_it_is_used_again_and_when_i
     assert nothing_is_kept(job)
     reader.read_metadata()
     del reader
+    gc.collect()  # an error on the way, of a step that was over before all ranks had heard of it, holds its frames
     assert nothing_is_kept(job)
 
 

@@ -137,19 +137,19 @@ class PeerReader(StorageReader):
             TransferError: a subclass says why it is not to be had.
             StateMismatchError: the ranks do not hold one state, or nothing is at `root`.
         """
-        self._deadline = time.monotonic() + self._timeout_s
-        self._held = self._peers.hold(self._wanted_step, self._deadline)
+        peers, timeout_s = self._peers, self._timeout_s
+        self._deadline = deadline = time.monotonic() + timeout_s
+
+        def check_time() -> None:  # knows no reader: one that refers to itself is not gone when it is dropped
+            if time.monotonic() >= deadline:
+                message = f"what {peers.urls} hold could not be compared in {timeout_s:g} s; give a longer timeout"
+                raise TransferTimeoutError(message, peers.urls)
+
+        self._held = peers.hold(self._wanted_step, deadline)
         self.step = self._held.step
         with self._giving_back():
-            self._content = _Content(self._held.group, self._root, self._check_time)
+            self._content = _Content(self._held.group, self._root, check_time)
             return self._content.metadata()
-
-    def _check_time(self) -> None:
-        if time.monotonic() >= self._deadline:
-            raise TransferTimeoutError(
-                f"what {self._peers.urls} hold could not be compared in {self._timeout_s:g} s; give a longer timeout",
-                self._peers.urls,
-            )
 
     @contextlib.contextmanager
     def _giving_back(self) -> Iterator[None]:
