@@ -21,7 +21,7 @@ from torchft_ckpt.checkpointing.state.shards import KnownMeshes, MeshLayout
 from torchft_ckpt.core.boxes.geometry import Box
 from torchft_ckpt.errors import StateMismatchError
 
-SHORT = timedelta(seconds=20)
+SHORT = timedelta(seconds=90)
 FULL = torch.arange(48.0).view(8, 6)
 
 

@@ -23,7 +23,7 @@ from torchft_ckpt.checkpointing.state.versions import StateVersions
 from torchft_ckpt.errors import SourceRefusedError, StateChangedError
 from torchft_ckpt.manager.volatile import Unsteady, copy_volatile, tensors_in
 
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 BLOCK = 4096
 STEP = 3
 

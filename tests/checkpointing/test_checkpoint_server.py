@@ -22,7 +22,7 @@ from torchft_ckpt.errors import (
     UnsupportedValueError,
 )
 
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 BLOCK = 4096
 TOKEN = {"Authorization": "Bearer secret"}
 

@@ -19,7 +19,7 @@ from torchft_ckpt.checkpointing.fetching import source as asking
 from torchft_ckpt.checkpointing.protocol import SourceAddress, parse_metadata
 from torchft_ckpt.config import parse_host_port
 
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 TOKEN = "secret"
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8")
 

@@ -30,7 +30,7 @@ from torchft_ckpt.checkpointing.serving import handlers, http_server, receivers,
 from torchft_ckpt.checkpointing.serving.sending import FairThreads, Pace, Turns
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot
 
-LONG = timedelta(seconds=30)
+LONG = timedelta(seconds=90)
 STEP = 3
 NUM = 1 << 20
 STATE = {"w": torch.arange(NUM, dtype=torch.float32)}

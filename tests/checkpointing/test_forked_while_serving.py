@@ -18,7 +18,7 @@ from torchft_ckpt.checkpointing.fetching.connection import SourceConnection
 from torchft_ckpt.checkpointing.protocol import SourceAddress
 from torchft_ckpt.config import parse_host_port
 
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 
 
 def inet_sockets() -> dict[int, int]:

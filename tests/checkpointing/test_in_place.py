@@ -32,7 +32,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.testing.transport_conformance import differences
 
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 STEP = 3
 
 

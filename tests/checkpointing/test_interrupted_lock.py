@@ -21,7 +21,7 @@ from torchft_ckpt import Checkpointer
 from torchft_ckpt.checkpointing import StateDictLock, lock
 from torchft_ckpt.errors import CheckpointError, LockTimeoutError
 
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 TRACED = {inspect.getsourcefile(lock), inspect.getsourcefile(contextlib)}
 
 

@@ -32,7 +32,7 @@ from torchft_ckpt.errors import SourceRefusedError, TransferError
 from torchft_ckpt.network import Host
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs all of 127.0.0.0/8")
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 STEP = 3
 NUM_BLOCKS = 64
 TOKEN = "a secret"

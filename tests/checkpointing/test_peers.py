@@ -29,7 +29,7 @@ from torchft_ckpt.checkpointing.state.blocks import digest_of
 from torchft_ckpt.checkpointing.state.format import Manifest, decode_manifest
 from torchft_ckpt.testing.transport_conformance import differences
 
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 NUM_BLOCKS = 96
 STEP = 3
 BLOCK_S = 0.006

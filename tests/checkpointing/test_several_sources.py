@@ -38,7 +38,7 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.testing.transport_conformance import differences, example_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::torchft_ckpt.errors.ReplicaDivergenceWarning")
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 STEP = 3
 NUM_BLOCKS = 48
 

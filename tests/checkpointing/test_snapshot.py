@@ -16,7 +16,7 @@ from torchft_ckpt.checkpointing.serving.snapshot_registry import FRESH_S, Availa
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
 
 BLOCK = 4096
-LONG_S = 20.0
+LONG_S = 90.0
 
 
 def blocks(numbers: Iterable[int]) -> int:

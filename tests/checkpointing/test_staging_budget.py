@@ -23,7 +23,7 @@ from torchft_ckpt.errors import ConfigError, LeaseRevokedError, SourceRefusedErr
 from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.testing.transport_conformance import differences
 
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=90)
 NUM_BLOCKS = 64
 STEP = 3
 

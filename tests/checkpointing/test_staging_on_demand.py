@@ -11,7 +11,7 @@ from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.errors import CheckpointError
 
-SHORT = timedelta(seconds=20)
+SHORT = timedelta(seconds=90)
 
 
 def test_what_was_overwritten_before_anybody_wanted_it_is_not_staged_any_more() -> None:

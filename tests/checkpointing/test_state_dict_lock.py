@@ -16,7 +16,7 @@ from torchft_ckpt.errors import CheckpointError, ConfigError, LockTimeoutError
 
 AT_ONCE = timedelta(0)
 SOON = timedelta(milliseconds=30)
-LONG_S = 20.0
+LONG_S = 90.0
 
 
 class Held:

@@ -25,7 +25,7 @@ from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError
 
 PATH = "/v1/checkpoint/3/blocks/0-0"
 MIB = 1024 * 1024
-LONG = datetime.timedelta(seconds=20)
+LONG = datetime.timedelta(seconds=90)
 LONG_AGO = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
 
 

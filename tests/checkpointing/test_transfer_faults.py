@@ -31,8 +31,8 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.testing.transport_conformance import differences, example_state
 
-LONG = timedelta(seconds=20)
-LONG_S = 20.0
+LONG = timedelta(seconds=90)
+LONG_S = 90.0
 STATE = example_state(3)
 IN_THE_DATA = 400_000
 """A byte of the answers of one connection that is certainly in the blocks: the state has about 1.2 MB."""
@@ -51,7 +51,7 @@ def source() -> Iterator[HTTPTransport]:
 
 @pytest.fixture
 def destination() -> Iterator[HTTPTransport]:
-    transport = make_transport(stall_timeout=LONG / 2)
+    transport = make_transport(stall_timeout=timedelta(seconds=10))
     yield transport
     transport.shutdown()
 
@@ -252,12 +252,12 @@ def test_recoveries_under_a_stepping_optimizer_are_never_torn(monkeypatch):
 
 def test_several_destinations_receive_the_same_state_at_once(source):
     destinations = [make_transport(num_chunks=2) for _ in range(3)]
-    source.send_checkpoint([1, 2, 3], 4, STATE, LONG)
+    source.send_checkpoint([1, 2, 3], 4, STATE, timedelta(minutes=10))
     source.disallow_checkpoint()
     with ThreadPoolExecutor(3) as executor:
         futures = [executor.submit(d.recv_checkpoint, 0, source.metadata(), 4, LONG) for d in destinations]
         assert [differences(future.result(LONG_S), STATE) for future in futures] == [[], [], []]
-    until = time.monotonic() + LONG_S  # the lease is as long
+    until = time.monotonic() + LONG_S  # the lease is longer
     while source._snapshots.find(4) != (Availability.NOT_YET, None) and time.monotonic() < until:
         threading.Event().wait(0.01)  # the last one says that it is done after it has returned
     assert source._snapshots.find(4) == (Availability.NOT_YET, None)

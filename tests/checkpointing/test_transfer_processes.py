@@ -16,7 +16,7 @@ from torchft_ckpt.errors import SourceLostError, TransferStalledError
 from torchft_ckpt.testing.transport_conformance import differences, example_state
 
 pytestmark = pytest.mark.processes
-LONG = timedelta(seconds=30)
+LONG = timedelta(seconds=90)
 
 
 @pytest.fixture

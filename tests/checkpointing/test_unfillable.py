@@ -21,8 +21,8 @@ from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.resharding.peers import JobPeers
 from torchft_ckpt.errors import ConfigError, StateMismatchError, UnsupportedValueError
 
-LONG = timedelta(seconds=20)
-LONG_S = 20.0
+LONG = timedelta(seconds=90)
+LONG_S = 90.0
 NEGATIVE = timedelta(seconds=-1)
 STEP = 3
 FULL = torch.arange(12.0).view(3, 4)

@@ -79,7 +79,7 @@ def bits_of(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=30_000)
     yield server.address()
     server.shutdown()
 

@@ -423,7 +423,7 @@ def test_tensors_of_an_adapter_that_says_who_holds_them_are_on_disk_once(
     full = {name: random_bits((1536, 1024), torch.float32, seed=3) for name in layouts}
     full |= {f"small{number}": random_bits((64, 512), torch.float32, seed=number) for number in range(16)}
     layouts |= {name: layouts["rows"] for name in full if name not in layouts}
-    plan, storage = Plan(num_replicas=2, num_ranks=2), LocalStorage(tmp_path)
+    plan, storage = Plan(num_replicas=2, num_ranks=2, fill_after_s=60.0), LocalStorage(tmp_path)
     with registered(adapter):
         states = [
             {name: SpmdTensor.of(tensor, layouts[name].of_rank(rank)) for name, tensor in full.items()}

@@ -705,7 +705,9 @@ def run_groups(
     Raises:
         AssertionError: a group did not come to its end.
     """
-    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    lighthouse = LighthouseServer(
+        "127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=60_000
+    )  # all live in this process
     run = Run(
         num_groups,
         num_steps,

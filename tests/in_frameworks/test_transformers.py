@@ -20,6 +20,7 @@ import pytest
 import torch
 from framework_jobs import FrameworkJob, Group, assert_equal_states
 from support.launched import REPO
+from support.waiting import wait_until
 
 if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
     pytest.skip("transformers is not installed; scripts/test-integrations runs this", allow_module_level=True)
@@ -374,11 +375,13 @@ def test_a_folder_that_the_trainer_did_not_write_keeps_nobody_from_a_good_one(
 
 def test_while_one_group_saves_for_longer_than_the_others_wait_no_other_one_writes(tmp_path: Path) -> None:
     """The others train on after 1 s, of 6 s."""
-    (tmp_path / "go").touch()
     options = [f"--folder={tmp_path}", "--steps=80", "--wait", "0", str(tmp_path / "go")]
     script = SCRIPT.with_name("slow_save_group.py")
     with FrameworkJob(tmp_path, script, *options, num_groups=3, join_timeout_ms=1000) as job:
         groups = [job.start(group) for group in range(3)]
+        jobs = job.lighthouse._jobs.states
+        wait_until(lambda: sum(len(each.members) for each in [*jobs.values()]) == 3, "all groups are there", 240)
+        (tmp_path / "go").touch()
         assert_equal_states(*(group.end() for group in groups))
 
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]

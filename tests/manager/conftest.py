@@ -12,6 +12,6 @@ from torchft_ckpt import LighthouseServer
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
     """One that forms a quorum of any group; tests that want another kind have a fixture of this name themselves."""
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=30_000)
     yield server
     server.shutdown()

@@ -373,7 +373,7 @@ def test_all_ranks_of_a_group_load_again_where_the_loop_of_one_has_changed_somet
                 last_step.append(self.manager.current_step() + 3)  # the others end too
                 raise
 
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=30_000)
     stores = [hosted_store(), hosted_store()]
     stays = group(server, "stays", stores[0], [Slow(), Slow()])
     together(stays, lambda replica: [replica.step() for _ in range(2)])

@@ -282,7 +282,7 @@ class Group:
 
 @pytest.fixture
 def server() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=5000)
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=30_000)
     yield server
     server.shutdown()
 

@@ -18,7 +18,7 @@ class Run:
     """Two groups that train until a third one is through with what it does."""
 
     def __init__(self, replica: type[Replica] = Replica, **options: Any) -> None:
-        self.server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+        self.server = LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=30_000)
         self.at_work = [replica(self.server, name, **options) for name in ("a", "b")]
         self.last_step = 1 << 30
         self._pool = ThreadPoolExecutor(2)
@@ -95,7 +95,7 @@ def test_warming_up_counts_for_no_limit_of_failures() -> None:
 
 
 def test_groups_that_begin_together_do_not_warm_up() -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    server = LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=30_000)
     replicas = [Replica(server, name, seed) for seed, name in enumerate("ab")]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(Replica.step, replicas)) == [True, True]

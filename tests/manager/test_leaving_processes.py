@@ -99,7 +99,7 @@ def test_groups_that_are_preempted_at_any_moment_save_and_go_and_the_others_lose
 @pytest.mark.parametrize("where", ["save", "loop"])
 def test_after_the_deadline_a_group_that_hangs_goes_as_it_is(tmp_path: Path, where: str) -> None:
     """The others wait for a loop that hangs, as for any slow group, and not for a save."""
-    with job_of(tmp_path, hangs_in=where, deadline_s=2.0) as (job, _):
+    with job_of(tmp_path, hangs_in=where, deadline_s=6.0) as (job, _):
         groups = start_groups(job, NAMES[:2])
         if where == "loop":
             newest = max(rank.steps()[-1]["step"] for rank in groups["group_0"])
@@ -115,7 +115,7 @@ def test_after_the_deadline_a_group_that_hangs_goes_as_it_is(tmp_path: Path, whe
             assert_lost_nothing(groups["group_1"], asked_at)
         for rank in groups["group_0"]:
             assert rank.end(WITHIN_S) == 0, rank.log()
-        assert time.monotonic() - asked_at >= 2.0
+        assert time.monotonic() - asked_at >= 6.0
         assert_lost_nothing(groups["group_1"], asked_at)
 
 

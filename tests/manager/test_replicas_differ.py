@@ -25,7 +25,7 @@ EVERY = 3
 
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=3, heartbeat_timeout_ms=5000)
+    server = LighthouseServer("127.0.0.1:0", min_replicas=3, heartbeat_timeout_ms=30_000)
     yield server
     server.shutdown()
 

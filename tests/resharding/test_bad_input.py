@@ -39,7 +39,7 @@ from torchft_ckpt.errors import (
 )
 
 STEP = 7
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=90)
 
 
 @pytest.fixture(autouse=True)

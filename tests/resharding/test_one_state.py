@@ -137,7 +137,7 @@ def test_ranks_of_all_groups_are_asked_ahead() -> None:
         for step in range(100_000):
             for rank in ranks:
                 rank.advance_to(step)
-            hears_by = time.monotonic() + 2
+            hears_by = time.monotonic() + 10
             while any(asked := [rank.has_pending_request(step) for rank in ranks]):
                 # First one rank is asked which step is the newest; then all for one ahead, of which one may hear late.
                 if all(asked) or not served or time.monotonic() > hears_by:
@@ -154,7 +154,7 @@ def test_ranks_of_all_groups_are_asked_ahead() -> None:
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        held = JobPeers([[rank.metadata()] for rank in ranks]).hold(None, time.monotonic() + 20)
+        held = JobPeers([[rank.metadata()] for rank in ranks]).hold(None, time.monotonic() + 120)
         assert [group != [None] for group in held.addresses] == [True, True, True]
         assert held.step in served
     finally:

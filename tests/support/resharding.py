@@ -33,7 +33,7 @@ from support import sources
 from support.http_servers import Server
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
 
-LONG = timedelta(seconds=30)
+LONG = timedelta(seconds=90)
 SPARE_DESCRIPTORS = 4
 State = dict[str, Any]
 DTYPES = [
