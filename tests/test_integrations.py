@@ -71,7 +71,7 @@ def test_what_ties_this_library_to_others_is_imported_when_it_is_needed_and_not_
         [sys.executable, "-c", program, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=PACKAGE.parent,
     )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2500:]

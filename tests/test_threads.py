@@ -175,7 +175,7 @@ thread = Thread(os.read, "hangs", (os.pipe()[0], 1))
 thread.start()
 thread.let_go()
 """
-    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True, timeout=200)
     assert done.stderr == ""
 
 

@@ -22,7 +22,7 @@ def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProces
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"},
     )
 

@@ -248,7 +248,7 @@ def test_the_command_says_that_its_port_is_taken(lighthouse: LighthouseServer) -
         [sys.executable, "-m", "torchft_ckpt", "lighthouse", "--min-replicas", "1", "--bind", address],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert second.returncode == 1
     assert f"the lighthouse cannot listen on {address}" in second.stderr

@@ -42,7 +42,7 @@ def test_a_tag_for_another_version_is_refused_before_anything_is_built(
         env={"PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert ("builds" in done.stdout) is not bool(refused)
     if refused:

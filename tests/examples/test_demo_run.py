@@ -97,7 +97,7 @@ def test_an_interrupt_ends_every_group(tmp_path: Path) -> None:
     groups = groups_in(tmp_path)
 
     demo.send_signal(signal.SIGINT)
-    output, _ = demo.communicate(timeout=60)
+    output, _ = demo.communicate(timeout=200)
 
     assert (len(groups), demo.returncode, wait_until_ended(groups, timeout_s=0)) == (2, 130, []), output
 
@@ -108,7 +108,7 @@ def test_a_group_that_dies_by_itself_ends_the_demo_with_its_name(tmp_path: Path)
     groups = groups_in(tmp_path)
 
     os.kill(groups[1], signal.SIGKILL)
-    output, _ = demo.communicate(timeout=60)
+    output, _ = demo.communicate(timeout=200)
 
     assert demo.returncode == 1
     assert "group_1 ended by itself" in output
@@ -121,7 +121,7 @@ def test_groups_leave_when_the_demo_itself_is_killed(tmp_path: Path) -> None:
     groups = groups_in(tmp_path)
 
     demo.kill()
-    demo.communicate(timeout=60)
+    demo.communicate(timeout=200)
 
     assert wait_until_ended(groups, timeout_s=10) == []
 

@@ -116,7 +116,7 @@ def test_without_namespaces_it_says_so_and_trains_on_loopback_until_an_interrupt
     children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()
 
     script.send_signal(signal.SIGTERM)
-    output, _ = script.communicate(timeout=60)
+    output, _ = script.communicate(timeout=200)
 
     assert "not throttled, on loopback (--no-throttle)" in begun
     assert '"round":10,' in lines.read_text(), output

@@ -57,7 +57,7 @@ DIES_AT_STEP = 3
 IS_BACK_BEFORE_STEP = 5
 SAVED_STEP = 4
 """Of a job that is stopped there and started again."""
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 LIMIT_WHILE_PENDING_S = 4.0
 REFUSED_TOO_S = 0.2
 """How long the others have, once one is refused, to be refused too."""

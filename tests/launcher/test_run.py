@@ -44,7 +44,7 @@ if group == "1" and is_first:
         [*RUN, "--groups", "2", "--nproc", "2", "--", str(script), "--groups", "7"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0
@@ -109,7 +109,7 @@ for option in ([], ["--token", "guess"]):
         [*RUN, "--groups", "1", *options, "--", str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=environment | {"PYTHONPATH": str(REPO)},
         cwd=tmp_path,
     )
@@ -177,7 +177,7 @@ print(*(os.environ[name] for name in ("NUM_REPLICA_GROUPS", "REPLICA_GROUP_ID", 
         [*RUN, *place, "--", str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     assert (done.returncode, done.stdout) == (0, "[g2/r0] 4 2 first:29510 big\n")
@@ -216,7 +216,7 @@ while gets_a_signal or not has_left.exists():
     wait_until(lambda: all(life.exists() and life.read_text().endswith(" ") for life in lives), "all ranks run")
     rank, torchrun = (int(number) for number in lives[2].read_text().split())
     os.kill(rank if is_asked == "a rank" else torchrun, signal.SIGTERM)
-    _, said = launcher.communicate(timeout=120)
+    _, said = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, said
     assert "group 1 has finished" in said
     assert "starts again" not in said

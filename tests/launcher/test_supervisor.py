@@ -49,7 +49,7 @@ class Launcher:
 
     def end(self) -> tuple[int, list[str], list[str]]:
         """Wait for its end; return its status and the lines of its output and errors."""
-        out, errors = self.process.communicate(timeout=60)
+        out, errors = self.process.communicate(timeout=200)
         return self.process.returncode, (out or "").splitlines(), (errors or "").splitlines()
 
     def wait_for(self, *files: str) -> None:
@@ -240,7 +240,7 @@ def test_a_job_whose_output_nobody_reads_ends(launch: Any) -> None:
     """Standard output is buffered here, as it is for users: what could not be written is not tried again at the end."""
     launcher = launch("print(1, flush=True)\ntime.sleep(60)", end_patience_s=30.0)
     launcher.process.stdout.close()
-    _, errors = launcher.process.communicate(timeout=60)
+    _, errors = launcher.process.communicate(timeout=200)
     assert launcher.process.returncode == 128 + signal.SIGPIPE
     assert "SIGPIPE: ending the groups that run" in errors
 
