@@ -67,7 +67,7 @@ class Rank:
         """Whether it has ended; or is stopped, and all that it has said is in `events`."""
         try:
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
-        except FileNotFoundError:
+        except OSError:  # it is gone
             state = "X"
         with self._reading:
             return state in "ZX" or (state == "T" and not self._has_said(0))
@@ -100,7 +100,7 @@ class Rank:
 
     def end(self, timeout_s: float = 120.0) -> int:
         code = self.process.wait(timeout_s)
-        self._reader.join(5)
+        self._reader.join(30)
         return code
 
     def steps(self, since: float = 0.0) -> list[dict[str, Any]]:
