@@ -19,19 +19,28 @@ from torchft_ckpt.__main__ import main
 REPO = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "torchft_ckpt", "run"]
 
+SAYS = """
+import os
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+"""Begins the scripts of ranks: torchrun copies what it finds of a line, and marks it, when a rank has written a part of one."""
+
 
 @pytest.mark.processes
 def test_a_rank_is_killed_and_its_group_starts_again_whole(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        f"""
+        SAYS
+        + f"""
 import os, signal, sys, time
 from pathlib import Path
 group, rank = os.environ["REPLICA_GROUP_ID"], os.environ["RANK"]
 life = Path({str(tmp_path)!r}) / f"{{group}}_{{rank}}"
 is_first = not life.exists()
 life.touch()
-print("job", os.environ["TORCHFT_CKPT_JOB"], "of", os.environ["NUM_REPLICA_GROUPS"], sys.argv[1:], flush=True)
+say("job", os.environ["TORCHFT_CKPT_JOB"], "of", os.environ["NUM_REPLICA_GROUPS"], sys.argv[1:])
 if group == "1" and is_first:
     if rank == "1":
         while not life.with_name("1_0").exists():
@@ -84,17 +93,18 @@ def test_a_job_on_one_machine_has_a_token_that_the_commands_there_find(tmp_path:
     """Both ends are ours: nobody is warned of others, and nobody else comes in."""
     script = tmp_path / "train.py"
     script.write_text(
-        """
+        SAYS
+        + """
 import os, stat, subprocess, sys
 from torchft_ckpt import config
-print("token", os.environ.get("TORCHFT_CKPT_TOKEN") or None, os.environ.get("TORCHFT_CKPT_TOKEN_FILE"), flush=True)
+say("token", os.environ.get("TORCHFT_CKPT_TOKEN") or None, os.environ.get("TORCHFT_CKPT_TOKEN_FILE"))
 path = config.token_file_of_run(os.environ["TORCHFT_LIGHTHOUSE"].removeprefix("http://"))
 if os.path.exists(path):
-    print("file", path, oct(stat.S_IMODE(os.stat(path).st_mode)), open(path).read(), flush=True)
+    say("file", path, oct(stat.S_IMODE(os.stat(path).st_mode)), open(path).read())
 shell = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
 for option in ([], ["--token", "guess"]):
     asked = [sys.executable, "-m", "torchft_ckpt", "status", "--lighthouse", os.environ["TORCHFT_LIGHTHOUSE"], *option]
-    print("status", subprocess.run(asked, env=shell, stdout=subprocess.DEVNULL).returncode, flush=True)
+    say("status", subprocess.run(asked, env=shell, stdout=subprocess.DEVNULL).returncode)
 """
     )
     environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
@@ -167,9 +177,9 @@ def test_too_few_gpus_are_an_error_before_anything_starts(
 def test_a_second_machine_adds_its_groups_to_the_job_of_the_first(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        """
-import os
-print(*(os.environ[name] for name in ("NUM_REPLICA_GROUPS", "REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE", "TORCHFT_CKPT_JOB")))
+        SAYS
+        + """
+say(*(os.environ[name] for name in ("NUM_REPLICA_GROUPS", "REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE", "TORCHFT_CKPT_JOB")))
 """
     )
     place = ["--groups", "1", "--first-group", "2", "--all-groups", "4", "--lighthouse", "first:29510", "--job", "big"]
