@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from support.processes import forget, last_lines
 
+gc.disable()  # until all tests are collected: to look for garbage in what is imported takes a fifth of that time
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 os.environ.setdefault("TORCHFT_CKPT_LOG_EVERY_SEC", "0")
 with suppress(ImportError):  # it is not in the environments of scripts/test-torchft and scripts/test-xla
@@ -52,10 +53,25 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Have each process of xdist begin with other files: asserts are rewritten once then, and found by the others."""
+    report = yield
+    here = getattr(collector.config, "workerinput", None)
+    if here is not None and isinstance(collector, pytest.Directory):
+        first = len(report.result) * int(here["workerid"][2:]) // here["workercount"]
+        report.result = report.result[first:] + report.result[:first]
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin the share of each process (xdist deals equal ones) with some of the longest: the last one would hold up the end."""
     if not hasattr(config, "workerinput"):
         return
+    items.sort(key=lambda item: item.path)  # the same in each process
     num_shares = config.workerinput["workercount"]
     longest = [item for item in items if item.get_closest_marker("longest")]
     others = [item for item in items if not item.get_closest_marker("longest")]
@@ -73,6 +89,7 @@ def pytest_collection_finish() -> None:
     """What was imported and collected is nobody's garbage: no collection, of which tests ask for many, looks at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(hookwrapper=True)
