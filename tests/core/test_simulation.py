@@ -220,6 +220,16 @@ def broken_contribution(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ReplicaState, "participating_rank", property(lambda state: state.quorum.replica_rank))
 
 
+FOUND_BY = {"broken_lineage": 119, "broken_names_of_ranks": 23, "broken_question": 21}
+"""The first seed that finds what was broken, of those that take seconds to come to it."""
+
+
+def seeds_for(break_it: object, num_seeds: int) -> list[int]:
+    """Return the seeds that may find it, which are all of them, and first the one that found it last."""
+    first = FOUND_BY.get(break_it.__name__, 0)  # type: ignore[attr-defined]
+    return [*range(first, num_seeds), *range(first)]
+
+
 def broken_newest_step(patch: pytest.MonkeyPatch) -> None:
     """Nobody remembers the newest step."""
     patch.setattr(StateHistory, "note", lambda history, replica_id, version: setattr(history, "_own_step", 0))
@@ -304,7 +314,7 @@ def test_the_simulation_finds_a_rule_that_was_broken_on_purpose(
 ) -> None:
     break_it(monkeypatch)  # type: ignore[operator]
     with pytest.raises(InvariantError):
-        run_seeds(range(260))
+        run_seeds(seeds_for(break_it, 260))
 
 
 def broken_spectator(patch: pytest.MonkeyPatch) -> None:
@@ -423,10 +433,10 @@ def broken_voices(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trials, "lost", lambda trials, replica_id: None)
     right = Trials._judge_alike
 
-    def judge(trials: Trials, members: dict[str, Member], step: int, verdict: Verdict) -> None:
+    def judge(trials: Trials, members: dict[str, Member], silent: set[str], step: int, verdict: Verdict) -> None:
         trials._voices |= dict.fromkeys(members)
         trials._joined = {m: moved for m, moved in trials._joined.items() if m not in members}
-        right(trials, members, step, verdict)
+        right(trials, members, silent, step, verdict)
 
     patch.setattr(Trials, "_judge_alike", judge)
 
@@ -591,7 +601,7 @@ def test_what_a_replica_and_its_group_know_says_at_once_that_a_rule_was_broken(
 ) -> None:
     break_it(monkeypatch)  # type: ignore[operator]
     with pytest.raises(InvariantError, match=what):
-        run_seeds(range(60))
+        run_seeds(seeds_for(break_it, 60))
         for seed in range(60):
             run_with_holds(seed, group_world_size=2, torn_rate=0.3, moods=Moods())
 
