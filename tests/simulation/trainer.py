@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import msgspec
 
@@ -338,7 +339,8 @@ class Trainer:
 
     def _shown(self) -> list[StateShown]:
         self._has_shown = self._settings.shows and self.replica.shows is not Shows.NOTHING
-        return [StateShown(owned=f"{self.held:x}")] if self._has_shown else []
+        held = self.held if isinstance(self.held, int) else crc32(repr(self.held).encode())
+        return [StateShown(owned=f"{held:x}")] if self._has_shown else []
 
     def _sizes(self) -> tuple[int, int]:
         """Bytes of the state, and of what training changes in it."""
