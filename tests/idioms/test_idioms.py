@@ -97,7 +97,7 @@ def loops_and_ways() -> list[object]:
     for number, way in enumerate(WAYS):
         # Outer loops have no spares, and the samplers of a loop may be made for two groups.
         those = [e for e in back if way == "follows" or e.category not in (Category.OUTER, Category.DATA)]
-        few = [e for place, e in enumerate(those) if place % (16, 24, 24)[number] == number or e.key in ALWAYS[way]]
+        few = [e for place, e in enumerate(those) if place % (32, 48, 48)[number] == number or e.key in ALWAYS[way]]
         found += [pytest.param(way, e, id=f"{way}-{e.key}") for e in by_default(few, thorough=those)]
     return found
 
