@@ -269,7 +269,7 @@ class StepLoader:
             nodes = self._deal(formed, now.version)
             here = {*members(self._nodes.by_node)}
             todo = [number for number in members(nodes[formed.replica_rank]) if number not in here]
-            usual = members(_usual_nodes(self.num_microbatches, formed.replica_world_size)[formed.replica_rank])
+            usual = members(_dealt(self.num_microbatches, ((),) * formed.replica_world_size)[formed.replica_rank])
         self._reader.will_want(step.number, todo, usual)
         if not todo:
             self._manager.prepare_scalers(layout.device)
@@ -337,11 +337,10 @@ class StepLoader:
             raise ConfigError(
                 "StepLoader knows no FIXED_WITH_SPARES: pass Manager(spare=True) in the spares", party="StepLoader"
             )
-        accepted = accept([nodes or [] for nodes in formed.nodes or [[]] * num_groups], self.num_microbatches)
-        nodes = _usual_nodes(self.num_microbatches, num_groups)
-        if formed.nodes:
-            has = [one if said is not None else None for one, said in zip(accepted, formed.nodes, strict=True)]
-            nodes = [cover(mine, self.num_microbatches) for mine in deal(self.num_microbatches, has)]
+        said = formed.nodes or [[]] * num_groups
+        accepted = accept([nodes or [] for nodes in said], self.num_microbatches)
+        has = [None if nodes is None else tuple(own) for nodes, own in zip(said, accepted, strict=True)]
+        nodes = _dealt(self.num_microbatches, tuple(has))
         if formed is not self._formed:
             kept = self.held(version)
             self._nodes.keep([node for node in accepted[formed.replica_rank] if node in kept])
@@ -431,9 +430,9 @@ class StepLoader:
 
 
 @functools.lru_cache(maxsize=4)
-def _usual_nodes(num_microbatches: int, num_groups: int) -> list[list[Node]]:
-    """Return the nodes of each of so many groups where nobody has computed anything."""
-    return [cover(mine, num_microbatches) for mine in deal(num_microbatches, [[]] * num_groups)]
+def _dealt(num_microbatches: int, has: tuple[tuple[Node, ...] | None, ...]) -> list[list[Node]]:
+    """Return the nodes that each group has or computes, as `deal` deals them."""
+    return [cover(mine, num_microbatches) for mine in deal(num_microbatches, has)]
 
 
 class Step:

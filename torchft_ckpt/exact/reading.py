@@ -74,8 +74,7 @@ class Samples(Dataset[Any]):
         try:
             return key, self._read(step, number)
         except Exception as error:  # noqa: BLE001 - whatever a data set raises
-            name = type(error).__name__
-            told = str(error) if isinstance(error, _SampleFailedError) else f"{name}: {error}"
+            told = str(error) if isinstance(error, SampleError) else f"{type(error).__name__}: {error}"
             failed = SampleError(f"microbatch {number} of step {step} cannot be read: {told}", party=str(self.dataset))
             failed.__cause__ = error
             return key, failed
@@ -99,17 +98,13 @@ class Samples(Dataset[Any]):
         try:
             return self.dataset[index]
         except Exception as error:
-            raise _SampleFailedError(f"sample {index}: {type(error).__name__}: {error}") from error
+            raise SampleError(f"sample {index}: {type(error).__name__}: {error}") from error
 
     def _index(self, position: int) -> Any:
         if self.order is not None:
             return self.order(position)
         num_samples = self.num_samples or 1
         return sample_at(position, num_samples, self.seed) if self.shuffle else position % num_samples
-
-
-class _SampleFailedError(Exception):
-    pass
 
 
 class Reader(Iterable[Key]):

@@ -56,7 +56,7 @@ from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.saving import IN_STEP
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.starting import StartingRank
-from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
+from torchft_ckpt.manager.state_registry import OwnState, PlainLoop, StateRegistry
 from torchft_ckpt.manager.step import Steps
 from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.process_group.quantization import Quantization, find_codec
@@ -581,8 +581,8 @@ class Manager:
 
     @torch.compiler.disable
     def _enter_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._steps.microbatches is not None and not self._registry.in_function:
-            self._steps.microbatches.refuse("step() of an optimizer")
+        if not self._registry.in_function:
+            self._registry.microbatches.refuse("step() of an optimizer")
         self._steps.begins_to_take(optimizer)
         if self._registry.in_function == "get" and not self._has_warned_of_steps:
             self._has_warned_of_steps = True
@@ -613,8 +613,7 @@ class Manager:
             ConfigError: it is no manager's state; or that of a `StepLoader` of other samples than the one here.
         """
         step, self._restored = self._own.take_saved(state_dict), state_dict
-        if self._steps.microbatches is not None:
-            self._steps.microbatches.check_restored(state_dict)
+        self._registry.microbatches.check_restored(state_dict)
         self._followers.forget()
         with self._client.lock, self._client.replica as replica:
             replica.restore(step)
@@ -628,12 +627,10 @@ class Manager:
             CheckpointError: optimizers are taking a step, so the state is that of no step.
         """
         now = self._client.view()
-        geometry = {} if self._steps.microbatches is None else self._steps.microbatches.geometry()
-        if now.held == now.version:
-            return self._own.saved(self.current_step()) | geometry
-        if not now.held.proven:
+        is_before = now.held != now.version
+        if is_before and not now.held.proven:
             raise CheckpointError(f"the state is not to be saved: {IN_STEP}", self.replica_id())
-        return self._own.saved(now.held.step, is_before=True) | geometry
+        return self._own.saved(now.held.step, is_before=is_before) | self._registry.microbatches.geometry()
 
     # --------------------------------------------------------------------------------------------------------- quorum
 
@@ -711,7 +708,7 @@ class Manager:
 
         Raises: as `start_quorum`.
         """
-        if self._steps.microbatches is not None or not (is_training or self._steps.is_deferred):
+        if self.computes_by_microbatches or not (is_training or self._steps.is_deferred):
             return
         self._begin_deferred()
         wishes = self._steps.wishes_before_forward()
@@ -825,16 +822,16 @@ class Manager:
         Raises:
             ConfigError: there is one.
         """
-        if self._steps.microbatches is not None:
+        if self.computes_by_microbatches:
             raise ConfigError("this Manager has a StepLoader", party="StepLoader")
         if self._restored is not None:
             microbatches.check_restored(self._restored)
-        self._steps.microbatches = self._registry.microbatches = microbatches
+        self._registry.microbatches = microbatches
 
     @property
     def computes_by_microbatches(self) -> bool:
         """Whether a `StepLoader` computes the steps: then no backward pass averages gradients."""
-        return self._steps.microbatches is not None
+        return not isinstance(self._registry.microbatches, PlainLoop)
 
     def begin_microbatches(self) -> ReplicaView:
         """Begin a step, if none is open, with the microbatches that are computed now; return what this replica is in it.

@@ -63,6 +63,23 @@ class _Call:
         self.kind = kind
 
 
+class PlainLoop:
+    """What a Manager asks and tells instead of a `StepLoader` if there is none."""
+
+    in_words = ""
+
+    def held(self, _: StateVersion) -> list[tuple[int, int]]:
+        return []
+
+    def geometry(self) -> dict[str, int]:
+        return {}
+
+    def _takes_no_part(self, *_: object, **__: object) -> None:
+        return
+
+    refuse = votes = decided = check_restored = _takes_no_part
+
+
 class StateRegistry:
     """The users' pairs of functions.
 
@@ -72,7 +89,7 @@ class StateRegistry:
 
     def __init__(self, lock: StateDictLock) -> None:
         self.lock = lock
-        self.microbatches: StepLoader | None = None
+        self.microbatches: StepLoader | PlainLoop = PlainLoop()
         self.num_changes = 0
         """How often it was registered, guarded or loaded: then what is known of the loop's objects is to be looked for again."""
         self._load: dict[str, Callable[[Any], None]] = {}
@@ -228,8 +245,7 @@ class StateRegistry:
             parameters, known = self._parameters(), self._last_known
             names = _names_of(parameters, known, places)
             named = [(names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
-            what = "" if self.microbatches is None else self.microbatches.in_words
-            self._layout = len(parameters), layout_of(named, only_sharded=not known, beside=what)
+            self._layout = len(parameters), layout_of(named, only_sharded=not known, beside=self.microbatches.in_words)
             self._warn_of_left_out(captured, known)
         return self._layout[1]
 

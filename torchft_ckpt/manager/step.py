@@ -71,7 +71,6 @@ from torchft_ckpt.manager.undo import Undo
 from torchft_ckpt.threads import Event, Thread, Threads, new_future
 
 if TYPE_CHECKING:
-    from torchft_ckpt.exact import StepLoader
     from torchft_ckpt.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
@@ -138,8 +137,6 @@ class Steps:
         self._quorum_retries = quorum_retries
         self._sharing = SharedStep()
         self.graphs = OpenGraphs()
-        self.microbatches: StepLoader | None = None
-        """What computes the steps by microbatches."""
         self._undo = Undo(registry, client.replica_id)
         self._taking = StepTaking()
         self._worker = Threads("torchft_ckpt-quorum")
@@ -614,7 +611,7 @@ class Steps:
             at_end=self._is_at_end,
             top_s=self._top_s,
             computes_alone=self._rests_on_another_state,
-            nodes=() if self.microbatches is None else self.microbatches.held(self._client.view().version),
+            nodes=self._registry.microbatches.held(self._client.view().version),
             needs_weights=self._needs_weights and not self._is_at_end,
         )
         request = self._client.begin(wishes, facts)
@@ -700,8 +697,7 @@ class Steps:
 
     def clears_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """See `Manager.begins_step`."""
-        if self.microbatches is not None:
-            self.microbatches.refuse("zero_grad")
+        self._registry.microbatches.refuse("zero_grad")
         is_decided = self._client.view().is_between_steps and not self.is_deferred
         return self._sharing.clears(optimizer, is_decided=is_decided)
 
@@ -950,8 +946,7 @@ class Steps:
     def allreduce(self, tensor: torch.Tensor, way: Way | None, reduce_op: ReduceOp.RedOpType) -> Work:
         """See `Manager.allreduce`. Any thread."""
         client = self._client
-        if self.microbatches is not None:
-            self.microbatches.refuse("a collective over groups")
+        self._registry.microbatches.refuse("a collective over groups")
         self._has_reduced = True
         if client.error() is None:
             self._wait_quorum()
@@ -998,8 +993,7 @@ class Steps:
         self.wait_quorum()
         if self._is_committed is not None:
             return self._ask_again(self._is_committed)
-        if self.microbatches is not None:
-            self.microbatches.votes()
+        self._registry.microbatches.votes()
         vote = self._vote or self._cast_vote(synchronize=True)
         now = self._client.view()
         self._own.batches_before = self._own.batches_committed
@@ -1062,8 +1056,7 @@ class Steps:
         self._undo.end(counts=outcome is Outcome.COMMIT)
         self._clearing.decided(committed=outcome is Outcome.COMMIT)
         self._followers.decided(counts=outcome is Outcome.COMMIT)
-        if self.microbatches is not None:
-            self.microbatches.decided(counts=outcome is Outcome.COMMIT)
+        self._registry.microbatches.decided(counts=outcome is Outcome.COMMIT)
         self._has_computed = self._has_looked = False
         self._seen_with -= {*self._sharing.ending}
         self._seen_with |= {*self._sharing.ending} if self._sees_forward else set()
