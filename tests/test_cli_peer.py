@@ -202,6 +202,9 @@ def test_a_certificate_is_checked_with_the_authority_that_is_named(
     path = tmp_path / "state.safetensors"
     assert main(["pull", transport.metadata(), "--ca", str(ca), "-o", str(path), "--quiet"]) == 0
     assert len(load_file(path)) == 6
+    plain = transport.metadata().replace("https", "http")
+    assert main(["inspect", plain, "--ca", str(ca)]) == 2
+    assert f"{plain} is plain http, and TLS is set up here; use https://HOST:PORT" in capsys.readouterr().err
 
 
 def test_a_peer_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> None:
@@ -218,8 +221,10 @@ def test_a_peer_that_is_not_there_is_named(tmp_path: Path, capsys: Capture) -> N
     [
         (["ftp://127.0.0.1:1"], "url='ftp://127.0.0.1:1' cannot be used"),
         (["127.0.0.1"], "url='127.0.0.1' cannot be used"),
-        (["http://127.0.0.1:1", "--ca", "ca.pem"], "--ca checks a certificate, but an http:// url has none"),
-        (["https://127.0.0.1:1", "--ca", "/no/such/ca.pem"], "--ca /no/such/ca.pem: no certificates can be read"),
+        (
+            ["https://127.0.0.1:1", "--ca", "/no/such/ca.pem"],
+            "the file /no/such/ca.pem cannot be used as TORCHFT_CKPT_TLS_CA",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(arguments: list[str], message: str, capsys: Capture) -> None:

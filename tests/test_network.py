@@ -262,9 +262,9 @@ def test_a_scheme_that_is_spoken_may_be_written_in_any_case(address: str) -> Non
 
 
 NOT_SPOKEN = {
-    "https://127.0.0.1:1": "TLS is not spoken there",
-    "HTTPS://127.0.0.1:1": "TLS is not spoken there",
-    "wss://127.0.0.1:1": "TLS is not spoken there",
+    "https://127.0.0.1:1": "no TLS is set up here; set TORCHFT_CKPT_TLS_CA",
+    "HTTPS://127.0.0.1:1": "no TLS is set up here; set TORCHFT_CKPT_TLS_CA",
+    "wss://127.0.0.1:1": "no TLS is set up here; set TORCHFT_CKPT_TLS_CA",
     "tcp://127.0.0.1:1": "tcp:// is not spoken there",
     "http:/127.0.0.1:1": "is no host",
 }
@@ -284,7 +284,7 @@ def test_the_commands_refuse_it_too_and_name_the_variable_where_there_is_none(
     for variable in ("TORCHFT_CKPT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
         monkeypatch.delenv(variable, raising=False)
     assert main([command, "--lighthouse", "https://127.0.0.1:1", "--token", "secret"]) == 2
-    assert "TLS is not spoken there" in capsys.readouterr().err
+    assert "no TLS is set up here; set TORCHFT_CKPT_TLS_CA" in capsys.readouterr().err
     assert main([command]) == 2
     assert "pass --lighthouse or set TORCHFT_LIGHTHOUSE" in capsys.readouterr().err
 

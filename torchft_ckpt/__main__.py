@@ -8,6 +8,7 @@ allow-step-loss   let a job whose newest state is lost go on from an older one
 inspect           print what a live peer serves
 pull              save the state of a live peer to a file
 checkpoints       list, verify or export durable checkpoints
+certificates      make certificates for TLS
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from torchft_ckpt import __version__
-from torchft_ckpt.cli import checkpoints, lighthouse, peer, run
+from torchft_ckpt.cli import certificates, checkpoints, lighthouse, peer, run
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ConfigError, TorchftCkptError
 
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     lighthouse.add_commands(commands)
     peer.add_commands(commands)
     checkpoints.add_commands(commands)
+    certificates.add_commands(commands)
     return parser
 
 

@@ -7,6 +7,9 @@
 | `TORCHFT_CKPT_TOKEN`                |                               | shared secret of all parties of a job            |
 | `TORCHFT_CKPT_TOKEN_FILE`           |                               | file that holds the secret, if that is not set;  |
 |                                     |                               | read again when it has changed                   |
+| `TORCHFT_CKPT_TLS_CERT`             |                               | certificate of this process, PEM: TLS is spoken  |
+| `TORCHFT_CKPT_TLS_KEY`              |                               | its private key, PEM                             |
+| `TORCHFT_CKPT_TLS_CA`               |                               | authorities that peers' certificates are of, PEM |
 | `TORCHFT_CKPT_HOSTNAME`             |                               | address that this process tells its peers        |
 | `NCCL_SOCKET_IFNAME`                |                               | NCCL's interface; beside NCCL it gives that      |
 |                                     |                               | address, if nothing above does                   |
@@ -51,6 +54,9 @@ JOB = ("TORCHFT_CKPT_JOB",)
 TOKEN = ("TORCHFT_CKPT_TOKEN",)
 TOKEN_FILE = "TORCHFT_CKPT_TOKEN_FILE"
 MAX_SECRET_BYTES = 4096
+TLS_CERT = ("TORCHFT_CKPT_TLS_CERT",)
+TLS_KEY = ("TORCHFT_CKPT_TLS_KEY",)
+TLS_CA = ("TORCHFT_CKPT_TLS_CA",)
 HOSTNAME = ("TORCHFT_CKPT_HOSTNAME",)
 NCCL_INTERFACE = ("NCCL_SOCKET_IFNAME",)
 GLOO_INTERFACE = ("GLOO_SOCKET_IFNAME",)
@@ -130,7 +136,7 @@ _said: set[str] = set()
 """Warnings that were given, once for this process."""
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         logger.warning("%s", message)
@@ -152,10 +158,10 @@ def secrets(token: str) -> list[str]:
     path, found = _secret_files.get(token, ("", [token]))
     if path:
         try:
-            found, _ = _secrets_in(path, _stamp_of(path))
+            found, _ = _secrets_in(path, stamp_of(path))
             _secret_files[token] = path, found
         except (OSError, ValueError) as error:  # it is being written, or gone
-            _warn_once(f"the token's file {path} cannot be read ({_why(error)}); what it held last counts on")
+            warn_once(f"the token's file {path} cannot be read ({_why(error)}); what it held last counts on")
     return found
 
 
@@ -165,7 +171,8 @@ def environment_of(token: str) -> dict[str, str]:
     return {TOKEN_FILE: path, TOKEN[0]: ""} if path else {TOKEN[0]: token}
 
 
-def _stamp_of(path: str) -> tuple[int, ...]:
+def stamp_of(path: str) -> tuple[int, ...]:
+    """Return what is another when the file at a path is another, or has been written to."""
     status = os.stat(path)
     return status.st_ino, status.st_ctime_ns, status.st_size
 
@@ -195,12 +202,12 @@ def read_secret(path: str, what: str) -> str:
         ConfigError: it cannot be read, is empty, or holds what is no secret: more than two lines, or more than 4 KiB.
     """
     try:
-        found, mode = _secrets_in(path, _stamp_of(path))
+        found, mode = _secrets_in(path, stamp_of(path))
         _secret_files[found[0]] = os.path.abspath(path), found  # the script may go to another directory
     except (OSError, ValueError) as error:
         raise ConfigError(f"the file {path!r} that {what} names cannot be used: {_why(error)}", party=what) from error
     if mode & (stat.S_IRGRP | stat.S_IROTH):
-        _warn_once(f"others than its owner may read the token in {path}; `chmod 600` keeps it secret")
+        warn_once(f"others than its owner may read the token in {path}; `chmod 600` keeps it secret")
     return found[0]
 
 
@@ -297,31 +304,38 @@ def parse_bool(text: str) -> bool:
         raise ValueError("expected true or false") from None
 
 
-def parse_host_port(address: str, *, what: str, default_host: str = "") -> tuple[str, int]:
+def parse_host_port(address: str, *, what: str, default_host: str = "", has_tls: bool | None = None) -> tuple[str, int]:
     """Split `host:port`, `[v6]:port`, `:port` or `http://host:port` into host and port.
 
     Args:
         default_host: the host of `:port`.
+        has_tls: of a service that speaks TLS or plain HTTP: which of them is set up here. None: it never speaks TLS.
 
     Raises:
-        ConfigError: there is no port or it is out of range, or the scheme is another than http (or ws): nobody who is reached
-            at such an address speaks TLS.
+        ConfigError: there is no port or it is out of range, or the scheme is another than what is spoken there.
     """
     scheme, has_scheme, text = address.strip().rpartition("://")
     host, colon, port_text = text.rstrip("/").rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     try:
         if has_scheme and scheme.lower() in ("https", "wss"):
-            raise ValueError("TLS is not spoken there, and without it the token would travel in the clear")
-        if has_scheme and scheme.lower() not in ("http", "ws"):
+            if has_tls is None:
+                raise ValueError("TLS is not spoken there, and without it the token would travel in the clear")
+            if not has_tls:
+                raise ValueError(
+                    "no TLS is set up here; set TORCHFT_CKPT_TLS_CA, and in ranks TORCHFT_CKPT_TLS_CERT and _KEY"
+                )
+        elif has_scheme and scheme.lower() not in ("http", "ws"):
             raise ValueError(f"{scheme}:// is not spoken there")
+        elif has_scheme and has_tls:
+            raise ValueError("that is plain http, and TLS is set up here: nothing is sent there in the clear")
         if not colon:
             raise ValueError("it has no port")
         if "/" in host:
             raise ValueError(f"{host!r} is no host")
         port = parse_port(port_text)
     except ValueError as error:
-        raise ConfigError(
-            f"{what} {address!r} cannot be used: {error}; expected HOST:PORT or http://HOST:PORT", party=what
-        ) from error
+        expected = f"{'https' if has_tls else 'http'}://HOST:PORT"
+        message = f"{what} {address!r} cannot be used: {error}; expected HOST:PORT or {expected}"
+        raise ConfigError(message, party=what) from error
     return host or default_host, port

@@ -6,6 +6,7 @@
     |   |-- LighthouseUnreachableError  nobody answered at the lighthouse's address (a ConnectionError)
     |   |-- AddressInUseError           the port that a service was told to bind is taken (an OSError)
     |   |-- AuthenticationError         the other side refused our token, or we refused theirs
+    |   |   `-- TlsError                no TLS session: a certificate does not verify, or one side speaks plain HTTP
     |   |-- ProtocolVersionError        the two sides speak different versions
     |   |-- ProtocolError               a peer sent something that the protocol does not allow
     |   |-- RefusedError                the lighthouse will not have this group; the message says why
@@ -96,6 +97,12 @@ class AddressInUseError(CoordinationError, OSError):
 
 class AuthenticationError(CoordinationError):
     """One side refused the other's token; no message was exchanged."""
+
+
+class TlsError(AuthenticationError):
+    """There is no TLS session with the other side: a certificate does not verify, or one side speaks plain HTTP; neither token
+    nor message was sent.
+    """
 
 
 class ProtocolVersionError(CoordinationError):

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import trustme
+from support.certificates import Files
 from support.processes import run, start
 from support.waiting import wait_until
 
@@ -134,6 +136,37 @@ for option in ([], ["--token", "guess"]):
     # The groups have it themselves: the file may be cleaned away.
     assert (kept, file, mode, statuses) == (token, "None", "0o600", [["status", "0"], ["status", "1"]])
     assert path in done.stderr and not Path(path).exists()
+
+
+@pytest.mark.processes
+def test_groups_have_the_certificates_that_run_was_told_wherever_they_are_started(tmp_path: Path) -> None:
+    """The options' paths are those of the launcher's folder, and a script may go to another one."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import os, subprocess, sys
+from torchft_ckpt import HTTPTransport, Manager, ProcessGroupGloo
+os.chdir("/")
+manager = Manager(ProcessGroupGloo(), None, None, 1)
+print("at", os.environ["TORCHFT_LIGHTHOUSE"].partition("//")[0], manager._transport.metadata().partition("//")[0], flush=True)
+done = subprocess.run([sys.executable, "-m", "torchft_ckpt", "status"], stdout=subprocess.DEVNULL)
+print("status", done.returncode, flush=True)
+manager.shutdown()
+"""
+    )
+    Files(tmp_path / "tls", trustme.CA())
+    options = ["--tls-cert", "tls/host.pem", "--tls-key", "tls/host.key", "--tls-ca", "tls/ca.pem"]
+    done = run(
+        [*RUN, "--groups", "1", *options, "--", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert said == [["at", "https:", "https:"], ["status", "0"]]
 
 
 def test_a_token_is_kept_where_the_session_has_no_folder_and_a_place_that_is_taken_is_named(

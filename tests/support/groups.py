@@ -219,7 +219,7 @@ class LighthouseProcess:
         finally:
             os.close(writable)
         line = self.process.stdout.readline()
-        match = re.search(r"http://([\d.]+):(\d+)", line)
+        match = re.search(r"https?://([\d.]+):(\d+)", line)
         assert match, f"lighthouse did not start: {line!r}"
         self.address = f"{match[1]}:{match[2]}"
         self.log: list[str] = []

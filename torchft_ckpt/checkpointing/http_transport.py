@@ -64,6 +64,7 @@ from torchft_ckpt.errors import (
 from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.network import Host, choose_host, other_hosts, warn_if_open, wildcard_for
 from torchft_ckpt.threads import end_at_exit
+from torchft_ckpt.tls import resolve_tls
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,9 +99,10 @@ class HTTPTransport(CheckpointTransport[T]):
         staging_budget_bytes: at most so much is copied aside for receivers that are not done when the trainer goes on; beyond
             it the slowest of them lose their lease and are told so. Default: a quarter of the memory, this
             machine's or the container's.
-        ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`), and refuse sources that do not; default: plain http.
-        client_ssl_context: whom to believe, and who we are, where a source speaks https; default: the certificate
-            authorities of this machine.
+        ssl_context: serve https with it (`ssl.PROTOCOL_TLS_SERVER`), and refuse sources that do not; default: of
+            `TORCHFT_CKPT_TLS_CERT`, `_KEY` and `_CA`, else plain http.
+        client_ssl_context: whom to believe, and who we are; sources that speak plain http are refused. Default: of the same
+            variables, else the certificate authorities of this machine, where a source speaks https.
         max_connections: connections at a time. If there are more, those are closed first that have not shown the token.
         max_connections_per_client: those of one address that have not shown the token; without a token, all of one address.
         max_requests_per_s: requests that one address may make in the long run; beyond it answers are 429.
@@ -178,6 +180,10 @@ class HTTPTransport(CheckpointTransport[T]):
             "max_requests_per_s": max_requests_per_s,
             "max_serve_bytes_per_s": max_serve_bytes_per_s,
         }
+        tls = None if ssl_context is not None and client_ssl_context is not None else resolve_tls()
+        if tls is not None and ssl_context is None:
+            tls.check_is_for(host.address)
+        served = ssl_context or tls
         self._host = host
         self._bind = bind or wildcard_for(host.address)
         self._server = CheckpointServer(
@@ -185,12 +191,12 @@ class HTTPTransport(CheckpointTransport[T]):
             bind=self._bind,
             port=port,
             token=token,
-            ssl_context=ssl_context,
+            ssl_context=served,
             limits=ServerLimits(**{name: value for name, value in limits.items() if value is not None}),  # type: ignore[arg-type]
         )
         warn_if_open("the checkpoint transport", self._bind, token)
         end_at_exit(self.shutdown)
-        self._metadata = str(SourceAddress(host.address, self._server.port, "http" if ssl_context is None else "https"))
+        self._metadata = str(SourceAddress(host.address, self._server.port, "http" if served is None else "https"))
         self._options = FetchOptions(
             connect_timeout_s=connect.total_seconds(),
             stall_timeout_s=stall_timeout.total_seconds(),
@@ -200,7 +206,7 @@ class HTTPTransport(CheckpointTransport[T]):
             token=token,
             receiver=uuid.uuid4().hex,
             address=self._metadata,
-            ssl_context=client_ssl_context,
+            ssl_context=client_ssl_context or tls,
         )
         self._lock.add_before_write(self._snapshots.detach_all)
         if type(self).disallow_checkpoint is not HTTPTransport.disallow_checkpoint:

@@ -44,6 +44,7 @@ A refusal has a JSON body `{error, message, serving_step}`:
 | 400    | `https_only`        | with https                                                     |
 | 400    | `lost`              | yes: the connection ended before the request was looked at     |
 | 401    | `unauthorized`      | no: other token                                                |
+| 403    | `certificate`       | with a certificate of the job's authority                      |
 | 404    | `not_yet`           | yes, at once: the step may be served later                     |
 | 404    | `not_found`         | no: no such path                                               |
 | 409    | `over`              | no: the source has gone on to a later step                     |

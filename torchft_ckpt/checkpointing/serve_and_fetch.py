@@ -33,7 +33,7 @@ def serve(
         state: tensors and plain values in dicts, lists and tuples.
         bind: the address of this machine to listen at; default: all of them.
         token: shared secret; default: `TORCHFT_CKPT_TOKEN`, else everybody who can connect is served.
-        ssl_context: of a server, for https.
+        ssl_context: of a server, for https; default: of `TORCHFT_CKPT_TLS_CERT`, `_KEY` and `_CA`, else plain http.
 
     Raises:
         UnsupportedValueError: the state holds something that cannot be carried.
@@ -61,7 +61,7 @@ def fetch(
         into: a state like it, whose tensors receive the values; the rest is new in what is returned. Default: fresh memory.
         timeout: in which all of it has to be here; a number means seconds.
         token: as of `serve`.
-        ssl_context: of a client, whom to believe.
+        ssl_context: of a client, whom to believe; default: of the same variables.
 
     Raises:
         TransferError: a subclass says why it is not here. If `state_overwritten` is true, `into` holds parts of both states.

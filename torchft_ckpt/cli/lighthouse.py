@@ -12,7 +12,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from torchft_ckpt.cli.options import add_token
+from torchft_ckpt.cli.options import add_tls, add_token, tls_of
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.network import max_descriptors
 
@@ -60,6 +60,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="go on from an older state when every group that held the newest committed step is gone",
     )
     add_token(lighthouse)
+    add_tls(lighthouse)
     lighthouse.set_defaults(run=_run_lighthouse)
 
     status = commands.add_parser("status", help="print what a lighthouse knows of its jobs, or of one, as JSON")
@@ -94,6 +95,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_lighthouse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lighthouse", help="HOST:PORT (default: TORCHFT_LIGHTHOUSE)")
     add_token(parser)
+    add_tls(parser)
 
 
 def _add_job(parser: argparse.ArgumentParser, text: str) -> None:
@@ -103,6 +105,7 @@ def _add_job(parser: argparse.ArgumentParser, text: str) -> None:
 def _run_lighthouse(options: argparse.Namespace) -> int:
     from torchft_ckpt.coordination.lighthouse_server import LighthouseServer
 
+    tls = tls_of(options)
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # unlike an Event, it may be used in a handler
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: signals.put(number))
@@ -115,6 +118,7 @@ def _run_lighthouse(options: argparse.Namespace) -> int:
         token=options.token,
         hostname=options.hostname,
         allow_step_loss=options.allow_step_loss,
+        ssl_context=None if tls is None else tls.server,
     )
     print(f"lighthouse at {server.address()}", flush=True)
     signals.get()
@@ -169,4 +173,4 @@ def _run_forget_job(options: argparse.Namespace) -> int:
 def _lighthouse(options: argparse.Namespace) -> Lighthouse:
     from torchft_ckpt.coordination.asking import Lighthouse
 
-    return Lighthouse(options.lighthouse, options.token)
+    return Lighthouse(options.lighthouse, options.token, tls_of(options))

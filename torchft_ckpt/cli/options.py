@@ -1,4 +1,4 @@
-"""Options that several commands take: the token, given there or in a file; numbers."""
+"""Options that several commands take: the token, given there or in a file; the files of TLS; numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from torchft_ckpt import config
 from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.tls import Tls, resolve_tls
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,24 @@ def add_token(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--token-file", dest="token", type=_secret_in, metavar="FILE", help="file that holds the shared secret"
     )
+
+
+def add_tls(parser: argparse.ArgumentParser, *more: str) -> None:
+    """Add `--tls-cert`, `--tls-key` and `--tls-ca`, the last under further names, too; see `tls_of`."""
+    options = parser.add_argument_group("TLS")
+    options.add_argument("--tls-cert", metavar="FILE", help="certificate to show, PEM (default: TORCHFT_CKPT_TLS_CERT)")
+    options.add_argument("--tls-key", metavar="FILE", help="its private key, PEM (default: TORCHFT_CKPT_TLS_KEY)")
+    text = "certificates of the authorities that the other side's is of, PEM (default: TORCHFT_CKPT_TLS_CA)"
+    options.add_argument("--tls-ca", *more, metavar="FILE", help=text)
+
+
+def tls_of(options: argparse.Namespace) -> Tls | None:
+    """Return what the options and the environment say; None: plain HTTP is spoken.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    return resolve_tls(options.tls_cert, options.tls_key, options.tls_ca)
 
 
 def _secret_in(path: str) -> str:

@@ -7,13 +7,12 @@ import contextlib
 import functools
 import json
 import logging
-import ssl
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchft_ckpt.cli.options import add_token, count, seconds
+from torchft_ckpt.cli.options import add_tls, add_token, count, seconds, tls_of
 from torchft_ckpt.errors import ConfigError, SourceRefusedError
 
 if TYPE_CHECKING:
@@ -73,9 +72,7 @@ def _add_peer(parser: argparse.ArgumentParser, *, all_ranks: bool = False) -> No
     parser.add_argument("--job", help="in place of URLs: the job, whose groups its lighthouse names")
     parser.add_argument("--lighthouse", metavar="HOST:PORT", help="of that job (default: TORCHFT_LIGHTHOUSE)")
     add_token(parser)
-    parser.add_argument(
-        "--ca", metavar="FILE", help="certificates to check the peer's with, PEM (default: the system's)"
-    )
+    add_tls(parser, "--ca")
     parser.set_defaults(log_level=logging.WARNING)
 
 
@@ -151,19 +148,10 @@ def _peers(options: argparse.Namespace, urls: list[str]) -> JobPeers:
 
     if urls and (options.job is not None or options.lighthouse is not None):
         raise ConfigError("name the peer by its URL, or the job by --job, not both", "job")
-    context = _ssl_context(urls[0] if urls else "", options.ca)
+    tls = tls_of(options)
+    if tls is not None and (plain := [url for url in urls if url.startswith("http://")]):
+        raise ConfigError(f"{plain[0]} is plain http, and TLS is set up here; use https://HOST:PORT", "url")
     if urls:
-        return JobPeers([urls], token=options.token, ssl_context=context)
-    asked = Lighthouse(options.lighthouse, options.token)
-    return JobPeers(functools.partial(asked.urls, options.job), token=asked.token, ssl_context=context)
-
-
-def _ssl_context(url: str, ca: str | None) -> ssl.SSLContext | None:
-    if ca is None:
-        return None
-    if url.startswith("http://"):
-        raise ConfigError("--ca checks a certificate, but an http:// url has none; use https://HOST:PORT", "--ca")
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except OSError as error:  # also ssl.SSLError
-        raise ConfigError(f"--ca {ca}: no certificates can be read from it: {error}", "--ca") from error
+        return JobPeers([urls], token=options.token, ssl_context=tls)
+    asked = Lighthouse(options.lighthouse, options.token, tls)
+    return JobPeers(functools.partial(asked.urls, options.job), token=asked.token, ssl_context=tls)

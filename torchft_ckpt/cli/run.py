@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchft_ckpt import config
-from torchft_ckpt.cli.options import add_token
+from torchft_ckpt.cli.options import add_tls, add_token, tls_of
 from torchft_ckpt.core.services.launching import LaunchPlan
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.network import is_loopback
@@ -69,6 +69,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     more.add_argument("--job", help="the job's name, the same on each machine (default: a new one)")
     add_token(run)
+    add_tls(run)
     run.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the training script and its arguments"
     )
@@ -89,6 +90,9 @@ def _run(options: argparse.Namespace) -> int:
     job = _job(options)
     if options.token:
         os.environ.update(config.environment_of(options.token))
+    tls = tls_of(options)
+    if tls is not None:
+        os.environ.update(tls.environment())
     with _lighthouse(options, plan) as address, _log_folder(options.log_dir) as log_folder:
         _log.info(
             "lighthouse at %s, job %s: groups %d to %d of %d, ranks of each: %d",
@@ -145,7 +149,7 @@ def _lighthouse(options: argparse.Namespace, plan: LaunchPlan) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         stack.callback(server.shutdown)
         if own_token is not None:
-            stack.enter_context(_token_file(server.address().removeprefix("http://"), own_token))
+            stack.enter_context(_token_file(server.address().partition("://")[2], own_token))
         yield server.address()
 
 

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import cause_of, client_session
+from torchft_ckpt.coordination.channel import cause_of, client_session, raise_if_tls, secured, service_url
 from torchft_ckpt.coordination.lighthouse_connection import resolve_job
 from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
@@ -31,6 +31,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.network import join_host_port
 from torchft_ckpt.threads import in_background
+from torchft_ckpt.tls import Tls, resolve_tls
 
 MAX_STATUS_BYTES = 64 << 20
 """Ten times what one needs of a job with 20,000 groups."""
@@ -46,16 +47,19 @@ class Lighthouse:
     Args:
         address: default: the environment's.
         token: shared secret; default: the environment's, else that of the `run` on this machine that started the lighthouse.
+        tls: default: the environment's, else plain HTTP is spoken.
 
     Raises:
         ConfigError: there is no address, or it is none.
     """
 
-    def __init__(self, address: str | None, token: str | None) -> None:
+    def __init__(self, address: str | None, token: str | None, tls: Tls | None = None) -> None:
         address = config.resolve(address, config.LIGHTHOUSE, "", str)
         if not address:
             raise ConfigError("no lighthouse address: pass --lighthouse or set TORCHFT_LIGHTHOUSE", "lighthouse")
-        self.address = join_host_port(*config.parse_host_port(address, what="lighthouse address"))
+        self._tls = tls or resolve_tls()
+        place = config.parse_host_port(address, what="lighthouse address", has_tls=self._tls is not None)
+        self.address = join_host_port(*place)
         self.token = config.token_for(self.address, token)
         self._has_found = False
         self._unknown_since: float | None = None
@@ -69,7 +73,7 @@ class Lighthouse:
 
         Raises:
             ConfigError: it knows no such job.
-            AuthenticationError: it refuses our token.
+            AuthenticationError: it refuses our token; or a `TlsError`.
             LighthouseUnreachableError: it does not answer, or is none.
         """
         return in_background(lambda: asyncio.run(self._status(job)), "torchft_ckpt-asks").result()
@@ -119,10 +123,12 @@ class Lighthouse:
         query = {} if job is None else {"job": resolve_job(job)}
         try:
             async with client_session(self._headers | {"Accept-Encoding": "identity"}) as session:
-                async with session.get(f"http://{self.address}/", params=query, timeout=timeout) as response:
+                url = service_url(self.address, "/", self._tls)
+                async with session.get(url, params=query, timeout=timeout, **secured(self._tls)) as response:
                     if response.status == 404 and job is not None:
                         told = f"the lighthouse at {self.address} knows no job {job}; `status` lists them"
                         raise ConfigError(told, "job")
+                    raise_if_tls(response.headers, "the lighthouse", self.address, self._tls)
                     self._check(response.status)
                     if "Content-Encoding" in response.headers:
                         raise self._is_none("it compresses its answer, and was asked not to")
@@ -131,7 +137,8 @@ class Lighthouse:
                         if len(body) > MAX_STATUS_BYTES:
                             raise self._is_none(f"its status is longer than {MAX_STATUS_BYTES >> 20} MiB")
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            why = cause_of(error) if str(error) else "the status was not there after 10 s"
+            raise_if_tls(error, "the lighthouse", self.address, self._tls)
+            why = cause_of(error, self._tls) if str(error) else "the status was not there after 10 s"
             raise self._is_silent(why) from error
         try:
             status = json.loads(body)
@@ -145,16 +152,17 @@ class Lighthouse:
         party = f"the lighthouse at {self.address}"
         try:
             async with client_session(self._headers) as session:
-                url = f"http://{self.address}/v1/groups"
-                socket = await asyncio.wait_for(session.ws_connect(url, params=query), 10)
+                url = service_url(self.address, "/v1/groups", self._tls)
+                socket = await asyncio.wait_for(session.ws_connect(url, params=query, **secured(self._tls)), 10)
                 await socket.send_str(encode(word))
                 answer = await socket.receive(timeout=10)
                 await socket.close()
-        except aiohttp.WSServerHandshakeError as error:
-            self._check(error.status)
-            raise self._is_none(f"HTTP {error.status}") from error
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise self._is_silent(cause_of(error)) from error
+            raise_if_tls(error, "the lighthouse", self.address, self._tls)
+            if isinstance(error, aiohttp.WSServerHandshakeError):
+                self._check(error.status)
+                raise self._is_none(f"HTTP {error.status}") from error
+            raise self._is_silent(cause_of(error, self._tls)) from error
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise LighthouseUnreachableError(f"{party} closed the connection without an answer", self.address)
         said = decode_from_lighthouse(answer.data, party)

@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from torchft_ckpt.core.coordination.messages import MAX_MESSAGE_BYTES, Message, encode
+from torchft_ckpt.core.services.handshakes import CERTIFICATE_IS_MISSING
 from torchft_ckpt.core.text import printable
-from torchft_ckpt.front.limits import becomes_websocket, showed_token
+from torchft_ckpt.errors import TlsError
+from torchft_ckpt.front.limits import REFUSAL_HEADER, becomes_websocket, showed_token
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import keep_from_forked_children, set_dead_peer_timeout, without_mapping
+from torchft_ckpt.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,11 @@ MAX_QUEUED_MESSAGES = 1024
 MAX_QUEUED_BYTES = 8 << 20
 CLOSE_TIMEOUT_S = 1.0
 _IN_A_ROW = 4
+_SSL_OF_AIOHTTP = re.compile(r" ssl:(default|True|<[^>]*>)")
+_REFUSALS = {
+    "https_only": "it speaks TLS, and none is set up here; set TORCHFT_CKPT_TLS_CERT, _KEY and _CA",
+    "certificate": f"it asks us: {CERTIFICATE_IS_MISSING}",
+}
 
 
 def request_socket(request: web.Request) -> socket.socket | None:
@@ -76,9 +86,40 @@ async def open_websocket(
     return websocket
 
 
-def cause_of(error: BaseException) -> str:
+def cause_of(error: BaseException, tls: Tls | None = None) -> str:
     """Say why a connection failed. aiohttp writes behind each address how it uses TLS, also where it uses none."""
-    return str(error).replace(" ssl:default", "") or type(error).__name__
+    if tls is not None and tls.certificate and isinstance(error, aiohttp.ServerDisconnectedError):
+        return f"it closed the connection, and its log says why: perhaps it does not accept our certificate {tls.certificate}"
+    return _SSL_OF_AIOHTTP.sub("", str(error)) or type(error).__name__
+
+
+def service_url(address: str, path: str, tls: Tls | None) -> str:
+    return f"{'http' if tls is None else 'https'}://{address}{path}"
+
+
+def secured(tls: Tls | None) -> dict[str, Any]:
+    """Return the arguments of aiohttp's requests that have it speak TLS as we do."""
+    return {} if tls is None else {"ssl": tls.client()}
+
+
+def raise_if_tls(failed: BaseException | Mapping[str, str], party: str, address: str, tls: Tls | None) -> None:
+    """Raise where TLS, or its absence, is why a connection came to nothing; else return.
+
+    Args:
+        failed: what it raised, or the headers of an answer.
+
+    Raises:
+        TlsError: nothing was said that is not for everybody.
+    """
+    cause = failed if isinstance(failed, BaseException) else None
+    headers = failed if not isinstance(failed, BaseException) else getattr(failed, "headers", None) or {}
+    why = _REFUSALS.get(headers.get(REFUSAL_HEADER, ""), "")
+    if not why and tls is not None and cause is not None:
+        was_open = not isinstance(cause, aiohttp.ClientConnectorError)
+        is_closed = was_open and isinstance(cause, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+        why = tls.why_not(cause, was_closed=is_closed)
+    if why:
+        raise TlsError(f"no TLS with {party} at {address}: {why}", address) from cause
 
 
 def client_session(

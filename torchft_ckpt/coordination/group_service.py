@@ -49,6 +49,7 @@ from torchft_ckpt.errors import CoordinationError, JobFinishedError, ProtocolErr
 from torchft_ckpt.front.limits import FrontLimits, introduced, on_overrun
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import advertised_host, bind_for, join_host_port, listen_as
+from torchft_ckpt.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,10 @@ class GroupService:
         token: shared secret, empty for none.
         replica_id: of the group; the other ranks prove under it that they know the token.
         heartbeat_interval, connect_timeout: towards the lighthouse.
+        tls: None: plain HTTP is spoken.
 
     Raises:
-        LighthouseUnreachableError, AuthenticationError, ProtocolVersionError, RefusedError, AddressInUseError.
+        LighthouseUnreachableError, TlsError, AuthenticationError, ProtocolVersionError, RefusedError, AddressInUseError.
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class GroupService:
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
         replica_id: str = "",
+        tls: Tls | None = None,
     ) -> None:
+        self._tls = tls
         self._state = GroupState(world_size)
         self._on_message = on_message
         self._user_on_refused = on_refused
@@ -113,6 +117,7 @@ class GroupService:
             on_refused=self._refused,
             heartbeat_interval=heartbeat_interval,
             connect_timeout=connect_timeout,
+            tls=tls,
         )
         self._address = ""
         self._thread = LoopThread("torchft_ckpt-coordination")
@@ -159,7 +164,15 @@ class GroupService:
         limits = FrontLimits(
             max_connections=max_connections, max_connections_per_client=max_connections, max_strangers=_MAX_STRANGERS
         )
-        self._front = front = Front(app, listeners, name="the manager service", token=self._token, limits=limits)
+        self._front = front = Front(
+            app,
+            listeners,
+            name="the manager service",
+            token=self._token,
+            limits=limits,
+            ssl_context=None if self._tls is None else self._tls.server,
+            without_certificate=(),
+        )
         app.add_routes([web.get("/v1/ranks", functools.partial(self._serve_rank, front))])
         await front.start()
         self._watch = asyncio.get_running_loop().create_task(self._watch_ranks())

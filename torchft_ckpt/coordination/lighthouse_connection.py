@@ -15,7 +15,7 @@ from datetime import timedelta
 import aiohttp
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import Channel, cause_of, client_session
+from torchft_ckpt.coordination.channel import Channel, cause_of, client_session, raise_if_tls, secured, service_url
 from torchft_ckpt.core.coordination.jobs import DEFAULT_JOB, JOB_NAME_RULE, is_job_name
 from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
@@ -42,8 +42,10 @@ from torchft_ckpt.errors import (
     ProtocolError,
     ProtocolVersionError,
     RefusedError,
+    TlsError,
 )
 from torchft_ckpt.network import join_host_port
+from torchft_ckpt.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class LighthouseConnection:
     """Use on its event loop only.
 
     Args:
-        address: of the lighthouse, `host:port` or `http://host:port`; another is a ConfigError.
+        address: of the lighthouse, `host:port` or with the scheme that is spoken; another is a ConfigError.
         job: its name.
         token: shared secret, empty for none.
         hello: makes the first message of each connection.
@@ -78,6 +80,7 @@ class LighthouseConnection:
         on_refused: called when the lighthouse will not have this group any more; there will be no further attempt.
         heartbeat_interval: a heartbeat is sent when nothing else was for so long.
         connect_timeout: of one attempt.
+        tls: None: plain HTTP is spoken.
     """
 
     def __init__(
@@ -92,8 +95,11 @@ class LighthouseConnection:
         on_refused: Callable[[CoordinationError], None],
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
+        tls: Tls | None = None,
     ) -> None:
-        self.address = join_host_port(*config.parse_host_port(address, what="lighthouse address"))
+        place = config.parse_host_port(address, what="lighthouse address", has_tls=tls is not None)
+        self.address = join_host_port(*place)
+        self._tls = tls
         self._job = job
         self._token = token
         self._hello = hello
@@ -119,7 +125,7 @@ class LighthouseConnection:
 
         Raises:
             LighthouseUnreachableError: nobody answered within the connect timeout.
-            AuthenticationError, ProtocolVersionError, RefusedError: somebody did, and refused.
+            TlsError, AuthenticationError, ProtocolVersionError, RefusedError: somebody did, and refused.
         """
         loop = asyncio.get_running_loop()
         self._session = client_session()
@@ -134,8 +140,9 @@ class LighthouseConnection:
                 attempt += 1
                 if loop.time() + pause >= deadline:
                     await self._session.close()
+                    why = cause_of(error, self._tls)
                     message = (
-                        f"no lighthouse answers at {self.address} after {self._connect_timeout_s:g} s ({cause_of(error)});"
+                        f"no lighthouse answers at {self.address} after {self._connect_timeout_s:g} s ({why});"
                         " start one with `python -m torchft_ckpt lighthouse`, or mend the address"
                         " (lighthouse_addr, TORCHFT_LIGHTHOUSE)"
                     )
@@ -179,13 +186,18 @@ class LighthouseConnection:
         if self._session is None:
             raise RuntimeError("internal error: not started")
         headers = {"Authorization": f"Bearer {config.secrets(self._token)[0]}"} if self._token else {}
-        url = f"http://{self.address}/v1/groups?job={self._job}"
+        url = service_url(self.address, f"/v1/groups?job={self._job}", self._tls)
         try:
             socket = await asyncio.wait_for(
-                self._session.ws_connect(url, headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0),
+                self._session.ws_connect(
+                    url, headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0, **secured(self._tls)
+                ),
                 self._connect_timeout_s,
             )
-        except aiohttp.WSServerHandshakeError as error:
+        except aiohttp.ClientError as error:
+            raise_if_tls(error, "the lighthouse", self.address, self._tls)
+            if not isinstance(error, aiohttp.WSServerHandshakeError):
+                raise
             if error.status in (401, 403):
                 message = (
                     f"the lighthouse at {self.address} refused our token; set the same TORCHFT_CKPT_TOKEN on both sides"
@@ -272,7 +284,7 @@ class LighthouseConnection:
             await self._may_connect.wait()
             try:
                 channel = await self._connect()
-            except _RETRIABLE as error:
+            except (*_RETRIABLE, TlsError) as error:  # certificates are renewed without a restart
                 pause = reconnect_delay_s(attempt, random.random())
                 attempt += 1
                 if attempt in (1, 5) or attempt % 15 == 0:
@@ -280,7 +292,7 @@ class LighthouseConnection:
                         "the lighthouse at %s has been gone for %.1f s (%s); training goes on when it is back",
                         self.address,
                         loop.time() - lost_at,
-                        cause_of(error),
+                        cause_of(error, self._tls),
                     )
                 await asyncio.sleep(pause)
             except CoordinationError as error:

@@ -4,7 +4,8 @@
     GET /                      status as JSON, for people: all jobs in short; with ?job=NAME that one
     GET /healthz               200, for probes
 
-The first two want `Authorization: Bearer TOKEN` where a token is set.
+The first two want `Authorization: Bearer TOKEN` where a token is set. The first wants a certificate, too, where TLS is set
+up with an authority.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import asyncio
 import itertools
 import logging
 import socket
+import ssl
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict
 
 from aiohttp import web
@@ -49,6 +52,7 @@ from torchft_ckpt.front.limits import FrontLimits, introduced, on_overrun
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import advertised_host, bearer_matches, join_host_port, listen_as
 from torchft_ckpt.threads import end_at_exit
+from torchft_ckpt.tls import resolve_tls
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,8 @@ class LighthouseServer:
         token: shared secret of the job; default `TORCHFT_CKPT_TOKEN`, else none.
         hostname: address to advertise; default as in `network.advertised_host`.
         allow_step_loss: let the job go on from an older state when all holders of the newest committed step are gone.
+        ssl_context: of a server, for https, or a function that returns the one for the next connection. Where it asks for
+            certificates, groups need one. Default: of `TORCHFT_CKPT_TLS_CERT`, `_KEY` and `_CA`, else plain http.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -88,6 +94,7 @@ class LighthouseServer:
         token: str | None = None,
         hostname: str | None = None,
         allow_step_loss: bool = False,
+        ssl_context: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         if min_replicas < 1:
             raise ConfigError(f"min_replicas={min_replicas}: at least one replica group has to train", "min_replicas")
@@ -102,6 +109,10 @@ class LighthouseServer:
             raise ConfigError(f"{message}; {least}", "heartbeat_timeout_ms")
         host, port = config.parse_host_port(bind, what="lighthouse bind address", default_host="0.0.0.0")
         self._token = config.resolve(token, config.TOKEN, "", str)
+        tls = resolve_tls() if ssl_context is None else None
+        self._ssl_context = ssl_context if tls is None else tls.server
+        if tls is not None:
+            tls.server()  # without a certificate nothing is begun
         self._settings = LighthouseSettings(
             min_replicas=min_replicas,
             join_timeout_s=join_timeout_ms / 1000,
@@ -115,14 +126,15 @@ class LighthouseServer:
         self._timer: asyncio.TimerHandle | None = None
         advertised = advertised_host(hostname, bound=host)
         listeners = listen_as("the lighthouse", host, port, _BACKLOG, self._token)
-        self._address = "http://" + join_host_port(advertised, listeners[0].getsockname()[1])
+        scheme = "http" if self._ssl_context is None else "https"
+        self._address = f"{scheme}://" + join_host_port(advertised, listeners[0].getsockname()[1])
         self._thread = LoopThread("torchft_ckpt-lighthouse")
         self._thread.run(self._start(listeners))
         end_at_exit(self.shutdown)
         logger.info("lighthouse listens on %s, min_replicas=%d", self._address, min_replicas)
 
     def address(self) -> str:
-        """Return the address that replica groups connect to, `http://host:port`."""
+        """Return the address that replica groups connect to, `http://host:port` or `https://host:port`."""
         return self._address
 
     def groups_leaving(self) -> list[str]:
@@ -147,7 +159,15 @@ class LighthouseServer:
                 web.get("/healthz", _serve_health),
             ]
         )
-        self._front = Front(app, listeners, name="the lighthouse", token=self._token, limits=_LIMITS)
+        self._front = Front(
+            app,
+            listeners,
+            name="the lighthouse",
+            token=self._token,
+            limits=_LIMITS,
+            ssl_context=self._ssl_context,
+            without_certificate=("/", "/healthz"),
+        )
         await self._front.start()
 
     async def _groups_leaving(self) -> list[str]:

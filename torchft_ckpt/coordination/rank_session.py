@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import aiohttp
 
-from torchft_ckpt.coordination.channel import Channel, cause_of, client_session
+from torchft_ckpt.coordination.channel import Channel, cause_of, client_session, raise_if_tls, secured, service_url
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
@@ -26,6 +26,7 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.services.proofs import PROOF_HEADER, RankProof
 from torchft_ckpt.errors import AuthenticationError, GroupBrokenError, ProtocolError
+from torchft_ckpt.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +41,11 @@ class RankSession:
         on_message: gets the messages, on the event-loop thread; must not block.
         token: shared secret, empty for none. It is proved to the service, and by it, and not sent: anybody may have written
             down the address.
+        tls: None: plain HTTP is spoken.
 
     Raises:
         GroupBrokenError: rank 0 cannot be reached.
+        TlsError: there is no TLS session with it.
         AuthenticationError: it refused our token, or does not prove that it knows it.
     """
 
@@ -56,8 +59,10 @@ class RankSession:
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
         replica_id: str = "",
+        tls: Tls | None = None,
     ) -> None:
         self._address = address
+        self._tls = tls
         self._group_rank = group_rank
         self._on_message = on_message
         self._proof = RankProof(token, replica_id, secrets.token_hex(16)) if token else None
@@ -72,10 +77,12 @@ class RankSession:
             self._thread.run(self._start())
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             self.shutdown("it could not connect")
+            raise_if_tls(error, "the manager service (group rank 0)", address, tls)
             if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == 401:
                 message = f"the manager service at {address} refused the token of group rank {group_rank}"
                 raise AuthenticationError(message, address) from error
-            message = f"group rank {group_rank} cannot reach its manager service (group rank 0) at {address}: {cause_of(error)}"
+            why = cause_of(error, tls)
+            message = f"group rank {group_rank} cannot reach its manager service (group rank 0) at {address}: {why}"
             raise GroupBrokenError(message, address) from error
         except BaseException:  # an interrupt too: nobody else could end the thread
             self.shutdown("it could not connect")
@@ -119,7 +126,11 @@ class RankSession:
         self._session = client_session(traces=[trace])
         socket = await asyncio.wait_for(
             self._session.ws_connect(
-                f"http://{self._address}/v1/ranks", headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0
+                service_url(self._address, "/v1/ranks", self._tls),
+                headers=headers,
+                max_msg_size=MAX_MESSAGE_BYTES,
+                compress=0,
+                **secured(self._tls),
             ),
             self._connect_timeout_s,
         )

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import math
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -40,6 +41,8 @@ _REFUSAL_DELAY_S = 0.05
 _LATE = 0.5
 _LINGER_S = 1.0
 _SHARE_OF_DESCRIPTORS = 4
+REFUSAL_HEADER = "X-Ckpt-Refusal"
+"""Has the name of a refusal: a WebSocket's client sees no body."""
 _END_OF_HEAD = b"\r\n\r\n"
 MESSAGES_PER_S, MESSAGES_AT_ONCE = 4000.0, 2000.0
 """Of one WebSocket, each `_MESSAGE_BYTES` of them counting as one. A trainer that computes nothing makes some 300 a second."""
@@ -123,7 +126,8 @@ class ClientLimits:
     """Keeps count of all clients of one server.
 
     Args:
-        token: that who is known has shown; empty: whoever makes a request is known.
+        token: that who is known has shown; empty: whoever makes a request is known, if he has a
+            certificate where he was asked for one.
     """
 
     def __init__(self, limits: FrontLimits, loop: asyncio.AbstractEventLoop, *, token: str, name: str) -> None:
@@ -197,7 +201,8 @@ class ClientLimits:
         if connection is None:
             return refuse(400, "lost", "the connection was lost before its request was looked at")
         is_known = self._admission.knows(connection)
-        if not is_known and bearer_matches(request.headers.get("Authorization"), self._token):
+        shows_token = bearer_matches(request.headers.get("Authorization"), self._token)
+        if not is_known and shows_token and (self._token or not lacks_certificate(request)):
             is_known = True
             self.show(connection)
         with connection.answering(lambda: request.content.is_eof()):
@@ -478,15 +483,24 @@ def _connection_of(request: web.Request) -> GuardedConnection | None:
     return protocol if isinstance(protocol, GuardedConnection) else None
 
 
+def lacks_certificate(request: web.Request) -> bool:
+    """Whether a client was asked for a certificate and has shown none."""
+    secured = request.get_extra_info("ssl_object")
+    return secured is not None and secured.context.verify_mode != ssl.CERT_NONE and not secured.getpeercert()
+
+
 def refuse(status: int, error: str, message: str) -> web.Response:
     body = msgspec.json.encode({"error": error, "message": message})
-    return web.Response(status=status, body=body, content_type="application/json")
+    return web.Response(status=status, body=body, content_type="application/json", headers={REFUSAL_HEADER: error})
 
 
 def raw_refusal(status: str, error: str, message: str) -> bytes:
     """Return a refusal as the bytes of the last answer on a connection, if there is no request to answer."""
     body = msgspec.json.encode({"error": error, "message": message})
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n{REFUSAL_HEADER}: {error}\r\n"
+        "Connection: close\r\n\r\n"
+    )
     return head.encode("ascii") + body
 
 

@@ -13,21 +13,28 @@ import functools
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from torchft_ckpt.core.services.admission import client_of_address
+from torchft_ckpt.core.services.handshakes import CERTIFICATE_IS_MISSING
 from torchft_ckpt.front.limits import (
     ClientLimits,
     FrontLimits,
     GuardedConnection,
     SparseLog,
+    lacks_certificate,
     raw_refusal,
     refuse,
 )
 from torchft_ckpt.network import keep_from_forked_children
+from torchft_ckpt.tls import why_not
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
 
 logger = logging.getLogger(__name__)
 _LINGER_S = 1.0
@@ -36,6 +43,7 @@ _ACCEPTS_AT_ONCE = 8  # so few that who has just come is heard before many other
 _PAUSE_S = 1.0
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _TLS_HANDSHAKE = b"\x16"
+ServerContext: TypeAlias = ssl.SSLContext | Callable[[], ssl.SSLContext] | None
 _SPEAKS_HTTPS = raw_refusal(
     "400 Bad Request", "https_only", "this server speaks https only: its address must begin with https://"
 )
@@ -46,6 +54,9 @@ class Front:
 
     Args:
         token: that clients show as `Authorization: Bearer`, empty for none. The application refuses those that do not.
+        ssl_context: https is spoken with it, and nothing else. Or a function that returns the one for the next connection.
+        without_certificate: paths for clients that show none; None: all, as far as the context lets them in. It concerns
+            contexts that ask for certificates.
         handler_cancellation: a handler whose client has gone away is cancelled.
 
     Attributes:
@@ -60,7 +71,8 @@ class Front:
         name: str,
         token: str,
         limits: FrontLimits,
-        ssl_context: ssl.SSLContext | None = None,
+        ssl_context: ServerContext = None,
+        without_certificate: Collection[str] | None = None,
         handler_cancellation: bool = False,
         shutdown_timeout_s: float = 1.0,
     ) -> None:
@@ -70,6 +82,8 @@ class Front:
         self._clients = ClientLimits(limits, asyncio.get_running_loop(), token=token, name=name)
         self.log = self._clients.log
         app.middlewares[:0] = [self._clients.middleware, _refuse_web_pages]
+        if ssl_context is not None and without_certificate is not None:
+            app.middlewares.insert(1, _wants_certificate(without_certificate))
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -123,6 +137,16 @@ async def _refuse_web_pages(request: web.Request, handler: Handler) -> web.Strea
     return await handler(request)
 
 
+def _wants_certificate(but_at: Collection[str]) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in but_at and lacks_certificate(request):
+            return refuse(403, "certificate", CERTIFICATE_IS_MISSING)
+        return await handler(request)
+
+    return check
+
+
 class Acceptor:
     """Accepts connections from `start` until `stop`.
 
@@ -136,7 +160,7 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         make_protocol: Callable[[], asyncio.Protocol],
         clients: ClientLimits,
-        ssl_context: ssl.SSLContext | None,
+        ssl_context: ServerContext,
     ) -> None:
         self._listeners = listeners
         self._make_protocol = make_protocol
@@ -211,7 +235,8 @@ class Acceptor:
             connection.leave()
             ended = isinstance(error, ConnectionError | asyncio.TimeoutError)
             level = logging.DEBUG if ended else logging.WARNING
-            self._clients.log.log(level, "a connection of %s was not opened: %r", connection.client, error)
+            why = why_not(error) or str(error) or repr(error)
+            self._clients.log.log(level, "a connection of %s was not opened: %s", connection.client, why)
 
     async def _open(self, sock: socket.socket, connection: GuardedConnection) -> None:
         if self._ssl_context is None:
@@ -222,11 +247,11 @@ class Acceptor:
         if sock.recv(1, socket.MSG_PEEK) not in (_TLS_HANDSHAKE, b""):
             sock.recv(64 * 1024)  # what is left unread would make the kernel take the answer back
             sock.send(_SPEAKS_HTTPS)
-            raise ConnectionAbortedError("it does not speak TLS")
+            raise OSError("it speaks plain http, and this service https only")
         await self._loop.connect_accepted_socket(
             lambda: connection,
             sock,
-            ssl=self._ssl_context,
+            ssl=self._ssl_context() if callable(self._ssl_context) else self._ssl_context,
             ssl_handshake_timeout=max(deadline - self._loop.time(), 0.001),
         )
 

@@ -28,6 +28,7 @@ from torchft_ckpt.core.coordination.messages import GroupToRank, Hello
 from torchft_ckpt.errors import ConfigError, CoordinationError
 from torchft_ckpt.manager.group_store import GroupStore
 from torchft_ckpt.network import Host, choose_host, join_host_port, leave_to_parent
+from torchft_ckpt.tls import Tls, resolve_tls, say_what_stays_plain
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class RankConfig:
     host: Host
     job: str
     token: str
+    tls: Tls | None
+    """None: plain HTTP is spoken."""
     manager_port: int
     store: TCPStore | None
     """Hosted here, at rank 0; it ends with the last reference."""
@@ -121,9 +124,14 @@ def resolve_rank_config(
             " `python -m torchft_ckpt lighthouse` starts one",
             party="lighthouse_addr",
         )
+    tls = resolve_tls()
     if lighthouse:
-        lighthouse = join_host_port(*config.parse_host_port(lighthouse, what="lighthouse address"))
+        place = config.parse_host_port(lighthouse, what="lighthouse address", has_tls=tls is not None)
+        lighthouse = join_host_port(*place)
     host = choose_host(hostname, towards=lighthouse or None, beside_nccl=beside_nccl)
+    if tls is not None:
+        tls.check_is_for(host.address)
+        say_what_stays_plain()
     if store_addr and not store_port:
         raise ConfigError(f"the store at {store_addr!r} has no port: pass store_port or set MASTER_PORT", "store_port")
     if group_world_size > 1 and not store_addr:
@@ -152,6 +160,7 @@ def resolve_rank_config(
         host=host,
         job=job,
         token=token,
+        tls=tls,
         manager_port=config.resolve(port, config.MANAGER_PORT, 0, config.parse_port),
         store=store,
         store_address=store_address,
@@ -189,7 +198,7 @@ def open_link(
         rank_0: what rank 0 of this group has announced; None: this is rank 0.
 
     Raises:
-        LighthouseUnreachableError, AuthenticationError, ProtocolVersionError, RefusedError, AddressInUseError,
+        LighthouseUnreachableError, TlsError, AuthenticationError, ProtocolVersionError, RefusedError, AddressInUseError,
         GroupBrokenError: as their names say; nothing is left running.
     """
     if rank_0 is not None:
@@ -199,6 +208,7 @@ def open_link(
             on_message=on_message,
             token=rank_config.token,
             replica_id=rank_0.replica_id,
+            tls=rank_config.tls,
             heartbeat_interval=heartbeat_interval,
             connect_timeout=connect_timeout,
         )
@@ -213,6 +223,7 @@ def open_link(
         job=rank_config.job,
         token=rank_config.token,
         replica_id=rank_config.replica_id,
+        tls=rank_config.tls,
         heartbeat_interval=heartbeat_interval,
         connect_timeout=connect_timeout,
     )

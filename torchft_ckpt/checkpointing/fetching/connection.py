@@ -35,6 +35,7 @@ from torchft_ckpt.checkpointing.protocol import (
 )
 from torchft_ckpt.errors import ConfigError, SourceLostError, SourceRefusedError, StateFormatError, TransferStalledError
 from torchft_ckpt.network import keep_from_forked_children
+from torchft_ckpt.tls import Tls, why_not
 
 MAX_STREAMS = 64
 
@@ -50,7 +51,7 @@ class FetchOptions:
 
     `num_streams` are connections to each source of blocks, or to all sources of boxes together. `receiver` names this receiver
     over all its connections; for one without a name nothing is kept. `address` is where it serves what it holds to other
-    receivers, or None. If that is https, it takes nothing from sources that do not speak it.
+    receivers, or None. If that is https, or `ssl_context` is given, it takes nothing from sources that do not speak it.
     """
 
     connect_timeout_s: float
@@ -61,7 +62,7 @@ class FetchOptions:
     token: str | None
     receiver: str
     address: str | None = None
-    ssl_context: ssl.SSLContext | None = None
+    ssl_context: ssl.SSLContext | Tls | None = None
     group_size: int = 1
     """How many ranks of the receiver's group come to the same source."""
     deflated_manifests: bool = False
@@ -109,10 +110,10 @@ class SourceConnection:
         headers: Mapping[str, str],
         connect_timeout_s: float,
         stall_timeout_s: float,
-        ssl_context: ssl.SSLContext | None = None,
+        ssl_context: ssl.SSLContext | Tls | None = None,
         needs_tls: bool = False,
     ) -> None:
-        if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_SERVER:
+        if isinstance(ssl_context, ssl.SSLContext) and ssl_context.protocol == ssl.PROTOCOL_TLS_SERVER:
             raise ConfigError("ssl_context is one for servers; fetching needs PROTOCOL_TLS_CLIENT", party="ssl_context")
         self.party = str(source)
         self._source = source
@@ -149,7 +150,7 @@ class SourceConnection:
         """
         if self._needs_tls and self._source.scheme != "https":
             raise SourceRefusedError(
-                f"source {self.party} speaks plain http, and this transport serves https; nothing was asked of it",
+                f"source {self.party} speaks plain http, and TLS is set up here; nothing was asked of it",
                 self.party,
             )
         failure: OSError | None = None
@@ -308,7 +309,8 @@ class SourceConnection:
             SourceRefusedError: the source answered, but there will be no session: trying again unchanged cannot help.
             OSError: the connection ended, or the deadline passed.
         """
-        context = self._ssl_context or _default_context()
+        given = self._ssl_context
+        context = given.client() if isinstance(given, Tls) else given or _default_context()
         try:
             with self._lock:
                 # From here on the new object owns the descriptor; `close` has to find it.
@@ -318,25 +320,21 @@ class SourceConnection:
                 self._socket = secured
             secured.settimeout(max(deadline - time.monotonic(), 0.001))
             secured.do_handshake()
-        except ssl.SSLCertVerificationError as error:
-            raise SourceRefusedError(
-                f"source {self.party}: its certificate does not verify ({error.verify_message or error}); "
-                "nothing was asked of it",
-                self.party,
-            ) from error
         except _CLOSED_BY_PEER as error:
             raise UnansweredError(
                 f"it closed the connection during the TLS handshake ({error}); perhaps it accepts no certificate of ours"
             ) from error
         except ssl.SSLError as error:
-            hint = "; it may speak plain http" if error.reason in _NOT_TLS else ""
             raise SourceRefusedError(
-                f"source {self.party}: no TLS session was agreed on: {error.reason or error}{hint}; nothing was asked of it",
-                self.party,
+                f"source {self.party}: {self._why_not(error)}; nothing was asked of it", self.party
             ) from error
         except ValueError as error:  # a host that cannot be the name in a certificate
             raise SourceRefusedError(f"source {self.party}: no TLS name: {error}", self.party) from error
         return secured
+
+    def _why_not(self, error: ssl.SSLError) -> str:
+        given = self._ssl_context
+        return given.why_not(error) if isinstance(given, Tls) else why_not(error, "" if given is None else None)
 
     def set_stall_timeout(self, stall_timeout_s: float) -> None:
         """Change the limit for each wait for a byte."""
@@ -356,22 +354,13 @@ class SourceConnection:
             ) from error
         except ssl.SSLError as error:
             kind = SourceRefusedError if error.reason and "ALERT" in error.reason else SourceLostError
-            raise kind(f"source {self.party} ended the TLS session while {doing}: {error}", self.party) from error
+            what = f"source {self.party} ended the TLS session while {doing}: {self._why_not(error) or error}"
+            raise kind(what, self.party) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             # What http.client says of a header that cannot be sent quotes its value, the token for one.
             is_quoting = isinstance(error, ValueError) and not isinstance(error, http.client.HTTPException)
             what = ("" if is_quoting else str(error)) or type(error).__name__
             raise SourceLostError(f"source {self.party} was lost while {doing}: {what}", self.party) from error
-
-
-# What OpenSSL says of an answer that is no TLS record.
-_NOT_TLS = {
-    "WRONG_VERSION_NUMBER",
-    "HTTP_REQUEST",
-    "UNKNOWN_PROTOCOL",
-    "PACKET_LENGTH_TOO_LONG",
-    "RECORD_LAYER_FAILURE",
-}
 
 
 @functools.cache

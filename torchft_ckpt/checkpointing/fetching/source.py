@@ -98,7 +98,7 @@ class SourceClient:
             connect_timeout_s=options.connect_timeout_s,
             stall_timeout_s=options.stall_timeout_s,
             ssl_context=options.ssl_context,
-            needs_tls=(options.address or "").startswith("https:"),
+            needs_tls=options.ssl_context is not None or (options.address or "").startswith("https:"),
         )
 
     def connect(self) -> None:

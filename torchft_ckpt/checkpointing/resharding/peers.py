@@ -48,6 +48,7 @@ from torchft_ckpt.errors import (
 )
 from torchft_ckpt.memory import memory_bytes
 from torchft_ckpt.threads import Threads, parallel_map
+from torchft_ckpt.tls import Tls, resolve_tls
 
 logger = logging.getLogger(__name__)
 _MAX_THREADS = 32
@@ -82,7 +83,8 @@ class JobPeers:
             `http://HOST:PORT`; `HOST:PORT` is taken for it. Or a function that says which they are now: it is asked before each
             `pull` and `hold`, and until they have it whole, as groups end and come back elsewhere.
         token: shared secret of the job; default: `TORCHFT_CKPT_TOKEN`, else none.
-        ssl_context: for clients; whom to believe, and who we are, where the urls are `https`; default: the system's certificates.
+        ssl_context: for clients; whom to believe, and who we are: only `https` is spoken then. Default: of
+            `TORCHFT_CKPT_TLS_CA`, `_CERT` and `_KEY`, else the system's certificates, where the urls are `https`.
         stall_timeout: limit for each wait for a byte.
 
     Raises:
@@ -94,7 +96,7 @@ class JobPeers:
         groups: Sequence[Sequence[str]] | FindGroups,
         *,
         token: str | None = None,
-        ssl_context: ssl.SSLContext | None = None,
+        ssl_context: ssl.SSLContext | Tls | None = None,
         stall_timeout: timedelta = timedelta(seconds=15),
     ) -> None:
         if stall_timeout <= timedelta(0):
@@ -111,7 +113,7 @@ class JobPeers:
             max_total_bytes=memory_bytes(),
             token=resolve(token, TOKEN, "", str) or None,
             receiver=uuid.uuid4().hex,
-            ssl_context=ssl_context,
+            ssl_context=ssl_context or resolve_tls(),
             deflated_manifests=True,
         )
         self._kept_lock = threading.Lock()

@@ -27,6 +27,7 @@ from torchft_ckpt.front.limits import FrontLimits
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import listen
 from torchft_ckpt.threads import Thread, Threads, end_at_exit
+from torchft_ckpt.tls import Tls
 
 logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
@@ -61,7 +62,8 @@ class CheckpointServer:
         bind: address to listen on; `::` is that of both families.
         port: port to listen on; 0 lets the system choose.
         token: what clients must present as `Authorization: Bearer`, or prove; None lets everybody in.
-        ssl_context: for a server; https is spoken with it, and nothing else. It decides about client certificates.
+        ssl_context: for a server; https is spoken with it, and nothing else. It decides about client certificates. Or what the
+            configuration says, by which all need one where an authority is named.
 
     Attributes:
         proof_key: by which this server, and no other, proves itself to who has one of its manifests.
@@ -78,10 +80,10 @@ class CheckpointServer:
         bind: str,
         port: int,
         token: str | None,
-        ssl_context: ssl.SSLContext | None = None,
+        ssl_context: ssl.SSLContext | Tls | None = None,
         limits: ServerLimits = ServerLimits(),
     ) -> None:
-        if ssl_context is not None and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
+        if isinstance(ssl_context, ssl.SSLContext) and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
             raise ConfigError("ssl_context is one for clients; a server needs PROTOCOL_TLS_SERVER", party="ssl_context")
         self._snapshots = registry
         self._ssl_context = ssl_context
@@ -181,7 +183,8 @@ class CheckpointServer:
             name="the checkpoint server",
             token=self._token,
             limits=self._limits,
-            ssl_context=self._ssl_context,
+            ssl_context=tls.server if isinstance(tls := self._ssl_context, Tls) else tls,
+            without_certificate=() if isinstance(tls, Tls) else None,
             handler_cancellation=True,
             shutdown_timeout_s=0.1,
         )

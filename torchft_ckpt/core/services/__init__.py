@@ -5,5 +5,6 @@ rate        how many requests, messages and bytes of one client are let through,
 fairness    whose work is done next, and which names keep a place, where clients want more than there is
 launching   which replica groups of a launched job start again, and how the job ends
 interfaces  at which of its machine's addresses a process is reached
+handshakes  why two parties do not come to speak TLS, and what to do
 proofs      how two parties prove that they know the token, without sending it
 """

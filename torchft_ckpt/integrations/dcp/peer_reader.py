@@ -70,7 +70,8 @@ class PeerReader(StorageReader):
         root: dotted path in the job's state where names begin; default: what the Manager's `state_dict` returned
             (`user.default`), or all of the state where no Manager made it.
         token: shared secret of the job; default: `TORCHFT_CKPT_TOKEN`, else none.
-        ssl_context: for clients; whom to believe, and who we are, where the urls are `https`.
+        ssl_context: for clients; whom to believe, and who we are: only `https` is spoken then with the ranks. Default: of
+            `TORCHFT_CKPT_TLS_CA`, `_CERT` and `_KEY`, with the lighthouse, too.
         timeout: overall deadline of a load.
         stall_timeout: a rank is given up when a connection gets no byte for so long.
         on_progress: told how far it is.
