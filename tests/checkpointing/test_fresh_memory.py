@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchft_ckpt.checkpointing.fetching import memory
-from torchft_ckpt.checkpointing.fetching.memory import Toucher, fresh_memory
+from torchft_ckpt.checkpointing.state import memory
+from torchft_ckpt.checkpointing.state.memory import Toucher, fresh_memory
 
 MIB = 1024 * 1024
 linux = pytest.mark.skipif(

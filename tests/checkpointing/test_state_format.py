@@ -16,7 +16,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
 from torchft_ckpt.checkpointing.fetching.receive import BufferCache, Destination
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
@@ -25,6 +24,7 @@ from torchft_ckpt.checkpointing.state.blocks import block_range, digest_of, star
 from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.format import decode_manifest
 from torchft_ckpt.checkpointing.state.local_state import LocalState
+from torchft_ckpt.checkpointing.state.memory import SLICE_BYTES
 from torchft_ckpt.checkpointing.state.tree import MAX_DEPTH
 from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.testing.transport_conformance import differences

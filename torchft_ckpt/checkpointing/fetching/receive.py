@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.fetching.memory import TOUCH_FROM_BYTES, ReadInto, Toucher, Update, fresh_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
 from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
@@ -22,6 +21,7 @@ from torchft_ckpt.checkpointing.state.dtypes import DTYPES
 from torchft_ckpt.checkpointing.state.fit import check_layout
 from torchft_ckpt.checkpointing.state.format import Chunk, Manifest, WireTensor
 from torchft_ckpt.checkpointing.state.local_state import LocalMemory, LocalState, whole_tensor
+from torchft_ckpt.checkpointing.state.memory import TOUCH_FROM_BYTES, ReadInto, Toucher, Update, fresh_memory
 from torchft_ckpt.checkpointing.state.space import segment_ranges
 from torchft_ckpt.checkpointing.state.target import StateTarget
 from torchft_ckpt.errors import TransferError

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from torchft_ckpt.checkpointing.fetching.connection import Answer
-from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES, ReadInto, Update
 from torchft_ckpt.checkpointing.fetching.source import SourceClient
 from torchft_ckpt.checkpointing.fetching.transfer_state import TransferState
 from torchft_ckpt.checkpointing.state.blocks import DIGEST_BYTES, start_blake3, start_digest
 from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.memory import SLICE_BYTES, ReadInto, Update
 from torchft_ckpt.errors import DigestMismatchError, SourceLostError
 
 Ask = Callable[[SourceClient, Manifest, list[int]], Iterator[tuple[int, Answer]]]

@@ -11,8 +11,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 
-from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES
 from torchft_ckpt.checkpointing.state.format import Manifest
+from torchft_ckpt.checkpointing.state.memory import SLICE_BYTES
 from torchft_ckpt.core.transfer.paths import Path, Paths
 from torchft_ckpt.core.transfer.scheduler import Batches, TransferLedger, units_of
 from torchft_ckpt.errors import CheckpointError

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_ckpt.checkpointing.fetching.memory import SLICE_BYTES, ReadInto, Update
 from torchft_ckpt.checkpointing.protocol import BoxRequest
 from torchft_ckpt.checkpointing.state.blocks import start_blake3
 from torchft_ckpt.checkpointing.state.description import Description, HeldEntry, entries_of, ties_of
 from torchft_ckpt.checkpointing.state.dtypes import dtype_name
 from torchft_ckpt.checkpointing.state.format import Manifest, WireTensor
 from torchft_ckpt.checkpointing.state.local_state import LocalMemory, box_of, some_of
+from torchft_ckpt.checkpointing.state.memory import SLICE_BYTES, ReadInto, Update
 from torchft_ckpt.checkpointing.state.regions import Region, gather, region_of, scatter, slices
 from torchft_ckpt.checkpointing.state.target import Want, is_same_memory
 from torchft_ckpt.checkpointing.state.tree import items_of_node
