@@ -420,17 +420,6 @@ def test_a_snapshot_whose_memory_was_let_go_is_read_from_its_copies():
     assert (scene.snapshot.phase, scene.read_all()) == (SnapshotPhase.DETACHED, scene.old_bytes)
 
 
-def test_a_snapshot_that_cannot_be_copied_from_an_accelerator_is_closed():
-    class FullHost:
-        def wait(self, _: timedelta) -> None:
-            raise CheckpointError("no memory", party="staging")
-
-    scene = Scene()
-    scene.snapshot._staging = FullHost()
-    scene.snapshot.stage()
-    assert scene.snapshot.closed
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_accelerator_memory_is_staged_before_the_training_stream_may_overwrite_it():

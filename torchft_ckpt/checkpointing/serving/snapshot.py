@@ -22,7 +22,7 @@ import uuid
 import zlib
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,6 +36,7 @@ from torchft_ckpt.checkpointing.serving.buffers import Buffer, BufferPool
 from torchft_ckpt.checkpointing.serving.receivers import PeerBlocks, Receivers
 from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.checkpointing.serving.unchanged import Marked, mark, storages_of
+from torchft_ckpt.checkpointing.state import device_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, blocks_in, count_blocks
 from torchft_ckpt.checkpointing.state.format import (
     MAX_MANIFEST_BYTES,
@@ -172,14 +173,10 @@ class Snapshot:
         self._starts = space.starts
         self._memories: list[Memory | None] = list(space.memories)
         self._lengths = space.lengths
-        self._num_on_cpu = sum([memory.tensor.is_cpu for memory in space.memories])
+        self._num_on_cpu = sum([device_memory.accelerator.is_on_host(memory.tensor) for memory in space.memories])
         self._still = self.marked.still & self._live_blocks() if outlives_step else 0
         """Blocks that stay live when it is detached: training does not write to them. A bit set."""
         self._trained = None if versions is None else versions.trained
-        staged = space.memories[self._num_on_cpu :]
-        self._staging = Staging(staged, starts_now=num_expected > 0) if staged else None
-        self._staged: list[tuple[int, Memory]] = []
-        """Of each segment on an accelerator: the first byte of what was staged of it, and where it is."""
         self._detaching = threading.Lock()
         self._changed = Condition()
         # All below belong to `_changed`.
@@ -198,6 +195,8 @@ class Snapshot:
         self._num_lent_live = 0
         self._lent: Counter[int] = Counter()
         pool.open(self.id)
+        staged = space.memories[self._num_on_cpu :]
+        self._staging = Staging(staged, starts_now=num_expected > 0, look=self._look_at_staged) if staged else None
 
     def __repr__(self) -> str:
         return f"Snapshot(step={self.step}, {self._phase.value}, {self.total_bytes} bytes, id={self.id[:8]})"
@@ -452,21 +451,19 @@ class Snapshot:
     def lend(self, start: int, stop: int) -> Iterator[list[memoryview]]:
         """Lend the memory of bytes [start, stop): views in order. Give it back at once, the trainer may wait for it.
 
-        Waits for a writer that has not detached this snapshot, and for staging.
+        Waits for a writer that has not detached this snapshot, and for these bytes to be staged.
 
         Raises:
             BlockGoneError: they are not there any more.
             StateChangedError: they were written to without the lock, maybe while they were lent: they must not be used then.
         """
-        staging = self._staging
-        if staging is not None:
-            staging.wait(_STAGING_TIMEOUT)
-            with self._changed:
-                self._check_staged()
+        staged = self._await_staged(start, stop)
         while True:
             with self._lock.try_read() as readable:
                 with self._changed:
-                    lent = self._views(start, stop) if readable or self._phase is not SnapshotPhase.LIVE else None
+                    lent = (
+                        self._views(start, stop, staged) if readable or self._phase is not SnapshotPhase.LIVE else None
+                    )
                     if lent is None:
                         self._changed.wait(_RETRY_S)
                         continue
@@ -482,6 +479,17 @@ class Snapshot:
                 if changed:
                     raise self._changed_error(changed[0])
                 return
+
+    def _await_staged(self, start: int, stop: int) -> dict[int, memoryview]:
+        """Return what of these bytes was staged, by segment, once it is there. Of what was not wanted nothing is."""
+        staging, staged = self._staging, dict[int, memoryview]()
+        if staging is not None:
+            for index, low, high, _ in segment_ranges(self._starts, self._lengths, start, stop):
+                if index >= self._num_on_cpu:
+                    view = staging.get(index - self._num_on_cpu, low, high, _STAGING_TIMEOUT)
+                    if view is not None:
+                        staged[index] = view
+        return staged
 
     def read(self, start: int, stop: int) -> bytes:
         """Return a copy of bytes [start, stop); keep the range small, the trainer may wait for it.
@@ -519,7 +527,7 @@ class Snapshot:
                 if self._phase is not SnapshotPhase.LIVE:
                     return
                 if self._receivers.needed():
-                    self._check_staged()
+                    self._look_at_all_staged()
                     self._look_at_all(0, self.total_bytes)
                 self._phase = SnapshotPhase.DETACHING
                 self._changed.notify_all()
@@ -562,8 +570,9 @@ class Snapshot:
         self._forget_live()
         for block in list(self._copies):
             self._free(block)
+        if self._staging is not None:
+            self._staging.end()
         self._staging = None
-        self._staged = []
         self._pool.close(self.id)
         self._changed.notify_all()
 
@@ -604,7 +613,13 @@ class Snapshot:
             if index < self._num_on_cpu:
                 self._look_at(index, self._tensors)
 
-    def _check_staged(self) -> None:
+    def _look_at_staged(self, segment: int) -> None:
+        """A part of it has been staged, and counts if it is what was captured. Without holding `_changed`."""
+        with self._changed:
+            if not self._knows_staged and self._phase is not SnapshotPhase.CLOSED:
+                self._look_at(self._num_on_cpu + segment, self._tensors)
+
+    def _look_at_all_staged(self) -> None:
         """Once: whether what has been staged, or is being staged in order before the next write, is what was captured."""
         if not self._knows_staged and self._phase is not SnapshotPhase.CLOSED:
             self._knows_staged = True
@@ -762,7 +777,7 @@ class Snapshot:
             raise BlockGoneError(f"step {self.step}: the live state is not available any more", party="snapshot")
         return memory
 
-    def _views(self, start: int, stop: int) -> _Lent:
+    def _views(self, start: int, stop: int, staged: Mapping[int, memoryview]) -> _Lent:
         if not self._holds(start, stop):
             path = self._changed_in(start, stop)
             if path is not None and self._phase is not SnapshotPhase.CLOSED:
@@ -777,7 +792,9 @@ class Snapshot:
                 views.append(_PADDING[: position - at])
             at = position + high - low
             if index >= self._num_on_cpu:
-                views.append(self._staged_view(index, low, high))
+                if index not in staged:
+                    raise BlockGoneError(f"step {self.step}: a segment was staged in part", party="snapshot")
+                views.append(staged[index])
             elif may_be_copied:
                 views += self._views_of_either(index, low, position, at, live)
             else:
@@ -803,18 +820,6 @@ class Snapshot:
                 yield self._live(index).view(low + at - start, low + end - start)
                 live.append(index)
             at = end
-
-    def _staged_view(self, index: int, low: int, high: int) -> memoryview:
-        """View of bytes [low, high) of a staged segment. Of what was not staged nothing is to be had."""
-        if not self._staged and self._staging is not None:
-            self._staged = [
-                (staged.first, Memory(staged.host, staged.host.numel(), packed=False))
-                for staged in self._staging.wait(_STAGING_TIMEOUT)
-            ]
-        first, memory = self._staged[index - self._num_on_cpu]
-        if not first <= low <= high <= first + memory.length:
-            raise BlockGoneError(f"step {self.step}: a segment was staged in part", party="snapshot")
-        return memory.view(low - first, high - first)
 
     def _staged_ranges(self, needed: int) -> list[range]:
         """Return which bytes of each segment on an accelerator lie in these blocks: one run, from the first to the last."""

@@ -1,112 +1,213 @@
-"""Copies accelerator memory to the host on a side stream, ordered after the training stream.
+"""Copies accelerator memory to the host, ordered after the training stream, part by part: what is asked for comes first.
 
-It is done on threads of its own. Nobody waits for the device here but those, and who calls `wait`; the trainer's thread waits
-for the copies before it may overwrite their source.
+It is done on threads of its own. Nobody waits for the device here but those, and who asks for bytes, for these alone; the
+trainer's thread waits for all of it before it may overwrite the source.
 """
 
 from __future__ import annotations
 
-import threading
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
-import torch
-
-from torchft_ckpt.checkpointing.state.device_memory import BUFFER_BYTES, contiguous_after, copy_to_host
-from torchft_ckpt.checkpointing.state.space import Memory, as_bytes
+from torchft_ckpt.checkpointing.state import device_memory
+from torchft_ckpt.checkpointing.state.memory import Toucher, fresh_memory
+from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, Memory, as_bytes
 from torchft_ckpt.errors import CheckpointError
-from torchft_ckpt.threads import NUM_COPY_THREADS, Thread, parallel_map
+from torchft_ckpt.threads import NUM_COPY_THREADS, Condition, Thread, parallel_map
+
+_PEEK_BYTES = 1024
+"""No more than that is copied alone for who asks for it, ahead of all of its part."""
 
 
-class StagedSegment(NamedTuple):
-    """The bytes of a segment that were copied."""
+class _Part(NamedTuple):
+    """What is copied at once."""
 
+    segment: int
+    wanted: range
+    """Its bytes, in the segment."""
+
+
+class _Staged(NamedTuple):
+    """A segment, or as much of it as is wanted."""
+
+    wanted: range
+    at: int
+    """Its first byte on the host."""
     first: int
-    """Its first byte, in the segment."""
-    host: torch.Tensor
-    """uint8."""
+    """The number of its first part."""
+    part_bytes: int
 
 
 class Staging:
-    """One state's accelerator memory on its way to the CPU, in threads of its own.
+    """One state's accelerator memory on its way to the host, in threads of its own. Every method may be called from any thread.
 
     Args:
         memories: segments on accelerators. Constructed in the thread whose current stream wrote them.
         starts_now: False: it starts when somebody wants the copies, and costs nothing if nobody does.
+        look: called with a segment's number each time when a part of it was copied, before anybody gets it.
     """
 
-    def __init__(self, memories: list[Memory], *, starts_now: bool = True) -> None:
+    def __init__(
+        self, memories: list[Memory], *, starts_now: bool = True, look: Callable[[int], None] = lambda segment: None
+    ) -> None:
+        self._look = look
+        self._toucher = Toucher()
+        devices = {memory.tensor.device for memory in memories}
+        self._written = {device: device_memory.accelerator.now(device) for device in sorted(devices, key=str)}
+        self._changed = Condition()
+        # All below belong to `_changed`.
         self._memories = memories
-        self._start_lock = threading.Lock()
-        self._ranges = [range(memory.length) for memory in memories]
-        self._is_started = False
-        self._is_too_late = False
-        self._written = {}
-        for device in sorted({memory.tensor.device for memory in memories}, key=str):
-            event = torch.Event(device)
-            event.record(torch.accelerator.current_stream(device))
-            self._written[device] = event
-        self._is_over = threading.Event()
+        self._is_started = self._is_too_late = self._is_ended = False
         self._failure: BaseException | None = None
-        self._staged: list[StagedSegment] = []
+        self._segments: list[_Staged] = []
+        self._parts: list[_Part] = []
+        self._host = memoryview(b"")
+        self._next = 0
+        """The part after that which was asked for last: who asks for one reads on from there."""
+        self._asked: deque[int] = deque()
+        self._taken = self._done = bytearray()
+        self._num_peeking = 0
         if starts_now:
             self.start()
 
     def start(self, ranges: list[range] | None = None) -> None:
-        """Begin to copy, if it has not begun, and the source may not have been overwritten. Any thread.
+        """Begin to copy, if it has not begun, and the source may not have been overwritten.
 
         Args:
             ranges: which bytes of each segment are wanted; default: all.
         """
-        with self._start_lock:
-            if self._is_started or self._is_too_late:
+        with self._changed:
+            if self._is_started or self._is_too_late or self._is_ended:
                 return
             self._is_started = True
-            self._ranges = ranges or self._ranges
-        Thread(self._run, "torchft_ckpt-staging").start()
+            end = 0
+            for segment, memory in enumerate(self._memories):
+                wanted = range(memory.length) if ranges is None else ranges[segment]
+                # What is not contiguous is made so once, and copied as a whole.
+                most = device_memory.TO_HOST_BYTES if memory.tensor.is_contiguous() else max(len(wanted), 1)
+                self._segments.append(_Staged(wanted, end, len(self._parts), most))
+                self._parts += [_Part(segment, wanted[at : at + most]) for at in range(0, len(wanted), most)]
+                end += -(-len(wanted) // ALIGN_BYTES) * ALIGN_BYTES
+            self._taken, self._done = bytearray(len(self._parts)), bytearray(len(self._parts))
+            try:
+                self._host = fresh_memory(end).data
+                if self._parts:
+                    Thread(self._run, "torchft_ckpt-staging").start()
+            except (MemoryError, RuntimeError) as error:
+                self._failure = error
 
     def _run(self) -> None:
+        num_threads = min(NUM_COPY_THREADS, len(self._parts))
         try:
-            parts: list[tuple[Memory, StagedSegment, range]] = []
-            for memory, wanted in zip(self._memories, self._ranges, strict=True):
-                staged = StagedSegment(wanted.start, torch.empty(len(wanted), dtype=torch.uint8, device="cpu"))
-                self._staged.append(staged)
-                # What is not contiguous is made so once, and copied as a whole.
-                most = BUFFER_BYTES if memory.tensor.is_contiguous() else max(len(wanted), 1)
-                parts += [(memory, staged, wanted[at : at + most]) for at in range(0, len(wanted), most)]
-            parallel_map(self._copy, parts, NUM_COPY_THREADS, "torchft_ckpt-staging")
+            parallel_map(lambda _: self._work(), range(num_threads), num_threads, "torchft_ckpt-staging")
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            self._failure = error
-        finally:
+            self._fail(error)
+        with self._changed:
             self._memories = []
-            self._is_over.set()
 
-    def _copy(self, part: tuple[Memory, StagedSegment, range]) -> None:
-        memory, staged, wanted = part
-        written = self._written[memory.tensor.device]
-        tensor = memory.tensor if memory.tensor.is_contiguous() else contiguous_after(memory.tensor, written)
-        source = as_bytes(tensor)[wanted.start : wanted.stop]
-        copy_to_host(source, staged.host.data_ptr() + wanted.start - staged.first, written)
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        for number in iter(self._take, None):
+            part = self._parts[number]
+            try:
+                self._copy(part.segment, part.wanted)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            with self._changed:
+                self._done[number] = 1
+                self._changed.notify_all()
+
+    def _take(self) -> int | None:
+        with self._changed:
+            if self._is_over():
+                return None
+            while self._asked:
+                if not self._taken[number := self._asked.popleft()]:
+                    break
+            else:
+                number = self._taken.find(0, self._next)
+                number = self._taken.find(0) if number < 0 else number
+            if number >= 0:
+                self._taken[number] = 1
+            return number if number >= 0 else None
+
+    def _copy(self, segment: int, wanted: range) -> None:
+        memory, written = self._memories[segment], self._written[self._memories[segment].tensor.device]
+        view = self._view(segment, wanted)
+        self._toucher.touch(view)
+        accelerator = device_memory.accelerator
+        tensor = memory.tensor if memory.tensor.is_contiguous() else accelerator.contiguous(memory.tensor, written)
+        accelerator.copy_to_host(as_bytes(tensor)[wanted.start : wanted.stop], view, written)
+        self._look(segment)
+
+    def _view(self, segment: int, wanted: range) -> memoryview:
+        staged = self._segments[segment]
+        at = staged.at + wanted.start - staged.wanted.start
+        return self._host[at : at + len(wanted)]
 
     def ready(self) -> bool:
         """Whether the copies are complete (or failed)."""
-        return self._is_over.is_set()
+        with self._changed:
+            return self._is_started and self._is_over()
 
-    def wait(self, timeout: timedelta) -> list[StagedSegment]:
-        """Wait until the copies are complete, and start them if need be; return them in the order of `memories`.
+    def _is_over(self) -> bool:
+        return self._is_ended or self._failure is not None or 0 not in self._done
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until the copies are complete, and start them if need be.
 
         Raises:
             CheckpointError: the memory could not be staged.
         """
         self.start()
-        if self._is_too_late:
-            raise CheckpointError("the source was overwritten before anybody wanted it staged", party="staging")
-        self._wait(timeout)
-        if self._failure is not None:
-            raise CheckpointError(
-                f"the state was not copied to the host: {self._failure}", "staging"
-            ) from self._failure
-        return self._staged
+        with self._changed:
+            self._wait_for(self._is_over, timeout)
+            self._raise_failure()
+
+    def get(self, segment: int, low: int, high: int, timeout: timedelta) -> memoryview | None:
+        """Return bytes [low, high) of a segment once they are there; None if they were not wanted, or all was ended.
+
+        Raises:
+            CheckpointError: they could not be staged.
+        """
+        self.start()
+        with self._changed:
+            staged = self._segments[segment] if self._segments else _Staged(range(0), 0, 0, 1)
+            first, last = (staged.first + (at - staged.wanted.start) // staged.part_bytes for at in (low, high - 1))
+            if self._is_ended or not (staged.wanted.start <= low < high <= staged.wanted.stop):
+                self._raise_failure()
+                return None
+            view = self._view(segment, range(low, high))
+            if self._done.find(0, first, last + 1) < 0:
+                return view
+            self._raise_failure()
+            peeks = high - low <= _PEEK_BYTES < staged.part_bytes and self._taken.find(1, first, last + 1) < 0
+            if not peeks:
+                self._asked.extend(range(first, last + 1))
+                self._next = last + 1
+                self._wait_for(lambda: self._done.find(0, first, last + 1) < 0 or self._is_over(), timeout)
+                if self._done.find(0, first, last + 1) >= 0:
+                    self._raise_failure()
+                    return None
+                return view
+            self._num_peeking += 1
+        try:
+            self._copy(segment, range(low, high))
+        except RuntimeError as error:
+            self._fail(error)
+            raise _named(error) from error
+        finally:
+            with self._changed:
+                self._num_peeking -= 1
+                self._changed.notify_all()
+        return view
 
     def order_mutation_after(self, timeout: timedelta) -> None:
         """Wait for the copies, so that the caller may overwrite their source.
@@ -114,13 +215,29 @@ class Staging:
         Raises:
             CheckpointError: they were not complete in time.
         """
-        with self._start_lock:
+        with self._changed:
             self._is_too_late = not self._is_started
-        if self._is_too_late:
-            self._memories = []
-            return
-        self._wait(timeout)
+            if self._is_too_late:
+                self._memories = []
+            else:
+                self._wait_for(lambda: self._is_over() and not self._num_peeking, timeout)
 
-    def _wait(self, timeout: timedelta) -> None:
-        if not self._is_over.wait(timeout.total_seconds()):
+    def end(self) -> None:
+        """Copy no more; nobody gets anything from now on."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify_all()
+
+    def _wait_for(self, is_so: Callable[[], bool], timeout: timedelta) -> None:
+        if not self._changed.wait_for(is_so, timeout.total_seconds()):
             raise CheckpointError(f"the state was not copied to the host within {timeout}", party="staging")
+
+    def _raise_failure(self) -> None:
+        if self._is_too_late:
+            raise CheckpointError("the source was overwritten before anybody wanted it staged", party="staging")
+        if self._failure is not None:
+            raise _named(self._failure) from self._failure
+
+
+def _named(failure: BaseException) -> CheckpointError:
+    return CheckpointError(f"the state was not copied to the host: {failure}", "staging")

@@ -1,93 +1,187 @@
-"""Copies the memory of an accelerator to the host, through a few pinned buffers that all copies of the process share.
+"""All that touches a device's memory: which tensors lie there, and copies between it and the host, in the order of streams.
 
-A device copies to pinned memory by itself, at the speed of the bus. But while memory is pinned, nothing else that the process
-does with the device goes on: on an H100, pinning 4 GiB took 1.6 s, in which steps of 4 ms took up to 485 ms. So these buffers are
-pinned once, and nothing else is.
+A device copies to and from pinned memory by itself, at the speed of the bus. But while memory is pinned, nothing else that the
+process does with the device goes on: on an H100, pinning 4 GiB took 1.6 s, in which steps of 4 ms took up to 485 ms. So a few
+buffers for each direction are pinned once, all copies of the process share them, and nothing else is pinned.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import operator
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 
-from torchft_ckpt.checkpointing.state.space import as_bytes
+from torchft_ckpt.errors import TransferError
 
-NUM_BUFFERS = 4
-BUFFER_BYTES = 16 * 1024 * 1024
+TO_HOST_BYTES = 4 * 1024 * 1024
+"""So much is copied to the host at a time: who waits for it waits for a few of these."""
+_NUM_TO_HOST = 8
+_TO_DEVICE_BYTES = 1024 * 1024
+_NUM_TO_DEVICE = 16
+
+
+class Accelerator:
+    """The accelerator of this process, by torch's streams and events. Any thread. A test puts another one in its place."""
+
+    def __init__(self) -> None:
+        self.is_on_host: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
+        """Whether the host reads a tensor's memory."""
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[torch.device, bool], Any] = {}
+        self._to_host = _Ring(self, _NUM_TO_HOST, TO_HOST_BYTES)
+        self._to_device = _Ring(self, _NUM_TO_DEVICE, _TO_DEVICE_BYTES)
+
+    # What a device does
+
+    def can_copy(self, device: torch.device) -> bool:
+        """Whether it is this process's kind of accelerator, whose memory can be copied."""
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator is not None and accelerator.type == device.type
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 memory on the host that devices copy from and to.
+
+        Raises:
+            RuntimeError: it is refused.
+        """
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def now(self, device: torch.device) -> Any:
+        """Return an event after all that the current stream of this thread was given so far."""
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    def begin_copy(self, target: torch.Tensor, source: torch.Tensor, after: Any, *, is_to_host: bool) -> Any:
+        """Begin to copy bytes, one side of which is pinned; return an event after it.
+
+        Copies of one direction are made in the order in which they begin. After `after`: an event of the device, or None.
+        """
+        device = (source if is_to_host else target).device
+        stream, done = self._stream(device, is_to_host), torch.Event(device, blocking=True)
+        with stream:
+            if after is not None:
+                stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            done.record(stream)
+        return done
+
+    def contiguous(self, tensor: torch.Tensor, after: Any) -> torch.Tensor:
+        """Return a contiguous copy on the device, from which bytes may be copied to the host. It is made after an event.
+
+        Raises:
+            RuntimeError: the device has no room for it.
+        """
+        stream = self._stream(tensor.device, is_to_host=True)
+        with stream:
+            stream.wait_event(after)
+            return tensor.contiguous()
+
+    def after_writes(self, device: torch.device) -> Any:
+        """Return an event after all copies to a device that have begun."""
+        event = torch.Event(device, blocking=True)
+        event.record(self._stream(device, is_to_host=False))
+        return event
+
+    def wait(self, event: Any) -> None:
+        """Wait on this thread until an event has come.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        event.synchronize()
+
+    def _stream(self, device: torch.device, is_to_host: bool) -> Any:
+        with self._lock:
+            if (device, is_to_host) not in self._streams:
+                self._streams[device, is_to_host] = torch.Stream(device)
+            return self._streams[device, is_to_host]
+
+    # By means of these
+
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """Return the address of a tensor's memory, apart from those of other devices."""
+        return tensor.data_ptr() + (0 if self.is_on_host(tensor) else (1 + (tensor.device.index or 0)) << 64)
+
+    def copy_to_host(self, source: torch.Tensor, target: memoryview, after: Any) -> None:
+        """Copy bytes of a device to as many of the host, and return when they are there.
+
+        Args:
+            source: uint8, contiguous; the caller keeps it.
+            after: an event of the device that the copy is made after.
+        """
+        for start in range(0, source.numel(), TO_HOST_BYTES):
+            part = source[start : start + TO_HOST_BYTES]
+            with self._to_host.buffer() as buffer:
+                view = buffer.memory[: part.numel()]
+                self.wait(self.begin_copy(view, part, after, is_to_host=True))
+                # Lets other threads run.
+                np.copyto(np.frombuffer(target[start : start + part.numel()], np.uint8), view.numpy())
+
+    def begin_copy_to_device(self, data: memoryview, target: torch.Tensor, after: Any) -> None:
+        """Begin to copy bytes of the host to a device; they may be overwritten at once. `after_writes` is after it."""
+        for start in range(0, len(data), _TO_DEVICE_BYTES):
+            part = target[start : start + _TO_DEVICE_BYTES]
+            with self._to_device.buffer() as buffer:
+                view = buffer.memory[: part.numel()]
+                np.copyto(view.numpy(), np.frombuffer(data[start : start + part.numel()], np.uint8))
+                buffer.busy_until = self.begin_copy(part, view, after, is_to_host=False)
+
+
+class _Buffer:
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.busy_until: Any = None
+        """The event of the copy that reads it."""
 
 
 class _Ring:
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Accelerator, num_buffers: int, num_bytes: int) -> None:
+        self._accelerator = accelerator
+        self._num_bytes = num_bytes
         self._lock = threading.Lock()
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        self._num_made = 0
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
+        self._num_left = num_buffers
 
-    @contextlib.contextmanager
-    def buffer(self) -> Iterator[torch.Tensor]:
+    @contextmanager
+    def buffer(self) -> Iterator[_Buffer]:
         with self._lock:
-            if self._free.empty() and self._num_made < NUM_BUFFERS:
-                self._free.put(torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
-                self._num_made += 1
+            if self._free.empty() and self._num_left:
+                self._free.put(_Buffer(self._accelerator.pinned(self._num_bytes)))
+                self._num_left -= 1
         buffer = self._free.get()
         try:
+            busy_until, buffer.busy_until = buffer.busy_until, None
+            if busy_until is not None:
+                self._accelerator.wait(busy_until)
             yield buffer
         finally:
             self._free.put(buffer)
 
-    def stream_of(self, device: torch.device) -> torch.Stream:
-        with self._lock:
-            if device not in self._streams:
-                self._streams[device] = torch.Stream(device)
-            return self._streams[device]
 
-
-_ring = _Ring()
-
-
-def copy_to_host(source: torch.Tensor, address: int, after: torch.Event | None = None) -> None:
-    """Copy bytes to the host, and return when they are there. Any thread.
-
-    Args:
-        source: uint8, contiguous, on an accelerator; the caller keeps it.
-        address: of as many bytes on the host.
-        after: an event of the device that the copy is made after.
-    """
-    stream = _ring.stream_of(source.device)
-    for start in range(0, source.numel(), BUFFER_BYTES):
-        part = source[start : start + BUFFER_BYTES]
-        done = torch.Event(source.device, blocking=True)
-        with _ring.buffer() as buffer:
-            with stream:
-                if after is not None:
-                    stream.wait_event(after)
-                buffer[: part.numel()].copy_(part, non_blocking=True)
-                done.record(stream)
-            done.synchronize()
-            ctypes.memmove(address + start, buffer.data_ptr(), part.numel())
-
-
-def contiguous_after(tensor: torch.Tensor, after: torch.Event) -> torch.Tensor:
-    """Return a contiguous copy on the device, on which `copy_to_host` may be called. It is made after an event of the device."""
-    stream = _ring.stream_of(tensor.device)
-    with stream:
-        stream.wait_event(after)
-        return tensor.contiguous()
+accelerator = Accelerator()
 
 
 class DeviceMemory:
-    """The bytes of a contiguous tensor on an accelerator. A part is copied to the host when it is asked for. Any thread.
+    """The bytes of a contiguous tensor on a device, as memory of the host that is copied when it is asked for. Any thread.
 
-    It does not wait for what is still to be written there. A caller who needs the bytes of a certain moment checks their digest.
+    Args:
+        tensor: kept.
+        data: its bytes, uint8.
+        after: an event that they are read and written after.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = as_bytes(tensor.detach())
+    def __init__(self, tensor: torch.Tensor, data: torch.Tensor, after: Any) -> None:
+        self.tensor = tensor
+        self._bytes = data
+        self._after = after
+        self._is_written = False
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +190,40 @@ class DeviceMemory:
 
     def __getitem__(self, part: slice) -> memoryview:
         wanted = self._bytes[part]
-        host = torch.empty(wanted.numel(), dtype=torch.uint8, device="cpu")
-        copy_to_host(wanted, host.data_ptr())
-        view: memoryview = host.numpy().data
-        return view
+        host = np.empty(wanted.numel(), dtype=np.uint8)
+        # What is written comes after `_after`, too.
+        after = accelerator.after_writes(self.tensor.device) if self._is_written else self._after
+        accelerator.copy_to_host(wanted, host.data, after)
+        return host.data
+
+    def __setitem__(self, part: slice, data: memoryview) -> None:
+        """Begin to write; see `settle`.
+
+        Raises:
+            TransferError: the device has failed.
+        """
+        self._is_written = True
+        with naming_failure_of_device():
+            accelerator.begin_copy_to_device(data, self._bytes[part], self._after)
+
+    def settle(self) -> None:
+        """Wait until all that was written on its device is there.
+
+        Raises:
+            TransferError: the device has failed.
+        """
+        with naming_failure_of_device():
+            accelerator.wait(accelerator.after_writes(self.tensor.device))
+
+
+@contextmanager
+def naming_failure_of_device() -> Iterator[None]:
+    """Around copies to a device.
+
+    Raises:
+        TransferError: it has failed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferError(f"what arrived was not copied to the device: {error}", party="device") from error

@@ -6,6 +6,7 @@ becomes a tensor of the same class and layout. Whether a state fits this one is 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Iterable, KeysView, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchft_ckpt.checkpointing.state import device_memory
 from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.containers import optimizer_states
 from torchft_ckpt.checkpointing.state.description import DescribedTensor
@@ -23,8 +25,9 @@ from torchft_ckpt.checkpointing.state.parameters import Owned, StateHere, StateP
 from torchft_ckpt.checkpointing.state.shards import KnownMeshes, ShardAdapter, adapter_of
 from torchft_ckpt.checkpointing.state.space import (
     are_one_place,
+    as_bytes,
     is_plain_memory,
-    is_stageable,
+    is_plain_on_device,
     lies_apart,
     memory_at,
     span_of,
@@ -88,12 +91,29 @@ class LocalState:
             self._held = {path: _hold(path, tensor) for path, tensor in encoder.tensors if counts[path] == 1}
             self.shared = _sharing(self._held)
             """Boxes that share memory here, those together that do, or whose elements do: mostly none. By name and number."""
-            self._memories = {path: [_memory_of(data) for data in held.data] for path, held in self._held.items()}
+            self._now = functools.cache(device_memory.accelerator.now)
+            self._memories = {path: [self._memory_of(data) for data in held.data] for path, held in self._held.items()}
             self._optional = _optional_paths(state)
             self._is_sharded = any(held.adapter is not None for held in self._held.values())
             self._meshes = KnownMeshes(tensor for _, tensor in encoder.tensors)
             self.classes = KnownClasses(encoder.classes)
             """The classes for named tuples and enum members of a state that arrives."""
+
+    def _memory_of(self, tensor: torch.Tensor) -> LocalMemory | DeviceMemory | None:
+        """Return the memory of a tensor whose values are its bytes in C order; None of any other.
+
+        A tensor whose storage was freed has none, nor has one that only says what is wanted (a fake tensor).
+        """
+        is_on_device = is_plain_on_device(tensor)
+        if not (is_on_device or is_plain_memory(tensor)) or not tensor.is_contiguous():
+            return None
+        length = tensor.nbytes
+        end = int(tensor.storage_offset()) * tensor.element_size() + length
+        if length == 0 or tensor.untyped_storage().nbytes() < end or tensor.data_ptr() == 0:
+            return None
+        if is_on_device:
+            return DeviceMemory(tensor, as_bytes(tensor.detach()), self._now(tensor.device))
+        return LocalMemory(tensor, memory_at(tensor.data_ptr(), length))
 
     def paths(self) -> KeysView[str]:
         """Return the paths of the tensors that are here."""
@@ -143,7 +163,7 @@ class LocalState:
                 continue
             if tensor is not None:
                 held = self._held[entry.fqn] = _hold(entry.fqn, tensor)
-                self._memories[entry.fqn] = [_memory_of(data) for data in held.data]
+                self._memories[entry.fqn] = [self._memory_of(data) for data in held.data]
         return wrong
 
     def get(self, path: str) -> HeldTensor | None:
@@ -327,14 +347,13 @@ def _hold(path: str, tensor: torch.Tensor) -> HeldTensor:
 def _sharing(tensors: Mapping[str, HeldTensor]) -> list[list[SharedBox]]:
     spans: list[tuple[int, int, SharedBox]] = []
     crowded: set[str] = set()
-    devices: dict[torch.device, int] = {}
     for name, held in tensors.items():
         for number, data in enumerate(held.data):
-            if (num_bytes := data.nbytes) and not data.is_meta and (low := data.data_ptr()):
+            if (num_bytes := data.nbytes) and not data.is_meta and data.data_ptr():
                 if not lies_apart(data):
                     crowded.add(name)
                 span = num_bytes if data.is_contiguous() else span_of(data)
-                low += 0 if data.is_cpu else devices.setdefault(data.device, len(devices) + 1) << 64
+                low = device_memory.accelerator.place_of(data)
                 spans.append((low, low + span, (name, number, data)))
     spans.sort()
     found: list[list[SharedBox]] = []
@@ -351,23 +370,3 @@ def _sharing(tensors: Mapping[str, HeldTensor]) -> list[list[SharedBox]]:
 def has_shape_of(held: HeldTensor, entry: DescribedTensor) -> bool:
     """Whether a tensor that is here has the global shape and the dtype of one that arrives."""
     return held.given.shape == tuple(entry.shape) and held.given.dtype is DTYPES.get(entry.dtype)
-
-
-def _memory_of(tensor: torch.Tensor) -> LocalMemory | DeviceMemory | None:
-    """Return the memory of a tensor whose values are its bytes in C order; None of any other.
-
-    A tensor whose storage was freed has none, nor has one that only says what is wanted (a fake tensor).
-    """
-    is_on_device = _is_plain_on_device(tensor)
-    if not (is_on_device or is_plain_memory(tensor)) or not tensor.is_contiguous():
-        return None
-    length = tensor.nbytes
-    end = int(tensor.storage_offset()) * tensor.element_size() + length
-    if length == 0 or tensor.untyped_storage().nbytes() < end or tensor.data_ptr() == 0:
-        return None
-    return DeviceMemory(tensor) if is_on_device else LocalMemory(tensor, memory_at(tensor.data_ptr(), length))
-
-
-def _is_plain_on_device(tensor: torch.Tensor) -> bool:
-    is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-    return is_plain and not tensor.is_cpu and is_stageable(tensor.device)

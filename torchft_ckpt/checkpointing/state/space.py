@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchft_ckpt.checkpointing.state import device_memory
 from torchft_ckpt.checkpointing.state.dtypes import CARRIED_DTYPES
 from torchft_ckpt.checkpointing.state.shards import MeshLayout, adapter_of
 from torchft_ckpt.errors import CheckpointError, UnsupportedValueError
@@ -151,7 +152,7 @@ class _Piece:
         self.index = index
         self.path = path
         self.tensor = tensor
-        self.device = "" if tensor.is_cpu else str(tensor.device)
+        self.device = "" if device_memory.accelerator.is_on_host(tensor) else str(tensor.device)
         self.sizes = tuple(tensor.shape)
         self.offsets = _ZEROS[: len(self.sizes)] if offsets is None else offsets
         self.nbytes = tensor.nbytes
@@ -243,7 +244,17 @@ def memory_at(address: int, num_bytes: int) -> memoryview:
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the values of a tensor are what its memory on the CPU holds: who writes bytes there has written the values."""
-    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    return device_memory.accelerator.is_on_host(tensor) and _is_plain(tensor)
+
+
+def is_plain_on_device(tensor: torch.Tensor) -> bool:
+    """Whether it is the same of a tensor's memory on this process's kind of accelerator."""
+    accelerator = device_memory.accelerator
+    return not accelerator.is_on_host(tensor) and accelerator.can_copy(tensor.device) and _is_plain(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def has_elements_here(tensor: torch.Tensor) -> bool:
@@ -292,22 +303,17 @@ def _piece(index: int, path: str, tensor: torch.Tensor, offsets: tuple[int, ...]
         raise _refuse(path, f"a tensor of layout {tensor.layout}{' (nested)' if tensor.is_nested else ''}")
     if tensor.dtype not in CARRIED_DTYPES or tensor.is_quantized:
         raise _refuse(path, f"a tensor of dtype {tensor.dtype}")
-    if not tensor.is_cpu and not is_stageable(tensor.device):
-        raise _refuse(path, f"a tensor on device {tensor.device}")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return _Piece(index, path, tensor, offsets)
+    piece = _Piece(index, path, tensor, offsets)
+    if piece.device and not device_memory.accelerator.can_copy(tensor.device):
+        raise _refuse(path, f"a tensor on device {tensor.device}")
+    return piece
 
 
 def _span(tensor: torch.Tensor) -> int:
     """Elements between the first and the last one of a tensor that has some."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def is_stageable(device: torch.device) -> bool:
-    """Whether it is this process's kind of accelerator, whose memory can be copied to the host."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator is not None and accelerator.type == device.type
 
 
 def _refuse(path: str, what: str) -> UnsupportedValueError:

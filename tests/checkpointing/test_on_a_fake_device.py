@@ -1,0 +1,226 @@
+"""States on a device that is faked: copies in the order of streams, bytes as they are asked for, faults that are named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from support.fake_accelerator import FakeAccelerator, fake_accelerator
+
+from torchft_ckpt import HTTPTransport
+from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
+from torchft_ckpt.checkpointing.serving.staging import Staging
+from torchft_ckpt.checkpointing.state.space import plan_space
+from torchft_ckpt.errors import CheckpointError, StateChangedError
+
+LIMIT = timedelta(seconds=60)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def device() -> Iterator[FakeAccelerator]:
+    with fake_accelerator() as fake:
+        yield fake
+
+
+def transport() -> Iterator[HTTPTransport[Any]]:
+    made: HTTPTransport[Any] = HTTPTransport(timeout=LIMIT, hostname="127.0.0.1", block_bytes=MIB)
+    yield made
+    made.shutdown()
+
+
+source, receiver = (pytest.fixture(transport, name=name) for name in ("source", "receiver"))
+
+
+def noise(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(seed))
+
+
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
+
+
+def snapshot_of(state: dict[str, torch.Tensor], num_expected: int = 1) -> Snapshot:
+    return Snapshot(state, step=1, lock=StateDictLock(), pool=BufferPool(MIB), num_expected=num_expected)
+
+
+class Held:
+    """Copies to the host stop until they are let go, each by itself; it tells what they are of."""
+
+    def __init__(self, device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[int] = []
+        """The first byte of each copy, in its tensor's memory."""
+        self._allowed = threading.Semaphore(0)
+        self._has_begun = threading.Semaphore(0)
+        copy_to_host = device.copy_to_host
+
+        def copy(source: torch.Tensor, target: memoryview, after: object) -> None:
+            self.begun.append(int(source.storage_offset()))
+            self._has_begun.release()
+            assert self._allowed.acquire(timeout=60)
+            copy_to_host(source, target, after)
+
+        monkeypatch.setattr(device, "copy_to_host", copy)
+
+    def await_begun(self, number: int) -> None:
+        for _ in range(number):
+            assert self._has_begun.acquire(timeout=60)
+
+    def let(self, number: int) -> None:
+        self._allowed.release(number)
+
+
+# ------------------------------------------------------------------------------------------------ what is staged
+
+
+def test_what_was_overwritten_before_anybody_wanted_it_is_not_staged_any_more(device: FakeAccelerator) -> None:
+    staging = Staging(plan_space([("w", device.tensor(noise(MIB)))]).memories, starts_now=False)
+    staging.order_mutation_after(LIMIT)
+    with pytest.raises(CheckpointError, match="overwritten before anybody wanted it"):
+        staging.wait(LIMIT)
+    assert device.num_copied == {True: 0, False: 0}
+
+
+def test_who_asks_for_bytes_starts_the_copies_and_what_is_written_afterwards_changes_nothing(
+    device: FakeAccelerator,
+) -> None:
+    weight = device.tensor(noise(MIB))
+    before = weight.clone()
+    staging = Staging(plan_space([("w", weight)]).memories, starts_now=False)
+    assert not staging.ready()
+    staging.start()
+    staging.order_mutation_after(LIMIT)
+    assert staging.ready()
+    device.write(weight, 9.0)
+    device.synchronize()
+    assert staging.get(0, 0, MIB, LIMIT) == before.numpy().tobytes()
+    assert staging.get(0, 0, MIB + 1, LIMIT) is None
+
+
+def test_copies_come_after_what_the_current_stream_was_told_to_write(device: FakeAccelerator) -> None:
+    weight, strided = device.tensor(torch.zeros(1000)), device.tensor(torch.zeros(8, 9).t())
+    device.write(weight, 1.0)
+    device.write(strided, 2.0)
+    assert bool((weight == 0).all()), "the stream has not got to it"
+    snapshot = snapshot_of({"w": weight, "s": strided, "c": torch.tensor(3.0)})
+    snapshot.detach()
+    for tensor in (weight, strided):
+        device.write(tensor, 9.0)
+    device.synchronize()
+    staged = [
+        torch.frombuffer(bytearray(snapshot.read(at, at + n)), dtype=torch.float32)
+        for at, n in snapshot.manifest.segments
+    ]
+    assert [float(one.unique().item()) for one in staged] == [3.0, 1.0, 2.0]
+
+
+def test_bytes_are_waited_for_alone_and_what_is_asked_for_is_copied_next(
+    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.staging.NUM_COPY_THREADS", 1)
+    held = Held(device, monkeypatch)
+    weight = device.tensor(noise(20 * MIB))
+    snapshot = snapshot_of({"w": weight})
+    held.await_begun(1)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(snapshot.read(9 * MIB, 10 * MIB)))
+    reader.start()
+    with snapshot._changed:  # nobody who waits holds it
+        pass
+    staging = snapshot._staging
+    assert staging is not None
+    with staging._changed:
+        assert staging._changed.wait_for(lambda: bool(staging._asked), 60)
+    held.let(2)
+    reader.join(60)
+    assert read == [weight.numpy().tobytes()[9 * MIB : 10 * MIB]]
+    held.let(3)
+    staging.wait(LIMIT)
+    assert held.begun == [0, 8 * MIB, 12 * MIB, 16 * MIB, 4 * MIB]
+    snapshot.close()
+
+
+def test_a_sample_is_copied_alone_while_all_the_rest_waits(
+    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = device.tensor(noise(40 * MIB))
+    snapshot = snapshot_of({"w": weight}, num_expected=0)
+    monkeypatch.setattr(Staging, "_take", lambda self: None)  # no part is copied by itself
+    at = 33 * MIB
+    assert snapshot.read(at, at + 256) == weight.numpy().tobytes()[at : at + 256]
+    assert device.num_copied[True] == 256
+    snapshot.close()
+
+
+def test_a_closed_snapshot_keeps_nobody_waiting(device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(device, monkeypatch)
+    snapshot = snapshot_of({"w": device.tensor(noise(8 * MIB))})
+    held.await_begun(1)
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            snapshot.read(0, MIB)
+        except BlockGoneError as error:
+            failed.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    snapshot.close()
+    reader.join(60)
+    assert len(failed) == 1
+    held.let(2)
+
+
+def test_what_was_written_without_the_lock_while_it_was_staged_is_not_given(
+    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.staging.NUM_COPY_THREADS", 1)
+    held = Held(device, monkeypatch)
+    weight, other = device.tensor(noise(8 * MIB)), device.tensor(noise(MIB))
+    snapshot = snapshot_of({"w": weight, "o": other})
+    held.await_begun(1)
+    held.let(1)
+    assert snapshot.read(0, MIB) == weight.numpy().tobytes()[:MIB]
+    device.write(weight, 9.0)
+    held.let(2)
+    with pytest.raises(StateChangedError, match="'w' was written to in place"):
+        snapshot.read(4 * MIB, 5 * MIB)
+    start = snapshot.manifest.segments[1][0]
+    assert snapshot.read(start, start + MIB) == other.numpy().tobytes()
+    snapshot.close()
+
+
+def test_what_is_written_once_it_was_let_go_is_no_change(device: FakeAccelerator) -> None:
+    weight = device.tensor(noise(8 * MIB))
+    before = weight.numpy().tobytes()
+    snapshot = snapshot_of({"w": weight})
+    snapshot.stage()
+    device.write(weight, 9.0)
+    device.synchronize()
+    assert snapshot.read(0, 8 * MIB) == before
+
+
+@pytest.mark.parametrize("fault", ["the device fails", "it has no room", "nothing can be pinned"])
+def test_a_state_that_cannot_be_staged_is_named_to_its_readers_and_the_trainer_goes_on(
+    device: FakeAccelerator, fault: str
+) -> None:
+    weight = device.tensor(noise(30 * MIB).view(-1, 4).t())
+    if fault == "the device fails":
+        device.copies_left = 3
+    elif fault == "nothing can be pinned":
+        device.refuses_pinned = True
+    else:
+        device.tensor(noise(20 * MIB))  # no room is left to make it contiguous
+    snapshot = snapshot_of({"w": weight})
+    with pytest.raises(CheckpointError, match="the state was not copied to the host: CUDA"):
+        snapshot.read(0, MIB)
+    snapshot.stage()
+    assert snapshot.closed
+    snapshot.detach()
