@@ -13,11 +13,12 @@ from support.fake_accelerator import FakeAccelerator, fake_accelerator
 
 from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.lock import StateDictLock
+from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.serving.staging import Staging
 from torchft_ckpt.checkpointing.state.space import plan_space
-from torchft_ckpt.errors import CheckpointError, StateChangedError
+from torchft_ckpt.errors import CheckpointError, StateChangedError, TransferError
 
 LIMIT = timedelta(seconds=60)
 MIB = 1 << 20
@@ -224,3 +225,95 @@ def test_a_state_that_cannot_be_staged_is_named_to_its_readers_and_the_trainer_g
     snapshot.stage()
     assert snapshot.closed
     snapshot.detach()
+
+
+# ------------------------------------------------------------------------------------------------ what is received
+
+
+def state_of(device: FakeAccelerator, seed: int) -> dict[str, Any]:
+    base = device.tensor(noise(64 * 33, seed).view(16, 33))
+    return {
+        "big": device.tensor(noise(5 * MIB + 12, seed)),
+        "small": device.tensor(noise(40, seed)),
+        "strided": device.tensor(noise(64 * 33, seed).view(16, 33).t()),
+        "tied": base,
+        "view": base[2:5],
+        "half": device.tensor(noise(MIB, seed).to(torch.bfloat16)),
+        "host": noise(MIB, seed),
+    }
+
+
+def fetch(
+    source: HTTPTransport[Any], receiver: HTTPTransport[Any], state: Any, **how: Any
+) -> tuple[Any, TransferProgress]:
+    seen: list[TransferProgress] = []
+    source.send_checkpoint([], 1, state, LIMIT)
+    try:
+        received = receiver.fetch_checkpoint([source.metadata()], 1, LIMIT, on_progress=seen.append, **how)
+    finally:
+        source.disallow_checkpoint()
+    return received, seen[-1]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_state_arrives_to_the_last_bit(device: FakeAccelerator, source: Any, receiver: Any, in_place: bool) -> None:
+    state, local = state_of(device, 1), state_of(device, 2)
+    device.num_copied = {True: 0, False: 0}
+    received, _ = fetch(source, receiver, state, local_state=local, in_place=in_place)
+    assert all(is_equal(device.read(received[name]), state[name]) for name in state)
+    if in_place:
+        assert all(received[name] is local[name] for name in local)
+        assert device.num_copied[False] >= 5 * MIB + 12, "through the ring, not at the end"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_equal_here_is_not_fetched(device: FakeAccelerator, source: Any, receiver: Any, in_place: bool) -> None:
+    state, local = state_of(device, 1), state_of(device, 1)
+    local["host"] += 1
+    received, progress = fetch(source, receiver, state, local_state=local, in_place=in_place)
+    assert all(is_equal(device.read(received[name]), state[name]) for name in state)
+    assert progress.received_bytes <= 3 * MIB < progress.skipped_bytes
+    assert not device.num_copied[False] or progress.received_bytes
+
+
+def test_what_is_received_is_written_after_what_the_current_stream_still_writes(
+    device: FakeAccelerator, source: Any, receiver: Any
+) -> None:
+    state, local = {"w": device.tensor(noise(MIB, 1))}, {"w": device.tensor(noise(MIB, 2))}
+    device.write(local["w"], 5.0)
+    fetch(source, receiver, state, local_state=local, in_place=True)
+    assert is_equal(device.read(local["w"]), state["w"])
+
+
+def test_tied_weights_are_received_into_tied_weights_and_not_into_those_that_are_tied_here_alone(
+    device: FakeAccelerator, source: Any, receiver: Any
+) -> None:
+    one, other = device.tensor(noise(MIB, 1)), device.tensor(noise(MIB, 2))
+    both = device.tensor(noise(MIB, 3))
+    fetch(source, receiver, {"a": one, "b": one}, local_state={"a": both, "b": both}, in_place=True)
+    assert is_equal(device.read(both), one)
+    with pytest.raises(CheckpointError, match="share memory here"):
+        fetch(source, receiver, {"a": one, "b": other}, local_state={"a": both, "b": both}, in_place=True)
+    assert is_equal(device.read(both), one)
+
+
+@pytest.mark.parametrize("copies", [0, 3])
+def test_a_device_that_fails_while_it_is_received_into_leaves_a_state_that_says_it_is_torn(
+    device: FakeAccelerator, source: Any, receiver: Any, copies: int
+) -> None:
+    local = {"w": device.tensor(noise(8 * MIB, 2))}
+    state = {"w": noise(8 * MIB, 1)}
+    device.copies_left = 8 + copies  # the samples of what is here come first
+    with pytest.raises(TransferError, match="was not copied to the device: CUDA error") as caught:
+        fetch(source, receiver, state, local_state=local, in_place=True)
+    assert caught.value.state_overwritten
+    device.copies_left = None
+    received, _ = fetch(source, receiver, state, local_state=local, in_place=True)
+    assert is_equal(device.read(received["w"]), state["w"])
+
+
+def test_no_pinned_memory_at_the_receiver_is_named(device: FakeAccelerator, source: Any, receiver: Any) -> None:
+    local = {"w": device.tensor(noise(2 * MIB, 2))}
+    device.refuses_pinned = True
+    with pytest.raises(TransferError, match="cudaHostAlloc"):
+        fetch(source, receiver, {"w": noise(2 * MIB, 1)}, local_state=local, in_place=True)

@@ -362,8 +362,8 @@ class HTTPTransport(CheckpointTransport[T]):
 
         Blocks come from every source whose digests agree with the primary's, and from other receivers of the same
         snapshot; what others than the primary send counts with the BLAKE3 digest that it announces. A source that is
-        lost, stalls or lies is dropped, what has arrived stays. With `in_place`, tensors of `local_state` that are
-        contiguous and on the CPU are received into; others are copied to at the end.
+        lost, stalls or lies is dropped, what has arrived stays. With `in_place`, contiguous tensors of `local_state`
+        are received into; others are copied to at the end.
 
         Warns:
             ReplicaDivergenceWarning: a source of the same step holds other bits than the primary.

@@ -412,7 +412,7 @@ class FetchEngine(ABC, Generic[State]):
                 self._state.end(failure)
                 return
         _forget_locals(failure)
-        if isinstance(failure, StateMismatchError) or failure.party == "memory":
+        if isinstance(failure, StateMismatchError) or failure.party in ("memory", "device"):
             self._state.end(failure)
         elif name is None:
             logger.info("a helper of the fetch of %s ended: %s", self._what, failure)

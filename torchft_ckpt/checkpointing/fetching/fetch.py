@@ -6,6 +6,7 @@ failed is visible to the caller, but where it was received in place.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -107,7 +108,11 @@ class Fetch(FetchEngine[BlockTransfer]):
             if relay is not None:
                 relay.close()
             with self._lock:
-                is_overwritten = any(begun.is_overwritten for begun in self._begun)
+                begun = [*self._begun]
+            for destination in begun:
+                with contextlib.suppress(TransferError):
+                    destination.settle()  # nothing is written any more once this is raised
+            is_overwritten = any(destination.is_overwritten for destination in begun)
             if is_overwritten and isinstance(error, CheckpointError):
                 error.mark_torn()
             raise

@@ -114,20 +114,20 @@ class Destination:
         self._in_place = in_place and local is not None
         self._target = StateTarget(local, in_place=in_place)
         self._as_they_are: set[str] = set()
-        self._direct: dict[int, LocalMemory] = {}
+        self._direct: dict[int, LocalMemory | DeviceMemory] = {}
         old: dict[int, memoryview | DeviceMemory] = {}
         if local is not None:
             self._as_they_are = check_layout(local, manifest, in_place=in_place)
-            for index, memory in local_memories(local, manifest).items():
-                if isinstance(memory, DeviceMemory):
-                    old[index] = memory
-                elif in_place:
-                    self._direct[index] = memory
-                else:
-                    old[index] = memory.view
+            memories = local_memories(local, manifest)
+            if in_place:
+                self._direct = memories
+            else:
+                old = {index: _bytes_of(memory) for index, memory in memories.items()}
+        self._on_device = {m.tensor.device: m for m in self._direct.values() if isinstance(m, DeviceMemory)}
+        """One that is received into, of each device."""
         self._holds_old_contents = is_kept or bool(self._direct)
         self._buffers: dict[int, np.ndarray] = {}
-        views: list[memoryview] = []
+        views: list[memoryview | DeviceMemory] = []
         try:
             for index, (_, length) in enumerate(manifest.segments):
                 direct = self._direct.get(index)
@@ -135,7 +135,7 @@ class Destination:
                     buffer = self._buffers[index] = cache.take(length)
                     views.append(buffer.data)
                 else:
-                    views.append(direct.view)
+                    views.append(_bytes_of(direct))
                     kept = cache.take_kept(length)
                     if kept is not None:
                         old[index] = kept.data
@@ -162,7 +162,7 @@ class Destination:
     def views(self, block: int) -> list[memoryview]:
         """Return the memory of a block, in order: parts of segments, and throw-away bytes for the padding between them.
 
-        What is written there counts for nothing until every block has been verified.
+        What is written there counts for nothing until every block has been verified. Of what lies on a device these are copies.
         """
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
         return self._cut(self._views, start, stop)
@@ -181,8 +181,15 @@ class Destination:
         """Receive a block; see `streams.Memory`."""
         self.is_overwritten = self.is_overwritten or bool(self._direct)
         self.touch(unit)
-        views = self.views(unit)
         start, stop = block_range(unit, self.manifest.total_bytes, self.manifest.block_bytes)
+        if self._on_device:
+            for at in range(start, stop, len(scratch)):
+                part = scratch[: stop - at]
+                read_into(part)
+                update(part)
+                self._write(at, part)
+            return
+        views = self.views(unit)
         if stop - start < _SCATTER_BELOW_BYTES * len(views):
             _receive_scattered(views, stop - start, read_into, scratch, update)
         else:
@@ -194,8 +201,21 @@ class Destination:
 
     def wipe(self, unit: int) -> None:
         """Write zeros over a block that does not count: the next receive may look here for what it need not fetch."""
-        for view in self.views(unit):
-            view[:] = bytes(len(view))
+        start, stop = block_range(unit, self.manifest.total_bytes, self.manifest.block_bytes)
+        self._write(start, memoryview(bytes(stop - start)))
+
+    def _write(self, start: int, data: memoryview) -> None:
+        for segment, low, high, at in segment_ranges(self._starts, self._lengths, start, start + len(data)):
+            self._views[segment][low:high] = data[at - start : at - start + high - low]
+
+    def settle(self) -> None:
+        """Wait until all that was received is where it belongs.
+
+        Raises:
+            TransferError: a device has failed.
+        """
+        for memory in self._on_device.values():
+            memory.settle()
 
     def _sample_range(self, block: int) -> tuple[int, int]:
         return sample_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
@@ -230,7 +250,11 @@ class Destination:
         if not self._old:
             return False
         start, stop = block_range(block, self.manifest.total_bytes, self.manifest.block_bytes)
-        return self._copy_old(views, start, stop) and _digest_of_views(block, views) == wanted
+        if not self._copy_old(views, start, stop) or _digest_of_views(block, views) != wanted:
+            return False
+        if self._on_device:
+            self._write(start, memoryview(b"".join(views)))
+        return True
 
     def names_of(self, blocks: Sequence[int]) -> list[str]:
         """Return the names of the tensors that have bytes in these blocks."""
@@ -256,8 +280,12 @@ class Destination:
         """Return the state; call it once every block is in. Tensors of one segment share its memory.
 
         Where it was received in place these are the local tensors themselves, if there is one of that name.
+
+        Raises:
+            TransferError: a device has failed.
         """
         self.is_overwritten = self.is_overwritten or self._in_place
+        self.settle()
         with gc_paused():
             chunks = self._assemble_chunks()
             received = [self._received(entry, own) for entry, own in zip(self.manifest.tensors, chunks, strict=True)]
@@ -328,6 +356,10 @@ def local_memories(local: LocalState, manifest: Manifest) -> dict[int, LocalMemo
     return known
 
 
+def _bytes_of(memory: LocalMemory | DeviceMemory) -> memoryview | DeviceMemory:
+    return memory.view if isinstance(memory, LocalMemory) else memory
+
+
 def _receive_scattered(
     views: list[memoryview],
     num_bytes: int,
@@ -373,4 +405,4 @@ def _tensor(chunk: Chunk, dtype: torch.dtype, storage: torch.UntypedStorage, bas
         return torch.empty(chunk.sizes, dtype=dtype, device="cpu")
     start = (base + chunk.byte_offset) // dtype.itemsize
     strides = torch.empty(chunk.sizes, device="meta").stride() if chunk.strides is None else tuple(chunk.strides)
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, start, tuple(chunk.sizes), strides)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, start, tuple(chunk.sizes), strides)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from torchft_ckpt.checkpointing.state import device_memory
 from torchft_ckpt.checkpointing.state.containers import Path
 from torchft_ckpt.checkpointing.state.description import DescribedTensor, Description, entries_of, ties_of
 from torchft_ckpt.checkpointing.state.dtypes import parse_dtype
@@ -308,10 +309,11 @@ def _check_apart(
             continue
         chunks = [chunk for chunk in all_chunks if 0 not in chunk.sizes]
         boxes = [box for box in held.boxes if box.volume]
-        data = [part for part in held.data if part.is_cpu and part.numel()]
+        data = [part for part in held.data if part.numel() and not part.is_meta]
         is_alike = len(data) == len(chunks) and boxes == [box_of(chunk) for chunk in chunks]
         for number, part in enumerate(data):
-            low, high = part.data_ptr(), part.data_ptr() + span_of(part)
+            low = device_memory.accelerator.place_of(part)
+            high = low + span_of(part)
             is_strided_alike = is_alike and _is_strided_as(part, chunks[number])
             if part.nbytes > high - low or not (is_strided_alike or lies_apart(part)):
                 raise _shared("elements share memory here", [name])

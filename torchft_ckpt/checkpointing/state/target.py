@@ -29,7 +29,14 @@ from torchft_ckpt.checkpointing.state.local_state import (
     view_of,
 )
 from torchft_ckpt.checkpointing.state.regions import gather, region_of, scatter
-from torchft_ckpt.checkpointing.state.space import are_one_place, as_bytes, is_plain_memory, memory_at, span_of
+from torchft_ckpt.checkpointing.state.space import (
+    are_one_place,
+    as_bytes,
+    is_plain_memory,
+    is_plain_on_device,
+    memory_at,
+    span_of,
+)
 from torchft_ckpt.checkpointing.state.tree import decode_tree, from_tensors
 from torchft_ckpt.core.boxes.geometry import Box, relative_to, whole
 from torchft_ckpt.errors import CheckpointError, StateMismatchError, TransferError
@@ -320,4 +327,6 @@ def _is_laid_out_as(local: torch.Tensor, part: torch.Tensor) -> bool:
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether what is written to one tensor is written to the other as well, element by element."""
-    return is_plain_memory(one) and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
+    if (one.data_ptr(), one.stride(), one.device) != (other.data_ptr(), other.stride(), other.device):
+        return False
+    return is_plain_memory(one) or is_plain_on_device(one)
