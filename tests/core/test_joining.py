@@ -126,9 +126,21 @@ def test_a_rate_is_that_of_the_last_seconds_and_of_none_sooner():
 
 def test_a_transfer_that_stands_needs_for_ever():
     reception = Reception()
-    for tenth in range(21):
+    for tenth in range(int(SILENT_S * 10) + 21):
         told = reception.progress(left_bytes=1000, done_bytes=0, elapsed_s=tenth / 10)
     assert told == pytest.approx(2000.0)
+
+
+def test_a_source_that_needs_two_seconds_to_its_first_byte_is_no_slow_link():
+    """A state on a device is copied to its host before it is sent. From the first byte on it comes with 1 GB/s."""
+    total, reception, allowance = 8_000_000_000, Reception(), JoinAllowance()
+    allowance.set_limit(10.0, 0.0)
+    needs = []
+    for tenth in range(31):
+        done = max(0, tenth - 20) * 100_000_000
+        needs.append(reception.progress(left_bytes=total - done, done_bytes=done, elapsed_s=tenth / 10))
+    assert {allowance.fits_in_s(need_s, 0.0) for need_s in needs} == {0.0}
+    assert needs[-1] == pytest.approx(7.0, rel=0.15) and reception.is_measured
 
 
 def test_what_an_attempt_found_out_is_what_the_next_one_expects():

@@ -47,12 +47,13 @@ class Reception:
         self._left: int | None = None
         self._at_first: int | None = None
         """What the transfer had to bring, as far as was known when it first told."""
+        self._done_at_first: int | None = None
         self._seen: deque[tuple[float, int]] = deque()
 
     def begin(self) -> None:
         """A transfer begins. What the one before told is believed until this one tells."""
         self._seen.clear()
-        self._at_first = None
+        self._at_first = self._done_at_first = None
         self.is_measured = False
 
     def progress(self, *, left_bytes: int, done_bytes: int, elapsed_s: float) -> float:
@@ -64,6 +65,9 @@ class Reception:
         """
         self._at_first = left_bytes if self._at_first is None else self._at_first
         self._left = left_bytes or self._at_first  # the next state is another one
+        self._done_at_first = done_bytes if self._done_at_first is None else self._done_at_first
+        if done_bytes == self._done_at_first and elapsed_s <= SILENT_S:
+            self._seen.clear()  # the source makes ready, which says nothing of the rate
         self._seen.append((elapsed_s, done_bytes))
         while len(self._seen) > 2 and elapsed_s - self._seen[1][0] >= _WINDOW_S:
             self._seen.popleft()
