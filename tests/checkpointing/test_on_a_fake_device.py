@@ -15,8 +15,10 @@ from torchft_ckpt import HTTPTransport
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.progress import TransferProgress
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
+from torchft_ckpt.checkpointing.serving.sending import sample_blocks
 from torchft_ckpt.checkpointing.serving.snapshot import BlockGoneError, Snapshot
 from torchft_ckpt.checkpointing.serving.staging import Staging
+from torchft_ckpt.checkpointing.state.blocks import digest_of, sample_range
 from torchft_ckpt.checkpointing.state.space import plan_space
 from torchft_ckpt.errors import CheckpointError, StateChangedError, TransferError
 
@@ -61,11 +63,11 @@ class Held:
         self._has_begun = threading.Semaphore(0)
         copy_to_host = device.copy_to_host
 
-        def copy(source: torch.Tensor, target: memoryview, after: object) -> None:
-            self.begun.append(int(source.storage_offset()))
+        def copy(pieces: list[tuple[torch.Tensor, memoryview]], after: object) -> None:
+            self.begun.append(int(pieces[0][0].storage_offset()))
             self._has_begun.release()
             assert self._allowed.acquire(timeout=60)
-            copy_to_host(source, target, after)
+            copy_to_host(pieces, after)
 
         monkeypatch.setattr(device, "copy_to_host", copy)
 
@@ -147,15 +149,16 @@ def test_bytes_are_waited_for_alone_and_what_is_asked_for_is_copied_next(
     snapshot.close()
 
 
-def test_a_sample_is_copied_alone_while_all_the_rest_waits(
+def test_samples_are_copied_alone_while_all_the_rest_waits(
     device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = device.tensor(noise(40 * MIB))
     snapshot = snapshot_of({"w": weight}, num_expected=0)
     monkeypatch.setattr(Staging, "_take", lambda self: None)  # no part is copied by itself
-    at = 33 * MIB
-    assert snapshot.read(at, at + 256) == weight.numpy().tobytes()[at : at + 256]
-    assert device.num_copied[True] == 256
+    found = sample_blocks(snapshot, range(40))
+    whole = weight.numpy().tobytes()
+    assert found == {n: digest_of(n, whole[slice(*sample_range(n, 40 * MIB, MIB))]) for n in range(40)}
+    assert device.num_copied[True] == 40 * 256
     snapshot.close()
 
 

@@ -473,8 +473,11 @@ def sample_blocks(served: Served, blocks: Sequence[int]) -> dict[int, bytes]:
         BlockGoneError: one is not there any more.
     """
     samples = {}
-    for block in blocks:
-        with served.lend(*sample_range(block, served.total_bytes, served.block_bytes)) as views:
+    ranges = [sample_range(block, served.total_bytes, served.block_bytes) for block in blocks]
+    if isinstance(served, Snapshot):
+        served.peek(ranges)
+    for block, (start, stop) in zip(blocks, ranges, strict=True):
+        with served.lend(start, stop) as views:
             samples[block] = digest_of(block, b"".join(views))
     return samples
 

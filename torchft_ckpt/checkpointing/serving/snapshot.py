@@ -22,7 +22,7 @@ import uuid
 import zlib
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -479,6 +479,16 @@ class Snapshot:
                 if changed:
                     raise self._changed_error(changed[0])
                 return
+
+    def peek(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Have a few bytes of each of these ranges to lend before all that lies around them was staged."""
+        staging = self._staging
+        if staging is not None:
+            pieces = (
+                piece for start, stop in ranges for piece in segment_ranges(self._starts, self._lengths, start, stop)
+            )
+            n = self._num_on_cpu
+            staging.peek([(index - n, low, high) for index, low, high, _ in pieces if index >= n])
 
     def _await_staged(self, start: int, stop: int) -> dict[int, memoryview]:
         """Return what of these bytes was staged, by segment, once it is there. Of what was not wanted nothing is."""

@@ -7,18 +7,17 @@ trainer's thread waits for all of it before it may overwrite the source.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
+
+import torch
 
 from torchft_ckpt.checkpointing.state import device_memory
 from torchft_ckpt.checkpointing.state.memory import Toucher, fresh_memory
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, Memory, as_bytes
 from torchft_ckpt.errors import CheckpointError
 from torchft_ckpt.threads import NUM_COPY_THREADS, Condition, Thread, parallel_map
-
-_PEEK_BYTES = 1024
-"""No more than that is copied alone for who asks for it, ahead of all of its part."""
 
 
 class _Part(NamedTuple):
@@ -68,6 +67,7 @@ class Staging:
         """The part after that which was asked for last: who asks for one reads on from there."""
         self._asked: deque[int] = deque()
         self._taken = self._done = bytearray()
+        self._peeked: set[tuple[int, int, int]] = set()
         self._num_peeking = 0
         if starts_now:
             self.start()
@@ -105,6 +105,7 @@ class Staging:
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
             self._fail(error)
         with self._changed:
+            self._changed.wait_for(lambda: not self._num_peeking)
             self._memories = []
 
     def _fail(self, error: BaseException) -> None:
@@ -144,7 +145,7 @@ class Staging:
         self._toucher.touch(view)
         accelerator = device_memory.accelerator
         tensor = memory.tensor if memory.tensor.is_contiguous() else accelerator.contiguous(memory.tensor, written)
-        accelerator.copy_to_host(as_bytes(tensor)[wanted.start : wanted.stop], view, written)
+        accelerator.copy_to_host([(as_bytes(tensor)[wanted.start : wanted.stop], view)], written)
         self._look(segment)
 
     def _view(self, segment: int, wanted: range) -> memoryview:
@@ -184,30 +185,44 @@ class Staging:
             if self._is_ended or not (staged.wanted.start <= low < high <= staged.wanted.stop):
                 self._raise_failure()
                 return None
-            view = self._view(segment, range(low, high))
-            if self._done.find(0, first, last + 1) < 0:
-                return view
-            self._raise_failure()
-            peeks = high - low <= _PEEK_BYTES < staged.part_bytes and self._taken.find(1, first, last + 1) < 0
-            if not peeks:
+            if self._done.find(0, first, last + 1) >= 0 and (segment, low, high) not in self._peeked:
+                self._raise_failure()
                 self._asked.extend(range(first, last + 1))
                 self._next = last + 1
                 self._wait_for(lambda: self._done.find(0, first, last + 1) < 0 or self._is_over(), timeout)
                 if self._done.find(0, first, last + 1) >= 0:
                     self._raise_failure()
                     return None
-                return view
+            return self._view(segment, range(low, high))
+
+    def peek(self, wanted: Iterable[tuple[int, int, int]]) -> None:
+        """Copy bytes [low, high) of segments alone, a few of each, ahead of the parts that they are in. `get` has them then."""
+        self.start()
+        with self._changed:
+            if self._is_over() or self._is_too_late:
+                return
             self._num_peeking += 1
         try:
-            self._copy(segment, range(low, high))
+            by_device: dict[torch.device, list[tuple[torch.Tensor, memoryview]]] = {}
+            peeked = []
+            for segment, low, high in wanted:
+                tensor, staged = self._memories[segment].tensor, self._segments[segment].wanted
+                if tensor.is_contiguous() and staged.start <= low < high <= staged.stop:
+                    piece = as_bytes(tensor)[low:high], self._view(segment, range(low, high))
+                    by_device.setdefault(tensor.device, []).append(piece)
+                    peeked.append((segment, low, high))
+            for device, pieces in by_device.items():
+                device_memory.accelerator.copy_to_host(pieces, self._written[device])
+            for segment, *_ in peeked:
+                self._look(segment)
+            with self._changed:
+                self._peeked.update(peeked)
         except RuntimeError as error:
             self._fail(error)
-            raise _named(error) from error
         finally:
             with self._changed:
                 self._num_peeking -= 1
                 self._changed.notify_all()
-        return view
 
     def order_mutation_after(self, timeout: timedelta) -> None:
         """Wait for the copies, so that the caller may overwrite their source.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import operator
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,20 +110,26 @@ class Accelerator:
         """Return the address of a tensor's memory, apart from those of other devices."""
         return tensor.data_ptr() + (0 if self.is_on_host(tensor) else (1 + (tensor.device.index or 0)) << 64)
 
-    def copy_to_host(self, source: torch.Tensor, target: memoryview, after: Any) -> None:
-        """Copy bytes of a device to as many of the host, and return when they are there.
+    def copy_to_host(self, pieces: Iterable[tuple[torch.Tensor, memoryview]], after: Any) -> None:
+        """Copy bytes of one device to as many of the host, and return when all are there; many short pieces are waited for once.
 
         Args:
-            source: uint8, contiguous; the caller keeps it.
-            after: an event of the device that the copy is made after.
+            pieces: uint8, contiguous, and where they go.
+            after: an event of the device that the copies are made after.
         """
-        for start in range(0, source.numel(), TO_HOST_BYTES):
-            part = source[start : start + TO_HOST_BYTES]
+        size = TO_HOST_BYTES
+        todo = deque((a[at : at + size], b[at : at + size]) for a, b in pieces for at in range(0, len(b), size))
+        while todo:
             with self._to_host.buffer() as buffer:
-                view = buffer.memory[: part.numel()]
-                self.wait(self.begin_copy(view, part, after, is_to_host=True))
-                # Lets other threads run.
-                np.copyto(np.frombuffer(target[start : start + part.numel()], np.uint8), view.numpy())
+                copied, filled, event = list[tuple[memoryview, torch.Tensor]](), 0, None
+                while todo and filled + len(todo[0][1]) <= size:
+                    source, target = todo.popleft()
+                    copied.append((target, buffer.memory[filled : filled + len(target)]))
+                    event = self.begin_copy(copied[-1][1], source, after, is_to_host=True)
+                    filled += len(target)
+                self.wait(event)
+                for target, view in copied:
+                    np.copyto(np.frombuffer(target, np.uint8), view.numpy())  # lets other threads run
 
     def begin_copy_to_device(self, data: memoryview, target: torch.Tensor, after: Any) -> None:
         """Begin to copy bytes of the host to a device; they may be overwritten at once. `after_writes` is after it."""
@@ -193,7 +200,7 @@ class DeviceMemory:
         host = np.empty(wanted.numel(), dtype=np.uint8)
         # What is written comes after `_after`, too.
         after = accelerator.after_writes(self.tensor.device) if self._is_written else self._after
-        accelerator.copy_to_host(wanted, host.data, after)
+        accelerator.copy_to_host([(wanted, host.data)], after)
         return host.data
 
     def __setitem__(self, part: slice, data: memoryview) -> None:
