@@ -276,7 +276,19 @@ def test_what_is_equal_here_is_not_fetched(device: FakeAccelerator, source: Any,
     received, progress = fetch(source, receiver, state, local_state=local, in_place=in_place)
     assert all(is_equal(device.read(received[name]), state[name]) for name in state)
     assert progress.received_bytes <= 3 * MIB < progress.skipped_bytes
-    assert not device.num_copied[False] or progress.received_bytes
+    assert not progress.is_equal
+
+
+def test_a_state_that_is_equal_here_is_said_to_be_and_not_what_an_attempt_before_has_left(
+    device: FakeAccelerator, source: Any, receiver: Any
+) -> None:
+    state, local = {"w": device.tensor(noise(4 * MIB, 1))}, {"w": device.tensor(noise(4 * MIB, 1))}
+    assert fetch(source, receiver, state, local_state=local)[1].is_equal
+    receiver._buffer_cache.keep([state["w"].view(torch.uint8).numpy().copy()])
+    device.write(local["w"], 1.0)
+    device.synchronize()
+    _, progress = fetch(source, receiver, state, local_state=local)
+    assert progress.skipped_bytes == progress.total_bytes and not progress.is_equal
 
 
 def test_what_is_received_is_written_after_what_the_current_stream_still_writes(

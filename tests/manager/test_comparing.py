@@ -113,3 +113,13 @@ def test_a_large_tensor_that_a_load_function_clamps_is_not_what_was_loaded() -> 
     clamped = {name: tensor.clamp(-2.5, 2.5) for name, tensor in loaded.items()}
     assert not_returned(clamped, loaded).paths == ("average",)
     assert not_returned({**loaded, "average": loaded["average"].t()}, loaded).paths == ("average",)
+
+
+def test_where_digests_were_equal_large_tensors_are_sampled_and_all_else_is_compared() -> None:
+    here = {"w": torch.zeros(1 << 20), "small": torch.zeros(3), "lr": 0.1}
+    there = {"w": torch.zeros(1 << 20), "small": torch.ones(3), "lr": 0.2}
+    there["w"][7] = 1.0  # it cannot be: its digest was compared
+    assert compare_states(here, there, are_digests_equal=True).paths == ("small", "lr")
+    assert compare_states(here, there).paths == ("w", "small", "lr")
+    there["w"] = torch.zeros(1 << 19)
+    assert compare_states(here, there, are_digests_equal=True).paths == ("w", "small", "lr")

@@ -32,6 +32,7 @@ class TransferProgress:
         num_sources: how many sources are being fetched from now.
         elapsed_s: since the transfer began.
         brought_bytes: came from sources, verified or not: of a slow transfer it says soonest how fast it is.
+        is_equal: the digests of all tensors were found to be those of the local state.
     """
 
     step: int
@@ -42,6 +43,7 @@ class TransferProgress:
     num_sources: int
     elapsed_s: float
     brought_bytes: int = 0
+    is_equal: bool = False
 
     @property
     def bytes_per_s(self) -> float:

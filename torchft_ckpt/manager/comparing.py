@@ -38,9 +38,12 @@ class Differences(NamedTuple):
         return ", ".join(path[:120] for path in self.paths[:MAX_NAMED]) + more
 
 
-def compare_states(here: object, there: object) -> Differences:
-    """Compare the state here, whose tensors are not written to meanwhile, with that of the sources."""
-    found = _Search()
+def compare_states(here: object, there: object, are_digests_equal: bool = False) -> Differences:
+    """Compare the state here, whose tensors are not written to meanwhile, with that of the sources.
+
+    `are_digests_equal`: those of all tensors. Then of large ones some values are compared: on a device all would take seconds.
+    """
+    found = _Search(max_bytes=MAX_COPIED_BYTES if are_digests_equal else None)
     found.compare(here, there, "")
     return Differences(tuple(found.paths))
 
@@ -60,7 +63,7 @@ def not_returned(here: object, loaded: object) -> Differences:
 
     A state of a random number generator that a function leaves alone is the group's own.
     """
-    found = _Search(max_bytes=MAX_COPIED_BYTES)
+    found = _Search(max_bytes=MAX_COPIED_BYTES, skips_random=True)
     found.compare(here, loaded, "")
     return Differences(tuple(found.paths))
 
@@ -68,12 +71,13 @@ def not_returned(here: object, loaded: object) -> Differences:
 class _Search:
     """One comparison. Tensors larger than `max_bytes` are sampled."""
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    def __init__(self, max_bytes: int | None, *, skips_random: bool = False) -> None:
         self._max_bytes = max_bytes
+        self._skips_random = skips_random
         self.paths: list[str] = []
 
     def compare(self, here: Any, there: Any, path: str) -> None:
-        if self._max_bytes is not None and is_random_state(here):
+        if self._skips_random and is_random_state(here):
             return
         if isinstance(here, Mapping) and isinstance(there, Mapping):
             for key in dict.fromkeys([*here, *there]):

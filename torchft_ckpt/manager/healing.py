@@ -97,7 +97,7 @@ class Healing:
         local: dict[str, Any],
         in_place: bool,
         timeout: timedelta | None = None,
-        compare: Callable[[object], Differences] | None = None,
+        compare: Callable[[object, bool], Differences] | None = None,
         on_end: Callable[[str], None] = lambda failure: None,
         tell: Callable[[float, Receives], None] = _tell_nobody,
     ) -> None:
@@ -108,7 +108,8 @@ class Healing:
             local: what the registered functions return here: what is equal in it is not fetched.
             in_place: receive into it; the training thread waits for `wait` before it does anything with it.
             timeout: instead of the one given to the constructor.
-            compare: says what differs between what is here and what the registered functions returned there.
+            compare: says what differs between what is here and what the registered functions returned there; told whether the
+                digests of all tensors are equal.
             on_end: called on the thread when the fetch is over and compared, with the reason where it failed.
             tell: called on it a few times a second with the seconds that the transfer, or later the load, still takes; 0 at
                 the end of each.
@@ -131,7 +132,8 @@ class Healing:
                 state = self._run(wanted, local, limit)
                 tell(0.0, Receives.TRANSFER)
                 if compare is not None:
-                    differences = compare(state.get("user") if isinstance(state, dict) else None)
+                    is_equal = self.progress is not None and self.progress.is_equal
+                    differences = compare(state.get("user") if isinstance(state, dict) else None, is_equal)
                     if self._wanted is wanted:
                         self._differences = differences
             except BaseException as error:

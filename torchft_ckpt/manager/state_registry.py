@@ -7,6 +7,7 @@ training thread alone. What is loaded is checked against what is registered befo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
@@ -393,13 +394,12 @@ class StateRegistry:
         """Whether a training loop uses the state between two quorums. Where groups train apart it is the outer loop's."""
         return not self.is_explicitly_locked and not self._agreed_on
 
-    def comparison_with(self, captured: dict[str, Any]) -> Callable[[object], Differences]:
+    def comparison_with(self, captured: dict[str, Any]) -> Callable[[object, bool], Differences]:
         """Return what says how a state that is received differs from this one, which `capture_to_serve` has just returned.
 
         It is to be called before the next step of an optimizer ends, on any thread.
         """
-        here = fixed(captured)
-        return lambda received: compare_states(here, received)
+        return functools.partial(compare_states, fixed(captured))
 
     def leaves_to_compare(self, captured: dict[str, Any] | None = None) -> list[CheckedLeaf]:
         """Return the leaves of the state of now by which groups are compared. On the training thread.

@@ -187,6 +187,7 @@ class FetchEngine(ABC, Generic[State]):
                 num_sources=state.num_sources(),
                 elapsed_s=time.monotonic() - self._started_at,
                 brought_bytes=state.brought_bytes,
+                is_equal=state.is_equal,
             )
         self._on_progress = tell(self._on_progress, progress)
 

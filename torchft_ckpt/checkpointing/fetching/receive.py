@@ -149,6 +149,8 @@ class Destination:
         before into memory of its own. Empty where there is none."""
         self._toucher = Toucher()
         self._touched: set[int] = set()
+        self.of_local: set[int] = set()
+        """Blocks that were copied from the local state."""
 
     def retarget(self, manifest: Manifest) -> None:
         """Take the plain values from another source's manifest; its tensors lie in the same places."""
@@ -254,6 +256,8 @@ class Destination:
             return False
         if self._on_device:
             self._write(start, memoryview(b"".join(views)))
+        if not self._direct:
+            self.of_local.add(block)
         return True
 
     def names_of(self, blocks: Sequence[int]) -> list[str]:

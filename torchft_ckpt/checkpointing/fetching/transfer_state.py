@@ -47,6 +47,8 @@ class TransferState(ABC):
         """Were here already."""
         self._skipped = 0
         """Units that were, as a bit set."""
+        self.is_equal = False
+        """All units were here already, in the local state."""
         self.wasted_bytes = 0
         self.brought_bytes = 0
         """Came from sources and peers, verified or not."""

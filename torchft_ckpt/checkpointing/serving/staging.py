@@ -20,14 +20,6 @@ from torchft_ckpt.errors import CheckpointError
 from torchft_ckpt.threads import NUM_COPY_THREADS, Condition, Thread, parallel_map
 
 
-class _Part(NamedTuple):
-    """What is copied at once."""
-
-    segment: int
-    wanted: range
-    """Its bytes, in the segment."""
-
-
 class _Staged(NamedTuple):
     """A segment, or as much of it as is wanted."""
 
@@ -61,7 +53,8 @@ class Staging:
         self._is_started = self._is_too_late = self._is_ended = False
         self._failure: BaseException | None = None
         self._segments: list[_Staged] = []
-        self._parts: list[_Part] = []
+        self._parts: list[tuple[int, range]] = []
+        """What is copied at once: of which segment, which bytes."""
         self._host = memoryview(b"")
         self._next = 0
         """The part after that which was asked for last: who asks for one reads on from there."""
@@ -88,7 +81,7 @@ class Staging:
                 # What is not contiguous is made so once, and copied as a whole.
                 most = device_memory.TO_HOST_BYTES if memory.tensor.is_contiguous() else max(len(wanted), 1)
                 self._segments.append(_Staged(wanted, end, len(self._parts), most))
-                self._parts += [_Part(segment, wanted[at : at + most]) for at in range(0, len(wanted), most)]
+                self._parts += [(segment, wanted[at : at + most]) for at in range(0, len(wanted), most)]
                 end += -(-len(wanted) // ALIGN_BYTES) * ALIGN_BYTES
             self._taken, self._done = bytearray(len(self._parts)), bytearray(len(self._parts))
             try:
@@ -115,9 +108,8 @@ class Staging:
 
     def _work(self) -> None:
         for number in iter(self._take, None):
-            part = self._parts[number]
             try:
-                self._copy(part.segment, part.wanted)
+                self._copy(*self._parts[number])
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -251,8 +243,5 @@ class Staging:
         if self._is_too_late:
             raise CheckpointError("the source was overwritten before anybody wanted it staged", party="staging")
         if self._failure is not None:
-            raise _named(self._failure) from self._failure
-
-
-def _named(failure: BaseException) -> CheckpointError:
-    return CheckpointError(f"the state was not copied to the host: {failure}", "staging")
+            what = f"the state was not copied to the host: {self._failure}"
+            raise CheckpointError(what, "staging") from self._failure
