@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from torchft_ckpt.checkpointing.state import device_memory
-from torchft_ckpt.checkpointing.state.memory import Toucher, fresh_memory
+from torchft_ckpt.checkpointing.state.memory import TOUCH_FROM_BYTES, Toucher, fresh_memory
 from torchft_ckpt.checkpointing.state.space import ALIGN_BYTES, Memory, as_bytes
 from torchft_ckpt.errors import CheckpointError
 from torchft_ckpt.threads import NUM_COPY_THREADS, Condition, Thread, parallel_map
@@ -60,7 +60,7 @@ class Staging:
         """The part after that which was asked for last: who asks for one reads on from there."""
         self._asked: deque[int] = deque()
         self._taken = self._done = bytearray()
-        self._peeked: set[tuple[int, int, int]] = set()
+        self._peeked: dict[tuple[int, int, int], memoryview] = {}
         self._num_peeking = 0
         if starts_now:
             self.start()
@@ -88,6 +88,8 @@ class Staging:
                 self._host = fresh_memory(end).data
                 if self._parts:
                     Thread(self._run, "torchft_ckpt-staging").start()
+                else:
+                    self._memories = []
             except (MemoryError, RuntimeError) as error:
                 self._failure = error
 
@@ -134,7 +136,8 @@ class Staging:
     def _copy(self, segment: int, wanted: range) -> None:
         memory, written = self._memories[segment], self._written[self._memories[segment].tensor.device]
         view = self._view(segment, wanted)
-        self._toucher.touch(view)
+        if len(self._host) >= TOUCH_FROM_BYTES:
+            self._toucher.touch(view)
         accelerator = device_memory.accelerator
         tensor = memory.tensor if memory.tensor.is_contiguous() else accelerator.contiguous(memory.tensor, written)
         accelerator.copy_to_host([(as_bytes(tensor)[wanted.start : wanted.stop], view)], written)
@@ -177,8 +180,10 @@ class Staging:
             if self._is_ended or not (staged.wanted.start <= low < high <= staged.wanted.stop):
                 self._raise_failure()
                 return None
-            if self._done.find(0, first, last + 1) >= 0 and (segment, low, high) not in self._peeked:
+            if self._done.find(0, first, last + 1) >= 0:
                 self._raise_failure()
+                if (segment, low, high) in self._peeked:
+                    return self._peeked[segment, low, high]
                 self._asked.extend(range(first, last + 1))
                 self._next = last + 1
                 self._wait_for(lambda: self._done.find(0, first, last + 1) < 0 or self._is_over(), timeout)
@@ -196,13 +201,12 @@ class Staging:
             self._num_peeking += 1
         try:
             by_device: dict[torch.device, list[tuple[torch.Tensor, memoryview]]] = {}
-            peeked = []
+            peeked = {}
             for segment, low, high in wanted:
                 tensor, staged = self._memories[segment].tensor, self._segments[segment].wanted
                 if tensor.is_contiguous() and staged.start <= low < high <= staged.stop:
-                    piece = as_bytes(tensor)[low:high], self._view(segment, range(low, high))
-                    by_device.setdefault(tensor.device, []).append(piece)
-                    peeked.append((segment, low, high))
+                    host = peeked[segment, low, high] = memoryview(bytearray(high - low))
+                    by_device.setdefault(tensor.device, []).append((as_bytes(tensor)[low:high], host))
             for device, pieces in by_device.items():
                 device_memory.accelerator.copy_to_host(pieces, self._written[device])
             for segment, *_ in peeked:
