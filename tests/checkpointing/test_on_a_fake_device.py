@@ -270,6 +270,35 @@ def test_a_state_arrives_to_the_last_bit(device: FakeAccelerator, source: Any, r
         assert device.num_copied[False] >= 5 * MIB + 12, "through the ring, not at the end"
 
 
+def test_what_has_come_goes_to_the_device_while_the_source_still_copies_the_rest(
+    device: FakeAccelerator, source: Any, receiver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.staging.NUM_COPY_THREADS", 3)  # one for each part
+    copy, begin_copy = Staging._copy, device.begin_copy
+    came, goes_on = threading.Semaphore(0), threading.Event()
+
+    def copy_last_one_late(self: Staging, segment: int, wanted: range) -> None:
+        assert wanted.start < 8 * MIB or goes_on.wait(60)
+        copy(self, segment, wanted)
+
+    def note(target: torch.Tensor, source: torch.Tensor, after: Any, *, is_to_host: bool) -> Any:
+        if not is_to_host:
+            came.release()
+        return begin_copy(target, source, after, is_to_host=is_to_host)
+
+    monkeypatch.setattr(Staging, "_copy", copy_last_one_late)
+    monkeypatch.setattr(device, "begin_copy", note)
+    state, local = {"w": device.tensor(noise(12 * MIB, 1))}, {"w": device.tensor(noise(12 * MIB, 2))}
+    fetching = threading.Thread(
+        target=fetch, args=(source, receiver, state), kwargs={"local_state": local, "in_place": True}
+    )
+    fetching.start()
+    has_come = [came.acquire(timeout=60) for _ in range(4)]
+    goes_on.set()
+    fetching.join(60)
+    assert all(has_come) and is_equal(device.read(local["w"]), state["w"])
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_is_equal_here_is_not_fetched(device: FakeAccelerator, source: Any, receiver: Any, in_place: bool) -> None:
     state, local = state_of(device, 1), state_of(device, 1)
