@@ -32,6 +32,9 @@ MIB = 1 << 20
 def device() -> Iterator[FakeAccelerator]:
     with fake_accelerator() as fake:
         yield fake
+        for thread in threading.enumerate():
+            if thread.name.startswith("torchft_ckpt-staging"):
+                thread.join(60)  # the next test has another device
 
 
 def transport() -> Iterator[HTTPTransport[Any]]:

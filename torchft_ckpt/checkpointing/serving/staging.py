@@ -45,8 +45,9 @@ class Staging:
     ) -> None:
         self._look = look
         self._toucher = Toucher()
+        self._accelerator = device_memory.accelerator
         devices = {memory.tensor.device for memory in memories}
-        self._written = {device: device_memory.accelerator.now(device) for device in sorted(devices, key=str)}
+        self._written = {device: self._accelerator.now(device) for device in sorted(devices, key=str)}
         self._changed = Condition()
         # All below belong to `_changed`.
         self._memories = memories
@@ -138,9 +139,10 @@ class Staging:
         view = self._view(segment, wanted)
         if len(self._host) >= TOUCH_FROM_BYTES:
             self._toucher.touch(view)
-        accelerator = device_memory.accelerator
-        tensor = memory.tensor if memory.tensor.is_contiguous() else accelerator.contiguous(memory.tensor, written)
-        accelerator.copy_to_host([(as_bytes(tensor)[wanted.start : wanted.stop], view)], written)
+        tensor = (
+            memory.tensor if memory.tensor.is_contiguous() else self._accelerator.contiguous(memory.tensor, written)
+        )
+        self._accelerator.copy_to_host([(as_bytes(tensor)[wanted.start : wanted.stop], view)], written)
         self._look(segment)
 
     def _view(self, segment: int, wanted: range) -> memoryview:
@@ -208,7 +210,7 @@ class Staging:
                     host = peeked[segment, low, high] = memoryview(bytearray(high - low))
                     by_device.setdefault(tensor.device, []).append((as_bytes(tensor)[low:high], host))
             for device, pieces in by_device.items():
-                device_memory.accelerator.copy_to_host(pieces, self._written[device])
+                self._accelerator.copy_to_host(pieces, self._written[device])
             for segment, *_ in peeked:
                 self._look(segment)
             with self._changed:
