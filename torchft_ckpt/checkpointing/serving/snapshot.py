@@ -496,8 +496,7 @@ class Snapshot:
         if staging is not None:
             for index, low, high, _ in segment_ranges(self._starts, self._lengths, start, stop):
                 if index >= self._num_on_cpu:
-                    view = staging.get(index - self._num_on_cpu, low, high, _STAGING_TIMEOUT)
-                    if view is not None:
+                    if (view := staging.get(index - self._num_on_cpu, low, high, _STAGING_TIMEOUT)) is not None:
                         staged[index] = view
         return staged
 

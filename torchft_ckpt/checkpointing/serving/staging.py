@@ -152,8 +152,7 @@ class Staging:
 
     def ready(self) -> bool:
         """Whether the copies are complete (or failed)."""
-        with self._changed:
-            return self._is_started and self._is_over()
+        return self._is_started and self._is_over()
 
     def _is_over(self) -> bool:
         return self._is_ended or self._failure is not None or 0 not in self._done
