@@ -495,9 +495,9 @@ class Snapshot:
         staging, staged = self._staging, dict[int, memoryview]()
         if staging is not None:
             for index, low, high, _ in segment_ranges(self._starts, self._lengths, start, stop):
-                if index >= self._num_on_cpu:
-                    if (view := staging.get(index - self._num_on_cpu, low, high, _STAGING_TIMEOUT)) is not None:
-                        staged[index] = view
+                place = index - self._num_on_cpu
+                if place >= 0 and (view := staging.get(place, low, high, _STAGING_TIMEOUT)) is not None:
+                    staged[index] = view
         return staged
 
     def read(self, start: int, stop: int) -> bytes:
