@@ -234,6 +234,33 @@ def test_a_state_that_cannot_be_staged_is_named_to_its_readers_and_the_trainer_g
     snapshot.detach()
 
 
+def test_a_part_that_was_on_its_way_when_another_failed_is_not_given_as_the_trainer_may_have_overwritten_it(
+    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchft_ckpt.checkpointing.serving.staging.NUM_COPY_THREADS", 2)
+    copy, has_begun, goes_on, is_done = Staging._copy, threading.Event(), threading.Event(), threading.Event()
+
+    def copy_one_late(self: Staging, segment: int, wanted: range) -> None:
+        if segment == 0:
+            assert has_begun.wait(60)
+            raise RuntimeError("CUDA out of memory")
+        has_begun.set()
+        assert goes_on.wait(60)
+        copy(self, segment, wanted)
+
+    run = Staging._run
+    monkeypatch.setattr(Staging, "_copy", copy_one_late)
+    monkeypatch.setattr(Staging, "_run", lambda self: (run(self), is_done.set()))
+    other = device.tensor(noise(MIB))
+    staging = Staging(plan_space([("w", device.tensor(noise(MIB))), ("o", other)]).memories)
+    staging.order_mutation_after(LIMIT)  # it has failed, so nobody waits
+    other.fill_(9.0)
+    goes_on.set()
+    assert is_done.wait(60)
+    with pytest.raises(CheckpointError, match="not copied to the host: CUDA out of memory"):
+        staging.get(1, 0, MIB, LIMIT)
+
+
 # ------------------------------------------------------------------------------------------------ what is received
 
 

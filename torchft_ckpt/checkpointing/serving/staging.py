@@ -117,7 +117,8 @@ class Staging:
                 self._fail(error)
                 raise
             with self._changed:
-                self._done[number] = 1
+                # After a failure nobody waits for the rest: what it was copied from may have been overwritten meanwhile.
+                self._done[number] = self._failure is None
                 self._changed.notify_all()
 
     def _take(self) -> int | None:
