@@ -23,6 +23,7 @@ from torchft_ckpt.checkpointing.state.blocks import digest_of, sample_range
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.space import plan_space
 from torchft_ckpt.errors import CheckpointError, StateChangedError, TransferError
+from torchft_ckpt.threads import Thread
 
 LIMIT = timedelta(seconds=60)
 MIB = 1 << 20
@@ -394,3 +395,92 @@ def test_no_pinned_memory_at_the_receiver_is_named(device: FakeAccelerator, sour
     device.refuses_pinned = True
     with pytest.raises(TransferError, match="cudaHostAlloc"):
         fetch(source, receiver, {"w": noise(2 * MIB, 1)}, local_state=local, in_place=True)
+
+
+# ------------------------------------------------------------------------------------------------ by torch's own streams
+
+
+class TorchStream:
+    """Notes what torch is told, and is of one thread at a time, as torch's are."""
+
+    said: list[str] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_current = False
+
+    def __enter__(self) -> TorchStream:
+        assert not self.is_current, "another thread is in it"
+        self.is_current = True
+        self.said.append("enter")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_current = False
+        self.said.append("leave")
+
+    def wait_event(self, event: object) -> None:
+        self.said.append("wait")
+
+
+class TorchEvent:
+    def __init__(self, device: torch.device, *, blocking: bool = False) -> None:
+        self.is_blocking = blocking
+
+    def record(self, stream: TorchStream) -> None:
+        TorchStream.said.append(f"record in {stream.is_current}")
+
+
+@pytest.fixture
+def real(monkeypatch: pytest.MonkeyPatch) -> device_memory.Accelerator:
+    monkeypatch.setattr(torch, "Stream", TorchStream)
+    monkeypatch.setattr(torch, "Event", TorchEvent)
+    monkeypatch.setattr(TorchStream, "said", [])
+    return device_memory.Accelerator()
+
+
+def test_a_copy_waits_for_what_was_written_and_its_event_comes_after_it(real: device_memory.Accelerator) -> None:
+    source, target = torch.arange(8), torch.zeros(8, dtype=torch.int64)
+    done = real.begin_copy(target, source, TorchEvent(source.device), is_to_host=True)
+    assert TorchStream.said == ["enter", "wait", "record in True", "leave"] and done.is_blocking
+    assert torch.equal(source, target)
+
+
+def test_threads_that_copy_on_one_stream_are_never_in_it_at_once(real: device_memory.Accelerator) -> None:
+    """Torch keeps what was current before in the stream itself: a second thread is refused, or given the first one's."""
+    source, failed = torch.arange(8), list[BaseException]()
+
+    def copy() -> None:
+        try:
+            real.begin_copy(torch.zeros_like(source), source, None, is_to_host=True)
+        except AssertionError as error:
+            failed.append(error)
+
+    class Slow(torch.Tensor):
+        """Another thread has all the time to come in while the first one copies it."""
+
+        def copy_(self, *_: Any, **__: Any) -> Any:
+            second.start()
+            second.join(0.2)
+            return self
+
+    second = threading.Thread(target=copy)
+    real.begin_copy(torch.zeros(8).as_subclass(Slow), source, None, is_to_host=True)
+    second.join(60)
+    assert second.ident is not None, "it ran"
+    assert not failed and TorchStream.said == ["enter", "record in True", "leave"] * 2
+
+
+def test_a_thread_of_the_library_stays_on_the_device_that_it_copies_from_and_the_callers_is_left_where_it_is(
+    real: device_memory.Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch goes back to the device that was current before: to the first one, in a new thread, where that costs memory."""
+    went: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: went.append((threading.current_thread().name, index))
+    )
+    monkeypatch.setattr(torch.accelerator, "current_stream", TorchStream)
+    of_library = Thread(lambda: (real.now(torch.device("cuda", 1)), real.after_writes(torch.device("cuda", 2))), "ours")
+    of_library.start()
+    of_library.join(60)
+    real.now(torch.device("cuda", 3))
+    assert went == [("ours", 1), ("ours", 2)]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from torchft_ckpt.errors import TransferError
+from torchft_ckpt.threads import Thread
 
 TO_HOST_BYTES = 4 * 1024 * 1024
 """So much is copied to the host at a time: who waits for it waits for a few of these."""
@@ -34,7 +35,7 @@ class Accelerator:
         self.is_on_host: Callable[[torch.Tensor], bool] = operator.attrgetter("is_cpu")
         """Whether the host reads a tensor's memory."""
         self._lock = threading.Lock()
-        self._streams: dict[tuple[torch.device, bool], Any] = {}
+        self._streams: dict[tuple[torch.device, bool], tuple[Any, threading.Lock]] = {}
         self._to_host = _Ring(self, _NUM_TO_HOST, TO_HOST_BYTES)
         self._to_device = _Ring(self, _NUM_TO_DEVICE, _TO_DEVICE_BYTES)
 
@@ -55,6 +56,7 @@ class Accelerator:
 
     def now(self, device: torch.device) -> Any:
         """Return an event after all that the current stream of this thread was given so far."""
+        _be_on(device)
         event = torch.Event(device)
         event.record(torch.accelerator.current_stream(device))
         return event
@@ -65,8 +67,8 @@ class Accelerator:
         Copies of one direction are made in the order in which they begin. After `after`: an event of the device, or None.
         """
         device = (source if is_to_host else target).device
-        stream, done = self._stream(device, is_to_host), torch.Event(device, blocking=True)
-        with stream:
+        done = torch.Event(device, blocking=True)
+        with self._on_stream(device, is_to_host) as stream:
             if after is not None:
                 stream.wait_event(after)
             target.copy_(source, non_blocking=True)
@@ -79,16 +81,19 @@ class Accelerator:
         Raises:
             RuntimeError: the device has no room for it.
         """
-        stream = self._stream(tensor.device, is_to_host=True)
-        with stream:
+        with self._on_stream(tensor.device, is_to_host=True) as stream:
             stream.wait_event(after)
             return tensor.contiguous()
 
     def after_writes(self, device: torch.device) -> Any:
         """Return an event after all copies to a device that have begun."""
         event = torch.Event(device, blocking=True)
-        event.record(self._stream(device, is_to_host=False))
+        event.record(self._stream(device, is_to_host=False)[0])
         return event
+
+    def finish(self, device: torch.device) -> None:
+        """Wait until the device has done all that it was given so far, on every stream."""
+        torch.accelerator.synchronize(device)
 
     def wait(self, event: Any) -> None:
         """Wait on this thread until an event has come.
@@ -98,10 +103,18 @@ class Accelerator:
         """
         event.synchronize()
 
-    def _stream(self, device: torch.device, is_to_host: bool) -> Any:
+    @contextmanager
+    def _on_stream(self, device: torch.device, is_to_host: bool) -> Iterator[Any]:
+        stream, lock = self._stream(device, is_to_host)
+        # A stream keeps in itself what was current before: of one thread at a time, or one is left on another's.
+        with lock, stream:
+            yield stream
+
+    def _stream(self, device: torch.device, is_to_host: bool) -> tuple[Any, threading.Lock]:
+        _be_on(device)
         with self._lock:
             if (device, is_to_host) not in self._streams:
-                self._streams[device, is_to_host] = torch.Stream(device)
+                self._streams[device, is_to_host] = torch.Stream(device), threading.Lock()
             return self._streams[device, is_to_host]
 
     # By means of these
@@ -121,13 +134,13 @@ class Accelerator:
         todo = deque((a[at : at + size], b[at : at + size]) for a, b in pieces for at in range(0, len(b), size))
         while todo:
             with self._to_host.buffer() as buffer:
-                copied, filled, event = list[tuple[memoryview, torch.Tensor]](), 0, None
+                copied, filled = list[tuple[memoryview, torch.Tensor]](), 0
                 while todo and filled + len(todo[0][1]) <= size:
                     source, target = todo.popleft()
                     copied.append((target, buffer.memory[filled : filled + len(target)]))
-                    event = self.begin_copy(copied[-1][1], source, after, is_to_host=True)
+                    buffer.busy_until = self.begin_copy(copied[-1][1], source, after, is_to_host=True)
                     filled += len(target)
-                self.wait(event)
+                self.wait(buffer.busy_until)
                 for target, view in copied:
                     np.copyto(np.frombuffer(target, np.uint8), view.numpy())  # lets other threads run
 
@@ -141,11 +154,17 @@ class Accelerator:
                 buffer.busy_until = self.begin_copy(part, view, after, is_to_host=False)
 
 
+def _be_on(device: torch.device) -> None:
+    """Have a thread of the library stay on a device: each time torch went back to the first one it would take memory there."""
+    if isinstance(threading.current_thread(), Thread):
+        torch.accelerator.set_device_index(device.index)
+
+
 class _Buffer:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.busy_until: Any = None
-        """The event of the copy that reads it."""
+        """The event of the last copy from or to it that has begun."""
 
 
 class _Ring:
