@@ -352,6 +352,29 @@ def test_a_state_that_is_equal_here_is_said_to_be_and_not_what_an_attempt_before
     assert progress.skipped_bytes == progress.total_bytes and not progress.is_equal
 
 
+def test_a_state_is_not_said_to_be_equal_where_weights_are_tied_there_alone(
+    device: FakeAccelerator, source: Any, receiver: Any
+) -> None:
+    one, drifted = device.tensor(noise(2 * MIB, 1)), noise(2 * MIB, 1)
+    drifted[7] += 1.0
+    local = {"a": device.tensor(noise(2 * MIB, 1)), "b": device.tensor(drifted)}
+    received, progress = fetch(source, receiver, {"a": one, "b": one}, local_state=local)
+    assert progress.skipped_bytes == progress.total_bytes == 2 * MIB and not progress.is_equal
+    assert is_equal(received["b"], one)
+    local["b"] = local["a"]
+    assert fetch(source, receiver, {"a": one, "b": one}, local_state=local)[1].is_equal
+
+
+def test_what_another_stream_still_writes_is_awaited_before_anything_is_received_in_place(
+    device: FakeAccelerator, source: Any, receiver: Any
+) -> None:
+    state, local = {"w": noise(2 * MIB, 1)}, {"w": device.tensor(noise(2 * MIB, 1))}
+    device.write(local["w"], 5.0, is_aside=True)
+    fetch(source, receiver, state, local_state=local, in_place=True)
+    device.finish(local["w"].device)
+    assert is_equal(local["w"], state["w"])
+
+
 def test_what_is_received_is_written_after_what_the_current_stream_still_writes(device: FakeAccelerator) -> None:
     weight, wanted = device.tensor(noise(MIB, 2)), noise(MIB, 1)
     device.write(weight, 5.0)

@@ -17,7 +17,7 @@ def begun() -> BlockTransfer:
     state = BlockTransfer(["a", "b", "c"], seed=1)
     assert state.choose_primary("a", MANIFEST)
     destination: Any = SimpleNamespace(
-        num_blocks=2, of_local=(), manifest=MANIFEST, retarget=lambda _: None, names_of=lambda _: ["t"]
+        num_blocks=2, is_equal=lambda: False, manifest=MANIFEST, retarget=lambda _: None, names_of=lambda _: ["t"]
     )
     state.begin("a", destination, {}, {}, (0, 1))
     assert not state.choose_primary("b", MANIFEST)
@@ -66,7 +66,7 @@ def test_a_fetch_that_begins_again_meets_the_receivers_again():
     state.fail_source("b", SourceLostError("b is gone", "b"))
     state._manifests["c"] = MANIFEST
     assert state.await_restart("c")
-    destination: Any = SimpleNamespace(num_blocks=2, of_local=(), manifest=MANIFEST)
+    destination: Any = SimpleNamespace(num_blocks=2, is_equal=lambda: False, manifest=MANIFEST)
     state.begin("c", destination, {}, {}, (0, 1))
     assert state.begun() == ("c", MANIFEST, destination)
     assert state.meet_peers({"peer": 0b01}, 0) == ["peer"]

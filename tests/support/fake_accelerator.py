@@ -60,6 +60,7 @@ class FakeAccelerator(device_memory.Accelerator):
         self._busy = threading.RLock()
         self._current = _Stream()
         self._sides = {True: _Stream(), False: _Stream()}
+        self._aside = _Stream()
         self.is_on_host = self._is_on_host
         self.refuses_pinned = False
         self.copies_left: int | None = None
@@ -84,10 +85,10 @@ class FakeAccelerator(device_memory.Accelerator):
         made.copy_(value)
         return made
 
-    def write(self, tensor: torch.Tensor, value: float) -> None:
-        """Have the current stream fill a tensor, and count a write; the bytes change when the stream gets to it."""
+    def write(self, tensor: torch.Tensor, value: float, *, is_aside: bool = False) -> None:
+        """Have the current stream, or another one, fill a tensor, and count a write; it is done when the stream gets to it."""
         torch.autograd.graph.increment_version(tensor)
-        self._begin(self._current, lambda: tensor.data.fill_(value))
+        self._begin(self._aside if is_aside else self._current, lambda: tensor.data.fill_(value))
 
     def synchronize(self) -> None:
         """Wait for the current stream."""
@@ -143,6 +144,10 @@ class FakeAccelerator(device_memory.Accelerator):
         time.sleep(max(0.0, event.at - time.monotonic()))
         with self._busy:
             self._do_until(event)
+
+    def finish(self, device: torch.device) -> None:
+        for stream in (self._current, self._aside, *self._sides.values()):
+            self.wait(_Event(stream, stream.num_begun))
 
     def _begin(self, stream: _Stream, work: Callable[[], None], num_bytes: int = 0) -> _Event:
         with self._busy:

@@ -176,7 +176,7 @@ class BlockTransfer(TransferState):
             self._ledger.hold(mask_of_each(held))
             self._skipped = self.skipped_bytes = 0
             self._note_skipped(self._ledger.held)
-            self.is_equal = len(destination.of_local) == destination.num_blocks
+            self.is_equal = destination.is_equal()
             self._ready = True
             self.ready_at = self._last_arrival_at = time.monotonic()
             self._end_if_done()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from torchft_ckpt.checkpointing.state import device_memory
 from torchft_ckpt.checkpointing.state.blocks import block_range, count_blocks, digest_of, sample_range, start_digest
 from torchft_ckpt.checkpointing.state.description import Description
 from torchft_ckpt.checkpointing.state.device_memory import DeviceMemory
@@ -149,8 +150,11 @@ class Destination:
         before into memory of its own. Empty where there is none."""
         self._toucher = Toucher()
         self._touched: set[int] = set()
-        self.of_local: set[int] = set()
+        self._of_local: set[int] = set()
         """Blocks that were copied from the local state."""
+        for device in self._on_device:
+            # No stream writes there any more, nor to what a tensor that was just made for it was before.
+            device_memory.accelerator.finish(device)
 
     def retarget(self, manifest: Manifest) -> None:
         """Take the plain values from another source's manifest; its tensors lie in the same places."""
@@ -257,8 +261,22 @@ class Destination:
         if self._on_device:
             self._write(start, memoryview(b"".join(views)))
         if not self._direct:
-            self.of_local.add(block)
+            self._of_local.add(block)
         return True
+
+    def is_equal(self) -> bool:
+        """Whether every block was copied from the local state, and no tensor of that has other memory than was looked at."""
+        if self._local is None or len(self._of_local) != self.num_blocks:
+            return False
+        places: dict[int, set[int]] = {}  # by segment; tensors that are tied there alone have several here
+        for entry in self.manifest.tensors:
+            held = self._local.get(entry.fqn)
+            if held is None or len(held.data) != len(entry.chunks):
+                return False
+            for chunk, data in zip(entry.chunks, held.data, strict=True):
+                if 0 not in chunk.sizes:
+                    places.setdefault(chunk.segment, set()).add(device_memory.accelerator.place_of(data))
+        return all(len(found) == 1 for found in places.values())
 
     def names_of(self, blocks: Sequence[int]) -> list[str]:
         """Return the names of the tensors that have bytes in these blocks."""

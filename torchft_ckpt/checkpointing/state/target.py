@@ -254,7 +254,7 @@ def _agree(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """Whether parts hold the same where the tensors share memory that they are for."""
     if all(is_same_memory(*pair) for pair in pairs):
         return True  # received where they are, as they are tied alike there
-    given = [as_bytes(part.detach().contiguous()) for _, part in pairs]
+    given = [as_bytes(part.detach().cpu().contiguous()) for _, part in pairs]
     if are_one_place([mine for mine, _ in pairs]):  # as nearly always
         return all(torch.equal(data, given[0]) for data in given[1:])
     low = min(mine.data_ptr() for mine, _ in pairs)
