@@ -235,6 +235,30 @@ def test_a_state_that_cannot_be_staged_is_named_to_its_readers_and_the_trainer_g
     snapshot.detach()
 
 
+def test_where_one_buffer_alone_can_be_pinned_all_goes_through_that(
+    device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, local, pinned = device.tensor(noise(12 * MIB)), device.tensor(noise(4 * MIB, 2)), device.pinned
+    made, is_refused = list[int](), threading.Event()
+
+    def pinned_once(num_bytes: int) -> torch.Tensor:
+        if num_bytes in made:
+            is_refused.set()
+            raise RuntimeError("CUDA error: out of memory (cudaHostAlloc)")
+        made.append(num_bytes)
+        return pinned(num_bytes)
+
+    monkeypatch.setattr(device, "pinned", pinned_once)
+    with device._to_host.buffer():
+        snapshot = snapshot_of({"w": weight})  # its threads find that buffer in use
+        assert is_refused.wait(60)
+    assert snapshot.read(0, 12 * MIB) == weight.numpy().tobytes()
+    device.begin_copy_to_device(weight.view(torch.uint8)[: 4 * MIB].numpy().data, local.view(torch.uint8), None)
+    device.finish(local.device)
+    assert is_equal(local, weight[:MIB])
+    snapshot.close()
+
+
 def test_a_part_that_was_on_its_way_when_another_failed_is_not_given_as_the_trainer_may_have_overwritten_it(
     device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,14 +173,19 @@ class _Ring:
         self._num_bytes = num_bytes
         self._lock = threading.Lock()
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
-        self._num_left = num_buffers
+        self._num_made, self._num_most = 0, num_buffers
 
     @contextmanager
     def buffer(self) -> Iterator[_Buffer]:
         with self._lock:
-            if self._free.empty() and self._num_left:
-                self._free.put(_Buffer(self._accelerator.pinned(self._num_bytes)))
-                self._num_left -= 1
+            if self._free.empty() and self._num_made < self._num_most:
+                try:
+                    self._free.put(_Buffer(self._accelerator.pinned(self._num_bytes)))
+                    self._num_made += 1
+                except RuntimeError:
+                    if not self._num_made:
+                        raise
+                    self._num_most = self._num_made  # the system allows no more: these do, more slowly
         buffer = self._free.get()
         try:
             busy_until, buffer.busy_until = buffer.busy_until, None
