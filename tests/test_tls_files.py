@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import logging
 import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,7 +39,7 @@ def served(tls: Tls, client: ssl.SSLContext | None = None) -> bytes:
     ours, theirs = socket.socketpair()
 
     def serve() -> None:
-        with contextlib.suppress(ssl.SSLError):  # the client does not believe it
+        with contextlib.suppress(OSError):  # the client does not believe it
             tls.server().wrap_socket(theirs, server_side=True).close()
 
     with ours, theirs:
@@ -211,7 +213,8 @@ def test_while_files_are_written_the_old_ones_count_with_one_warning(
         files.renew(AUTHORITY, not_after=LONG_AGO)
     elif half == "the key comes later":
         files.renew(AUTHORITY)
-        new_key, _ = files.key.read_bytes(), files.key.write_bytes(key)
+        new_key = files.key.rename(files.key.with_suffix(".later"))
+        files.key.write_bytes(key)
     elif half == "cut off":
         files.certificate.write_bytes(files.certificate.read_bytes()[:100])
     else:
@@ -224,11 +227,41 @@ def test_while_files_are_written_the_old_ones_count_with_one_warning(
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1 and "connections are made with the certificate that was read last" in warnings[0]
     if half == "the key comes later":
-        files.key.write_bytes(new_key)
+        new_key.replace(files.key)
         renewed = der(files.certificate.read_bytes())
     else:
         renewed = der(files.renew(AUTHORITY))
     assert served(tls) == renewed != first
+
+
+def test_files_that_could_not_be_used_are_read_again_though_they_are_the_same(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There were too many open files, say, or the certificate was not valid yet."""
+    tls, now = tls_of(files), 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    first = served(tls)
+    renewed = der(files.renew(AUTHORITY))
+    with monkeypatch.context() as patch:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        patch.setattr(ssl.SSLContext, "load_cert_chain", full)
+        assert served(tls) == first
+        now += 60
+        assert served(tls) == first
+    assert served(tls) == first, "it is not tried at each connection"
+    now += 60
+    assert served(tls) == renewed
+    assert caplog.text.count("Too many open files") == 1
+
+
+def test_a_certificate_that_is_not_valid_yet_is_a_matter_of_the_clock(files: Files) -> None:
+    far = datetime.datetime(2124, 1, 1, tzinfo=datetime.timezone.utc)
+    files.renew(AUTHORITY, not_after=far)
+    with pytest.raises(ConfigError, match=r"not yet valid; set this machine's clock"):
+        tls_of(files)
 
 
 def test_a_client_believes_a_new_authority_and_shows_a_new_certificate(files: Files, tmp_path: Path) -> None:

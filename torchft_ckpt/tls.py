@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import ssl
 import stat
 import threading
+import time
 from collections.abc import Iterator
 
 from torchft_ckpt import config
@@ -20,6 +22,9 @@ from torchft_ckpt.core.services.handshakes import OTHER_NAMES, why_no_session
 from torchft_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+_AGAIN_AFTER_S = 10.0
+"""Files that cannot be used are read again then, though nobody has written to them: a certificate may not be valid yet."""
+_NOT_YET = 9  # OpenSSL's number
 
 
 class Tls:
@@ -47,7 +52,7 @@ class Tls:
         self._lock = threading.Lock()
         self._stamps = self._look()
         self._contexts = self._load()
-        self._is_behind = False
+        self._again_at = math.inf
         if key and os.stat(key).st_mode & (stat.S_IRGRP | stat.S_IROTH):
             config.warn_once(f"others than its owner may read the private key in {key}; `chmod 600` keeps it secret")
 
@@ -109,9 +114,9 @@ class Tls:
 
     def _now(self) -> tuple[ssl.SSLContext, ssl.SSLContext | None]:
         stamps = self._look()
-        if stamps != self._stamps:
+        if stamps != self._stamps or time.monotonic() >= self._again_at:
             with self._lock:
-                if stamps != self._stamps:
+                if stamps != self._stamps or time.monotonic() >= self._again_at:
                     self._renew()
                     self._stamps = stamps
         return self._contexts
@@ -119,12 +124,12 @@ class Tls:
     def _renew(self) -> None:
         try:
             self._contexts = self._load()
-        except ConfigError as error:  # it is being written, perhaps: it is looked at again when it is another
-            if not self._is_behind:
+        except ConfigError as error:  # it is being written, perhaps
+            if self._again_at == math.inf:
                 logger.warning("%s; connections are made with the certificate that was read last", error)
-            self._is_behind = True
+            self._again_at = time.monotonic() + _AGAIN_AFTER_S
         else:
-            self._is_behind = False
+            self._again_at = math.inf
             logger.info(
                 "the certificate in %s was read again: new connections use it", self.certificate or self.authority
             )
@@ -143,9 +148,11 @@ class Tls:
                 self._try_out(server, None)
             except ssl.SSLError as error:
                 why = getattr(error, "verify_message", "") or error.reason
+                is_early = getattr(error, "verify_code", 0) == _NOT_YET
+                do = "set this machine's clock" if is_early else "make a new one, signed by that authority"
                 raise ConfigError(
                     f"the certificate {self.certificate} (TORCHFT_CKPT_TLS_CERT) does not verify with {self.authority}"
-                    f" (TORCHFT_CKPT_TLS_CA): {why}; make a new one, signed by that authority",
+                    f" (TORCHFT_CKPT_TLS_CA): {why}; {do}",
                     party="TORCHFT_CKPT_TLS_CERT",
                 ) from error
         return client, server
@@ -155,8 +162,8 @@ class Tls:
         if self.authority:
             try:
                 context.load_verify_locations(_there(self.authority, "TORCHFT_CKPT_TLS_CA", "CERTIFICATE"))
-            except ssl.SSLError as error:
-                why = f"no certificates in it: {error.reason}"
+            except OSError as error:
+                why = f"no certificates in it: {_reason(error)}"
                 raise _unusable(self.authority, "TORCHFT_CKPT_TLS_CA", why) from error
             context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         elif protocol == ssl.PROTOCOL_TLS_CLIENT:
@@ -165,10 +172,10 @@ class Tls:
             _there(self.certificate, "TORCHFT_CKPT_TLS_CERT", "CERTIFICATE")
             _there(self._key, "TORCHFT_CKPT_TLS_KEY", "PRIVATE KEY")
             try:
-                context.load_cert_chain(self.certificate, self._key)
-            except ssl.SSLError as error:
-                why = f"{error.reason}; write both files again"
-                if error.reason == "KEY_VALUES_MISMATCH":
+                context.load_cert_chain(self.certificate, self._key, password="")  # else a terminal would be asked
+            except OSError as error:
+                why = f"{_reason(error)}; write both files again"
+                if _reason(error) == "KEY_VALUES_MISMATCH":
                     why = f"it is not that of {self.certificate}; give the one that was made with it"
                 raise _unusable(self._key, "TORCHFT_CKPT_TLS_KEY", why) from error
         return context
@@ -251,6 +258,10 @@ def _there(path: str, what: str, holds: str) -> str:
     if "ENCRYPTED" in text and holds != "CERTIFICATE":
         raise _unusable(path, what, "it is encrypted, and nobody is asked for a password")
     return path
+
+
+def _reason(error: OSError) -> str:
+    return getattr(error, "reason", None) or error.strerror or str(error)
 
 
 def _unusable(path: str, what: str, why: str) -> ConfigError:
