@@ -49,7 +49,7 @@ def hsdp(
             "replicas",
         )
     shared = {
-        config.LIGHTHOUSE[-1]: config.resolve(None, config.LIGHTHOUSE, "http://localhost:29510", str),
+        config.LIGHTHOUSE[-1]: config.resolve(None, config.LIGHTHOUSE, "localhost:29510", str),
         # Else a lighthouse that saw the last run of this job would have the new one go on with that.
         config.JOB[0]: config.resolve(None, config.JOB, f"torchx-{secrets.token_hex(4)}", str),
         "NUM_REPLICA_GROUPS": str(replicas),

@@ -88,9 +88,15 @@ async def open_websocket(
 
 def cause_of(error: BaseException, tls: Tls | None = None) -> str:
     """Say why a connection failed. aiohttp writes behind each address how it uses TLS, also where it uses none."""
-    if tls is not None and tls.certificate and isinstance(error, aiohttp.ServerDisconnectedError):
+    if tls is not None and tls.certificate and _was_closed(error):
         return f"it closed the connection, and its log says why: perhaps it does not accept our certificate {tls.certificate}"
     return _SSL_OF_AIOHTTP.sub("", str(error)) or type(error).__name__
+
+
+def _was_closed(error: BaseException) -> bool:
+    """Whether the other side closed a connection that it had accepted: by a reset, if it had left unread what we sent."""
+    closed = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | ConnectionError)
+    return closed and not isinstance(error, aiohttp.ClientConnectorError)
 
 
 def service_url(address: str, path: str, tls: Tls | None) -> str:
@@ -115,9 +121,7 @@ def raise_if_tls(failed: BaseException | Mapping[str, str], party: str, address:
     headers = failed if not isinstance(failed, BaseException) else getattr(failed, "headers", None) or {}
     why = _REFUSALS.get(headers.get(REFUSAL_HEADER, ""), "")
     if not why and tls is not None and cause is not None:
-        was_open = not isinstance(cause, aiohttp.ClientConnectorError)
-        is_closed = was_open and isinstance(cause, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
-        why = tls.why_not(cause, was_closed=is_closed)
+        why = tls.why_not(cause, was_closed=_was_closed(cause))
     if why:
         raise TlsError(f"no TLS with {party} at {address}: {why}", address) from cause
 

@@ -109,6 +109,8 @@ class LighthouseServer:
             raise ConfigError(f"{message}; {least}", "heartbeat_timeout_ms")
         host, port = config.parse_host_port(bind, what="lighthouse bind address", default_host="0.0.0.0")
         self._token = config.resolve(token, config.TOKEN, "", str)
+        if isinstance(ssl_context, ssl.SSLContext) and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
+            raise ConfigError("ssl_context is one for clients; a server needs PROTOCOL_TLS_SERVER", party="ssl_context")
         tls = resolve_tls() if ssl_context is None else None
         self._ssl_context = ssl_context if tls is None else tls.server
         if tls is not None:

@@ -274,9 +274,10 @@ class SourceConnection:
                 raise
             self._drop()
             doubt = ", or accepts no certificate of ours" if self._source.scheme == "https" else ""
-            raise UnansweredError(
-                f"it closed a new connection unanswered ({error}); perhaps it has too many connections{doubt}"
-            ) from error
+            why = f"it closed a new connection unanswered ({error}); perhaps it has too many connections{doubt}"
+            if isinstance(given := self._ssl_context, Tls):
+                why = given.why_not(error, was_closed=True) or why
+            raise UnansweredError(why) from error
 
     def _ask(
         self,
@@ -326,7 +327,7 @@ class SourceConnection:
             ) from error
         except ssl.SSLError as error:
             raise SourceRefusedError(
-                f"source {self.party}: {self._why_not(error)}; nothing was asked of it", self.party
+                f"source {self.party}: {self._why_not(error) or error}; nothing was asked of it", self.party
             ) from error
         except ValueError as error:  # a host that cannot be the name in a certificate
             raise SourceRefusedError(f"source {self.party}: no TLS name: {error}", self.party) from error
