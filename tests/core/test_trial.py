@@ -183,6 +183,32 @@ def test_two_that_come_in_before_the_first_step_counts_do_not_outvote_the_one_th
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
 
 
+def test_two_that_went_on_from_what_they_were_given_do_not_outvote_the_giver_that_is_back_before_a_step_counts() -> (
+    None
+):
+    job = Job(least=1)
+    a = job.join("a")
+    a.asks()
+    a.votes(error="a batch was of no use")
+    b, c = job.join("b"), job.join("c")
+    for member in (b, c):
+        member.warms_up()
+    a.asks()
+    for member in (b, c):
+        member.comes_in()
+    a.is_cut_off()
+    for member in (b, c):
+        member.asks()
+    assert roles([b, c]) == [Role.HEALTHY] * 2
+    discards([b, c])
+    a.connects()
+    ask([a, b, c], "xxx")
+    for member in (a, b, c):
+        member.votes()
+    ask([a, b, c], "xyy")
+    assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
+
+
 def test_newcomers_are_made_equal_although_the_only_one_with_a_voice_shows_nothing_and_have_no_voice_by_that() -> None:
     """It asked anew in an outer loop's round. They trained a round with states that differed, until it showed its own."""
     job, (a,) = at_work("a")

@@ -182,13 +182,16 @@ class Trials:
             self._differed = step, Shows.SAMPLES  # the others are found again, and told, after this step
         if not verdict.loads and not verdict.stops:
             by_name = {member.replica_id: member for member in members}
-            for replica_id in sorted(verdict.equal):
-                if by_name[replica_id].asked.came_in or self._loaded.get(replica_id, -1) >= step:
-                    continue
+            may_speak = [
+                m for m in sorted(verdict.equal) if not (by_name[m].asked.came_in or self._loaded.get(m, -1) >= step)
+            ]
+            have_gone_on = [m for m in may_speak if self._joined_at.get(m, -1) < step]
+            able = [m for m in may_speak if m in have_gone_on or not self._joined.get(m, False)]
+            for replica_id in able or ([] if self._voices else may_speak):
                 self._voices.setdefault(replica_id)
                 self._joined.pop(replica_id, None)
-                if self._joined_at.get(replica_id, -1) < step:
-                    self._joined_at.pop(replica_id, None)
+            for replica_id in have_gone_on:
+                self._joined_at.pop(replica_id, None)
         return verdict
 
     def _judge_alike(self, members: dict[str, Member], silent: set[str], step: int, verdict: Verdict) -> None:
