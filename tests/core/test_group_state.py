@@ -730,11 +730,29 @@ def test_ranks_wait_with_their_turn_for_one_that_has_made_fewer() -> None:
     assert isinstance(asked, QuorumRequest) and not asked.warms_up
 
 
-@pytest.mark.parametrize("kinds", [["0"], ["0"] * 20, ["0", "1", "1"]], ids="".join)
-def test_ranks_do_not_wait_for_one_whose_loop_goes_another_way(kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "others"),
+    [("0", "00000"), ("0" * 20, "01" * 10), ("011", "01" * 10), ("0", "01" * 16)],
+    ids=["the same", "one optimizer", "another order", "one optimizer, said once for all its turns"],
+)
+def test_ranks_do_not_wait_for_one_whose_loop_goes_another_way(kinds: str, others: str) -> None:
     """A rank of another part of a model may own one optimizer alone: it will never be where the others are."""
-    others = ["0"] * 5 if kinds == ["0"] else ["0", "1"] * 10
     group = GroupState(2)
-    group.handle(RankMessage(0, request(kinds=others)))
-    (asked,) = up(group.handle(RankMessage(1, request(kinds=kinds))))
+    group.handle(RankMessage(0, request(kinds=[*others])))
+    (asked,) = up(group.handle(RankMessage(1, request(kinds=[*kinds]))))
     assert isinstance(asked, QuorumRequest) and not asked.warms_up
+
+
+def test_ranks_do_not_wait_for_ever_for_one_that_makes_turn_after_turn_and_does_not_come_to_where_they_are() -> None:
+    """It owns the one network of two that is trained many times in a row."""
+    group = GroupState(2)
+    group.handle(RankMessage(0, request(kinds=["0"] * 20 + ["1"])))
+    for number in range(1, 30):
+        (asked,) = up(group.handle(RankMessage(1, request(number, kinds=["0"] * 20))))
+        assert isinstance(asked, QuorumRequest)
+        if not asked.warms_up:
+            break
+        alone = msgspec.structs.replace(formed(asked.request_id, role=Role.LEARNER), warms_up=True)
+        assert told(group.handle(LighthouseMessage(alone))) == [(1, "QuorumFormed")]
+    assert number == 17
+    assert told(group.handle(LighthouseMessage(formed(asked.request_id)))) == [(0, "QuorumFormed"), (1, "QuorumFormed")]

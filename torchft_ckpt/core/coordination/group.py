@@ -178,6 +178,8 @@ class GroupState:
         """The ranks' requests that `_asked`, or the open quorum, goes back to."""
         self._locating: dict[int, LocateState] = {}
         """Of ranks that want to know where the newest state is."""
+        self._num_alone = 0
+        """So often in a row some ranks were behind in their loops when the group was answered."""
         self._located_for: LocateState | None = None
         """The group's question, once all of them want to know, until it is answered."""
         self._finished: LocateState | None = None
@@ -539,7 +541,7 @@ class GroupState:
     def _combine(self, by_rank: dict[int, QuorumRequest]) -> QuorumRequest:
         requests = [by_rank[rank] for rank in range(self.world_size)]
         versions = {request.version for request in requests}
-        awaits_some = bool(those_behind(by_rank))  # to begin this iteration: see `_formed`
+        awaits_some = bool(those_behind(by_rank, self._num_alone))  # to begin this iteration: see `_formed`
         first = requests[0]
         version = first.version if len(versions) == 1 else StateVersion(step=min(v.step for v in versions))
         addresses = self._all_addresses()
@@ -701,7 +703,8 @@ class GroupState:
         self._repeated_by.clear()
         self._arrivals.begin()
         self._decided.pop(_key_of(formed), None)
-        behind = those_behind(self._asked_by) if formed.warms_up else set()
+        behind = those_behind(self._asked_by, self._num_alone) if formed.warms_up else set()
+        self._num_alone = self._num_alone + 1 if those_behind(self._asked_by) else 0
         for rank in range(self.world_size):
             asked = self._asked_by[rank]
             if behind and rank not in behind:

@@ -14,6 +14,9 @@ from collections.abc import Mapping, Sequence
 
 from torchft_ckpt.core.coordination.messages import MAX_TURNS, QuorumRequest
 
+MAX_ALONE = MAX_TURNS // 2
+"""So many turns are compared, and so many a rank may be behind."""
+
 
 class Arrivals:
     """Knows which ranks of a group have fetched the state of the open step: all load it, or none.
@@ -64,18 +67,25 @@ class Arrivals:
         return failure
 
 
-def those_behind(by_rank: Mapping[int, QuorumRequest]) -> set[int]:
+def those_behind(by_rank: Mapping[int, QuorumRequest], num_alone: int = 0) -> set[int]:
     """Return the ranks that are behind the others in their loops, which wait with theirs until all begin the same iteration.
 
     One that is at the end of an iteration is behind those that begin one. Where loops train several networks in turn, so is one
     that has to make a turn yet which others have made: one that did not hear the answer to what it asked begins its iteration
     anew, while the others end theirs. Else it would be at another network than they for ever.
+
+    `num_alone`: so often in a row the others have waited already. Who has not caught up by then never will.
     """
     ending = {rank for rank, request in by_rank.items() if request.at_end}
     if ending:
         return ending if len(ending) < len(by_rank) else set()
+    if num_alone >= MAX_ALONE:
+        return set()
     furthest = max((by_rank[rank].kinds for rank in sorted(by_rank)), key=len)
-    return {rank for rank, request in by_rank.items() if _was_at(furthest, request.kinds[-MAX_TURNS // 2 :])}
+    # Many times the same are said as one, and all ranks have begun together.
+    times = MAX_TURNS if len(furthest) > MAX_ALONE else 1
+    last = {r: q.kinds * times if len(q.kinds) == 1 else q.kinds for r, q in by_rank.items()}
+    return {rank for rank, kinds in last.items() if _was_at(furthest, kinds[-MAX_ALONE:])}
 
 
 def _was_at(theirs: Sequence[str], mine: Sequence[str]) -> bool:
