@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -65,7 +66,7 @@ from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.parameters import names_of, note_returned
 from torchft_ckpt.checkpointing.state.tree import items_of_node, largest_value
 from torchft_ckpt.config import TOKEN, not_negative, resolve
-from torchft_ckpt.core.coordination.messages import name_some
+from torchft_ckpt.core.coordination.messages import StateVersion, name_some
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.durable.retention import plan_removals
 from torchft_ckpt.core.durable.saving import SavingRank, Writers
@@ -334,8 +335,8 @@ class Checkpointer:
         A rank calls it as well where its group holds the state, and the others do not count on it in this save: it has just
         received the state, or did not contribute to the last step (a spare). It looks on. It writes nothing, and its `rank_state`
         is not kept. Its future is done when the others' checkpoint is whole. It is done with `is_closed` False when the next save
-        begins before, if nobody has written anything of that step for some seconds, and at once where each group writes a copy of
-        its own (`Tier.LOCAL`, `SaveMode.EVERY_GROUP`).
+        begins before, if all who write it are gone, if nobody has written anything of that step for some seconds, and at once
+        where each group writes a copy of its own (`Tier.LOCAL`, `SaveMode.EVERY_GROUP`).
 
         Nothing is copied before the state is about to change: what has not been written by then is copied aside, and the
         trainer waits for that copy alone. Whatever goes wrong with the writing is in the future and the log, not raised.
@@ -420,6 +421,7 @@ class Checkpointer:
                 self._storages[tier] if is_seen else None,
                 fill_after_s=self._fill_after.total_seconds(),
                 timeout_s=self._timeout.total_seconds(),
+                are_writers_gone=partial(self._are_gone, identity.state),
             )
         else:
             worker, task = self._writer(identity, name, tier, state_dict, rank_state, turn)
@@ -628,6 +630,13 @@ class Checkpointer:
             return None
         manager, state = self._manager, identity.state
         return lambda asks: manager.lost_contributors(state, asks=asks)
+
+    def _are_gone(self, state: StateVersion | None) -> bool:
+        """Whether all who write a state are gone, as far as the lighthouse has said. It is asked."""
+        if self._manager is None or state is None:
+            return False
+        lost = self._manager.lost_contributors(state, asks=True)
+        return bool(lost) and len(lost) == len(self._manager.contributor_names(state))
 
     def _group_names(self, identity: SaveIdentity) -> Callable[[], Sequence[str]]:
         manager, state = self._manager, identity.state

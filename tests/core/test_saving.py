@@ -498,11 +498,18 @@ def test_a_look_that_the_storage_did_not_answer_ends_a_backups_duty_only_when_it
 
 
 def looks_on(
-    waited_s: float, *, is_closed: bool = False, has_begun: bool = True, leaves: bool = False, timeout_s: float = 60.0
+    waited_s: float,
+    *,
+    is_closed: bool = False,
+    has_begun: bool = True,
+    are_gone: bool = False,
+    leaves: bool = False,
+    timeout_s: float = 60.0,
 ) -> Decision:
     return look_on(
         is_closed=is_closed,
         has_begun=has_begun,
+        are_gone=are_gone,
         leaves=leaves,
         waited_s=waited_s,
         fill_after_s=FILL_AFTER_S,
@@ -522,6 +529,11 @@ def test_an_onlooker_of_what_nobody_has_begun_does_not_wait_for_ever() -> None:
     """It was given a state that the others had restored, say: none of them saves it."""
     assert [looks_on(waited_s, has_begun=False).act for waited_s in (0.0, 4.9, 5.0)] == [Act.WAIT, Act.WAIT, Act.LEAVE]
     assert looks_on(3.0, has_begun=False, timeout_s=3.0).act is Act.LEAVE
+
+
+def test_an_onlooker_of_what_the_dead_have_begun_goes_on_unless_they_had_ended_it() -> None:
+    assert looks_on(1.0, are_gone=True).act is Act.LEAVE
+    assert looks_on(1.0, are_gone=True, is_closed=True).act is Act.DONE
 
 
 def test_an_onlookers_next_save_ends_its_wait_and_what_is_closed_by_then_counts() -> None:

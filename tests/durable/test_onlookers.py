@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from support.savers import no_threads_left
 
 from torchft_ckpt import Checkpointer, Tier, checkpoints_in
 from torchft_ckpt.checkpointing.durable.saving.saver import SaveMode
+from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.errors import CheckpointDamagedError, CheckpointError
 from torchft_ckpt.manager.saving import Onlooking, SaveIdentity
 from torchft_ckpt.manager.volatile import capture_for_save
@@ -28,6 +30,10 @@ class Rank:
         self.step, self.looks_on, self.place = 0, True, (0, 1)
         manager = mock.MagicMock()
         manager.view.side_effect = lambda: mock.MagicMock(**{"held.step": self.step})
+        self.writers, self.lost = ["a", "b"], [1]
+        self.has_asked = threading.Event()
+        manager.lost_contributors.side_effect = lambda *_, asks: (self.lost, self.has_asked.set())[0]
+        manager.contributor_names.side_effect = lambda *_: self.writers
         self.events: list[bool] = []
         stubs: dict[str, Any] = {
             "_manager": manager,
@@ -42,7 +48,7 @@ class Rank:
 
     def _identity(self, _: object) -> SaveIdentity | Onlooking:
         if self.looks_on:
-            return Onlooking(self.step, "q1")
+            return Onlooking(self.step, "q1", StateVersion(step=self.step, quorum_id=1, epoch="e"))
         return SaveIdentity(self.step, "q1", *self.place, 0, 1, f"group_{self.place[0]}")
 
     def _state_of(self, _: object) -> Any:
@@ -98,6 +104,17 @@ def test_who_is_counted_on_after_all_as_the_writers_are_gone_writes_the_step_at_
     looked, wrote = rank.save(1, looks_on=True), rank.save(1, looks_on=False)
     assert wrote is not looked and wrote.result(LONG_S).is_closed and not looked.result(LONG_S).is_closed
     assert rank.save(1, looks_on=True) is wrote
+    rank.checkpointer.shutdown()
+
+
+def test_who_looks_on_goes_on_when_all_who_write_have_died(tmp_path: Path) -> None:
+    """Else the only one that still holds the state, a spare perhaps, would stand still for as long as a save may take."""
+    rank = Rank(tmp_path)
+    begun(tmp_path, 1)
+    future = rank.save(1, looks_on=True)
+    assert rank.has_asked.wait(LONG_S) and not future.done(), "one of them lives"
+    rank.lost = [0, 1]
+    assert not future.result(LONG_S).is_closed and not rank.events
     rank.checkpointer.shutdown()
 
 

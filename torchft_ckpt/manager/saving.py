@@ -52,6 +52,8 @@ class Onlooking(NamedTuple):
     step: int
     save_id: str
     """As those who write it name it."""
+    state: StateVersion | None = None
+    """The state's name, if the lighthouse knows who writes it; else None."""
 
 
 class NotSaving(NamedTuple):
@@ -85,8 +87,10 @@ def save_identity(manager: Manager) -> SaveIdentity | Onlooking | NotSaving:
             is_alone=True,
         )
     save_id = f"q{version.quorum_id:08d}-{epoch}"
+    is_known = now.quorum is not None and now.quorum.quorum_id == version.quorum_id
+    state = version if is_known else None  # else the lighthouse numbers who writes it otherwise
     if now.quorum is None or now.writer_number is None:
-        return Onlooking(version.step, save_id)
+        return Onlooking(version.step, save_id, state)
     return SaveIdentity(
         step=version.step,
         save_id=save_id,
@@ -95,7 +99,7 @@ def save_identity(manager: Manager) -> SaveIdentity | Onlooking | NotSaving:
         rank=manager.group_rank,
         num_ranks=manager.group_world_size,
         replica_id=group_name(manager),
-        state=version if now.quorum.quorum_id == version.quorum_id else None,  # else it numbers them otherwise
+        state=state,
     )
 
 

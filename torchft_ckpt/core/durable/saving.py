@@ -128,12 +128,20 @@ class Decision(NamedTuple):
 
 
 def look_on(
-    *, is_closed: bool, has_begun: bool, leaves: bool, waited_s: float, fill_after_s: float, timeout_s: float
+    *,
+    is_closed: bool,
+    has_begun: bool,
+    are_gone: bool,
+    leaves: bool,
+    waited_s: float,
+    fill_after_s: float,
+    timeout_s: float,
 ) -> Decision:
     """Decide what an onlooker does next. Nobody waits for it, and it does nothing for the checkpoint.
 
     Args:
         has_begun: there is anything of the checkpoint.
+        are_gone: the lighthouse knows all who write it to be lost: what there is of it stays as it is.
         leaves: this rank's next save begins.
         waited_s: how long it has looked on. Where there is nothing to be seen for long enough, the writers do not save this step:
             who was given a state may not know that they had restored it.
@@ -142,6 +150,8 @@ def look_on(
         return Decision(Act.DONE)
     if leaves:
         return Decision(Act.LEAVE, reason="the next save began before it was whole")
+    if are_gone:
+        return Decision(Act.LEAVE, reason="all who write it are gone")
     if not has_begun and waited_s >= min(_ABSENT_AFTER_S, fill_after_s, timeout_s):
         return Decision(Act.LEAVE, reason="nobody has written anything of it")
     if waited_s >= timeout_s:

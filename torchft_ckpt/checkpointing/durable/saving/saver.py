@@ -482,6 +482,10 @@ class SaveWorker:
         return False
 
 
+_ASKS_AFTER_S = 0.5
+"""Who looks on asks the lighthouse for the writers from then on, each time that it looks."""
+
+
 class SaveOnlooker:
     """Waits for a checkpoint that others write, of a state that is here. `run` on a thread of its own; all else from any.
 
@@ -490,6 +494,7 @@ class SaveOnlooker:
         storage: where; None where nothing is to be seen of what others write.
         fill_after_s: a writer of which nothing has come for so long has not begun.
         timeout_s: so long it waits.
+        are_writers_gone: asks the lighthouse, and returns whether all of them are lost, as far as it has said.
         clock: monotonic.
     """
 
@@ -500,10 +505,12 @@ class SaveOnlooker:
         *,
         fill_after_s: float,
         timeout_s: float,
+        are_writers_gone: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._storage = storage
+        self._are_writers_gone = are_writers_gone
         self._limits_s = fill_after_s, timeout_s
         self._clock = clock
         self._began_s = clock()
@@ -569,11 +576,13 @@ class SaveOnlooker:
                 if not self._has_logged_failure:
                     logger.warning("checkpoint %s: %s; it is looked at again", self._name, error)
                     self._has_logged_failure = True
+            waited_s = self._clock() - self._began_s
             decision = look_on(
                 is_closed=is_closed,
                 has_begun=has_begun,
+                are_gone=waited_s >= _ASKS_AFTER_S and self._are_writers_gone(),
                 leaves=leaves,
-                waited_s=self._clock() - self._began_s,
+                waited_s=waited_s,
                 fill_after_s=fill_after_s,
                 timeout_s=timeout_s,
             )
