@@ -88,8 +88,8 @@ class Tls:
                 return
             raise ConfigError(
                 f"the certificate {self.certificate} (TORCHFT_CKPT_TLS_CERT) is not for {host}, which peers are told as this"
-                f" process's address: {error.verify_message}; make one that names it, or set TORCHFT_CKPT_HOSTNAME to a name"
-                " that it has",
+                f" process's address: {error.verify_message.rstrip('.')}; make one that names it, or set"
+                " TORCHFT_CKPT_HOSTNAME to a name that it has",
                 party="TORCHFT_CKPT_TLS_CERT",
             ) from error
 
