@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -66,7 +65,7 @@ from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.parameters import names_of, note_returned
 from torchft_ckpt.checkpointing.state.tree import items_of_node, largest_value
 from torchft_ckpt.config import TOKEN, not_negative, resolve
-from torchft_ckpt.core.coordination.messages import StateVersion, name_some
+from torchft_ckpt.core.coordination.messages import name_some
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.durable.retention import plan_removals
 from torchft_ckpt.core.durable.saving import SavingRank, Writers
@@ -421,7 +420,8 @@ class Checkpointer:
                 self._storages[tier] if is_seen else None,
                 fill_after_s=self._fill_after.total_seconds(),
                 timeout_s=self._timeout.total_seconds(),
-                are_writers_gone=partial(self._are_gone, identity.state),
+                who_is_lost=self._who_is_lost(identity),
+                group_names=self._group_names(identity),
             )
         else:
             worker, task = self._writer(identity, name, tier, state_dict, rank_state, turn)
@@ -625,20 +625,13 @@ class Checkpointer:
         if self._worker is not None:
             self._worker.detach()
 
-    def _who_is_lost(self, identity: SaveIdentity) -> Callable[[bool], Sequence[int]] | None:
+    def _who_is_lost(self, identity: SaveIdentity | Onlooking) -> Callable[[bool], Sequence[int]] | None:
         if self._manager is None or identity.state is None:
             return None
         manager, state = self._manager, identity.state
         return lambda asks: manager.lost_contributors(state, asks=asks)
 
-    def _are_gone(self, state: StateVersion | None) -> bool:
-        """Whether all who write a state are gone, as far as the lighthouse has said. It is asked."""
-        if self._manager is None or state is None:
-            return False
-        lost = self._manager.lost_contributors(state, asks=True)
-        return bool(lost) and len(lost) == len(self._manager.contributor_names(state))
-
-    def _group_names(self, identity: SaveIdentity) -> Callable[[], Sequence[str]]:
+    def _group_names(self, identity: SaveIdentity | Onlooking) -> Callable[[], Sequence[str]]:
         manager, state = self._manager, identity.state
         return tuple if manager is None or state is None else lambda: manager.contributor_names(state)
 

@@ -40,8 +40,6 @@ class Rank:
             "_identity": self._identity,
             "_state_of": self._state_of,
             "_is_in_step": lambda: False,
-            "_who_is_lost": lambda _: None,
-            "_group_names": lambda _: tuple,
             "_note_saved": lambda _, saved: self.events.append(saved.is_closed),
         }
         vars(self.checkpointer).update(stubs)

@@ -483,7 +483,7 @@ class SaveWorker:
 
 
 _ASKS_AFTER_S = 0.5
-"""Who looks on asks the lighthouse for the writers from then on, each time that it looks."""
+"""An onlooker asks the lighthouse for the writers from then on, each time that it looks."""
 
 
 class SaveOnlooker:
@@ -494,7 +494,7 @@ class SaveOnlooker:
         storage: where; None where nothing is to be seen of what others write.
         fill_after_s: a writer of which nothing has come for so long has not begun.
         timeout_s: so long it waits.
-        are_writers_gone: asks the lighthouse, and returns whether all of them are lost, as far as it has said.
+        who_is_lost, group_names: as of `SaveWorker`.
         clock: monotonic.
     """
 
@@ -505,12 +505,14 @@ class SaveOnlooker:
         *,
         fill_after_s: float,
         timeout_s: float,
-        are_writers_gone: Callable[[], bool] = lambda: False,
+        who_is_lost: Callable[[bool], Collection[int]] | None = None,
+        group_names: Callable[[], Sequence[str]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._storage = storage
-        self._are_writers_gone = are_writers_gone
+        self._who_is_lost = who_is_lost
+        self._group_names = group_names
         self._limits_s = fill_after_s, timeout_s
         self._clock = clock
         self._began_s = clock()
@@ -562,6 +564,11 @@ class SaveOnlooker:
             took_s=self._clock() - self._began_s,
         )
         self.future.set_result(self.saved)
+
+    def _are_writers_gone(self) -> bool:
+        """Whether all of them are lost, as far as the lighthouse has said. It is asked."""
+        lost = () if self._who_is_lost is None else self._who_is_lost(True)
+        return bool(lost) and len(lost) == len(self._group_names())
 
     def _is_closed_by_others(self, storage: Storage) -> bool:
         fill_after_s, timeout_s = self._limits_s
