@@ -18,13 +18,12 @@ import time
 from collections.abc import Iterator
 
 from torchft_ckpt import config
-from torchft_ckpt.core.services.handshakes import OTHER_NAMES, why_no_session
+from torchft_ckpt.core.services.handshakes import NOT_YET, OTHER_NAMES, why_no_session
 from torchft_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _AGAIN_AFTER_S = 10.0
 """Files that cannot be used are read again then, though nobody has written to them: a certificate may not be valid yet."""
-_NOT_YET = 9  # OpenSSL's number
 
 
 class Tls:
@@ -148,7 +147,7 @@ class Tls:
                 self._try_out(server, None)
             except ssl.SSLError as error:
                 why = getattr(error, "verify_message", "") or error.reason
-                is_early = getattr(error, "verify_code", 0) == _NOT_YET
+                is_early = getattr(error, "verify_code", 0) == NOT_YET
                 do = "set this machine's clock" if is_early else "make a new one, signed by that authority"
                 raise ConfigError(
                     f"the certificate {self.certificate} (TORCHFT_CKPT_TLS_CERT) does not verify with {self.authority}"
@@ -212,6 +211,12 @@ def resolve_tls(certificate: str | None = None, key: str | None = None, authorit
 
 
 _made = functools.lru_cache(maxsize=16)(Tls)
+
+
+def check_serves(ssl_context: object) -> None:
+    """Raise a ConfigError if a context that a server was given is one for clients: it would refuse everybody."""
+    if isinstance(ssl_context, ssl.SSLContext) and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
+        raise ConfigError("ssl_context is one for clients; a server needs PROTOCOL_TLS_SERVER", party="ssl_context")
 
 
 @functools.cache

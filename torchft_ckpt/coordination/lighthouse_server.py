@@ -52,7 +52,7 @@ from torchft_ckpt.front.limits import FrontLimits, introduced, on_overrun
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import advertised_host, bearer_matches, join_host_port, listen_as
 from torchft_ckpt.threads import end_at_exit
-from torchft_ckpt.tls import resolve_tls
+from torchft_ckpt.tls import check_serves, resolve_tls
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,7 @@ class LighthouseServer:
             raise ConfigError(f"{message}; {least}", "heartbeat_timeout_ms")
         host, port = config.parse_host_port(bind, what="lighthouse bind address", default_host="0.0.0.0")
         self._token = config.resolve(token, config.TOKEN, "", str)
-        if isinstance(ssl_context, ssl.SSLContext) and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
-            raise ConfigError("ssl_context is one for clients; a server needs PROTOCOL_TLS_SERVER", party="ssl_context")
+        check_serves(ssl_context)
         tls = resolve_tls() if ssl_context is None else None
         self._ssl_context = ssl_context if tls is None else tls.server
         if tls is not None:

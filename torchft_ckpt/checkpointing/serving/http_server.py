@@ -27,7 +27,7 @@ from torchft_ckpt.front.limits import FrontLimits
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import listen
 from torchft_ckpt.threads import Thread, Threads, end_at_exit
-from torchft_ckpt.tls import Tls
+from torchft_ckpt.tls import Tls, check_serves
 
 logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
@@ -83,8 +83,7 @@ class CheckpointServer:
         ssl_context: ssl.SSLContext | Tls | None = None,
         limits: ServerLimits = ServerLimits(),
     ) -> None:
-        if isinstance(ssl_context, ssl.SSLContext) and ssl_context.protocol == ssl.PROTOCOL_TLS_CLIENT:
-            raise ConfigError("ssl_context is one for clients; a server needs PROTOCOL_TLS_SERVER", party="ssl_context")
+        check_serves(ssl_context)
         self._snapshots = registry
         self._ssl_context = ssl_context
         self._limits = limits

@@ -12,7 +12,7 @@ _NOT_TLS = (
 """What OpenSSL says of an answer that is no TLS record."""
 OTHER_NAMES = (62, 64)
 """OpenSSL's numbers for a certificate that is for other names, or other addresses."""
-_NOT_YET, _EXPIRED = 9, 10
+NOT_YET, _EXPIRED = 9, 10
 CERTIFICATE_IS_MISSING = (
     "show a certificate of this job's authority; set TORCHFT_CKPT_TLS_CERT and TORCHFT_CKPT_TLS_KEY"
 )
@@ -38,7 +38,7 @@ def why_no_session(reason: str, code: int, verified: str, *, authority: str | No
         what = f"its certificate does not verify with {believed}: {verified}"
         if code == _EXPIRED:
             return f"{what}; renew it there, which needs no restart"
-        if code == _NOT_YET:
+        if code == NOT_YET:
             return f"{what}; set the clocks of both machines"
         if code in OTHER_NAMES:
             return f"{what}; use an address that is in it, or make one that names this address"
