@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 import trustme
 from support.certificates import VARIABLES, Files
+from support.links import listening
 from support.services import make_group_service
+from support.waiting import Heard
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.__main__ import main
@@ -82,24 +84,13 @@ def get(server: LighthouseServer, path: str, context: ssl.SSLContext, token: str
 def hearing(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
     """Somebody who writes down what he hears in the clear, and answers so; yields his address and what he has heard."""
     heard: list[bytes] = []
-    listener = socket.create_server(("127.0.0.1", 0))
 
-    def hear() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            with client, contextlib.suppress(OSError):  # it has gone
-                heard.append(client.recv(65536))
-                client.sendall(answer)
+    def talk(client: socket.socket) -> None:
+        heard.append(client.recv(65536))
+        client.sendall(answer)
 
-    thread = threading.Thread(target=hear)
-    thread.start()
-    yield f"127.0.0.1:{listener.getsockname()[1]}", heard
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join(20)
+    with listening(talk) as there:
+        yield f"{there.host}:{there.port}", heard
 
 
 # ------------------------------------------------------------------------------------------------------- who is let in
@@ -407,18 +398,6 @@ def ending(group: Group) -> Iterator[Group]:
         yield group
     finally:
         group.end()
-
-
-class Heard(logging.Handler):
-    """Waits for a line of the log."""
-
-    def __init__(self, line: str) -> None:
-        super().__init__()
-        self.line, self.there = line, threading.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.line in record.getMessage():
-            self.there.set()
 
 
 def test_a_lighthouse_that_comes_back_with_a_bad_certificate_ends_no_group_and_is_renewed(

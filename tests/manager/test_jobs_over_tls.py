@@ -15,6 +15,7 @@ import trustme
 from safetensors.torch import load_file
 from support.certificates import VARIABLES, Files, client_context
 from support.groups import LighthouseProcess, running_job
+from support.waiting import Heard
 from test_joining_a_running_job import Run
 from test_manager_in_process import Replica, shutdown
 from torch.distributed import checkpoint as dcp
@@ -63,18 +64,6 @@ def test_a_group_is_killed_comes_back_after_a_renewal_and_all_end_equal(files: F
         )
         assert "serves its state at https://127.0.0.1:" in log
     assert "the certificate in " in logs[0] and "was read again" in logs[0]
-
-
-class Heard(logging.Handler):
-    """Waits for a line of the log."""
-
-    def __init__(self, line: str) -> None:
-        super().__init__()
-        self.line, self.there = line, threading.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.line in record.getMessage():
-            self.there.set()
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
-"""Waiting for what another thread or process is about to do, where nothing tells that it has."""
+"""Waiting for what another thread or process is about to do, where nothing tells that it has; or for a line of the log."""
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,3 +20,15 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(look_every_s)
+
+
+class Heard(logging.Handler):
+    """Waits for a line of the log."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__()
+        self.line, self.there = line, threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.line in record.getMessage():
+            self.there.set()
