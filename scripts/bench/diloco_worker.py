@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import time
-import traceback
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -126,12 +125,8 @@ def main() -> None:
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[settings["group"] % len(cores)]})
-    try:
+    with reporter.telling_death():
         _train(settings, options_of(settings["arguments"]), commands, reporter)
-    except Exception as error:
-        traceback.print_exc()
-        reporter.emit("died", error=f"{type(error).__name__}: {error}"[:300])
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -133,14 +131,10 @@ def main() -> None:
         enter(namespace)
     reporter.emit("ready")
     command = commands.next()
-    try:
+    with reporter.telling_death():
         sides = {name: side(options) for name, side in _SIDES.items()}
         reporter.emit("pairs", steps=_take_pairs(sides, command["num_pairs"]))
         commands.next()
-    except Exception as error:
-        traceback.print_exc()
-        reporter.emit("died", error=f"{type(error).__name__}: {error}"[:300])
-        os._exit(1)
 
 
 if __name__ == "__main__":

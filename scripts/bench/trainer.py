@@ -9,10 +9,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
 import sys
 import time
-import traceback
 from datetime import timedelta
 from typing import Any
 
@@ -199,14 +197,10 @@ def main() -> None:
     task = Task(options["task"], options["seed"], options["group"])
     reporter.emit("ready")
     commands.next()
-    try:
+    with reporter.telling_death():
         is_plain = options["side"] == sides.PLAIN
         loop = _PlainLoop(options, task) if is_plain else _ManagedLoop(options, task, reporter)
         _train(options, loop, task, commands, reporter)
-    except Exception as error:
-        traceback.print_exc()
-        reporter.emit("died", error=f"{type(error).__name__}: {error}"[:300])
-        os._exit(1)
 
 
 if __name__ == "__main__":

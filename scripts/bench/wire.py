@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 
@@ -29,6 +31,16 @@ class Reporter:
         with self._lock:
             self._out.write(line)
             self._out.flush()
+
+    @contextmanager
+    def telling_death(self) -> Iterator[None]:
+        """Report what is raised, and end the process at once: threads of what has failed may wait for others for long."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.emit("died", error=f"{type(error).__name__}: {error}"[:300])
+            os._exit(1)
 
 
 class Commands:
