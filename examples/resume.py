@@ -279,7 +279,7 @@ class Life:
     def _address(self, lighthouse: subprocess.Popen[Any]) -> str:
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until and lighthouse.poll() is None:
-            match = re.search(r"http://[\w.:\[\]]+", (self.folder / "lighthouse.log").read_text())
+            match = re.search(r"https?://[\w.:\[\]]+", (self.folder / "lighthouse.log").read_text())
             if match:
                 return match[0]
             time.sleep(0.02)
