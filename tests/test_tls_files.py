@@ -234,6 +234,23 @@ def test_while_files_are_written_the_old_ones_count_with_one_warning(
     assert served(tls) == renewed != first
 
 
+@pytest.mark.parametrize(("hours", "is_soon"), [(3, False), (2, True)])  # of a day
+def test_a_certificate_that_expires_soon_is_warned_of_until_it_is_renewed(
+    tmp_path: Path, hours: int, is_soon: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    not_after = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=hours)
+    files = Files(tmp_path, AUTHORITY, not_after=not_after)
+    tls = tls_of(files)
+    for _ in range(3):
+        served(tls)
+    told = [record.getMessage() for record in caplog.records if "expires on" in record.getMessage()]
+    assert len(told) == is_soon and all(f"{not_after:%b}" in line and str(files.certificate) in line for line in told)
+    caplog.clear()
+    files.renew(AUTHORITY)
+    served(tls)
+    assert not any("expires on" in record.getMessage() for record in caplog.records)
+
+
 def test_files_that_could_not_be_used_are_read_again_though_they_are_the_same(
     files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,12 +16,15 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from torchft_ckpt import config
 from torchft_ckpt.core.services.handshakes import NOT_YET, OTHER_NAMES, why_no_session
 from torchft_ckpt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+_ENDS_SOON, _ENDS_SOON_S = 0.1, 30 * 86400.0
+"""Of the time for which a certificate is valid, and at most: with no more of it left, it should have been renewed."""
 _AGAIN_AFTER_S = 10.0
 """Files that cannot be used are read again then, though nobody has written to them: a certificate may not be valid yet."""
 
@@ -50,6 +53,7 @@ class Tls:
         self._key = key
         self._lock = threading.Lock()
         self._stamps = self._look()
+        self._ends, self._warn_at = "", math.inf
         self._contexts = self._load()
         self._again_at = math.inf
         if key and os.stat(key).st_mode & (stat.S_IRGRP | stat.S_IROTH):
@@ -118,6 +122,11 @@ class Tls:
                 if stamps != self._stamps or time.monotonic() >= self._again_at:
                     self._renew()
                     self._stamps = stamps
+        if time.time() >= self._warn_at:
+            config.warn_once(
+                f"the certificate {self.certificate} (TORCHFT_CKPT_TLS_CERT) expires on {self._ends}, and no new one is there;"
+                " renew it, which needs no restart: after that day nobody connects to this process"
+            )
         return self._contexts
 
     def _renew(self) -> None:
@@ -144,7 +153,7 @@ class Tls:
         if self.authority:
             server.verify_mode = ssl.CERT_OPTIONAL
             try:
-                self._try_out(server, None)
+                shown = self._try_out(server, None)
             except ssl.SSLError as error:
                 why = getattr(error, "verify_message", "") or error.reason
                 is_early = getattr(error, "verify_code", 0) == NOT_YET
@@ -154,6 +163,9 @@ class Tls:
                     f" (TORCHFT_CKPT_TLS_CA): {why}; {do}",
                     party="TORCHFT_CKPT_TLS_CERT",
                 ) from error
+            self._ends = shown["notAfter"]
+            begins, ends = map(ssl.cert_time_to_seconds, (shown["notBefore"], self._ends))
+            self._warn_at = ends - min(_ENDS_SOON * (ends - begins), _ENDS_SOON_S)
         return client, server
 
     def _load_side(self, protocol: int) -> ssl.SSLContext:
@@ -179,8 +191,8 @@ class Tls:
                 raise _unusable(self._key, "TORCHFT_CKPT_TLS_KEY", why) from error
         return context
 
-    def _try_out(self, server: ssl.SSLContext, host: str | None) -> None:
-        """Have a client of these files shake hands with a server, in memory.
+    def _try_out(self, server: ssl.SSLContext, host: str | None) -> dict[str, Any]:
+        """Have a client of these files shake hands with a server, in memory; return what it learns of the certificate.
 
         Raises:
             ssl.SSLError: they do not come to a session.
@@ -188,6 +200,7 @@ class Tls:
         client = self._load_side(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname = host is not None
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        shown: dict[str, Any] = {}
         sides = [
             client.wrap_bio(to_client, to_server, server_hostname=host),
             server.wrap_bio(to_server, to_client, server_side=True),
@@ -198,6 +211,9 @@ class Tls:
                 side.do_handshake()
             except ssl.SSLWantReadError:
                 sides.append(side)
+            else:
+                shown = shown or side.getpeercert() or {}
+        return shown
 
 
 def resolve_tls(certificate: str | None = None, key: str | None = None, authority: str | None = None) -> Tls | None:
