@@ -161,7 +161,7 @@ class Run:
         wait_until(
             lambda: (
                 self.has_ended.is_set()
-                or sum(len(job.members) for job in list(self.lighthouse._jobs.states.values())) == self.num_groups
+                or sum(len(job.members) for job in list(self.lighthouse._jobs.states.values())) >= self.num_groups
             ),
             "all groups have started",
             self.limit_s,
@@ -480,6 +480,8 @@ class Life(Job):
                 self.contributed.append(step)
             if self.group == 0:
                 self.run.votes.append((vote, committed))
+        if not committed:
+            self.begin_step()  # who comes in has tried none
 
 
 class _Look(nn.Module):

@@ -174,6 +174,8 @@ class PlainManager:
         if iteration.committed:
             self._step += 1
             self._batches_committed += len(iteration.contributors)
+        else:
+            self._on_begin()
         return iteration.committed
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG) -> CompletedWork:

@@ -134,13 +134,10 @@ def test_a_job_is_stopped_and_started_again_and_no_bit_differs(entry: Idiom, tmp
 
 
 def loops_that_save() -> list[object]:
-    """Return each loop of a job that is started again, and whether the others go on without a group that dies in it.
-
-    Those with rounds always do: batches are numbered on in a round that is tried again, and a group that comes has tried none.
-    """
+    """Return each loop of a job that is started again, and whether the others go on without a group that dies in it."""
     saving = [e for e in LOOPS if e.restarts]
-    waiting = [e for e in saving if e.key not in ("restore_diloco_before", "restore_local_sgd_within")]
-    waiting = by_default([e for e in waiting if e.key == "save_between"], thorough=waiting)
+    few = [e for e in saving if e.key in ("save_between", "restore_diloco_before")]
+    waiting = by_default(few, thorough=saving)
     those = [(e, True) for e in saving] + [(e, False) for e in waiting]
     return [pytest.param(e, goes, id=f"{e.key}-{'others_go_on' if goes else 'others_wait'}") for e, goes in those]
 
