@@ -7,7 +7,7 @@ import pytest
 from lighthouse_script import Job, Member
 
 from torchft_ckpt.core.coordination.messages import MAX_NAMES_BYTES, OnReplicasDiffer, Outcome, Role, Shows, size_of
-from torchft_ckpt.core.coordination.trial import MAX_IN_A_ROW, Corrections
+from torchft_ckpt.core.coordination.trial import LEAF_FATES, MAX_IN_A_ROW, Came, Corrections, LeafFate, Moved
 
 
 def at_work(names: str = "abc", policy: OnReplicasDiffer = OnReplicasDiffer.HEAL) -> tuple[Job, list[Member]]:
@@ -513,6 +513,29 @@ def one_has_come_in(steps: int = 1) -> tuple[Job, Member, Member]:
             member.votes()
     discards([a, b])
     return job, a, b
+
+
+def test_who_came_in_and_cannot_load_yet_trains_on_and_is_given_what_differs_after_the_next_step() -> None:
+    """Its loop goes back through what it has computed in its first step. It took no part in its second, came in anew, and so on."""
+    job, (a,) = at_work("a")
+    b = job.join("b")
+    job.lets_in(b, others=[a])
+    goes_on(job, [a, b])
+    a.asks(shows="x", mean="1")
+    b.asks(shows="x", mean="2", allow_heal=False)
+    assert (roles([a, b]), learnt(a)) == ([Role.HEALTHY] * 2, ([], []))
+    goes_on(job, [a, b])
+    ask([a, b], "xx", mean="34")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+    load(b, "x", mean="3")
+    goes_on(job, [a, b])
+    ask([a, b], "xx", mean="56")
+    assert (roles([a, b]), learnt(a)) == ([Role.HEALTHY] * 2, ([], ["mean"]))
+
+
+def test_what_follows_from_a_leaf_that_differs_is_said_of_each_case() -> None:
+    assert LEAF_FATES.keys() == {*Moved} and {len(fates) for fates in LEAF_FATES.values()} == {len(Came)}
+    assert not any(fate in (LeafFate.OPEN, LeafFate.COMMON) for fates in LEAF_FATES.values() for fate in fates)
 
 
 def show(members: list[Member], ema: str, moved: str) -> None:

@@ -17,14 +17,12 @@ once it has gone on from that (`came_in`); where none has, as when the job begin
 right; without one, those that show the same as the longest in the job. If those with a voice show nothing, the others are made
 equal among themselves, and have no voice by that. A group with a voice is told to load as `on_replicas_differ` says.
 
-What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once: one that has moved, and is
-equal in all groups after a step, is *common* from then on; one that differs, although all groups began the step with the same, is
-*own* to each group, as BatchNorm's running statistics are. A group that came in has computed with what it had read before, so it
-is given such a leaf once, and the leaf is looked at again after a step. One that has moved in some groups alone tells nothing:
-where it moved in the longest in the job, who came in and stood still is given it, once since it came in as well; else who moved
-it loads theirs. Each group says itself when it came in, and what has moved in it since: a lighthouse forgets that. If others move
-it alone once more, or who was given it moves it to something else, it is own to each group, with a warning. Of one that has moved
-nowhere nothing is found out. Both lists are kept by the groups, and travel with the state.
+What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once. One that has moved, and is
+equal in all groups after a step, is *common* from then on; of one that has not moved in all of them nothing is found out. What
+follows from one that differs, although all groups began the step with the same, is in `LEAF_FATES`. It is *own* to each group, as
+BatchNorm's running statistics are, unless a group that came in may have computed with what it had read before, or the leaf has
+moved in some groups alone. Each group says itself when it came in, and what has moved in it since: a lighthouse forgets that.
+Both lists are kept by the groups, and travel with the state.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, IntEnum
 from itertools import accumulate
 
 from torchft_ckpt.core.coordination.equality import alike
@@ -53,6 +52,47 @@ _FIRST_AGAIN = 4
 MAX_IN_A_ROW = 3
 """So often a rank differs in the same leaf at boundaries in a row until its group ends."""
 NOWHERE = "something that no state_dict function returns"
+
+
+class LeafFate(Enum):
+    """What is found out of a leaf that no optimizer owns."""
+
+    OPEN = "nothing"
+    COMMON = "it has to be equal in all groups"
+    OWN = "each group has its own"
+    PARTED = "each group has its own from now on, with a warning"
+    GIVEN = "who came in loads it, and it is looked at again after a step"
+    LOADED = "who has moved it loads that of the eldest"
+
+
+class Moved(Enum):
+    """Where a leaf that differs has moved. What a newcomer has made of it in its first step says nothing."""
+
+    NOWHERE = "nowhere"
+    ELDEST = "in the longest in the job alone"
+    OTHERS = "in others alone"
+    APART = "to several values"
+
+
+class Came(IntEnum):
+    """Which newcomer, of those in which the leaf did not move, has another one; the last of these that there is."""
+
+    NOBODY = 0
+    GIVEN = 1
+    """It was given the leaf before, since it came in."""
+    STOOD = 2
+    NEW = 3
+    """It has made its first step, or could not load at the boundary after that."""
+
+
+LEAF_FATES: Mapping[Moved, tuple[LeafFate, LeafFate, LeafFate, LeafFate]] = {
+    # which newcomer differs:  nobody          was given it     stood still     is new
+    Moved.NOWHERE: (LeafFate.OWN, LeafFate.OWN, LeafFate.OWN, LeafFate.GIVEN),
+    Moved.ELDEST: (LeafFate.OWN, LeafFate.PARTED, LeafFate.GIVEN, LeafFate.GIVEN),
+    Moved.OTHERS: (LeafFate.LOADED, LeafFate.LOADED, LeafFate.LOADED, LeafFate.LOADED),
+    Moved.APART: (LeafFate.OWN, LeafFate.OWN, LeafFate.OWN, LeafFate.OWN),
+}
+"""What follows from a leaf that differs, by where it has moved, and by `Came`."""
 
 
 @dataclass(slots=True)
@@ -228,9 +268,8 @@ class Trials:
             verdict.said.append(f"{what}. on_replicas_differ is {policy.value!r}")
             wrong = [m for m in wrong if m not in drifted]
         if wrong and not verdict.stops:
-            verdict.said.append(
-                self._give(members, right, wrong, step, verdict, self._what(wrong, right, members, step))
-            )
+            what = self._what(wrong, right, members, step)
+            verdict.said.append(self._give(members, right, wrong, step, verdict, what, is_known=True))
             values = _open(members, right)
             given = (name for name, of in values.items() if len({of.get(m) for m in members}) > 1)
             self._note_given(dict.fromkeys(given, False), step)
@@ -243,8 +282,13 @@ class Trials:
         step: int,
         verdict: Verdict,
         what: str,
+        *,
+        is_known: bool = False,
     ) -> str:
-        """Have those load that can, and say so; the others are looked at once more after the next step."""
+        """Have those load that can, and say so; the others are looked at once more after the next step.
+
+        `is_known`: what differs has to be equal, so those that ask not to heal take no part in the step.
+        """
         sources = [m for m in right if members[m].asked.can_serve and m not in wrong][:MAX_SOURCES]
         for replica_id in wrong:
             asked = members[replica_id].asked
@@ -257,11 +301,11 @@ class Trials:
                 if replica_id not in self._voices:  # of a quorum of an earlier life
                     self._joined.setdefault(replica_id, True)
         late = [m for m in wrong if m not in verdict.loads]
-        verdict.idle.update(m for m in late if not members[m].asked.allow_heal)
         if late:
             self._differed = step, Shows.ALL
-            if verdict.idle:
-                why = f"{name_some(sorted(verdict.idle))} asked for a quorum without healing, and takes no part in this step"
+            if idle := sorted(m for m in late if is_known and not members[m].asked.allow_heal):
+                verdict.idle.update(idle)
+                why = f"{name_some(idle)} asked for a quorum without healing, and takes no part in this step"
             elif sources:
                 why = f"{name_some(late)} cannot load it before this step"
             else:
@@ -278,49 +322,54 @@ class Trials:
         fresh = {m for m in order if self._joined.get(m, False) and (given_at[m] > 0 or step <= 1)}
         fresh |= {m for m in order if given_at[m] > 0 and step - given_at[m] <= 1}
         stood = {m: _stood(members[m]) for m in order}
+        found: dict[LeafFate, list[str]] = {fate: [] for fate in LeafFate}
         given: dict[str, bool] = {}
         late: set[str] = set()
         wrong: set[str] = set()
         apart: set[str] = set()
-        strange: list[str] = []
         for name, by_member in _open(members, right).items():
             eldest = [m for m in order if m in by_member and m not in came] or [m for m in right if m in by_member]
             usual, _ = Counter(by_member[m] for m in eldest).most_common(1)[0]
             differing = [m for m in order if by_member.get(m) != usual]
-            last, was_late = self._given.get(name, (-1, False))
-            had = {m for m in order if given_at[m] < last <= step}
-            quiet = {m for m in order if name in stood[m] or m in fresh - had}
-            moved = {of for m, of in by_member.items() if m not in quiet}
-            newcomers = quiet.intersection(differing) & (came | fresh)
-            is_first = not newcomers.isdisjoint(fresh - had)
             if not differing:
-                verdict.common += [] if any(name in stood[m] for m in by_member) else [name]
-            elif len(moved) == 1 and usual not in moved:
-                wrong.update(by_member.keys() & differing)
-                apart.update(differing)
-            elif len(moved) < 2 and newcomers - had and (moved or is_first):
-                given[name] = not is_first
+                found[LeafFate.OPEN if any(name in stood[m] for m in by_member) else LeafFate.COMMON].append(name)
+                continue
+            last, was_late = self._given.get(name, (-1, False))
+            had = {m for m in order if given_at[m] < last <= self._loaded.get(m, -1)}
+            new = fresh - had
+            quiet = {m for m in order if name in stood[m]} | new
+            newcomers = quiet.intersection(differing) & (came | fresh)
+            moves = _moves({of for m, of in by_member.items() if m not in quiet}, usual)
+            fate = LEAF_FATES[moves][max((_came(m, new, had) for m in newcomers), default=Came.NOBODY)]
+            if fate is LeafFate.GIVEN:
+                given[name] = newcomers.isdisjoint(new)
                 late.update(newcomers)
                 apart.update(differing)
+            elif fate is LeafFate.LOADED:
+                wrong.update(by_member.keys() & differing)
+                apart.update(differing)
             elif name not in self._left_out:
-                verdict.own.append(name)
-                strange += [name] if was_late or (len(moved) == 1 and newcomers) else []
-        if not (given or wrong):
-            if strange:
-                what = f"{name_some(sorted(strange))} changes in other steps in some groups than in others"
-                verdict.said.append(f"{what}: from step {step} on each has its own, and it is not compared any more")
-            for name in (*verdict.common, *verdict.own):
-                self._given.pop(name, None)
+                found[LeafFate.PARTED if was_late else fate].append(name)
+        if given or wrong:
+            others = [m for m in order if m not in apart] or right[:1]
+            if those := sorted(wrong - {*others}):
+                what = self._what(those, others, members, step)
+                verdict.said.append(self._give(members, others, those, step, verdict, what))
+            self._note_given(given, step)
+            if late := late - verdict.loads.keys():
+                has = f"has come in, and differs from {name_some(others)} in {name_some(sorted(given))}"
+                what = f"{name_some(sorted(late))} {has}"
+                verdict.noted.append(self._give(members, others, sorted(late), step, verdict, what))
+            # Who cannot load now, as it owes a backward pass say, is given it after the next step, as if that were its first.
+            verdict.equal -= (late | wrong) - verdict.loads.keys()
             return
-        verdict.common, verdict.own = [], []
-        others = [m for m in order if m not in apart] or right[:1]
-        if those := sorted(wrong - {*others}):
-            what = self._what(those, others, members, step)
-            verdict.said.append(self._give(members, others, those, step, verdict, what))
-        self._note_given(given, step)
-        if late := late - verdict.loads.keys():
-            what = f"{name_some(sorted(late))} has come in, and differs from {name_some(others)} in {name_some(sorted(given))}"
-            verdict.noted.append(self._give(members, others, sorted(late), step, verdict, what))
+        if strange := sorted(found[LeafFate.PARTED]):
+            what = f"{name_some(strange)} changes in other steps in some groups than in others"
+            verdict.said.append(f"{what}: from step {step} on each has its own, and it is not compared any more")
+        verdict.common += found[LeafFate.COMMON]
+        verdict.own += found[LeafFate.OWN] + strange
+        for name in (*verdict.common, *verdict.own):
+            self._given.pop(name, None)
 
     def _what(self, wrong: Sequence[str], right: Sequence[str], members: Collection[str], step: int) -> str:
         what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
@@ -384,6 +433,17 @@ def _has_trained(member: Member) -> bool:
 
 def _known(shown: StateShown) -> str:
     return f"{shown.owned} {shown.common}"
+
+
+def _moves(values: Collection[object], usual: object) -> Moved:
+    """Say where a leaf has moved, by the values that it has there, and by that of the eldest."""
+    if len(values) > 1:
+        return Moved.APART
+    return Moved.NOWHERE if not values else Moved.ELDEST if usual in values else Moved.OTHERS
+
+
+def _came(newcomer: str, new: Collection[str], had: Collection[str]) -> Came:
+    return Came.NEW if newcomer in new else Came.GIVEN if newcomer in had else Came.STOOD
 
 
 def _stood(member: Member) -> set[str]:
