@@ -131,6 +131,18 @@ def test_weights_that_are_written_to_before_a_vote_go_back_from_the_first_step_o
         assert torch.equal(loop.model.weight, before)
 
 
+def test_a_loop_may_go_back_in_its_next_step_through_what_a_discarded_one_has_computed() -> None:
+    """As DCGAN's generator, which learns from the samples of the critic's step. torch counts no write of BatchNorm's."""
+    norm = nn.BatchNorm1d(2)
+    loop = Loop(mean=norm.running_mean, variance=norm.running_var)
+    outputs: list[torch.Tensor] = []
+    for counts in (False, True, False):  # all is copied at first
+        mean = norm.running_mean.clone()
+        loop.step(lambda loop: outputs.append(norm(loop.model(torch.randn(3, 2)))), counts=counts)
+        outputs.pop().sum().backward()
+        assert torch.equal(norm.running_mean, mean) is not counts
+
+
 def test_a_parameter_with_gaps_in_memory_goes_back_as_any_other() -> None:
     """As one of every second number of a buffer; torch cannot look at it as bytes where it lies."""
     model = nn.Linear(2, 2)

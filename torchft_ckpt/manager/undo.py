@@ -4,7 +4,9 @@ Parameters are held from the beginning of the step, all else from that of its fi
 `zero_grad` belongs to the step before. (Where nobody says when a forward pass begins, all is held from the beginning.) What no
 optimizer owns and is small is copied: running statistics, centres, codebooks. Parameters and large tensors are copied if the
 loop was seen to write to them before a vote, as SAM does; and until the first step that counts, if there is no optimizer state
-yet, in whose place a copy of them fits: of what is trained, and of as much besides.
+yet, in whose place a copy of them fits: of what is trained, and of as much besides. A loop may go back in its next step through
+what it has computed in this one. So a tensor to which torch has counted no write is put back without one that counts: it is as it
+was, or was written to as BatchNorm does.
 
 The state functions are called as the first step begins, after the first one that counts, and after each discard. Each tensor or
 plain value that they return is looked for where the loop has it: in an attribute, a dict, a variable. So what a loop binds anew
@@ -29,6 +31,7 @@ import torch
 from torchft_ckpt.checkpointing.state.containers import walk
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.shards import memory_of
+from torchft_ckpt.checkpointing.state.versions import Counted, count_writes, is_changed
 from torchft_ckpt.core.coordination.messages import name_some
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES, owned_by
@@ -59,8 +62,10 @@ class _Place:
     held: Any
     is_small: bool = True
     copy: Any = None
-    mark: tuple[int, int] = (0, 0)
-    """Of a large tensor, when it was held: its version, and where its memory is."""
+    counted: Sequence[Counted] = ()
+    """The tensors that are held, with their versions then."""
+    address: int = 0
+    """Of a large tensor, when it was held: where its memory is."""
 
     @property
     def here(self) -> Any:
@@ -78,17 +83,24 @@ class _Place:
         elif type(self.held) in _OF_TORCH:
             self.copy = self.held.detach().clone()
 
+    def count(self) -> None:
+        """Note the versions of what is held."""
+        tensors = self.held if isinstance(self.held, list | deque) else (self.held,)
+        self.counted = [one for tensor in tensors if type(tensor) in _OF_TORCH for one in count_writes(tensor)]
+
     @property
     def is_written(self) -> bool:
         """Whether the loop has written to the large tensor that is held, be it what was there before, or bound another one."""
         return (
             self.here is not self.held
-            or self.mark != (self.held._version, self.held.data_ptr())
+            or is_changed(self.counted)
+            or self.address != self.held.data_ptr()
             or (self.copy is not None and not torch.equal(_bits(self.held), _bits(self.copy)))
         )
 
     def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Bind what was here; return the tensors that are to be written to, each with what."""
+        """Bind what was here; return the tensors that are to be written to, each with what: by `data` if torch has counted no
+        write to it."""
         if isinstance(self.holder, dict):
             if self.held is _NOTHING:
                 self.holder.pop(self.key, None)
@@ -99,10 +111,13 @@ class _Place:
         if isinstance(self.held, list | deque):
             self.held.clear()
             self.held.extend(item for item, _ in self.copy)
-            return [(item, copy) for item, copy in self.copy if copy is not None and _can_be_held(item)]
-        # What is bound anew in each step nobody may be able to write to: it is bound again, and has not changed.
-        is_writable = self.copy is not None and self.copy.shape == self.held.shape and _can_be_held(self.held)
-        return [(self.held, self.copy)] if is_writable else []
+            back = [(item, copy) for item, copy in self.copy if copy is not None and _can_be_held(item)]
+        else:
+            # What is bound anew in each step nobody may be able to write to: it is bound again, and has not changed.
+            is_writable = self.copy is not None and self.copy.shape == self.held.shape and _can_be_held(self.held)
+            back = [(self.held, self.copy)] if is_writable else []
+        written = {id(tensor) for tensor, version in self.counted if tensor._version != version}
+        return [(tensor if id(tensor) in written else tensor.data, copy) for tensor, copy in back]
 
 
 class _Part:
@@ -133,8 +148,10 @@ class _Part:
         if again:
             with torch.no_grad():
                 torch._foreach_copy_([place.copy for place in again], [place.held for place in again])
+        for place in (*self.copied, *self.watched):
+            place.count()
         for place in self._large():
-            place.mark = place.held._version, place.held.data_ptr()
+            place.address = place.held.data_ptr()
 
     def _large(self) -> list[_Place]:
         copied = [place for place in self.copied if self.learns and not place.is_small]

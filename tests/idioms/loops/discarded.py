@@ -402,6 +402,33 @@ def skips_after_the_vote(job: Job) -> None:
 
 
 @idiom(
+    "A generator that learns in its own step through samples, and BatchNorm's statistics, of a critic's step that is discarded",
+    DISCARDED,
+    was="torch's RuntimeError in the backward pass, 'modified by an inplace operation': what the step had written went back",
+    own=("running_",),
+    compare="groups",  # a group that comes back has drawn its first noise for a step of its own
+)
+def generator_of_a_discarded_step(job: Job) -> None:
+    generator, critic = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)), nn.Linear(3, 1)
+    adam_g, adam_c = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+    job.manager(*states(generator=generator, critic=critic, adam_g=adam_g, adam_c=adam_c))
+    ddp_g, ddp_c = job.ddp(generator), job.ddp(critic)
+    optimizer_g, optimizer_c = job.optimizer(adam_g), job.optimizer(adam_c)
+    discards = Discards(job)
+    while job.goes_on():
+        noise, real = job.batch()
+        optimizer_c.zero_grad()
+        fake = ddp_g(noise)
+        value = ddp_c(fake.detach()).mean() - ddp_c(real).mean()
+        discards()
+        value.backward()
+        optimizer_c.step()
+        optimizer_g.zero_grad()
+        (-ddp_c(fake).mean()).backward()
+        optimizer_g.step()
+
+
+@idiom(
     "Gradients filtered by averages in a dict, which the first step fills (Grokfast)",
     DISCARDED,
     was="what came into being in a discarded step stayed: the groups differed, and ended by a ReplicasDifferError",
