@@ -516,7 +516,7 @@ def one_has_come_in(steps: int = 1) -> tuple[Job, Member, Member]:
 
 
 def test_who_came_in_and_cannot_load_yet_trains_on_and_is_given_what_differs_after_the_next_step() -> None:
-    """Its loop goes back through what it has computed in its first step. It took no part in its second, came in anew, and so on."""
+    """Its loop goes back through what it has computed in its first step. It took no part in its second."""
     job, (a,) = at_work("a")
     b = job.join("b")
     job.lets_in(b, others=[a])

@@ -26,7 +26,14 @@ from torchft_ckpt.core.coordination.learning import Distance
 LOOPS = loops()
 ALARMS = ("came to another state of step", "no registered state_dict returns", "sets its outer optimizer otherwise")
 """No loop gets one of these warnings, but those that it is made for."""
-RESTARTS_ALWAYS = ("best_weights", "ema", "history", "grad_scaler", "optimizer_state_of_any_shape")
+RESTARTS_ALWAYS = (
+    "best_weights",
+    "ema",
+    "history",
+    "grad_scaler",
+    "optimizer_state_of_any_shape",
+    "load_zeroes_first",
+)
 TAKE_TURNS = ("dcgan", "wgan", "sac")
 """Whose loops count their turns themselves."""
 torch.set_num_threads(1)

@@ -254,6 +254,31 @@ def test_a_large_tensor_that_the_loop_changes_is_received_again_and_copied_from_
     run.close(joined)
 
 
+class Clearing(Counting):
+    """Its load function clears what it has before it reads what it is given."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.average.zero_().add_(state["average"])
+
+
+def test_a_large_tensor_that_a_load_function_clears_before_it_reads_it_is_not_taken_for_put_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was given what is here, as that had not moved, and put back zeros."""
+    monkeypatch.setattr(coming_in, "MAX_COPIED_BYTES", 1024)
+    run = Run(Clearing)
+    joined = Clearing(run.server, "c", seed=7, heal_in_place=False)
+    assert not joined.step()
+    joined.count += 1
+    with caplog.at_level(logging.WARNING, "torchft_ckpt"):
+        joined.optimizer.zero_grad()
+    assert "(default.count): that cannot be put back: it is received again" in caplog.text
+    run.end(joined)
+    assert len({str(replica.average) for replica in (*run.at_work, joined)}) == 1
+    run.close(joined)
+
+
 class Fragile(Counting):
     """What its load function raises, if it has something to raise."""
 

@@ -107,8 +107,8 @@ class CameIn:
             has_loaded = bool(keys) and not lost
         else:  # the other ranks may have moved something else
             has_loaded, keys = agree(bool(moved)), [*state]
-        if has_loaded:
-            self._registry.load(self._copied(fixed(state), ""), keys)  # the loop may keep what it is given
+        if has_loaded:  # the loop may keep what it is given; of what is not copied that is what is here
+            has_loaded = self._registry.load(self._copied(fixed(state), ""), keys, in_place=True)
         self._seen = None if moved or has_loaded else self._seen
         is_whole = not lost and (has_loaded or not moved)
         self.moved = [*moved, *self._registry.take_settings(self._own)]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torchft_ckpt.checkpointing.state.samples import marks
 from torchft_ckpt.checkpointing.state.versions import Counted
 from torchft_ckpt.core.coordination.learning import RESTS, SAY_EVERY_S, in_words
 from torchft_ckpt.core.coordination.messages import (
@@ -45,7 +44,7 @@ from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
-from torchft_ckpt.manager.volatile import StateToServe, tensors_in
+from torchft_ckpt.manager.volatile import StateToServe
 
 logger = logging.getLogger(__name__)
 _SAID_BEFORE_S = 0.5
@@ -373,13 +372,10 @@ class Recovery:
     def _load_received(self, state: dict[str, Any], keys: Collection[str] | None = None) -> None:
         """Load it; `keys`: the registered functions to be called, None: all."""
         self._serving.end_offer()
-        in_place = list(tensors_in(state["user"])) if self._healing.is_in_place else []
         try:
             with self._healing.loading():
-                before = marks(in_place)
                 self._healing.calls("load_state_dict")
-                self._registry.load(state["user"], keys)
-                if marks(in_place) != before:
+                if not self._registry.load(state["user"], keys, in_place=self._healing.is_in_place):
                     self._healing.may_overwrite = False
                     raise CheckpointError(
                         "load_state_dict wrote to the tensors that it was given before it had copied them (w.zero_(); w.add_(s))."

@@ -320,7 +320,10 @@ class Restoring:
             self.bytes_from_storage += reader.bytes_read
             self.bytes_from_peers += shared.bytes_from_peers
             self._ranks.say_done("that it can be loaded")
-            load_saved(manager, state)
+            if not load_saved(manager, state, in_place=True):
+                # load_state_dict wrote to what it was given before it had copied that; the others' shares may be gone.
+                state = load_state(checkpoint, reader.read_own, local, replica_id=name, rank=rank, in_place=False)
+                load_saved(manager, state, in_place=False)
 
 
 def _source_of(found: Found) -> RestoreSource:

@@ -222,8 +222,8 @@ def check_keys(manager: Manager, keys: Collection[object], checkpoint: Checkpoin
         )
 
 
-def load_saved(manager: Manager, state: dict[str, Any]) -> None:
-    """Load what `state_to_save` returned. On the training thread, before the first step.
+def load_saved(manager: Manager, state: dict[str, Any], *, in_place: bool) -> bool:
+    """Load what `state_to_save` returned. On the training thread, before the first step. Returns as `StateRegistry.load`.
 
     Raises:
         StateMismatchError: other state is registered here than was saved; nothing was loaded.
@@ -236,8 +236,10 @@ def load_saved(manager: Manager, state: dict[str, Any]) -> None:
     if _DEFAULT in registered and _DEFAULT not in user:
         others = {key: user.pop(key) for key in registered if key != _DEFAULT and key in user}
         user = {_DEFAULT: user, **others}
-    manager.registry.load(manager.registry.check(user))
-    manager.load_state_dict(own)
+    has_loaded = manager.registry.load(manager.registry.check(user), in_place=in_place)
+    if has_loaded:
+        manager.load_state_dict(own)
+    return has_loaded
 
 
 def end_restore(manager: Manager, *, from_peers: bool) -> None:

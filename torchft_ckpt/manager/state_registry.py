@@ -28,6 +28,7 @@ from torchft_ckpt.checkpointing.state.parameters import (
     note_returned,
     returned_by,
 )
+from torchft_ckpt.checkpointing.state.samples import marks
 from torchft_ckpt.checkpointing.state.shards import memory_of
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes
@@ -510,9 +511,13 @@ class StateRegistry:
             )
         return user
 
-    def load(self, user: dict[str, Any], keys: Collection[str] | None = None) -> None:
+    def load(self, user: dict[str, Any], keys: Collection[str] | None = None, *, in_place: bool = False) -> bool:
         """Call the `load_state_dict` functions of these keys, or all: last those of what the groups agreed on, where they train
         apart.
+
+        Returns:
+            whether they have loaded what they were given. If that lies in the memory of what is registered (`in_place`), one
+            that clears this before it reads (`w.zero_(); w.add_(s)`) has not: it is to be given another copy.
 
         It is to be in the model then, whatever the others have loaded into it of one group's own. Optimizers that are known
         get their state in its own dtypes, which torch would cast to those of their parameters.
@@ -521,6 +526,8 @@ class StateRegistry:
             StateDictLoadError: one of them raised; what is loaded now is undefined.
         """
         self.num_changes += 1
+        given = list(tensors_in(user)) if in_place else []
+        before = marks(given)
         own = [key for key in self._load if key not in self._agreed_on and (keys is None or key in keys)]
         with self.lock.write(), self._noted("load"), dtypes_kept(self._known()):
             self._load_keys(user, own)
@@ -528,6 +535,7 @@ class StateRegistry:
                 returned = {key: self._get[key]() for key in own}
                 self._not_returned = not_returned(returned, {key: user[key] for key in own})
                 self._load_keys(user, [key for key in self._load if key in self._agreed_on])
+        return marks(given) == before
 
     def _load_keys(self, user: dict[str, Any], keys: Sequence[str]) -> None:
         for key in keys:
