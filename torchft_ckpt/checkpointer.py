@@ -370,7 +370,7 @@ class Checkpointer:
         if self._is_over:
             raise CheckpointError("nothing is saved any more: shutdown was called", "checkpointer")
         if self._manager is not None:
-            self._manager.check_followed("the state is to be saved")
+            self._manager.hooks.check_followed("the state is to be saved")
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
         step = _plain_step(step)
@@ -516,7 +516,7 @@ class Checkpointer:
         else:
             logger.info("a save was asked for in the middle of a step: it is made before the next one begins")
             self._later = [*(save for save in self._later if not save.done()), later]
-            self._manager.events.call_later(later.begin)
+            self._manager.hooks.events.call_later(later.begin)
         return later
 
     def _run(self, worker: SaveWorker | SaveOnlooker, removes: SaveTask | None) -> None:
@@ -547,7 +547,7 @@ class Checkpointer:
 
     def _note_saved(self, manager: Manager, saved: SavedCheckpoint) -> None:
         formed = manager.view().quorum
-        manager.events.add(
+        manager.hooks.events.add(
             CheckpointSaved(
                 step=saved.step,
                 quorum_id=formed.quorum_id if formed is not None else 0,
@@ -594,7 +594,7 @@ class Checkpointer:
             return
         later, self._later = self._later, []
         if self._manager is not None and any(not save.done() for save in later):
-            self._manager.ends_step()  # no other one begins, which would make them
+            self._manager.hooks.ends_step()  # no other one begins, which would make them
             for save in later:
                 save.begin()
         self._is_over = True
@@ -629,11 +629,11 @@ class Checkpointer:
         if self._manager is None or identity.state is None:
             return None
         manager, state = self._manager, identity.state
-        return lambda asks: manager.lost_contributors(state, asks=asks)
+        return lambda asks: manager.hooks.lost_contributors(state, asks=asks)
 
     def _group_names(self, identity: SaveIdentity | Onlooking) -> Callable[[], Sequence[str]]:
         manager, state = self._manager, identity.state
-        return tuple if manager is None or state is None else lambda: manager.contributor_names(state)
+        return tuple if manager is None or state is None else lambda: manager.hooks.contributor_names(state)
 
     def _check_places(self) -> None:
         """See that nothing but a directory is, or can be, where saves go to; others' storages make what they need."""

@@ -116,7 +116,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         outer = parallel.DistributedDataParallel._get_active_ddp_module()
         if outer is not None and outer is not self and any(module is self for module in outer.modules()):
             _refuse_inside_another()
-        if self._manager.computes_by_microbatches:
+        if self._manager.hooks.computes_by_microbatches:
             return self.module(*inputs, **kwargs)  # the step sums the gradients of its microbatches
         if torch.is_grad_enabled():
             self._manager.ensure_step(is_training=self.training)
@@ -127,7 +127,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             _refuse_reentrant_checkpoints(output)
             self._is_known_to_work = True
         if torch.is_grad_enabled():
-            self._manager.open_graphs.opens(id(self._reduction))
+            self._manager.hooks.open_graphs.opens(id(self._reduction))
             if self._reached is not None and self.require_backward_grad_sync:
                 self._reached.is_awaited = True
             elif self._reached is not None:
@@ -220,7 +220,7 @@ class _ReachedParameters:
 
     def _end_accumulating(self) -> None:
         if (ddp := self._ddp()) is not None:
-            ddp._manager.open_graphs.closes(id(ddp._reduction))
+            ddp._manager.hooks.open_graphs.closes(id(ddp._reduction))
 
     def _find(self) -> None:
         ddp = self._ddp()
@@ -277,7 +277,7 @@ class _BucketReduction(ProcessGroupDummy):
         gradients = bucket.buffer()
         if not bucket.is_last():
             return self._manager.allreduce(gradients).get_future()
-        self._manager.open_graphs.closes(id(self))
+        self._manager.hooks.open_graphs.closes(id(self))
         have_gradient = [parameter.grad is not None for parameter in self.parameters]
         is_carried = not gradients.is_sparse and gradients.nbytes <= self.max_carrier_bytes
         counts = torch.tensor(
@@ -528,7 +528,7 @@ class PureDistributedDataParallel(nn.Module):
         self._manager.ensure_step(is_training=self.training)
         self._averages = self._averages_next
         output = self.module(*args, **kwargs)
-        self._manager.open_graphs.opens(id(self))
+        self._manager.hooks.open_graphs.opens(id(self))
         self._backward.watch(output)
         return output
 
@@ -542,7 +542,7 @@ class PureDistributedDataParallel(nn.Module):
             self._averages_next = before
 
     def _ends_backward(self) -> bool:
-        self._manager.open_graphs.closes(id(self))
+        self._manager.hooks.open_graphs.closes(id(self))
         return self._averages
 
     def _average(self) -> None:

@@ -54,7 +54,7 @@ def set_all_reduce_hook(manager: Manager, model: nn.Module) -> None:
         raise ConfigError(message, party="model")
 
     def average(gradients: torch.Tensor) -> None:
-        if manager.computes_by_microbatches:
+        if manager.hooks.computes_by_microbatches:
             return  # the step sums the gradients of its microbatches
         if gradients.is_cuda:
             # FSDP allocated it on another stream and frees it once it is cast, which may be before we are done with it.

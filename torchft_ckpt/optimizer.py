@@ -38,7 +38,7 @@ class OptimizerWrapper(Optimizer):
         self.manager = manager
         self._calls_closure = _calls_closure(type(optim))
         manager.guard_optimizer(optim)
-        manager.wraps_optimizer(optim)
+        manager.hooks.wraps_optimizer(optim)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optim.add_param_group(param_group)
@@ -56,8 +56,8 @@ class OptimizerWrapper(Optimizer):
         It joins a step that another wrapped optimizer has begun and nobody has decided. In a state dict function, clear them and
         no more.
         """
-        if not self.manager.is_in_state_dict_fn and self.manager.begins_step(self.optim):
-            self.manager.clears_gradients()
+        if not self.manager.hooks.is_in_state_dict_fn and self.manager.hooks.begins_step(self.optim):
+            self.manager.hooks.clears_gradients()
         self.optim.zero_grad(set_to_none)
 
     @torch.compiler.disable
@@ -83,20 +83,20 @@ class OptimizerWrapper(Optimizer):
         if self._calls_closure:
             name = type(self.optim).__name__
             raise ConfigError(f"{name} calls its closure itself, after the vote: it cannot be used", party=name)
-        if closure is not None and self.manager.computes_by_microbatches:
+        if closure is not None and self.manager.hooks.computes_by_microbatches:
             raise ConfigError("a closure computes gradients after StepLoader has summed them", party="closure")
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        if self.manager.is_in_state_dict_fn:
+        if self.manager.hooks.is_in_state_dict_fn:
             self.optim.step()  # as torch's get_optimizer_state_dict does, to make state
             return False
-        self.manager.takes_step(self.optim)
+        self.manager.hooks.takes_step(self.optim)
         with self.manager.taking_step(self.optim):
             if not self.manager.should_commit():
                 return False
             self.optim.step()
-            self.manager.took_step(self.optim)
+            self.manager.hooks.took_step(self.optim)
         return True
 
     @torch.compiler.disable
@@ -111,10 +111,10 @@ class OptimizerWrapper(Optimizer):
 
         Raises: as `Manager.should_commit`.
         """
-        self.manager.takes_step(self.optim)
+        self.manager.hooks.takes_step(self.optim)
         counts = self.manager.should_commit()
         if counts:
-            self.manager.took_step(self.optim, has_stepped=False)
+            self.manager.hooks.took_step(self.optim, has_stepped=False)
         return counts
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
@@ -150,7 +150,7 @@ class OptimizerWrapper(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """A `GradScaler` asks for it as it steps: no."""
-        self.manager.check_scaler()
+        self.manager.hooks.check_scaler()
         return False
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_ckpt.core.coordination.replica import SharedStep
+from torchft_ckpt.core.training.shared_step import SharedStep
 
 
 def told(story: str) -> str:

@@ -32,8 +32,8 @@ class Rank:
         manager.view.side_effect = lambda: mock.MagicMock(**{"held.step": self.step})
         self.writers, self.lost = ["a", "b"], [1]
         self.has_asked = threading.Event()
-        manager.lost_contributors.side_effect = lambda *_, asks: (self.lost, self.has_asked.set())[0]
-        manager.contributor_names.side_effect = lambda *_: self.writers
+        manager.hooks.lost_contributors.side_effect = lambda *_, asks: (self.lost, self.has_asked.set())[0]
+        manager.hooks.contributor_names.side_effect = lambda *_: self.writers
         self.events: list[bool] = []
         stubs: dict[str, Any] = {
             "_manager": manager,

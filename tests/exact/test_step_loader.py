@@ -239,7 +239,7 @@ def test_what_was_computed_with_another_state_is_let_go(make_group: Make) -> Non
         if len(counts) == 1:
             group.manager.report_error(RuntimeError("something went wrong"))
         if not group.optimizer.step():
-            group.manager.registry.load(group.manager.registry.capture())
+            group.manager.hooks.registry.load(group.manager.hooks.registry.capture())
     assert counts == [4, 4]
 
 

@@ -86,7 +86,7 @@ def test_groups_whose_memory_or_buffers_differ_have_other_layouts_in_words(make_
         if job == "c":
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         group = make_group(model, job=job)
-        words.append((group.steps(), group.manager.registry.layout())[1])
+        words.append((group.steps(), group.manager.hooks.registry.layout())[1])
     assert words[0] == words[1] and len({one.digest for one in words}) == 3
     assert "buffers default.1.running_mean[4] " in words[0].text and "buffers none" in words[3].text
 

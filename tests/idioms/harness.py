@@ -76,11 +76,17 @@ class MortalManager(Manager):
     _is_numbered = False
     """The open step's batches are numbered since its gradients were cleared."""
 
-    def clears_gradients(self) -> None:
-        super().clears_gradients()
-        if self._steps.is_deferred:
-            self._is_numbered = True
-            self.life.begin_step()
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        defers = self._steps.defers
+
+        def number_and_defer() -> bool:
+            if is_deferred := defers():
+                self._is_numbered = True
+                self.life.begin_step()
+            return is_deferred
+
+        self._steps.defers = number_and_defer  # type: ignore[method-assign]
 
     def start_quorum(self, *args: Any, **options: Any) -> None:
         is_numbered, self._is_numbered = self._is_numbered, False

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 from torch.nn import parallel
 
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.core.coordination.replica import SharedStep
+from torchft_ckpt.core.training.shared_step import SharedStep
 from torchft_ckpt.process_group.base import Tensors
 from torchft_ckpt.process_group.dummy import CompletedWork, ProcessGroupDummy
 

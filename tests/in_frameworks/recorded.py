@@ -86,7 +86,7 @@ class Recorder:
         if self._counted is None:
             return
         line, self._counted = self._counted, None
-        line["values"] = dict(leaves("", manager.registry.capture()))
+        line["values"] = dict(leaves("", manager.hooks.registry.capture()))
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if line["num_participants"] == 1:

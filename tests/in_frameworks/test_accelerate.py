@@ -392,6 +392,10 @@ class Alone:
 
     takes_step = took_step = begins_step
 
+    @property
+    def hooks(self) -> Alone:
+        return self
+
     def is_warming_up(self) -> bool:
         return False
 

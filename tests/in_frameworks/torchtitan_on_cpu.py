@@ -182,7 +182,7 @@ def _say_state(trainer: FaultTolerantTrainer) -> None:
         state["model"] = [part.state_dict() for part in trainer.model_parts]
         state["optimizer"] = [each.state_dict() for each in trainer.optimizers]
     else:  # between two rounds all else is each group's own
-        state["agreed_on"] = manager.registry.capture()[trainer.config.fault_tolerance.semi_sync_method]
+        state["agreed_on"] = manager.hooks.registry.capture()[trainer.config.fault_tolerance.semi_sync_method]
     say(f"rank {state['trainer']['rank']}, step {manager.current_step()}: state {digest(**state)}")
     if os.environ.get("PRINT_STATE"):
         print_state(step=manager.current_step(), **state)

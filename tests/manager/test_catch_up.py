@@ -219,7 +219,9 @@ def test_a_source_that_commits_meanwhile_gives_the_old_state_whole_and_then_the_
     joiner = start(replicas, lighthouse, "joiner")
     seen: list[bytes] = []
     load = joiner.load
-    monkeypatch.setitem(joiner.manager.registry._load, "outer", lambda state: (load(state), seen.append(joiner.bits())))
+    monkeypatch.setitem(
+        joiner.manager.hooks.registry._load, "outer", lambda state: (load(state), seen.append(joiner.bits()))
+    )
 
     with held_transfer(monkeypatch) as (begun, go_on), ThreadPoolExecutor(1) as pool:
         caught_up = pool.submit(joiner.manager.catch_up)
@@ -509,7 +511,7 @@ def test_received_in_place_where_nothing_of_worth_is_here(
     addresses: list[int] = []
     load = joiner.load
     monkeypatch.setitem(
-        joiner.manager.registry._load,
+        joiner.manager.hooks.registry._load,
         "outer",
         lambda state: (addresses.append(state["weights"].data_ptr() - joiner.weights.data_ptr()), load(state)),
     )

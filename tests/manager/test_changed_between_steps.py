@@ -127,7 +127,7 @@ def test_a_group_for_which_the_others_wait_no_longer_gets_the_weights_of_a_step_
             while True:
                 joiner.step()
 
-    joiner.manager.registry._load["default"] = note
+    joiner.manager.hooks.registry._load["default"] = note
     thread = threading.Thread(target=run_joiner)
     thread.start()
     held: set[bytes] = set()

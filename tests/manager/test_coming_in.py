@@ -483,7 +483,7 @@ class Ahead(Replica):
     is_ahead = True
 
     def step(self) -> bool:
-        graphs = self.manager.open_graphs
+        graphs = self.manager.hooks.open_graphs
         graphs.closes("ahead")
         if self.is_ahead:
             graphs.opens("ahead")

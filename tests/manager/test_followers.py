@@ -182,7 +182,7 @@ def test_step_returns_whether_it_counts_and_the_scheduler_follows(of_wrapper: bo
             scheduler.step()
         assert seen == [True, False, True]
         assert (group.rate(), group.manager.current_step()) == (0.025, 2)
-        assert group.manager.registry.capture()["scheduler"]["last_epoch"] == 2
+        assert group.manager.hooks.registry.capture()["scheduler"]["last_epoch"] == 2
 
 
 def test_a_scheduler_that_does_not_follow_stops_the_next_step_the_save_and_the_hand_over(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_the_scheduler_of_an_outer_optimizer_moves_with_each_round_that_counts_h
         scheduler = group.manager.scheduler(halving(outer)) if is_early else None
         loop = DiLoCo(group.manager, [group.models[0]], group.inner[0], outer, sync_every=2)
         scheduler = scheduler or group.manager.scheduler(halving(outer))
-        assert "scheduler" not in group.manager.registry._moving, "inner steps would have to wait for it"
+        assert "scheduler" not in group.manager.hooks.registry._moving, "inner steps would have to wait for it"
         rates = []
         with loop:
             for inner_step in range(6):
@@ -394,7 +394,7 @@ def test_a_scaler_grows_in_steps_that_count_and_keeps_its_scale_and_count_in_oth
             scaler.update()
             seen.append((stepped, scaler.get_scale(), scaler._get_growth_tracker()))
         assert seen == [(True, 8.0, 1), (False, 8.0, 1), (False, 8.0, 1), (True, 16.0, 0)]
-        assert group.manager.registry.capture()["grad_scaler"]["scale"] == 16.0
+        assert group.manager.hooks.registry.capture()["grad_scaler"]["scale"] == 16.0
 
 
 def test_an_overflow_counts_as_a_step_in_which_weights_and_schedule_stay() -> None:

@@ -122,7 +122,7 @@ def test_it_is_told_once_before_each_step_of_the_optimizer() -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
     alone, transport = replica(server, 0)
     assert alone.step()
-    assert alone.manager.transport is transport  # type: ignore[comparison-overlap]
+    assert alone.manager.hooks.transport is transport  # type: ignore[comparison-overlap]
     before = transport.num_disallowed
     assert alone.step()
     assert (

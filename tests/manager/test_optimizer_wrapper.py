@@ -27,7 +27,7 @@ class Votes:
     is_in_state_dict_fn = False
 
     def __init__(self, *answers: bool) -> None:
-        self.answers = list(answers)
+        self.answers, self.hooks = list(answers), self
         self.said: list[str] = []
 
     def guard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -179,7 +179,7 @@ def test_a_state_dict_function_that_steps_the_optimizer_is_warned_of(
     optimizers += [optimizer] * of_wrapper
     with caplog.at_level(logging.WARNING, "torchft_ckpt.manager"):
         for _ in range(2):
-            manager.registry.capture()
+            manager.hooks.registry.capture()
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
@@ -208,7 +208,7 @@ def test_a_load_that_steps_the_optimizer_keeps_the_lock_to_its_end() -> None:
         hostname="127.0.0.1",
     )
     manager.guard_optimizer(adam)
-    manager.registry.load({"default": {}})
+    manager.hooks.registry.load({"default": {}})
     assert held == [True]
     manager.shutdown()
     server.shutdown()

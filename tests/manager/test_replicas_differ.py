@@ -238,8 +238,8 @@ def test_a_loop_that_changes_weights_and_puts_them_back_gives_no_alarm(
 def test_a_state_dict_that_returns_copies_in_one_group_gives_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=2)
     replicas = groups(server, 2)
-    right = replicas[1].manager.registry.capture
-    replicas[1].manager.registry.capture = lambda: copy.deepcopy(right())  # type: ignore[method-assign]
+    right = replicas[1].manager.hooks.registry.capture
+    replicas[1].manager.hooks.registry.capture = lambda: copy.deepcopy(right())  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         train_to(replicas, EVERY + 1)
     assert not said(caplog, "different states")

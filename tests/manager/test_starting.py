@@ -308,7 +308,7 @@ def test_who_is_told_to_begin_and_has_nothing_reads_what_it_can(
 
 def refuses(monkeypatch: pytest.MonkeyPatch, rank: Rank, *, is_torn: bool = False) -> list[str]:
     """Nothing that others send comes through to a rank; return whom it was to receive it from, each time."""
-    starting_rank = rank.manager.starting_rank()
+    starting_rank = rank.manager.hooks.starting_rank()
     asked: list[str] = []
 
     def receives(located: StateLocated, limit: timedelta) -> Exception | None:
@@ -359,7 +359,7 @@ def test_one_that_says_it_has_a_later_state_and_serves_none_holds_nobody_up(
     step, is_over = 2**39, threading.Event()
     liar.manager.load_state_dict({"step": step, "batches_committed": 0})
     says = Starts(holds=f"step-{step:012d}.q1-a")
-    lying = liar.manager.starting_rank()
+    lying = liar.manager.hooks.starting_rank()
 
     def lies() -> None:
         while not is_over.wait(0.1):
@@ -379,7 +379,7 @@ def test_nobody_begins_at_step_0_beside_a_checkpoint_of_one_that_is_gone_unless_
 ) -> None:
     gone, *ranks = (start(name) for name in "zab")
     name = "step-000000000008.q1-a"
-    gone.manager.starting_rank().says(Starts(readable=name), time.monotonic() + 5.0)
+    gone.manager.hooks.starting_rank().says(Starts(readable=name), time.monotonic() + 5.0)
     gone.manager.shutdown()
     if allows:
         assert main(["allow-step-loss", "--lighthouse", lighthouse.address()]) == 0
@@ -395,7 +395,7 @@ def test_an_older_checkpoint_than_that_of_one_that_is_gone_is_taken_with_a_word(
 ) -> None:
     gone, *ranks = (start(name) for name in "wab")
     name = "step-000000000008.q1-a"
-    gone.manager.starting_rank().says(Starts(readable=name), time.monotonic() + 5.0)
+    gone.manager.hooks.starting_rank().says(Starts(readable=name), time.monotonic() + 5.0)
     gone.manager.shutdown()
     assert outcomes(together(restores(tmp_path), *ranks)) == [(STORAGE, 2)] * 2
     assert caplog.text.count(f"{name} is newer, and nobody who is here can read it") == 2

@@ -200,11 +200,11 @@ def test_an_outer_loop_tells_its_manager_the_schedule_by_which_it_knows_the_plac
         hostname="127.0.0.1",
     )
     try:
-        assert manager.outer_schedule is None
+        assert manager.hooks.outer_schedule is None
         model = nn.Linear(3, 2)
         inner, outer = torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())
         DiLoCo(manager, [model], inner, outer, 4, fragment_sync_delay=1)
-        assert manager.outer_schedule == OuterSchedule(4, sync_delay=1)
+        assert manager.hooks.outer_schedule == OuterSchedule(4, sync_delay=1)
     finally:
         manager.shutdown()
         lighthouse.shutdown()

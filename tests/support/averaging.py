@@ -33,13 +33,9 @@ class Averaging:
         self.asked: list[tuple[torch.dtype, tuple[int, ...], ReduceOp.RedOpType]] = []
         self.errors: list[Exception] = []
         self._group = group
-        self._graphs = OpenGraphs()
+        self.hooks, self.open_graphs = self, OpenGraphs()
 
     def ensure_step(self, *, is_training: bool = True) -> None: ...
-
-    @property
-    def open_graphs(self) -> OpenGraphs:
-        return self._graphs
 
     def is_participating(self) -> bool:
         return self.contributes

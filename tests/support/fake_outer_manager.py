@@ -83,6 +83,7 @@ class FakeOuterManager:
         self._rank = rank
         self._step = 0
         self.num_votes = 0
+        self.hooks = self
         self.place = RoundPlace()
         self.outer_schedule: OuterSchedule | None = None
         self.state_dict_lock = StateDictLock()

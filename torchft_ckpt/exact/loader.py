@@ -146,7 +146,7 @@ class StepLoader:
         self._num_watched, self._has_told_of_dropped = 0, False
         self._num_computed = 0
         """By this process."""
-        manager.compute_by(self)
+        manager.hooks.compute_by(self)
 
     # ------------------------------------------------------------------------------------------------- the outer loop
 
@@ -197,7 +197,7 @@ class StepLoader:
         return nodes if nodes and self._state_of(version) == self._state else []
 
     def _state_of(self, version: StateVersion) -> tuple[StateVersion, int, list[float]]:
-        return version, self._manager.registry.num_changes, self._manager.loss_scales()
+        return version, self._manager.hooks.registry.num_changes, self._manager.hooks.loss_scales()
 
     def refuse(self, what: str) -> None:
         """Raise `ConfigError` if the loop computes a microbatch, in which that cannot be."""
@@ -247,7 +247,7 @@ class StepLoader:
                 self._buffers = None
 
     def _run(self, step: Step) -> Iterator[Any]:
-        now = self._manager.begin_microbatches()
+        now = self._manager.hooks.begin_microbatches()
         formed = now.quorum
         if formed is None:
             raise RuntimeError("internal error: there is a quorum, and nobody knows it")
@@ -272,8 +272,8 @@ class StepLoader:
             usual = members(_dealt(self.num_microbatches, ((),) * formed.replica_world_size)[formed.replica_rank])
         self._reader.will_want(step.number, todo, usual)
         if not todo:
-            self._manager.prepare_scalers(layout.device)
-        registry, still = self._manager.registry, None
+            self._manager.hooks.prepare_scalers(layout.device)
+        registry, still = self._manager.hooks.registry, None
         if todo and not is_alone and self._num_watched < _WATCHED:
             still = Still(registry.capture(), [place.tensor() for place in layout.places])
         for number in todo:
@@ -368,14 +368,14 @@ class StepLoader:
                 out.copy_(root)
         held = {node: captured.flats for node, captured in self._nodes.by_node.items()}
         way = TreeSum(self.num_microbatches, nodes, held, total.flats)
-        if not self._manager.reduce_by(way, total.flats[0]).wait() or self._buffers is None:
+        if not self._manager.hooks.reduce_by(way, total.flats[0]).wait() or self._buffers is None:
             give_zeros(layout)
             return
         step._summed = Summed(total, self.num_microbatches)
         step._summed.give(self._buffers)
 
     def _all_parameters(self) -> list[torch.Tensor]:
-        optimizers = self._manager.registry.guarded()
+        optimizers = self._manager.hooks.registry.guarded()
         found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         return [*found.values()]
 
@@ -386,7 +386,7 @@ class StepLoader:
         parameters = self._parameters()
         if not parameters:
             raise ConfigError("StepLoader finds no parameters: wrap each optimizer in an Optimizer", party="StepLoader")
-        registry, own = self._manager.registry, [*map(id, parameters)]
+        registry, own = self._manager.hooks.registry, [*map(id, parameters)]
         marks = [*own, *registry.keys()]
         if self._layout is None or marks != self._marks or kinds_of(self._modules) != self._kinds:
             named = registry.modules()

@@ -19,7 +19,7 @@ from torchft_ckpt.process_group import ProcessGroup
 
 
 class TreeSum:
-    """One sum. It is a way for `Manager.reduce_by` to reduce over the process group.
+    """One sum. It is a way for `Hooks.reduce_by` to reduce over the process group.
 
     Args:
         nodes: of each rank of the process group: the nodes that it holds; together they cover the tree.

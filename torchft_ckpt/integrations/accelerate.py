@@ -342,7 +342,7 @@ class FaultTolerantAccelerator(Accelerator):
         manager = self._manager
         with self._over_at_end():
             for prepared in self._optimizers:  # all of them share the step that the first one begins
-                if manager.begins_step(prepared.optimizer):
+                if manager.hooks.begins_step(prepared.optimizer):
                     manager.start_quorum()
             while self._is_warm and manager.is_warming_up():
                 manager.should_commit()  # nothing is computed, so the state is loaded here
@@ -390,7 +390,7 @@ class FaultTolerantAccelerator(Accelerator):
         with manager.taking_step(prepared.optimizer):
             if self.is_in_step and not self.is_over:
                 for one in self._optimizers:  # if the step does not count the others do not ask
-                    manager.takes_step(one.optimizer)
+                    manager.hooks.takes_step(one.optimizer)
             with self._over_at_end():
                 counts = not self.is_over and manager.should_commit()
             prepared._is_overflow = not counts  # the schedule stays then
@@ -402,7 +402,7 @@ class FaultTolerantAccelerator(Accelerator):
             if counts:
                 self._to_step.discard(id(prepared))
                 steps()
-                manager.took_step(prepared.optimizer)
+                manager.hooks.took_step(prepared.optimizer)
         self._average.forget()
         if not counts:
             for one in self._optimizers:

@@ -193,7 +193,7 @@ class _ReplicaGroup(Strategy):
 
         Lightning calls the handler that was there before after this one.
         """
-        if not self._manager.leaves_on(number):
+        if not self._manager.hooks.leaves_on(number):
             self._trainer._signal_connector.received_sigterm = True
 
     def on_exception(self, exception: BaseException) -> None:

@@ -93,7 +93,7 @@ class WayOut:
             self._save, self._deadline_s = plan
 
     def leaves_on(self, number: int) -> bool:
-        """See `Manager.leaves_on`. Any thread."""
+        """Return whether `leave_on` was called for a signal. Any thread."""
         return number in self._plans
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -35,19 +35,18 @@ from torch.profiler import record_function
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
-from torchft_ckpt.core.coordination.messages import ConnectBeside, GroupToRank, OnReplicasDiffer, Outcome, StateVersion
+from torchft_ckpt.core.coordination.messages import ConnectBeside, GroupToRank, OnReplicasDiffer, Outcome
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
-from torchft_ckpt.core.training.graphs import OpenGraphs
-from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import CheckpointError, ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
 from torchft_ckpt.manager.between_steps import BetweenSteps
 from torchft_ckpt.manager.checking import EqualityCheck
-from torchft_ckpt.manager.collectives import ExceptionWithTraceback, Way, first_of
+from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.followers import Followers, G, S
 from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.hooks import Hooks
 from torchft_ckpt.manager.leaving import DEADLINE, WayOut
 from torchft_ckpt.manager.optimizer_settings import guard_steps, with_inner
 from torchft_ckpt.manager.outcomes import StepOutcomes
@@ -56,14 +55,13 @@ from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.saving import IN_STEP
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.starting import StartingRank
-from torchft_ckpt.manager.state_registry import OwnState, PlainLoop, StateRegistry
+from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step import Steps
 from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.process_group.quantization import Quantization, find_codec
 from torchft_ckpt.threads import end_at_exit
 
 if TYPE_CHECKING:
-    from torchft_ckpt.exact import StepLoader
     from torchft_ckpt.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
@@ -226,7 +224,6 @@ class Manager:
         stall_limit_s = None if stall_limit is None else stall_limit.total_seconds()
         retries = config.resolve(quorum_retries, config.QUORUM_RETRIES, -1, config.parse_count)
         self._pg = pg
-        self._min_replica_size = min_replica_size
         self._owner = os.getpid()
         self._is_shut_down = False
         self._has_warned_of_steps = False
@@ -269,9 +266,7 @@ class Manager:
             self._registry.register("default", load_state_dict, state_dict)
         self._followers = Followers(self._registry)
         self._own = OwnState()
-        self._restored: dict[str, int] | None = None
-        self.events = EventQueue(on_event, party)
-        """What happens on its way to `on_event`, for what adds to it."""
+        self._events = EventQueue(on_event, party)
         self._check = EqualityCheck(lock, self._own.known)
         self._healing = Healing(
             transport,
@@ -296,7 +291,7 @@ class Manager:
             job=rank_config.job,
             abort=pg.abort,
             cancel=self._cancel_fetch,
-            events=self.events,
+            events=self._events,
             answer_leaves=self._check.answer,
             on_leaving=self._told_to_leave,
             connect_beside=self._connect_beside,
@@ -327,7 +322,7 @@ class Manager:
             self._serving,
             self._own,
             self._client,
-            events=self.events,
+            events=self._events,
             is_alone=rank_config.group_world_size == 1,
             limit=self._timeouts.transfer,
             in_place=heal_in_place,
@@ -352,7 +347,7 @@ class Manager:
             check=self._check,
             outcomes=self._outcomes,
             followers=self._followers,
-            events=self.events,
+            events=self._events,
             use_async_quorum=use_async_quorum,
             quorum_retries=None if retries < 0 else retries,
             follows=follow is not False or spare,
@@ -376,6 +371,20 @@ class Manager:
             limit=self._timeouts.quorum,
             in_place=heal_in_place,
         )
+        self.hooks = Hooks(
+            self.start_quorum,
+            self.load_state_dict,
+            steps=self._steps,
+            client=self._client,
+            registry=self._registry,
+            followers=self._followers,
+            own=self._own,
+            way_out=self._way_out,
+            starting=self._starting,
+            events=self._events,
+            transport=self._transport,
+        )
+        """For the wrappers of this package."""
         end_at_exit(self.shutdown)
 
     def _cancel_fetch(self) -> None:
@@ -599,11 +608,6 @@ class Manager:
         if self._registry.in_function != "load":  # there the lock is held for all of it
             self.allow_state_dict_read()
 
-    @property
-    def is_in_state_dict_fn(self) -> bool:
-        """Whether the calling thread is in one of the registered functions."""
-        return bool(self._registry.in_function)
-
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Restore what `state_dict` returned, together with the checkpoint that it was saved with.
 
@@ -612,7 +616,7 @@ class Manager:
         Raises:
             ConfigError: it is no manager's state; or that of a `StepLoader` of other samples than the one here.
         """
-        step, self._restored = self._own.take_saved(state_dict), state_dict
+        step = self._own.take_saved(state_dict)
         self._registry.microbatches.check_restored(state_dict)
         self._followers.forget()
         with self._client.lock, self._client.replica as replica:
@@ -687,11 +691,6 @@ class Manager:
         limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience)
         self._steps.start(wishes, limit, check=self._way_out.check)
 
-    @property
-    def open_graphs(self) -> OpenGraphs:
-        """The forward passes whose backward passes are still to come: no state is loaded meanwhile."""
-        return self._steps.graphs
-
     @torch.compiler.disable
     def ensure_step(self, *, is_training: bool = True) -> None:
         """Begin a step as the last one was begun, if none is open; on the training thread.
@@ -708,60 +707,14 @@ class Manager:
 
         Raises: as `start_quorum`.
         """
-        if self.computes_by_microbatches or not (is_training or self._steps.is_deferred):
+        if self.hooks.computes_by_microbatches or not (is_training or self._steps.is_deferred):
             return
-        self._begin_deferred()
+        self.hooks.begin_deferred()
         wishes = self._steps.wishes_before_forward()
         if wishes is not None:
             self._steps.begins_by_forward()
             self.start_quorum(wishes.allow_heal, wishes.shrink_only, contributes=wishes.contributes)
         self._steps.note_forward()
-
-    def clears_gradients(self) -> None:
-        """An optimizer clears its gradients, and a step has to begin with that, or with what is computed next."""
-        if not self._steps.defers():
-            self.start_quorum()
-
-    def _begin_deferred(self, *, asks: bool = False, has_computed: bool = False) -> None:
-        """Something is computed, or asked for: begin the step that was to begin with that."""
-        if self._steps.begins_here(asks=asks, has_computed=has_computed):
-            self.start_quorum()
-
-    def begins_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """An optimizer clears its gradients; return whether a step has to begin with that. `Optimizer.zero_grad` asks.
-
-        Several that are wrapped share a step: the rule is `core.coordination.replica.SharedStep`.
-        """
-        return self._steps.clears_gradients(optimizer)
-
-    def takes_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to ask whether it has to step. `Optimizer.step` calls it.
-
-        Raises:
-            ConfigError: it steps again before all that share its last step have stepped.
-        """
-        self._steps.takes(optimizer)
-
-    def wraps_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An `Optimizer` wraps this one, and calls `took_step` when it has stepped. `Optimizer` says so when it is made."""
-        self._followers.wraps(optimizer)
-
-    def took_step(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool = True) -> None:
-        """A wrapped optimizer has taken the step that counts, or has skipped it: its schedulers follow, or do not."""
-        self._followers.optimizer_ended(optimizer, has_stepped=has_stepped)
-        self._steps.ends_taking((optimizer,))
-
-    def ends_step(self) -> None:
-        """The loop does nothing more for the last step. On the training thread."""
-        self._steps.end_taking()
-
-    def check_followed(self, event: str) -> None:
-        """See that all that follows the last step has followed it. `event` says in a clause what comes now.
-
-        Raises:
-            ConfigError: as `scheduler` says.
-        """
-        self._followers.check(event)
 
     @torch.compiler.disable
     def wait_quorum(self) -> None:
@@ -769,7 +722,7 @@ class Manager:
 
         Raises: as `start_quorum`.
         """
-        self._begin_deferred(asks=True)
+        self.hooks.begin_deferred(asks=True)
         self._steps.wait_quorum()
 
     # ---------------------------------------------------------------------------------------------------- collectives
@@ -806,7 +759,7 @@ class Manager:
             ValueError: an average of integers; no such quantisation, or not of this reduction or dtype.
             Also as `wait_quorum`.
         """
-        self._begin_deferred(has_computed=True)
+        self.hooks.begin_deferred(has_computed=True)
         codec = find_codec(should_quantize)
         if (reduce_op == ReduceOp.AVG or codec is not None) and not torch.is_floating_point(tensor):
             what = "an average" if codec is None else "quantisation"
@@ -816,64 +769,10 @@ class Manager:
         with record_function("torchft::manager::allreduce"):
             return self._steps.allreduce(tensor, codec, reduce_op)
 
-    def compute_by(self, microbatches: StepLoader) -> None:
-        """Say what computes the steps by microbatches, before the first one. It calls `begin_microbatches` and `reduce_by`.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        if self.computes_by_microbatches:
-            raise ConfigError("this Manager has a StepLoader", party="StepLoader")
-        if self._restored is not None:
-            microbatches.check_restored(self._restored)
-        self._registry.microbatches = microbatches
-
-    @property
-    def computes_by_microbatches(self) -> bool:
-        """Whether a `StepLoader` computes the steps: then no backward pass averages gradients."""
-        return not isinstance(self._registry.microbatches, PlainLoop)
-
-    def begin_microbatches(self) -> ReplicaView:
-        """Begin a step, if none is open, with the microbatches that are computed now; return what this replica is in it.
-
-        Raises: as `start_quorum`.
-        """
-        self._begin_deferred()
-        if not self._client.view().is_in_step:
-            self._steps.begins_by_forward()
-            self.start_quorum()
-        self._steps.note_forward()
-        self._steps.wait_quorum()
-        return self._client.view()
-
-    def loss_scales(self) -> list[float]:
-        """Return the scales of all gradient scalers that are known."""
-        return [scaler.get_scale() for scaler in self._followers.scalers]
-
-    def prepare_scalers(self, device: torch.device) -> None:
-        """Have gradient scalers be there for a step in which nothing is scaled here."""
-        for scaler in self._followers.scalers:
-            scaler.scale(torch.zeros((), device=device))
-
-    def check_scaler(self) -> None:
-        """A gradient scaler steps. Raises `ConfigError` if a `StepLoader` computes the steps and the scaler is not known.
-
-        By its own it would move in a step that is discarded: the next try would have another scale than what is kept of this one.
-        """
-        if self.computes_by_microbatches and not self._followers.is_scaler_stepping:
-            raise ConfigError(
-                "StepLoader needs to know the gradient scaler: scaler = manager.grad_scaler(scaler)", party="GradScaler"
-            )
-
-    def reduce_by(self, way: Way, tensor: torch.Tensor) -> Work:
-        """Sum a tensor over the groups in a way of its own, as a collective of the step. As `allreduce` otherwise."""
-        with record_function("torchft::manager::allreduce"):
-            return self._steps.allreduce(tensor, way, ReduceOp.SUM)
-
     def report_error(self, e: Exception) -> None:
         """Say that this step went wrong and must not count. Any thread."""
         if not self._steps.keeps_error(e):
-            self._begin_deferred()
+            self.hooks.begin_deferred()
             self._client.note_error(e)
 
     def errored(self) -> ExceptionWithTraceback | None:
@@ -917,20 +816,9 @@ class Manager:
             ConfigError: it is called again, and something was averaged since the decision. That may be gradients, which the
                 decision is not about; this replica's state is undefined then until it heals.
         """
-        self._begin_deferred()
+        self.hooks.begin_deferred()
         with record_function("torchft::manager::should_commit"):
             return self._steps.commit(config.not_negative(timeout) or self._timeouts.collective)
-
-    def cast_vote(self) -> None:
-        """Vote on the step already, if all of its collectives are done; `should_commit` then only asks for the decision.
-
-        For loops that go on training beside the exchange: nobody waits then for the slowest to come and take what is decided.
-        Call it on any thread, when the results of the collectives are there and before `should_commit`.
-
-        Raises: as `wait_quorum`.
-        """
-        self._begin_deferred()
-        self._steps.cast_vote()
 
     # --------------------------------------------------------------------------------------------- outside of quorums
 
@@ -938,11 +826,6 @@ class Manager:
     def is_behind(self) -> bool:
         """Whether this replica's state is not whole, has no name yet, or is older than one that is known to exist."""
         return self._client.view().is_behind
-
-    @property
-    def is_restored(self) -> bool:
-        """Whether this replica's state was restored on purpose (`load_state_dict`), and no quorum has named it since."""
-        return self._client.view().restored
 
     def catch_up(self, timeout: timedelta | None = None) -> bool:
         """Get the newest state from the others between two steps, without a quorum; call it on the training thread.
@@ -980,7 +863,7 @@ class Manager:
             GroupBrokenError, RefusedError: this group cannot go on.
             ConfigError: a scheduler has not followed the last step.
         """
-        self.check_followed("the state is to be handed over")
+        self._followers.check("the state is to be handed over")
         return self._between_steps.hand_over(config.not_negative(timeout) or self._timeouts.transfer)
 
     def take_over(self, timeout: timedelta | None = None) -> bool:
@@ -1004,37 +887,6 @@ class Manager:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
         return self._between_steps.newest_step_of_peers(config.not_negative(timeout) or self._timeouts.connect)
-
-    def starting_rank(self) -> StartingRank:
-        """Begin to start without a state, with other groups that do; a step that is open is abandoned. For `Checkpointer`."""
-        self._steps.leave()
-        return self._starting
-
-    def restored(self, step: int) -> None:
-        """A state of this step was received whole, and loaded, as if from a checkpoint. For `Checkpointer`."""
-        self.load_state_dict(self._own.saved(step))
-
-    @property
-    def place(self) -> RoundPlace:
-        """Where the script is in a round of its outer loop, which sets it. It goes with the state to those who load that."""
-        return self._own.place
-
-    @place.setter
-    def place(self, place: RoundPlace) -> None:
-        self._own.place = place
-
-    @property
-    def outer_schedule(self) -> OuterSchedule | None:
-        """When the outer loop exchanges its fragments; it sets this. A state of a place that no such loop has is refused."""
-        return self._own.outer_schedule
-
-    @outer_schedule.setter
-    def outer_schedule(self, schedule: OuterSchedule | None) -> None:
-        self._own.outer_schedule = schedule
-
-    def first_inner_step(self) -> None:
-        """Say that the first inner step of an outer loop's round is over, and that another one comes before `start_quorum`."""
-        self._steps.first_inner_step()
 
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.
@@ -1084,7 +936,7 @@ class Manager:
 
     def participating_rank(self) -> int | None:
         """Return this group's rank among those that contribute, None where it does not. Waits for the quorum."""
-        self._begin_deferred(asks=True)
+        self.hooks.begin_deferred(asks=True)
         if not self._steps.has_quorum:
             return None
         self.wait_quorum()
@@ -1104,7 +956,7 @@ class Manager:
 
     def num_participants(self) -> int:
         """Return how many replica groups contribute to this step. Waits for the quorum."""
-        self._begin_deferred(asks=True)
+        self.hooks.begin_deferred(asks=True)
         if not self._steps.has_quorum:
             return 0
         self.wait_quorum()
@@ -1112,27 +964,8 @@ class Manager:
 
     def is_participating(self) -> bool:
         """Return whether this replica contributes to this step."""
-        self._begin_deferred(asks=True)
+        self.hooks.begin_deferred(asks=True)
         return self._client.view().participating_rank is not None
-
-    def is_counted(self) -> bool:
-        """Return whether the open quorum counts this group among those that contribute; the same for all ranks of a group.
-
-        A rank that could not load what it has to hold does not participate then (`is_participating`).
-        """
-        self._begin_deferred(asks=True)
-        formed = self._client.view().quorum
-        return formed is not None and formed.contributor_rank is not None
-
-    @property
-    def min_replica_size(self) -> int:
-        """The fewest contributing replica groups with which a step counts."""
-        return self._min_replica_size
-
-    @property
-    def has_live_state(self) -> bool:
-        """Whether state is registered that the steps of optimizers change."""
-        return not self._registry.is_explicitly_locked
 
     @property
     def group_rank(self) -> int:
@@ -1157,34 +990,9 @@ class Manager:
         """
         return self._state_dict_lock
 
-    @property
-    def transport(self) -> CheckpointTransport[Any]:
-        """The transport that moves the state."""
-        return self._transport
-
-    @property
-    def registry(self) -> StateRegistry:
-        """The state that is registered, for what saves and restores it."""
-        return self._registry
-
     def view(self) -> ReplicaView:
         """Return which state this replica holds and what it is in the job, all of it at one moment. Waits for nothing."""
         return self._client.view()
-
-    def lost_contributors(self, version: StateVersion, *, asks: bool) -> list[int]:
-        """Return which contributors to the step that led to a state are gone, by number, as far as the lighthouse has told.
-
-        Any thread; it never waits.
-
-        Args:
-            version: of the state.
-            asks: ask the lighthouse as well; the answer is there a moment later.
-        """
-        return self._client.lost_contributors(version, asks=asks)
-
-    def contributor_names(self, version: StateVersion) -> list[str]:
-        """Return the names of the groups that contributed to that step, by number, as far as `lost_contributors` has asked."""
-        return self._client.contributor_names(version)
 
     def replica_id(self) -> str:
         """Return the name of this incarnation of the replica group."""
@@ -1223,7 +1031,7 @@ class Manager:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
         is_finished = self._between_steps.finish(self._timeouts.connect)
-        self.events.deliver()
+        self._events.deliver()
         return is_finished
 
     # -------------------------------------------------------------------------------------------------------- leaving
@@ -1256,10 +1064,6 @@ class Manager:
         """
         self._way_out.leave_on(signal, save, deadline)
 
-    def leaves_on(self, signal: int) -> bool:
-        """Return whether `leave_on` was called for a signal. Any thread."""
-        return self._way_out.leaves_on(signal)
-
     def should_leave(self) -> bool:
         """Return whether this replica group has left, as it was asked to: end the training loop, then call `shutdown`.
 
@@ -1273,11 +1077,6 @@ class Manager:
     def is_leaving(self) -> bool:
         """Whether this group has made its last step, because it was asked to leave."""
         return self._client.view().is_leaving
-
-    @property
-    def saves_alone(self) -> bool:
-        """Whether the `save` of `leave_on` runs, and the other groups do not save this step, because they stay."""
-        return self._way_out.is_saving and not self._client.view().all_leave
 
     def shutdown(self, wait: bool = True, *, finished: bool = False) -> None:
         """Leave the quorum at once; end threads, transport and process group. May be called twice.
@@ -1303,7 +1102,7 @@ class Manager:
         self._transport.shutdown(wait=wait)
         self._pg.shutdown()
         self._is_shut_down = True  # not before: an interrupt in the middle leaves the rest to the process's end
-        self.events.deliver()
+        self._events.deliver()
 
 
 def _ids_of_parameters(optimizer: torch.optim.Optimizer) -> set[int]:

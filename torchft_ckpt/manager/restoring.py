@@ -92,8 +92,8 @@ class Restoring:
         limit: timedelta | None,
     ) -> None:
         self._manager = manager
-        self._start = manager.starting_rank()
-        transport = manager.transport
+        self._start = manager.hooks.starting_rank()
+        transport = manager.hooks.transport
         self._ranks = Ranks(
             rank=manager.group_rank,
             num_ranks=manager.group_world_size,
@@ -231,7 +231,7 @@ class Restoring:
             self._says = msgspec.structs.replace(self._says, failed=failed[:MAX_FAILED])
             self._start.client.pause(_FIRST_PAUSE_S)
             return
-        self._manager.restored(step)
+        self._manager.hooks.restored(step)
         self.bytes_from_peers += self._start.received_bytes
         is_found = self._found is not None and self._found.checkpoint.name == name
         checkpoint = self._found.checkpoint if self._found and is_found else read_checkpoint(self._storages, name)

@@ -69,7 +69,7 @@ def save_identity(manager: Manager) -> SaveIdentity | Onlooking | NotSaving:
     if now.is_behind or not version.proven:
         return NotSaving("its state is not one that a quorum has committed")
     epoch = hashlib.sha256(version.epoch.encode()).hexdigest()[:12]
-    if manager.saves_alone:
+    if manager.hooks.saves_alone:
         if now.is_on_trial:
             return NotSaving(
                 "it has received its state from others, who have not compared yet what its first step made of that, and who"
@@ -121,7 +121,7 @@ def state_to_save(manager: Manager, state_dict: dict[str, Any] | None = None) ->
     Raises:
         ConfigError: the state has something of its own under `torchft`.
     """
-    registry = manager.registry
+    registry = manager.hooks.registry
     if state_dict is None:
         captured = registry.capture()
         held = registry.capture_for_save(captured, by_key=True)
@@ -158,7 +158,7 @@ def _at_root(captured: dict[str, Any]) -> dict[str, Any]:
 
 def template_to_load(manager: Manager) -> StateHere:
     """Return the state that is here, laid out as `state_to_save` lays it out; what is loaded takes its layout and memory."""
-    here = manager.registry.capture_to_receive()
+    here = manager.hooks.registry.capture_to_receive()
     return here.laid_out(with_managers_state(_at_root({**here}), manager))
 
 
@@ -168,7 +168,7 @@ def check_state(manager: Manager) -> None:
     Raises:
         UnsupportedValueError: it holds something that cannot be carried, or two things of one name; the message has its path.
     """
-    state = with_managers_state(_at_root(manager.registry.capture()), manager)
+    state = with_managers_state(_at_root(manager.hooks.registry.capture()), manager)
     try:
         flattened(state)
     except StateFormatError as error:
@@ -186,7 +186,7 @@ def check_optimizers_known(manager: Manager) -> None:
     Raises:
         ConfigError: such state is registered, and no optimizer is known.
     """
-    registry = manager.registry
+    registry = manager.hooks.registry
     if (
         registry.layout().is_sharded
         and not registry.knows_optimizers
@@ -212,7 +212,7 @@ def check_keys(manager: Manager, keys: Collection[object], checkpoint: Checkpoin
             " 'batches_committed': ...}) before the first step; nothing was read",
             party=str(checkpoint),
         )
-    registered, saved = set(manager.registry.keys()), {*keys} - {MANAGERS_KEY}
+    registered, saved = set(manager.hooks.registry.keys()), {*keys} - {MANAGERS_KEY}
     is_at_root = _DEFAULT in registered and _DEFAULT not in saved
     if not saved >= registered - {_DEFAULT} if is_at_root else saved != registered:
         raise StateMismatchError(
@@ -232,11 +232,11 @@ def load_saved(manager: Manager, state: dict[str, Any], *, in_place: bool) -> bo
     """
     own = state[MANAGERS_KEY]
     user = {key: value for key, value in state.items() if key != MANAGERS_KEY}
-    registered = manager.registry.keys()
+    registered = manager.hooks.registry.keys()
     if _DEFAULT in registered and _DEFAULT not in user:
         others = {key: user.pop(key) for key in registered if key != _DEFAULT and key in user}
         user = {_DEFAULT: user, **others}
-    has_loaded = manager.registry.load(manager.registry.check(user), in_place=in_place)
+    has_loaded = manager.hooks.registry.load(manager.hooks.registry.check(user), in_place=in_place)
     if has_loaded:
         manager.load_state_dict(own)
     return has_loaded
@@ -250,4 +250,4 @@ def end_restore(manager: Manager, *, from_peers: bool) -> None:
     """
     if from_peers and not manager.is_behind and not manager.current_step():
         manager.report_torn_state()
-    manager.registry.end_restore()
+    manager.hooks.registry.end_restore()

@@ -560,6 +560,8 @@ class OwnState:
         """Of an outer loop: where the script is in its round. It is served, and not saved."""
         self.outer_schedule: OuterSchedule | None = None
         """Of an outer loop: says which places there are."""
+        self.restored: dict[str, int] | None = None
+        """What was restored last, of what `saved` had returned."""
 
     def served(self, version: StateVersion) -> dict[str, Any]:
         """Return it as it travels with the state of that name."""
@@ -613,7 +615,7 @@ class OwnState:
             raise ConfigError(message, party="state_dict") from error
         if step < 0 or batches < 0:
             raise ConfigError(f"a Manager's state dict holds no negative counts: {state_dict!r}", party="state_dict")
-        self.batches_committed = batches
+        self.batches_committed, self.restored = batches, state_dict
         return step
 
 

@@ -39,8 +39,9 @@ from torchft_ckpt.core.coordination.messages import (
     clip,
     name_some,
 )
-from torchft_ckpt.core.coordination.replica import ReplicaView, SharedStep, StepFacts, StepWishes
+from torchft_ckpt.core.coordination.replica import ReplicaView, StepFacts, StepWishes
 from torchft_ckpt.core.training.graphs import OpenGraphs
+from torchft_ckpt.core.training.shared_step import SharedStep
 from torchft_ckpt.core.training.taking import StepTaking
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -696,13 +697,20 @@ class Steps:
         self._undo.forward_begins(is_in_step=is_in_step)
 
     def clears_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """See `Manager.begins_step`."""
+        """An optimizer clears its gradients; return whether a step has to begin with that. `Optimizer.zero_grad` asks.
+
+        Several that are wrapped share a step: the rule is `core.training.shared_step.SharedStep`.
+        """
         self._registry.microbatches.refuse("zero_grad")
         is_decided = self._client.view().is_between_steps and not self.is_deferred
         return self._sharing.clears(optimizer, is_decided=is_decided)
 
     def takes(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `Manager.takes_step`."""
+        """An optimizer is about to ask whether it has to step. `Optimizer.step` calls it.
+
+        Raises:
+            ConfigError: it steps again before all that share its last step have stepped.
+        """
         if self._is_committed is False and self._sharing.has_stepped(optimizer):
             raise ConfigError(
                 f"step {self._client.view().version.step} was discarded, and its optimizer steps again, though no other step has"
@@ -1035,7 +1043,7 @@ class Steps:
         return is_committed
 
     def cast_vote(self) -> None:
-        """See `Manager.cast_vote`. Any thread."""
+        """See `Hooks.cast_vote`. Any thread."""
         self.wait_quorum()
         if self._vote is None:
             # The caller's stream has waited; the device may be busy with the next step.

@@ -321,14 +321,17 @@ class StepClient:
         return answer.words
 
     def lost_contributors(self, version: StateVersion, *, asks: bool) -> list[int]:
-        """See `Manager.lost_contributors`."""
+        """Return which contributors to the step that led to a state are gone, by number, as far as the lighthouse has told.
+
+        It never waits. `asks`: ask the lighthouse as well; the answer is there a moment later.
+        """
         if asks:
             self.send(LostAsked(version=version))
         told = self._lost
         return [*told.contributors] if told is not None and told.version == version else []
 
     def contributor_names(self, version: StateVersion) -> list[str]:
-        """See `Manager.contributor_names`."""
+        """Return the names of the groups that contributed to that step, by number, as far as `lost_contributors` has asked."""
         told = self._lost
         return [*told.group_names] if told is not None and told.version == version else []
 

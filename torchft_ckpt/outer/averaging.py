@@ -158,7 +158,7 @@ class RoundAverager:
                 self._done = torch.Event()
                 self._done.record(self._stream)
             self._stream.synchronize()
-        self._manager.cast_vote()
+        self._manager.hooks.cast_vote()
 
     def _average(self, tensors: Iterable[torch.Tensor]) -> None:
         works = [

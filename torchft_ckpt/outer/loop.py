@@ -131,7 +131,7 @@ class OuterLoop(Generic[F]):
         _refuse_shared_parameters(self._fragments)
         self._left_out = LeftOut(self._fragments, inner_optimizer)
         self._left_out.warn()
-        manager.outer_schedule = schedule
+        manager.hooks.outer_schedule = schedule
         manager.guard_optimizer(inner_optimizer)
         guard_steps(inner_optimizer, lambda: None, self._forget_open_steps)
         manager.register_state_dict_fn(
@@ -233,7 +233,7 @@ class OuterLoop(Generic[F]):
         if self._first_forward is not None:
             with self._guard_let_go():
                 is_replaced = self._begin_late()
-        elif self._manager.is_restored:
+        elif self._manager.hooks.is_restored:
             with self._guard_let_go():
                 self._begin()
         if is_replaced or self._num_to_follow:  # the gradients are those of other parameters, or of no step
@@ -260,7 +260,7 @@ class OuterLoop(Generic[F]):
 
     def _begin_late(self) -> bool:
         loads_before = self._num_loads
-        if not self._has_begun or self._manager.is_restored:
+        if not self._has_begun or self._manager.hooks.is_restored:
             self._begin()
         elif not self._exchange.in_flight and (not self._is_in_job or self._manager.is_behind):
             self._enter_job()
@@ -284,7 +284,7 @@ class OuterLoop(Generic[F]):
     @contextmanager
     def _guard_let_go(self) -> Iterator[None]:
         """Let others read the state while this waits for them: the inner optimizer's guard holds the lock over its hooks."""
-        if not self._manager.has_live_state or not self._manager.state_dict_lock.held_for_write():
+        if not self._manager.hooks.has_live_state or not self._manager.state_dict_lock.held_for_write():
             yield
             return
         self._manager.allow_state_dict_read()
@@ -295,7 +295,7 @@ class OuterLoop(Generic[F]):
         """Within the loop the state takes its place in the job at once; before it, `__enter__` sees to that."""
         if not self._hooks:
             return
-        if self._manager.is_restored:
+        if self._manager.hooks.is_restored:
             self._begin()
         elif self._manager.is_behind:
             self._exchange.abandon()
@@ -348,7 +348,7 @@ class OuterLoop(Generic[F]):
         actions = self._schedule.actions(self._inner_step)
         if self._inner_step == 1 and not actions:
             with self._guard_let_go():
-                self._manager.first_inner_step()
+                self._manager.hooks.first_inner_step()
         if actions:
             self._is_in_step = True
             try:
@@ -381,7 +381,7 @@ class OuterLoop(Generic[F]):
 
     def _begin_round(self) -> None:
         self._inner_step = 0
-        self._manager.place = RoundPlace()
+        self._manager.hooks.place = RoundPlace()
         self._began_at = time.monotonic()
 
     def _prepare(self, retries_left: int) -> None:
@@ -397,7 +397,7 @@ class OuterLoop(Generic[F]):
         fragment.check_inner_state()
         fragment.prepare()
         self._outer_settings.note()
-        self._manager.place = self._place(retries_left)
+        self._manager.hooks.place = self._place(retries_left)
         self._manager.start_quorum(patience=timedelta(seconds=self._patience_s), wait=False)
         if self._was_loaded:  # the others held another state: of what was trained from ours nothing is added
             self._go_to_backup()
@@ -428,9 +428,9 @@ class OuterLoop(Generic[F]):
         manager, retries_left, loads_before = self._manager, self._round_retries, self._num_loads
         while True:
             verdict = self._finish(retries_left, merge=True)
-            if self._was_loaded and manager.has_live_state and verdict is not RoundOutcome.REJOIN:
+            if self._was_loaded and manager.hooks.has_live_state and verdict is not RoundOutcome.REJOIN:
                 # It was found behind in this round, which is discarded: its script is at the others' place, not at its own.
-                self._enter_job(self._schedule.after_discard(manager.place, self._round_retries))
+                self._enter_job(self._schedule.after_discard(manager.hooks.place, self._round_retries))
                 return
             if verdict is not RoundOutcome.RETRY:
                 break
@@ -439,8 +439,8 @@ class OuterLoop(Generic[F]):
             self._prepare(retries_left)
         if verdict is RoundOutcome.REJOIN:
             self._enter_job()
-        elif manager.has_live_state and self._num_loads != loads_before:
-            self._follow(manager.place)
+        elif manager.hooks.has_live_state and self._num_loads != loads_before:
+            self._follow(manager.hooks.place)
 
     def _finish(self, retries_left: int, *, merge: bool) -> RoundOutcome:
         self._exchange.wait()
@@ -469,7 +469,7 @@ class OuterLoop(Generic[F]):
         self._outer_settings.take()
         fragment.apply(merge=merge)
         if fragment.outer_optimizer is not None:
-            self._manager.took_step(fragment.outer_optimizer)
+            self._manager.hooks.took_step(fragment.outer_optimizer)
         _synchronize()
         self._has_applied = True
         self._outer_settings.num_rounds += 1
@@ -485,7 +485,7 @@ class OuterLoop(Generic[F]):
         """
         manager, loads_before = self._manager, self._num_loads
         left_over, self._left_over = self._left_over, None
-        manager.place = place or left_over or self._place()
+        manager.hooks.place = place or left_over or self._place()
         self._num_to_follow = 0
         try:
             while True:
@@ -496,20 +496,20 @@ class OuterLoop(Generic[F]):
                 if self._was_loaded:
                     self._go_to_backup()
                     self._begin_rounds()  # one that is discarded goes back to here
-                if manager.is_counted():
+                if manager.hooks.is_counted():
                     if self._begins_here():
                         break
                     continue
                 logger.info("%s: in the job, takes part from the next round on", manager.replica_id())
                 self._exchange.start(lambda: self._tensors_of(None))
                 if self._finish(retries_left=0, merge=False) is RoundOutcome.APPLY:
-                    if manager.has_live_state and (self._num_loads != loads_before or left_over is not None):
-                        self._follow(manager.place)
+                    if manager.hooks.has_live_state and (self._num_loads != loads_before or left_over is not None):
+                        self._follow(manager.hooks.place)
                     break
-                manager.place = self._schedule.after_discard(manager.place, self._round_retries)
+                manager.hooks.place = self._schedule.after_discard(manager.hooks.place, self._round_retries)
         except BaseException:
             if self._num_loads != loads_before or left_over is not None:
-                self._left_over = manager.place  # the state is the others', and the next attempt may load nothing
+                self._left_over = manager.hooks.place  # the state is the others', and the next attempt may load nothing
             raise
         self._begin_rounds()
         self._is_in_job = True
@@ -544,7 +544,7 @@ class OuterLoop(Generic[F]):
 
         It is asked for anew when there is something to average.
         """
-        return self._manager.is_participating() if self._manager.has_live_state else self._catch_up()
+        return self._manager.is_participating() if self._manager.hooks.has_live_state else self._catch_up()
 
     def _catch_up(self) -> bool:
         """Return whether all ranks of this group hold the newest state now; then the model is there as well."""
@@ -564,7 +564,7 @@ class OuterLoop(Generic[F]):
         self._num_loads += 1
         with self._changing_model():
             for fragment in self._fragments:
-                if self._manager.has_live_state:  # the inner optimizer's state may have come with it
+                if self._manager.hooks.has_live_state:  # the inner optimizer's state may have come with it
                     fragment.restore_parameters()
                 else:
                     fragment.restore()
@@ -573,7 +573,7 @@ class OuterLoop(Generic[F]):
     def _changing_model(self) -> Iterator[None]:
         """Hold the lock where the model is state that is served and saved, as it is where the script has registered it."""
         with contextlib.ExitStack() as stack:
-            if self._manager.has_live_state:
+            if self._manager.hooks.has_live_state:
                 stack.enter_context(self._manager.state_dict_lock.write())
             with self._writing("putting the global parameters into the model"):
                 yield

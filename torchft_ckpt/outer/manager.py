@@ -16,19 +16,40 @@ if TYPE_CHECKING:
     from torchft_ckpt.process_group.quantization import Quantization
 
 
-class OuterManager(Protocol):
-    """One rank's partner in an outer loop. `Manager` is one; its docstrings say what each method promises."""
-
-    # The state
-
-    @property
-    def is_behind(self) -> bool: ...
+class OuterHooks(Protocol):
+    """What an outer loop tells its partner, and asks of it, beside what a script does: `Hooks` has what each method promises."""
 
     @property
     def is_restored(self) -> bool: ...
 
     @property
     def has_live_state(self) -> bool: ...
+
+    place: RoundPlace
+    """Where the script is with the state of now. It goes with the state to those who load it, and not into checkpoints."""
+
+    outer_schedule: OuterSchedule | None
+    """When the fragments are exchanged, so at which places others can be."""
+
+    def took_step(self, optimizer: torch.optim.Optimizer, /) -> None: ...
+
+    def cast_vote(self) -> None: ...
+
+    def is_counted(self) -> bool: ...
+
+    def first_inner_step(self) -> None: ...
+
+
+class OuterManager(Protocol):
+    """One rank's partner in an outer loop. `Manager` is one; its docstrings say what each method promises."""
+
+    @property
+    def hooks(self) -> OuterHooks: ...
+
+    # The state
+
+    @property
+    def is_behind(self) -> bool: ...
 
     @property
     def state_dict_lock(self) -> StateDictLock: ...
@@ -56,14 +77,6 @@ class OuterManager(Protocol):
 
     def taking_step(self) -> AbstractContextManager[None]: ...
 
-    def took_step(self, optimizer: torch.optim.Optimizer, /) -> None: ...
-
-    place: RoundPlace
-    """Where the script is with the state of now. It goes with the state to those who load it, and not into checkpoints."""
-
-    outer_schedule: OuterSchedule | None
-    """When the fragments are exchanged, so at which places others can be."""
-
     # A round, which is a step of the Manager
 
     def start_quorum(
@@ -79,8 +92,6 @@ class OuterManager(Protocol):
         should_quantize: bool | Quantization = False,
         reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
     ) -> Work: ...
-
-    def cast_vote(self) -> None: ...
 
     def should_commit(self) -> bool: ...
 
@@ -99,12 +110,8 @@ class OuterManager(Protocol):
 
     def num_participants(self) -> int: ...
 
-    def is_counted(self) -> bool: ...
-
     # Between two rounds
 
     def catch_up(self) -> bool: ...
-
-    def first_inner_step(self) -> None: ...
 
     def offer_state(self) -> None: ...
