@@ -24,7 +24,7 @@ def test_a_transport_says_in_the_callers_line_why_an_argument_changes_nothing(ki
     assert "redo_budget_bytes" not in inspect.signature(kind).parameters
 
 
-@pytest.mark.parametrize("name", ["follow_budget_bytes", "join_budget", "warm_up"])
+@pytest.mark.parametrize("name", ["follow", "follow_budget_bytes", "heal_in_place", "join_budget", "warm_up"])
 def test_a_manager_says_so_too(name: str) -> None:
     given: Any = {name: None}
     with pytest.warns(FutureWarning, match=rf"{name}= of Manager.__init__ has no effect any more: ") as caught:

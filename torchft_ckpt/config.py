@@ -86,7 +86,9 @@ NOT_READ = {
 """Environment variables that torchft reads, or this library once did, and why they change nothing here."""
 NOT_TAKEN = {
     "Manager.__init__": {
+        "follow": "a group follows if that helps; with join_stall_limit=None the others stand still for all of its state",
         "follow_budget_bytes": _NO_REDO,
+        "heal_in_place": "a load_state_dict that writes to what it was given before it has read it is found",
         "join_budget": _JOINS,
         "warm_up": "each group that lacks the state computes one iteration for itself before it receives it",
     },

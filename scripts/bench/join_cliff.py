@@ -53,7 +53,7 @@ def _plan(seed: int, serve_bytes_per_s: float, **settings: Any) -> Plan:
         seed=seed,
         pause_s=_PAUSE_S,
         serve_bytes_per_s=serve_bytes_per_s,
-        settings={"follow": False, **settings},
+        settings=settings,
         log_level="INFO",
     )
 

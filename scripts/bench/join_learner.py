@@ -112,6 +112,11 @@ def _differences(events: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [b[key] - a[key] for a, b in itertools.pairwise(events)]
 
 
+def _settings(follow: bool) -> dict[str, Any]:
+    """Return with what a group follows, if that helps, or never."""
+    return {} if follow else {"join_stall_limit": None}
+
+
 def measure(setting: Setting, directory: Path, *, seed: int, follow: bool, limit_s: float, say: Say) -> Outcome:
     """Run one job, let one group come into it.
 
@@ -138,7 +143,7 @@ def _measure(
         seed=seed,
         pause_s=setting.pause_s,
         serve_bytes_per_s=0.0 if setting.whole_link else setting.bytes_per_s / _NUM_GROUPS,
-        settings={"follow": follow},
+        settings=_settings(follow),
         log_level="INFO",
         links=links,
     )
@@ -336,7 +341,7 @@ def _section(
         raw[setting.name] = {str(follow): asdict(outcome) for follow, outcome in pair.items() if outcome is not None}
     notes = [
         f"{_NUM_GROUPS} groups and one that comes, one thread each, AdamW; forward and backward are slept",
-        'the column "torchft 0.2.0" has this library with follow=False here',
+        'the column "torchft 0.2.0" has this library with join_stall_limit=None here',
     ]
     return Section(name=name, title=title, rows=rows, notes=notes, raw=raw)
 
@@ -420,7 +425,12 @@ def run_idle(*, quick: bool, seed: int, log_dir: Path, say: Say) -> Section:
             directory = log_dir / f"{turn}-{follow}"
             directory.mkdir(parents=True)
             plan = Plan(
-                side=sides.OURS, num_groups=3, task="stack:4:4", seed=seed, pause_s=0.1, settings={"follow": follow}
+                side=sides.OURS,
+                num_groups=3,
+                task="stack:4:4",
+                seed=seed,
+                pause_s=0.1,
+                settings=_settings(follow),
             )
             with Children(directory) as children:
                 job = Job(children, plan)

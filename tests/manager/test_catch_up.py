@@ -315,7 +315,7 @@ def test_where_the_only_source_dies_there_is_nothing_to_be_had(
     lighthouse: LighthouseServer, replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = running_source(replicas, lighthouse)
-    joiner = start(replicas, lighthouse, "joiner", heal_in_place=False)
+    joiner = start(replicas, lighthouse, "joiner")
     before = joiner.bits()
 
     with held_transfer(monkeypatch) as (begun, go_on), ThreadPoolExecutor(1) as pool:

@@ -330,14 +330,6 @@ def test_where_the_trainer_waits_the_state_is_received_into_the_model_from_all_s
     assert all(loaded[name] is local[name] for name in local)
 
 
-def test_where_it_is_not_wanted_the_state_is_received_beside_the_model(server):
-    joiner = join(server, use_async_quorum=False, heal_in_place=False)
-    (asked,) = joiner.transport.asked
-    assert asked["in_place"] is False and asked["local_state"] is not None
-    loaded = {tensor.data_ptr() for tensor in joiner.loaded[0]["model"].values()}
-    assert loaded.isdisjoint(parameters(joiner).values())
-
-
 @pytest.mark.slow
 def test_a_failure_that_tore_the_model_is_followed_by_others_until_a_whole_state_is_there(server):
     seen: list[bool] = []

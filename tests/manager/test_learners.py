@@ -155,7 +155,7 @@ def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_
     run = Paced(Frozen)
     discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
     transport = Gated()
-    joined = Frozen(run.server, "c", seed=7, follow=True, checkpoint_transport=transport)
+    joined = Frozen(run.server, "c", seed=7, checkpoint_transport=transport)
     follow(run, joined, transport)
     assert not transport.failed, "its sources keep the state over 20 commits"
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
@@ -189,8 +189,8 @@ def test_a_transfer_outlives_the_join_of_another_group() -> None:
     """Its sources withdraw what they served to a joiner when the step is committed, and not what the learner receives."""
     run = Paced(Frozen)
     transport = Gated()
-    learner = Frozen(run.server, "c", seed=7, follow=True, checkpoint_transport=transport)
-    other = Frozen(run.server, "d", seed=8, follow=False)
+    learner = Frozen(run.server, "c", seed=7, checkpoint_transport=transport)
+    other = Frozen(run.server, "d", seed=8, join_stall_limit=None)
     with beside(run, learner, other) as pool:
         first = pool.submit(learner.step)
         assert transport.began.acquire(timeout=60)

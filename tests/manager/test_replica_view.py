@@ -25,16 +25,13 @@ def client() -> StepClient:
         cancel=lambda: None,
         events=EventQueue(None, "group"),
         answer_leaves=no_leaves,
-        on_leaving=lambda message: None,
-        connect_beside=lambda message: None,
     )
 
 
 def test_a_view_that_is_held_does_not_change() -> None:
     one = client()
     before = one.view()
-    with one.lock, one.replica as replica:
-        replica.restore(7)
+    one.restored(7)
     after = one.view()
     assert (before.version.step, before.restored, after.version.step, after.restored) == (0, False, 7, True)
 
@@ -46,8 +43,7 @@ def test_who_reads_beside_a_writer_sees_one_moment() -> None:
 
     def write() -> None:
         for number in range(3000):
-            with one.lock, one.replica as replica:
-                replica.restore(number + 1)
+            one.restored(number + 1)
             one.load_torn()
         has_ended.set()
 
@@ -85,7 +81,7 @@ def test_an_interrupt_at_any_moment_leaves_the_lock_free() -> None:
                     one.load_torn()
             except KeyboardInterrupt:
                 pass
-            assert not one.lock._is_owned()
+            assert not one._lock._is_owned()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

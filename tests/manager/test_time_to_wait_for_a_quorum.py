@@ -42,9 +42,9 @@ def waits(monkeypatch: pytest.MonkeyPatch, heard: dict[float, QuorumPending | Qu
             return
         after_s = coming.pop(0)
         now = 100.0 + after_s
-        one.lock.release()
+        one._lock.release()
         one._hear(heard[after_s])
-        one.lock.acquire()
+        one._lock.acquire()
 
     monkeypatch.setattr(one._changed, "wait", wait)
     assert one.begin(StepWishes(), StepFacts()).request_id == FORMED.request_id

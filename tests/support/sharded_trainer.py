@@ -66,7 +66,7 @@ def main() -> None:
     follow = options.get("follow", False) or spare
     if "rate" in options:
         joining.FIRST_RATE = options["rate"]
-    settings = {"follow": follow, "spare": spare}
+    settings = {"join_stall_limit": timedelta(seconds=60) if follow else None, "spare": spare}
     manager = make_manager(options, transport, load_state_dict, state_dict, **settings)
     report("ready", pid=os.getpid())
     set_all_reduce_hook(manager, model)

@@ -74,6 +74,8 @@ def main() -> None:
     )
     transport.control, transport.cancelled = Path(options["control"]), threading.Event()
     load_state_dict, state_dict = state_functions(model, inner)
+    follows = options.get("follow", False) or options.get("spare", False) or "join_stall_limit_s" in options
+    stall_limit = timedelta(seconds=options.get("join_stall_limit_s", 60.0)) if follows else None
     try:
         manager = make_manager(
             options,
@@ -82,9 +84,8 @@ def main() -> None:
             state_dict,
             min_replica_size=options.get("min_replica_size", 2),
             world_size_mode=WorldSizeMode[options.get("world_size_mode", "DYNAMIC")],
-            follow=options.get("follow", False),
             spare=options.get("spare", False),
-            join_stall_limit=timedelta(seconds=options.get("join_stall_limit_s", 60.0)),
+            join_stall_limit=stall_limit,
         )
     except TorchftCkptError as error:
         report("refused", error=type(error).__name__, message=str(error))

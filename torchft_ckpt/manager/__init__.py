@@ -1,6 +1,8 @@
 """The training loop's one partner, and the only place where coordination, transport and process group meet.
 
 manager            the public class
+hooks              what the wrappers of this package tell it, and ask of it
+parts              builds what is behind it, from the bottom up
 step               one step: quorum, allreduce, commit
 between_steps      catching up, handing over, meeting, while no step is open
 step_client        coordination, and what this replica is
@@ -11,6 +13,7 @@ restoring          has its group read a checkpoint, or receive what another one 
 collectives        allreduce whose errors end the step and nothing else
 clearing           all groups issue the same collective
 state_registry     the state that replicas have in common
+guarding           optimizers' steps take the lock of the state
 optimizer_settings guards optimizers' steps, carries their settings
 volatile           copies what changes while it is served, without the lock
 

@@ -34,9 +34,6 @@ class BetweenSteps:
     """Carries out the methods of `Manager` of the same names, between two steps.
 
     On the training thread; each method but `offer_state` abandons an open step.
-
-    Args:
-        in_place: receive into the tensors that are here, where there is no state of worth.
     """
 
     def __init__(
@@ -48,7 +45,6 @@ class BetweenSteps:
         serving: StateServing,
         recovery: Recovery,
         rank_config: RankConfig,
-        in_place: bool,
     ) -> None:
         self._client = client
         self._steps = steps
@@ -56,7 +52,6 @@ class BetweenSteps:
         self._serving = serving
         self._recovery = recovery
         self._rank_config = rank_config
-        self._in_place = in_place
 
     def catch_up(self, limit: timedelta, *, moving: bool = False) -> bool:
         """Fetch and load the newest state that anybody is known to hold; return whether all ranks of this group hold it now.
@@ -90,12 +85,11 @@ class BetweenSteps:
                 why = "another rank of this group does not come to hold it"
                 continue
             # An older state is one that the job could still go back to, until the newer one is here whole.
-            in_place = self._in_place and not now.version.proven
+            in_place = not now.version.proven
             left = timedelta(seconds=max(0.0, until - time.monotonic()))
             failure = self._recovery.receive(located, in_place, left)
             if failure is None:
-                with client.lock, client.replica as replica:
-                    replica.caught_up(located.version)
+                client.caught_up(located.version)
                 self._recovery.note_healed(located)
                 logger.info("%s caught up with step %d", client.replica_id, located.version.step)
                 continue

@@ -7,24 +7,19 @@ that part's method here, under the name by which wrappers know it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ReduceOp, Work
 from torch.profiler import record_function
 
-from torchft_ckpt.checkpointing import CheckpointTransport
 from torchft_ckpt.core.coordination.replica import ReplicaView
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.collectives import Way
-from torchft_ckpt.manager.event_queue import EventQueue
-from torchft_ckpt.manager.followers import Followers
-from torchft_ckpt.manager.leaving import WayOut
+from torchft_ckpt.manager.parts import Parts
 from torchft_ckpt.manager.starting import StartingRank
-from torchft_ckpt.manager.state_registry import OwnState, PlainLoop, StateRegistry
-from torchft_ckpt.manager.step import Steps
-from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.state_registry import PlainLoop
 
 if TYPE_CHECKING:
     from torchft_ckpt.exact import StepLoader
@@ -33,51 +28,42 @@ if TYPE_CHECKING:
 class Hooks:
     """The other side of a `Manager`: `manager.hooks`. On the training thread, unless a part says otherwise.
 
-    The arguments are parts of the Manager, its `start_quorum` and `load_state_dict`, and the transport that it was given.
+    Args:
+        parts: of the Manager.
+        start_quorum, load_state_dict: its methods.
     """
 
     def __init__(
-        self,
-        start_quorum: Callable[[], None],
-        load_state_dict: Callable[[dict[str, int]], None],
-        *,
-        steps: Steps,
-        client: StepClient,
-        registry: StateRegistry,
-        followers: Followers,
-        own: OwnState,
-        way_out: WayOut,
-        starting: StartingRank,
-        events: EventQueue,
-        transport: CheckpointTransport[Any],
+        self, parts: Parts, start_quorum: Callable[[], None], load_state_dict: Callable[[dict[str, int]], None]
     ) -> None:
         self._start_quorum = start_quorum
         self._load_state_dict = load_state_dict
-        self._steps = steps
-        self._client = client
-        self._followers = followers
-        self._own = own
-        self._way_out = way_out
-        self._starting = starting
-        self.registry = registry
+        self._steps = steps = parts.steps
+        self._client = parts.client
+        self._followers = parts.followers
+        self._own = parts.own
+        self._way_out = parts.way_out
+        self._starting = parts.starting
+        self.registry = parts.registry
         """What is registered, for what saves and restores it."""
-        self.events = events
-        """What happens on its way to `on_event`, for what adds to it."""
-        self.transport = transport
+        self.events = parts.events
+        """What happens on its way to listeners, for what adds to it."""
+        self.transport = parts.transport
+        """The one that the Manager was given, or made."""
         self.open_graphs = steps.graphs
         """The forward passes whose backward passes are still to come: no state is loaded meanwhile."""
         # A step of several optimizers
         self.begins_step = steps.clears_gradients
         self.takes_step = steps.takes
         self.ends_step = steps.end_taking
-        self.wraps_optimizer = followers.wraps
-        self.check_followed = followers.check
+        self.wraps_optimizer = parts.followers.wraps
+        self.check_followed = parts.followers.check
         # An outer loop
         self.first_inner_step = steps.first_inner_step
         # A save
-        self.lost_contributors = client.lost_contributors
-        self.contributor_names = client.contributor_names
-        self.leaves_on = way_out.leaves_on
+        self.lost_contributors = parts.client.lost_contributors
+        self.contributor_names = parts.client.contributor_names
+        self.leaves_on = parts.way_out.leaves_on
 
     # ------------------------------------------------------------------------------------------------ a step's optimizers
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from torchft_ckpt.core.coordination.messages import GroupBroken, GroupToRank, LeaveAt, LeaveReady, LeaveWish, LetGo
 from torchft_ckpt.errors import ConfigError, GroupLeftError
+from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.step_client import StepClient
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,12 @@ class WayOut:
 
     Args:
         client: of this rank.
-        num_collectives: returns how many this rank has issued since its last step began.
+        clearing: knows how many collectives this rank has issued since its last step began.
     """
 
-    def __init__(self, client: StepClient, num_collectives: Callable[[], int]) -> None:
+    def __init__(self, client: StepClient, clearing: Clearing) -> None:
         self._client = client
-        self._num_collectives = num_collectives
+        self._clearing = clearing
         self._owner = os.getpid()
         self._save: Callable[[], object] | None = None
         self._deadline_s = DEADLINE.total_seconds()
@@ -117,7 +118,7 @@ class WayOut:
             if self._go_at is None:
                 self._save, self._deadline_s = self._plans[number]
             self._client.send(LeaveWish(reason=_name_of(number)))
-            self._client.link.schedule(0.0, self._say_so)
+            self._client.schedule(0.0, self._say_so)
             self._begin_countdown()
         if callable(before) and not (is_first and before is signal.default_int_handler):
             before(number, frame)
@@ -137,7 +138,7 @@ class WayOut:
         """Any thread, and the signal's handler."""
         if self._go_at is None:
             self._go_at = time.monotonic() + self._deadline_s
-            self._client.link.schedule(self._deadline_s, self._time_is_over)
+            self._client.schedule(self._deadline_s, self._time_is_over)
 
     def heard(self, message: GroupToRank) -> None:
         """The group was told to leave, or has left; on the coordination thread."""
@@ -235,7 +236,7 @@ class WayOut:
         client = self._client
         until = time.monotonic() + self._deadline_s if self._go_at is None else self._go_at
         # Who waits in a collective after the step, for a metric say, is not to wait while this rank saves.
-        client.send(LeaveWish(is_told=True, collectives_by_rank=[self._num_collectives()]))
+        client.send(LeaveWish(is_told=True, collectives_by_rank=[self._clearing.count]))
         try:
             self._save_state(until)
             client.leave(self._why(), until)

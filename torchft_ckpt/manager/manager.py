@@ -1,13 +1,6 @@
 """The training loop's one partner: it finds who trains together, reduces the gradients, and says whether a step counts.
 
-This file is the public surface, and builds the parts behind it, each with a state of its own:
-
-    step             one step, from `start_quorum` to the decision
-    between_steps    what happens while no step is open
-    step_client      coordination: what this replica is, and what it and the others tell each other
-    recovery         gets the state of a quorum; healing fetches it
-    serving          serves the state that is here
-    state_registry   the state: what the user has registered, and the Manager's own part of it
+This file is the public surface. `parts` builds what is behind it; `hooks` is what the wrappers of this package call.
 
 Three threads meet in these. The *training thread* calls the public methods. The *quorum thread* waits for the quorum, begins to
 serve or to fetch, and connects the process group, which may go on beside the forward pass. The *coordination thread* brings
@@ -34,30 +27,18 @@ from torch.distributed import ReduceOp, Work
 from torch.profiler import record_function
 
 from torchft_ckpt import config
-from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
-from torchft_ckpt.core.coordination.messages import ConnectBeside, GroupToRank, OnReplicasDiffer, Outcome
+from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
+from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Outcome
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.errors import CheckpointError, ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
-from torchft_ckpt.manager.between_steps import BetweenSteps
-from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
-from torchft_ckpt.manager.event_queue import EventQueue
-from torchft_ckpt.manager.followers import Followers, G, S
-from torchft_ckpt.manager.foreign_transport import as_ours
-from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.followers import G, S
 from torchft_ckpt.manager.hooks import Hooks
-from torchft_ckpt.manager.leaving import DEADLINE, WayOut
-from torchft_ckpt.manager.optimizer_settings import guard_steps, with_inner
-from torchft_ckpt.manager.outcomes import StepOutcomes
+from torchft_ckpt.manager.leaving import DEADLINE
+from torchft_ckpt.manager.parts import Parts
 from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
-from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.saving import IN_STEP
-from torchft_ckpt.manager.serving import StateServing
-from torchft_ckpt.manager.starting import StartingRank
-from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
-from torchft_ckpt.manager.step import Steps
-from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.process_group.quantization import Quantization, find_codec
 from torchft_ckpt.threads import end_at_exit
 
@@ -101,7 +82,9 @@ class Manager:
     Args:
         pg: the process group across replica groups; the manager configures it.
         load_state_dict: loads what `state_dict` of another replica returned; None: `register_state_dict_fn` is used. A group
-            that has neither trains as long as it need not heal; then it is refused, by name, and the others train on.
+            that has neither trains as long as it need not heal; then it is refused, by name, and the others train on. It may get
+            the very tensors that `state_dict` returned here, filled. If it writes to them before it has read them, that is found,
+            and the state comes again in fresh memory.
         state_dict: returns the state to recover from: model, optimizer, whatever must be equal on all replicas.
         min_replica_size: the fewest contributing replica groups with which a step counts.
         use_async_quorum: find the quorum beside the forward pass. False: `start_quorum` returns when the quorum is there. A
@@ -130,18 +113,13 @@ class Manager:
             for. (torchft gives up after the first; a job that waits for a node to come back should not end.)
         join_stall_limit: how long those who train may stand still, before they begin a step, for all that come in; 60 s. What was
             used comes back as a twentieth of the time that passes. Who needs more than is left waits outside, and is told until
-            when; None: there is no limit; 0: only a group that the others cannot train without comes in, which no limit binds. If
-            groups differ the least holds.
-        follow: if this group lacks the state and needs longer than a step to receive it, let it receive the state outside of
-            the quorum first, while the others train on. Then they stand still only while it receives what has changed since.
-            That pays if a part of the state stays as it is (frozen weights). None: if that helps. False: never; the others stand
-            still for all of the state, as far as `join_stall_limit` allows.
+            when. 0: only a group that the others cannot train without comes in, which no limit binds. If groups differ the least
+            holds. A group that needs longer than a step to receive the state receives it outside of the quorum first, if a part
+            of it stays as it is (frozen weights): then the others stand still only while it receives what has changed since.
+            None: there is no limit, and they stand still for all of the state of this group.
         spare: this group does not train. It receives the state outside of the quorum, and again now and then (each spare takes
             a twentieth of its sources' time): it is in no collective, and nobody waits for it. When one of the groups that train
             is lost, this one takes its place, and its loop goes on. It stays when that one comes back.
-        heal_in_place: receive straight into the tensors that the registered `state_dict` functions return, where the training
-            thread waits for the state anyhow. `load_state_dict` then gets those tensors, filled; False where it could not
-            load a tensor from itself.
         transfer_timeout: overall deadline of fetching the state; 10 min. It binds who receives it, not the others.
         token: shared secret of the job.
         job: its name at the lighthouse, which serves many jobs; the same in all replica groups; `default`. What starts all
@@ -195,9 +173,7 @@ class Manager:
         quorum_retries: int | None = None,
         *,
         join_stall_limit: timedelta | None = timedelta(seconds=60),
-        follow: bool | None = None,
         spare: bool = False,
-        heal_in_place: bool = True,
         transfer_timeout: timedelta | None = None,
         token: str | None = None,
         job: str | None = None,
@@ -221,12 +197,10 @@ class Manager:
             transfer=config.not_negative(transfer_timeout, "transfer_timeout") or timedelta(minutes=10),
         )
         stall_limit = config.not_negative(join_stall_limit, "join_stall_limit")
-        stall_limit_s = None if stall_limit is None else stall_limit.total_seconds()
         retries = config.resolve(quorum_retries, config.QUORUM_RETRIES, -1, config.parse_count)
         self._pg = pg
         self._owner = os.getpid()
         self._is_shut_down = False
-        self._has_warned_of_steps = False
         self._rank_config = rank_config = resolve_rank_config(
             rank=rank,
             world_size=world_size,
@@ -243,165 +217,36 @@ class Manager:
         )
         if rank_config.host.is_chosen:
             pg.use_hostname(rank_config.host.address)
-        rank_0 = rank_config.find_rank_0()
-        party = rank_config.replica_id if rank_0 is None else rank_0.replica_id
-
-        given = None if checkpoint_transport is None else as_ours(checkpoint_transport, party)
-        lock = (given.state_lock if given is not None else None) or StateDictLock(self._timeouts.collective)
-        transport: CheckpointTransport[Any] = given or HTTPTransport(
-            timeout=self._timeouts.collective,
-            num_chunks=0,
-            hostname=rank_config.host,
-            token=rank_config.token or None,
-            lock=lock,
-        )
-        where = (
-            f"{party} of job {rank_config.job} is process {os.getpid()} and serves its state at {transport.metadata()}"
-        )
-        logger.info("%s", where)
-        self._transport: CheckpointTransport[Any] = checkpoint_transport or transport
-        self._state_dict_lock = lock
-        self._registry = StateRegistry(lock)
-        if load_state_dict is not None and state_dict is not None:
-            self._registry.register("default", load_state_dict, state_dict)
-        self._followers = Followers(self._registry)
-        self._own = OwnState()
-        self._events = EventQueue(on_event, party)
-        self._check = EqualityCheck(lock, self._own.known)
-        self._healing = Healing(
-            transport,
-            self._timeouts.transfer,
-            rank=rank_config.group_rank,
-            world_size=rank_config.group_world_size,
-            own=self._own,
-        )
-        self._client = StepClient(
+        self._parts = parts = Parts(
+            pg,
+            checkpoint_transport,
+            rank_config,
+            self._timeouts,
             ReplicaSettings(
                 min_replica_size=min_replica_size,
                 init_sync=init_sync,
                 waits_for_quorum=not use_async_quorum,
                 fixed_with_spares=world_size_mode is WorldSizeMode.FIXED_WITH_SPARES,
-                join_stall_limit_s=stall_limit_s,
+                join_stall_limit_s=None if stall_limit is None else stall_limit.total_seconds(),
                 spare=spare,
                 check_equal_every=check_equal_every,
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
                 connects_beside=getattr(pg, "connects_beside", False) is True,
             ),
-            party,
-            job=rank_config.job,
-            abort=pg.abort,
-            cancel=self._cancel_fetch,
-            events=self._events,
-            answer_leaves=self._check.answer,
-            on_leaving=self._told_to_leave,
-            connect_beside=self._connect_beside,
-        )
-        self._way_out = WayOut(self._client, lambda: self._steps.num_collectives)
-        try:
-            self._client.connect(
-                rank_config,
-                rank_0,
-                heartbeat_interval=heartbeat_interval,
-                connect_timeout=self._timeouts.connect,
-            )
-        except BaseException:  # an interrupt too: nobody else could end it
-            if given is None:
-                transport.shutdown()
-            raise
-        self._serving = StateServing(
-            transport,
-            self._registry,
-            self._own,
-            lock,
-            lease=self._timeouts.transfer,
-            party=party,
-        )
-        self._recovery = Recovery(
-            self._healing,
-            self._registry,
-            self._serving,
-            self._own,
-            self._client,
-            events=self._events,
-            is_alone=rank_config.group_world_size == 1,
-            limit=self._timeouts.transfer,
-            in_place=heal_in_place,
-        )
-        self._outcomes = StepOutcomes(
-            party,
-            min_replica_size=min_replica_size,
-            max_retries=max_retries,
-            log_every=config.resolve(None, config.LOG_EVERY, timedelta(seconds=2), config.parse_pause),
-        )
-        self._steps = Steps(
-            pg,
-            transport,
-            self._client,
-            rank_config=rank_config,
-            timeouts=self._timeouts,
-            registry=self._registry,
-            own=self._own,
-            serving=self._serving,
-            healing=self._healing,
-            recovery=self._recovery,
-            check=self._check,
-            outcomes=self._outcomes,
-            followers=self._followers,
-            events=self._events,
             use_async_quorum=use_async_quorum,
+            max_retries=max_retries,
             quorum_retries=None if retries < 0 else retries,
-            follows=follow is not False or spare,
+            on_event=on_event,
+            heartbeat_interval=heartbeat_interval,
         )
-        self._between_steps = BetweenSteps(
-            self._client,
-            self._steps,
-            registry=self._registry,
-            serving=self._serving,
-            recovery=self._recovery,
-            rank_config=rank_config,
-            in_place=heal_in_place,
-        )
-        self._starting = StartingRank(
-            self._client,
-            registry=self._registry,
-            serving=self._serving,
-            healing=self._healing,
-            recovery=self._recovery,
-            address=transport.metadata(),
-            limit=self._timeouts.quorum,
-            in_place=heal_in_place,
-        )
-        self.hooks = Hooks(
-            self.start_quorum,
-            self.load_state_dict,
-            steps=self._steps,
-            client=self._client,
-            registry=self._registry,
-            followers=self._followers,
-            own=self._own,
-            way_out=self._way_out,
-            starting=self._starting,
-            events=self._events,
-            transport=self._transport,
-        )
+        self._client, self._registry, self._own = parts.client, parts.registry, parts.own
+        self._steps, self._way_out, self._followers = parts.steps, parts.way_out, parts.followers
+        if load_state_dict is not None and state_dict is not None:
+            self._registry.register("default", load_state_dict, state_dict)
+        self._client.owner = self
+        self.hooks = Hooks(parts, self.start_quorum, self.load_state_dict)
         """For the wrappers of this package."""
         end_at_exit(self.shutdown)
-
-    def _cancel_fetch(self) -> None:
-        """End the fetch in progress; for the connection.
-
-        A script may let go of its Manager and train on with the optimizer alone, or end. The connection keeps the Manager then,
-        because it has this method, so that at exit the group leaves the job instead of vanishing from it.
-        """
-        self._healing.cancel()
-
-    def _told_to_leave(self, message: GroupToRank) -> None:
-        """For the connection, as `_cancel_fetch`."""
-        self._way_out.heard(message)
-
-    def _connect_beside(self, message: ConnectBeside) -> None:
-        """For the connection, as `_cancel_fetch`."""
-        self._steps.connect_beside(message)
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 
@@ -524,19 +369,12 @@ class Manager:
         For optimizers that `Optimizer` does not wrap, see `guard_optimizer`. May be called again by the thread that
         holds the lock.
         """
-        self._disallow_read(by_optimizer=False)
-
-    def _disallow_read(self, *, by_optimizer: bool) -> None:
-        with self._client.lock, self._client.replica as replica:
-            replica.state_changed()
-            replica.takes_step(again=by_optimizer)
-        self._serving.end_offer()
-        self._state_dict_lock.acquire_write()
+        self._parts.guard.begins_change()
 
     @torch.compiler.disable
     def allow_state_dict_read(self) -> None:
         """The state is whole again: give the write lock back. Without effect where it is not held."""
-        self._state_dict_lock.release_write()
+        self._parts.lock.release_write()
 
     def report_torn_state(self) -> None:
         """Say that the state is not the one that the step counter names, because a committed step could not be taken.
@@ -572,41 +410,7 @@ class Manager:
         A step within a `state_dict` function is warned of: torch's `get_optimizer_state_dict` makes state by one where there is
         none, as before the first step. Optimizers that count their steps count it, which a plain loop does not.
         """
-        self._registry.guard(optimizer)
-        guard_steps(
-            optimizer,
-            lambda: self._enter_optimizer_step(optimizer),
-            self._leave_optimizer_step,
-            ended=lambda: self._steps.ends_taking(optimizer),
-        )
-        held = _ids_of_parameters(optimizer)
-        for inner in with_inner([optimizer])[1:]:  # SAM's second step is one of the optimizer that it holds
-            if held & _ids_of_parameters(inner):
-                inner.register_step_pre_hook(self._before_inner_step)
-
-    @torch.compiler.disable
-    def _before_inner_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._steps.may_take(optimizer)
-
-    @torch.compiler.disable
-    def _enter_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._registry.in_function:
-            self._registry.microbatches.refuse("step() of an optimizer")
-        self._steps.begins_to_take(optimizer)
-        if self._registry.in_function == "get" and not self._has_warned_of_steps:
-            self._has_warned_of_steps = True
-            logger.warning(
-                "%s: a state_dict function steps the optimizer, as torch's get_optimizer_state_dict does where there is no"
-                " state yet: Adam then counts one step more than in a loop that does not; return optimizer.state_dict() instead",
-                self.replica_id(),
-            )
-        if not self._registry.is_explicitly_locked and self._registry.in_function != "load":
-            self._disallow_read(by_optimizer=not self._registry.in_function and self._registry.is_used_by_loops)
-
-    @torch.compiler.disable
-    def _leave_optimizer_step(self) -> None:
-        if self._registry.in_function != "load":  # there the lock is held for all of it
-            self.allow_state_dict_read()
+        self._parts.guard.guard(optimizer)
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Restore what `state_dict` returned, together with the checkpoint that it was saved with.
@@ -619,8 +423,7 @@ class Manager:
         step = self._own.take_saved(state_dict)
         self._registry.microbatches.check_restored(state_dict)
         self._followers.forget()
-        with self._client.lock, self._client.replica as replica:
-            replica.restore(step)
+        self._client.restored(step)
 
     def state_dict(self) -> dict[str, int]:
         """Return what has to be saved with a checkpoint: the step and the batches committed.
@@ -689,7 +492,7 @@ class Manager:
             waits=wait,
         )
         limit = max(config.not_negative(timeout) or self._timeouts.quorum, patience)
-        self._steps.start(wishes, limit, check=self._way_out.check)
+        self._steps.start(wishes, limit)
 
     @torch.compiler.disable
     def ensure_step(self, *, is_training: bool = True) -> None:
@@ -787,7 +590,7 @@ class Manager:
             fut,
             default=default,
             timeout=timeout or self._timeouts.collective,
-            schedule=self._client.link.schedule,
+            schedule=self._client.schedule,
             on_error=self.report_error,
         )
 
@@ -844,7 +647,7 @@ class Manager:
             TransferTimeoutError: it could not be had in time.
             Also as `should_commit`.
         """
-        return self._between_steps.catch_up(config.not_negative(timeout) or self._timeouts.transfer)
+        return self._parts.between_steps.catch_up(config.not_negative(timeout) or self._timeouts.transfer)
 
     def hand_over(self, timeout: timedelta | None = None) -> bool:
         """Stand still between two steps until another group holds the state of now; call it on the training thread.
@@ -864,7 +667,7 @@ class Manager:
             ConfigError: a scheduler has not followed the last step.
         """
         self._followers.check("the state is to be handed over")
-        return self._between_steps.hand_over(config.not_negative(timeout) or self._timeouts.transfer)
+        return self._parts.between_steps.hand_over(config.not_negative(timeout) or self._timeouts.transfer)
 
     def take_over(self, timeout: timedelta | None = None) -> bool:
         """Get the state that another group hands over (`hand_over`), on whatever layout this one has, before the first step.
@@ -872,7 +675,7 @@ class Manager:
         As `catch_up` otherwise. A quorum without that group is formed when it has left. False: nobody has handed a state over
         in time, or not until it was here.
         """
-        return self._between_steps.catch_up(config.not_negative(timeout) or self._timeouts.transfer, moving=True)
+        return self._parts.between_steps.catch_up(config.not_negative(timeout) or self._timeouts.transfer, moving=True)
 
     def newest_step_of_peers(self, timeout: timedelta | None = None) -> int | None:
         """Ask for the newest step that another living replica group is known to hold; None: none does, or nobody answered.
@@ -886,7 +689,7 @@ class Manager:
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
-        return self._between_steps.newest_step_of_peers(config.not_negative(timeout) or self._timeouts.connect)
+        return self._parts.between_steps.newest_step_of_peers(config.not_negative(timeout) or self._timeouts.connect)
 
     def offer_state(self) -> None:
         """Serve the state of now to whoever catches up, until it changes; call it on the training thread after each change.
@@ -894,7 +697,7 @@ class Manager:
         It does so where all that is registered is explicitly locked, and has a name. Nothing is copied or computed until
         somebody asks.
         """
-        self._between_steps.offer_state()
+        self._parts.between_steps.offer_state()
 
     # ------------------------------------------------------------------------------------------------ what it is now
 
@@ -988,7 +791,7 @@ class Manager:
         saved and sent, is one through `x.data`, as many implementations of averaged weights make it, through numpy or another
         view of the bytes, to an inference tensor, or to DTensors by `torch._foreach_*`.
         """
-        return self._state_dict_lock
+        return self._parts.lock
 
     def view(self) -> ReplicaView:
         """Return which state this replica holds and what it is in the job, all of it at one moment. Waits for nothing."""
@@ -1000,16 +803,16 @@ class Manager:
 
     def statistics(self) -> ManagerStatistics:
         """Return what happened so far."""
-        now, counts = self._client.view(), self._outcomes.counts
+        now, parts, counts = self._client.view(), self._parts, self._parts.outcomes.counts
         return ManagerStatistics(
             step=now.version.step,
             quorum_id=now.quorum.quorum_id if now.quorum else 0,
             num_committed=counts[Outcome.COMMIT],
             num_discarded=counts[Outcome.DISCARD],
             num_left_behind=counts[Outcome.LEFT_BEHIND],
-            num_healed=self._recovery.num_healed,
-            last_heal_s=self._healing.took_s,
-            num_corrected=self._recovery.num_corrected,
+            num_healed=parts.recovery.num_healed,
+            last_heal_s=parts.healing.took_s,
+            num_corrected=parts.recovery.num_corrected,
         )
 
     def __repr__(self) -> str:
@@ -1030,8 +833,8 @@ class Manager:
         Raises:
             GroupBrokenError, RefusedError: this group cannot go on.
         """
-        is_finished = self._between_steps.finish(self._timeouts.connect)
-        self._events.deliver()
+        is_finished = self._parts.between_steps.finish(self._timeouts.connect)
+        self._parts.events.deliver()
         return is_finished
 
     # -------------------------------------------------------------------------------------------------------- leaving
@@ -1099,11 +902,7 @@ class Manager:
         self._client.link.shutdown("it was shut down")
         self._pg.abort()
         self._steps.shutdown(5.0 if wait else 0.0)
-        self._transport.shutdown(wait=wait)
+        self._parts.transport.shutdown(wait=wait)
         self._pg.shutdown()
         self._is_shut_down = True  # not before: an interrupt in the middle leaves the rest to the process's end
-        self._events.deliver()
-
-
-def _ids_of_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._parts.events.deliver()

@@ -78,7 +78,6 @@ class Recovery:
     Args:
         is_alone: this group has one rank.
         limit: within which all ranks of the group have to have fetched the state.
-        in_place: receive into the tensors that are here, where the training thread waits.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class Recovery:
         events: EventQueue,
         is_alone: bool,
         limit: timedelta,
-        in_place: bool,
     ) -> None:
         self._healing = healing
         self._registry = registry
@@ -102,7 +100,6 @@ class Recovery:
         self._events = events
         self.is_alone = is_alone
         self._limit = limit
-        self._in_place = in_place
         self.is_pending = False
         """A state is fetched, or has been, and is not loaded yet."""
         self._say_at = 0.0
@@ -137,7 +134,7 @@ class Recovery:
         self._healing.calls("")
         self.is_pending = True
         # Else nobody could say what differed; and an outer loop that loads puts its global parameters into the model.
-        in_place = self._in_place and prepared.is_untouched and not (formed.differs or self._registry.trains_apart)
+        in_place = prepared.is_untouched and not (formed.differs or self._registry.trains_apart)
         tell = functools.partial(self._tell, formed)
 
         def on_end(failure: str) -> None:
@@ -243,8 +240,7 @@ class Recovery:
             if plan.formed.follows and not plan.formed.held:
                 self._healing.distance.failed()
             return
-        with self.client.lock, self.client.replica as replica:
-            replica.load_finished(plan.formed.version)
+        self.client.load_finished(plan.formed.version)
         if plan.formed.follows and not plan.formed.held:
             self._healing.followed()
         else:
@@ -294,8 +290,7 @@ class Recovery:
         # What loads may be a collective of all ranks, which do not differ in the same.
         keys = {key for key in user if any(path == key or path.startswith(f"{key}.") for path in paths)}
         self._load_received({**state, "user": user}, keys if self.is_alone else None)
-        with self.client.lock, self.client.replica as replica:
-            replica.load_finished(formed.version)
+        self.client.load_finished(formed.version)
         self.num_corrected += bool(paths) or is_concerned
         if not is_concerned:
             what = name_some(paths) if paths else "nothing here"
@@ -380,7 +375,7 @@ class Recovery:
                     raise CheckpointError(
                         "load_state_dict wrote to the tensors that it was given before it had copied them (w.zero_(); w.add_(s))."
                         " They are the registered ones, received in place. This group receives into fresh memory from now on, and"
-                        " heals in the next step; heal_in_place=False does so from the start"
+                        " heals in the next step"
                     )
                 self._healing.calls("state_dict after load_state_dict")
                 self._take_own(state["torchft"])

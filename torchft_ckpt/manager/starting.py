@@ -45,7 +45,6 @@ class StartingRank:
         recovery: Recovery,
         address: str,
         limit: timedelta,
-        in_place: bool,
     ) -> None:
         self.client = client
         self._registry = registry
@@ -54,7 +53,6 @@ class StartingRank:
         self._recovery = recovery
         self._address = address
         self.limit = limit
-        self._in_place = in_place
 
     def says(self, starts: Starts, until: float) -> StateLocated | None:
         """Say how far this rank is; return what its group is told; None: there was no answer in time."""
@@ -99,7 +97,7 @@ class StartingRank:
     def receive(self, located: StateLocated, limit: timedelta) -> Exception | None:
         """Receive and load a state from others that start. See `Recovery.receive`."""
         self._serving.end_offer()
-        in_place = self._in_place and not self._registry.trains_apart
+        in_place = not self._registry.trains_apart
         failure = self._recovery.receive(located, in_place, limit)
         if failure is None:
             self._recovery.note_healed(located)

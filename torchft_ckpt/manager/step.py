@@ -61,6 +61,7 @@ from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.flight_recorder import name_dumps
 from torchft_ckpt.manager.followers import Followers
 from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.leaving import WayOut
 from torchft_ckpt.manager.outcomes import StepOutcomes
 from torchft_ckpt.manager.rank_config import RankConfig, Timeouts
 from torchft_ckpt.manager.recovery import Prepared, Recovery
@@ -103,6 +104,8 @@ class Steps:
         process_group: ProcessGroup,
         transport: CheckpointTransport[Any],
         client: StepClient,
+        clearing: Clearing,
+        way_out: WayOut,
         *,
         rank_config: RankConfig,
         timeouts: Timeouts,
@@ -122,6 +125,8 @@ class Steps:
         self._process_group = process_group
         self._transport = transport
         self._client = client
+        self._clearing = clearing
+        self._way_out = way_out
         self._rank_config = rank_config
         self._timeouts = timeouts
         self._registry = registry
@@ -141,14 +146,12 @@ class Steps:
         self._undo = Undo(registry, client.replica_id)
         self._taking = StepTaking()
         self._worker = Threads("torchft_ckpt-quorum")
-        store_address = client.link.store_address()
-        self._store_prepared = process_group.prepare_store(store_address) if store_address else None
-        self._clearing = Clearing(process_group, name=client.replica_id, ask=client.ask_to_start)
+        self._store_prepared: threading.Event | None = None
         self._collectives = Collectives(
             process_group,
-            self._clearing,
+            clearing,
             on_error=client.note_collective_error,
-            schedule=client.link.schedule,
+            schedule=client.schedule,
             on_wait=client.report_wait,
         )
         self._quorum: Future[None] | None = None
@@ -186,8 +189,6 @@ class Steps:
         self._top_s = 0.0
         """How long it took from there to the next step, the last time."""
         self._limit = timeouts.quorum
-        self._may_begin: Callable[[], None] = lambda: None
-        """As in `start`, the last time."""
         self.is_deferred = False
         """Gradients were cleared, and nothing was computed or asked for since: the step has not begun yet."""
         self._sees_forward = False
@@ -214,12 +215,16 @@ class Steps:
 
     # --------------------------------------------------------------------------------------------------- a step begins
 
-    def start(self, wishes: StepWishes, limit: timedelta, *, check: Callable[[], None]) -> None:
+    def prepare_store(self, address: str) -> None:
+        """Connect already to where the present quorum meets; empty: nowhere."""
+        self._store_prepared = self._process_group.prepare_store(address) if address else None
+
+    def start(self, wishes: StepWishes, limit: timedelta) -> None:
         """Begin a step, or go on with the open one where nothing has happened in it. See `Manager.start_quorum`.
 
-        `limit` is that of one attempt at a quorum. `check` is called before a step begins.
+        `limit` is that of one attempt at a quorum.
         """
-        self._last_wishes, self._limit, self._may_begin = wishes, limit, check
+        self._last_wishes, self._limit = wishes, limit
         was_deferred, self.is_deferred = self.is_deferred, False
         self._has_written = was_deferred and (is_changed(self._counted) or self._samples != self._sampled())
         self._writes_first = self._writes_first or self._has_written
@@ -230,7 +235,7 @@ class Steps:
             self._settle(has_to_wait=self._client.wants()[0])
             return
         self.end_taking()
-        check()
+        self._way_out.check()
         self._needs_weights = self.graphs.is_open
         self.graphs.begins()
         self._followers.begins(is_torn=self._client.view().torn)
@@ -269,7 +274,7 @@ class Steps:
                 self._client.learned()
             else:
                 break
-            check()
+            self._way_out.check()
             self.leave()
             self._begin(wishes, limit)
         while self._reported:
@@ -395,7 +400,7 @@ class Steps:
         self._is_at_end, started = True, time.monotonic()
         try:
             while (now := self._client.view()).is_behind and not now.is_leaving:
-                self._may_begin()
+                self._way_out.check()
                 self.leave()
                 self._begin(self._last_wishes, self._limit)
                 now = self._client.view()
@@ -945,11 +950,6 @@ class Steps:
             self._client.send(ConnectedBeside(place=connect.place, failure=clip(str(error) or repr(error))))
 
     # ---------------------------------------------------------------------------------------------------- collectives
-
-    @property
-    def num_collectives(self) -> int:
-        """How many were issued since the last step began."""
-        return self._clearing.count
 
     def allreduce(self, tensor: torch.Tensor, way: Way | None, reduce_op: ReduceOp.RedOpType) -> Work:
         """See `Manager.allreduce`. Any thread."""

@@ -98,9 +98,9 @@ GIVE_UP_GRACE_S = 5.0
 
 
 class SharedReplica:
-    """This rank's `ReplicaState`: a `with` block changes it, under `StepClient.lock`, and `view` is the result, without the lock.
+    """This rank's `ReplicaState`: a `with` block changes it, under the client's lock, and `view` is the result, without the lock.
 
-    Whoever changes it says `with client.lock, client.replica`: what interrupts the block, or this class, frees the lock.
+    The client says `with self._lock, self._replica`: what interrupts the block, or this class, frees the lock.
     """
 
     def __init__(self, settings: ReplicaSettings) -> None:
@@ -125,8 +125,6 @@ class StepClient:
         cancel: called when what is being fetched is of no use any more.
         events: gets the loss of groups that train with this one.
         answer_leaves: says which leaves of the state have which digests, when the lighthouse asks.
-        on_leaving: called with what says that this group is to leave, or has left; it must not block.
-        connect_beside: called if this rank is to connect beside the quorum; it must not block.
     """
 
     def __init__(
@@ -139,8 +137,6 @@ class StepClient:
         cancel: Callable[[], None],
         events: EventQueue,
         answer_leaves: Callable[[LeavesWanted], LeafDigests],
-        on_leaving: Callable[[GroupToRank], None],
-        connect_beside: Callable[[ConnectBeside], None],
     ) -> None:
         self.replica_id = replica_id
         self._job = job
@@ -148,13 +144,16 @@ class StepClient:
         self._cancel = cancel
         self._events = events
         self._answer_leaves = answer_leaves
-        self._on_leaving = on_leaving
-        self._connect_beside = connect_beside
-        self.lock = self._changed = Condition()
-        self.replica = SharedReplica(settings)
+        self._on_leaving: Callable[[GroupToRank], None]
+        self._connect_beside: Callable[[ConnectBeside], None]
+        self._lock = self._changed = Condition()
+        self._replica = SharedReplica(settings)
         self._group_world_size = 1
         self.link: Link
         """The connection, once `connect` has returned."""
+        self.owner: object = None
+        """Is there for as long as the connection. A script may let go of its Manager and train on with the optimizer alone, or
+        end: at exit the group then leaves the job instead of vanishing from it."""
         self._plan: StepPlan | None = None
         self._answer: CommitDecided | CommitUnknown | None = None
         self._pending: QuorumPending | None = None
@@ -185,13 +184,20 @@ class StepClient:
         rank_config: RankConfig,
         rank_0: Claim | None,
         *,
+        on_leaving: Callable[[GroupToRank], None],
+        connect_beside: Callable[[ConnectBeside], None],
         heartbeat_interval: timedelta,
         connect_timeout: timedelta,
     ) -> None:
         """Connect to the group, and at rank 0 to the lighthouse; call it once, before anything is sent.
 
+        Args:
+            on_leaving: called with what says that this group is to leave, or has left; it must not block.
+            connect_beside: called if this rank is to connect beside the quorum; it must not block.
+
         Raises: as `open_link`.
         """
+        self._on_leaving, self._connect_beside = on_leaving, connect_beside
         self._group_world_size = rank_config.group_world_size
         self.link = open_link(
             rank_config,
@@ -203,36 +209,40 @@ class StepClient:
             connect_timeout=connect_timeout,
         )
 
+    def schedule(self, delay_s: float, call: Callable[[], object]) -> None:
+        """Call something later, on the connection's thread, which must not be blocked."""
+        self.link.schedule(delay_s, call)
+
     def send(self, message: RankToGroup) -> None:
         """Send a message to the group; return at once."""
         self.link.send(message)
 
     def view(self) -> ReplicaView:
         """Return what this replica is."""
-        return self.replica.view
+        return self._replica.view
 
     # ------------------------------------------------------------------------------------------------- the step begins
 
     def wants(self) -> tuple[bool, bool]:
         """Return whether the next quorum has to be waited for, and whether the state has to be captured before it."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             self._raise_if_fatal()
             return replica.waits_for_quorum, replica.wants_capture
 
     def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool, joins_open: bool) -> bool:
         """See `ReplicaState.may_keep_step`."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             self._raise_if_fatal()
             return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading, joins_open=joins_open)
 
     def may_begin(self) -> bool:
         """See `ReplicaState.may_begin`."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             return replica.may_begin()
 
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """Begin a step; an open one is abandoned. Returns what to send."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             self._forget_step()
             return replica.begin(wishes, facts)
 
@@ -252,7 +262,7 @@ class StepClient:
 
         An open step is abandoned. `says`: as in `LocateState`.
         """
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             self._raise_if_fatal()
             self._forget_step()
             self._located = None
@@ -291,7 +301,7 @@ class StepClient:
             self._say(FAILS + text, waits=waits)
 
     def _say(self, word: str, *, waits: bool = True) -> list[str]:
-        with self.lock:
+        with self._lock:
             self._raise_if_fatal()
             self._word = None
             self._num_words += 1
@@ -366,11 +376,11 @@ class StepClient:
                 self._raise_if_fatal()
                 if self._num_held:
                     num_held, self._num_held = self._num_held, 0
-                    self.lock.release()
+                    self._lock.release()
                     try:
                         serve_held(num_held)
                     finally:
-                        self.lock.acquire()
+                        self._lock.acquire()
                     continue
                 now, held_s = time.monotonic(), self._held_s
                 reason = self._pending.reason if self._pending is not None else self.link.waiting_for()
@@ -402,7 +412,7 @@ class StepClient:
 
     def configured(self, formed: QuorumFormed) -> None:
         """The process group is ready for a quorum, unless the step has failed meanwhile."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             if self._plan is not None and self._plan.formed is formed and replica.error is None:
                 replica.configure_finished()
 
@@ -443,17 +453,38 @@ class StepClient:
 
     def load_torn(self) -> None:
         """Loading failed half-way."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             replica.load_torn()
+
+    def load_finished(self, version: StateVersion) -> None:
+        """See `ReplicaState.load_finished`."""
+        with self._lock, self._replica as replica:
+            replica.load_finished(version)
+
+    def caught_up(self, version: StateVersion) -> None:
+        """See `ReplicaState.caught_up`."""
+        with self._lock, self._replica as replica:
+            replica.caught_up(version)
+
+    def restored(self, step: int) -> None:
+        """See `ReplicaState.restore`."""
+        with self._lock, self._replica as replica:
+            replica.restore(step)
+
+    def changes_state(self, *, by_optimizer: bool) -> None:
+        """The state is about to change, perhaps by an optimizer of the loop."""
+        with self._lock, self._replica as replica:
+            replica.state_changed()
+            replica.takes_step(again=by_optimizer)
 
     def has_to_take_step(self) -> bool:
         """Whether a step is decided and not yet taken. `view` may not say so, if an interrupt came in the way of that."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             return replica.held != replica.version
 
     def took_step(self) -> None:
         """See `ReplicaState.took_step`."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             replica.took_step()
 
     # ----------------------------------------------------------------------------------------------- what goes wrong
@@ -474,13 +505,13 @@ class StepClient:
         """
         if not self.has_failed():
             return False
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             replica.collectives_failed()
         return True
 
     def note_error(self, error: Exception) -> None:
         """Something went wrong that ends the step."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             self._note_error(replica, error)
 
     def note_collective_error(self, error: Exception, *, connects: bool = False) -> None:
@@ -488,7 +519,7 @@ class StepClient:
 
         `connects`: the process group could not be made.
         """
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             is_first = self._error is None
             if connects:
                 replica.cannot_connect()
@@ -557,7 +588,7 @@ class StepClient:
 
     def leave_between_steps(self) -> None:
         """This rank leaves as if its last step had ended with that."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             replica.left_between_steps()
 
     def leave(self, reason: str, until: float) -> None:
@@ -605,7 +636,7 @@ class StepClient:
             num_collectives: how many they are.
             state_digest: as in `ReplicaState.vote`.
         """
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             self._raise_if_fatal()
             vote = replica.vote(collectives, num_collectives, state_digest)
             is_learner = replica.is_learner
@@ -615,7 +646,7 @@ class StepClient:
 
     def learned(self) -> tuple[Outcome, str]:
         """End a step beside the quorum, which nobody else knows of; returns how, and why."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             return replica.learned(), replica.error or ""
 
     def await_decision(self, vote: CommitVote, limit: timedelta) -> tuple[Outcome, str]:
@@ -627,7 +658,7 @@ class StepClient:
         if not self._wait_for(lambda: self._answer is not None, give_up_at):
             self.send(GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step))
             self._wait_for(lambda: self._answer is not None, give_up_at + GIVE_UP_GRACE_S)
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             answer = self._answer
             if isinstance(answer, CommitDecided):
                 # What this rank saw, a collective that failed, may follow from what the others decided for.
@@ -664,12 +695,12 @@ class StepClient:
 
     def _hello(self) -> Hello:
         """Return what a lighthouse has to know that hears of this group for the first time."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             return replica.hello(self.replica_id, self._group_world_size)
 
     def _hear(self, message: GroupToRank) -> None:
         """Note a message; abort or cancel where it says so. Never blocks."""
-        with self.lock, self.replica as replica:
+        with self._lock, self._replica as replica:
             abort, cancel = self._note(replica, message)
             self._changed.notify_all()
         if abort:

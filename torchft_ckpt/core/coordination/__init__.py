@@ -34,6 +34,6 @@ trial               whether the groups that ask for a quorum hold one state, and
 A replica group and its ranks:
 group               all ranks of a group take part in a step, or none does
 ranks_together      when the ranks of a group load a state: all of them, or none; and which are behind in their loops
-replica             the life of one rank's step: what it holds, whether it may contribute, vote and commit; who shares the step
+replica             the life of one rank's step: what it holds, whether it may contribute, vote and commit
 meeting             whether a rank and the rank 0 that it finds at a store are of one group
 """

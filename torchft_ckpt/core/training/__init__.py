@@ -5,5 +5,6 @@ graphs          which forward passes wait for their backward passes, so that not
 following       which call follows a step that counts: of a scheduler, of a gradient scaler
 microbatches    who computes which microbatches of a step, how they are summed, and what each sees
 outer_schedule  when an outer loop exchanges a fragment, and what becomes of its round
+shared_step     which optimizers take part in one step, and when another one begins
 taking          when the optimizers have taken a step that counts
 """

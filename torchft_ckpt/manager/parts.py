@@ -1,0 +1,179 @@
+"""The parts of a `Manager`, from the bottom up: each is made of those before it, and the connection comes last.
+
+followers, registry   the state: what the user has registered, and what moves with its steps
+healing               fetches a state
+client                coordination: what this replica is, and what it and the others tell each other
+serving               serves the state that is here
+recovery              gets the state of a quorum
+way_out               leaves the job on purpose
+steps                 one step, from `start_quorum` to the decision
+between_steps         what happens while no step is open; `starting`: before the first one
+guard                 what optimizers do to the state
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torchft_ckpt import config
+from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
+from torchft_ckpt.core.coordination.replica import ReplicaSettings
+from torchft_ckpt.events import Event
+from torchft_ckpt.manager.between_steps import BetweenSteps
+from torchft_ckpt.manager.checking import EqualityCheck
+from torchft_ckpt.manager.clearing import Clearing
+from torchft_ckpt.manager.event_queue import EventQueue
+from torchft_ckpt.manager.followers import Followers
+from torchft_ckpt.manager.foreign_transport import as_ours
+from torchft_ckpt.manager.guarding import StepGuard
+from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.leaving import WayOut
+from torchft_ckpt.manager.outcomes import StepOutcomes
+from torchft_ckpt.manager.rank_config import RankConfig, Timeouts
+from torchft_ckpt.manager.recovery import Recovery
+from torchft_ckpt.manager.serving import StateServing
+from torchft_ckpt.manager.starting import StartingRank
+from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
+from torchft_ckpt.manager.step import Steps
+from torchft_ckpt.manager.step_client import StepClient
+
+if TYPE_CHECKING:
+    from torchft_ckpt.process_group import ProcessGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Parts:
+    """What a Manager is made of.
+
+    Args:
+        given: the user's transport, None: this makes one.
+        use_async_quorum, max_retries, quorum_retries, on_event: as in `Manager`.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        given: CheckpointTransport[Any] | None,
+        rank_config: RankConfig,
+        timeouts: Timeouts,
+        settings: ReplicaSettings,
+        *,
+        use_async_quorum: bool,
+        max_retries: int | None,
+        quorum_retries: int | None,
+        on_event: Callable[[Event], None] | None,
+        heartbeat_interval: timedelta,
+    ) -> None:
+        rank_0 = rank_config.find_rank_0()
+        party = rank_config.replica_id if rank_0 is None else rank_0.replica_id
+        ours = None if given is None else as_ours(given, party)
+        self.lock = (ours.state_lock if ours is not None else None) or StateDictLock(timeouts.collective)
+        transport: CheckpointTransport[Any] = ours or HTTPTransport(
+            timeout=timeouts.collective,
+            num_chunks=0,
+            hostname=rank_config.host,
+            token=rank_config.token or None,
+            lock=self.lock,
+        )
+        address = transport.metadata()
+        where = f"{party} of job {rank_config.job} is process {os.getpid()} and serves its state at {address}"
+        logger.info("%s", where)
+        self.transport: CheckpointTransport[Any] = given or transport
+        self.registry = StateRegistry(self.lock)
+        self.followers = Followers(self.registry)
+        self.own = OwnState()
+        self.events = EventQueue(on_event, party)
+        self.check = EqualityCheck(self.lock, self.own.known)
+        self.healing = Healing(
+            transport,
+            timeouts.transfer,
+            rank=rank_config.group_rank,
+            world_size=rank_config.group_world_size,
+            own=self.own,
+        )
+        self.client = StepClient(
+            settings,
+            party,
+            job=rank_config.job,
+            abort=pg.abort,
+            cancel=self.healing.cancel,
+            events=self.events,
+            answer_leaves=self.check.answer,
+        )
+        self.serving = StateServing(transport, self.registry, self.own, self.lock, lease=timeouts.transfer, party=party)
+        self.recovery = Recovery(
+            self.healing,
+            self.registry,
+            self.serving,
+            self.own,
+            self.client,
+            events=self.events,
+            is_alone=rank_config.group_world_size == 1,
+            limit=timeouts.transfer,
+        )
+        self.outcomes = StepOutcomes(
+            party,
+            min_replica_size=settings.min_replica_size,
+            max_retries=max_retries,
+            log_every=config.resolve(None, config.LOG_EVERY, timedelta(seconds=2), config.parse_pause),
+        )
+        clearing = Clearing(pg, name=party, ask=self.client.ask_to_start)
+        self.way_out = WayOut(self.client, clearing)
+        self.steps = Steps(
+            pg,
+            transport,
+            self.client,
+            clearing,
+            self.way_out,
+            rank_config=rank_config,
+            timeouts=timeouts,
+            registry=self.registry,
+            own=self.own,
+            serving=self.serving,
+            healing=self.healing,
+            recovery=self.recovery,
+            check=self.check,
+            outcomes=self.outcomes,
+            followers=self.followers,
+            events=self.events,
+            use_async_quorum=use_async_quorum,
+            quorum_retries=quorum_retries,
+            follows=settings.spare or settings.join_stall_limit_s is not None,
+        )
+        self.between_steps = BetweenSteps(
+            self.client,
+            self.steps,
+            registry=self.registry,
+            serving=self.serving,
+            recovery=self.recovery,
+            rank_config=rank_config,
+        )
+        self.starting = StartingRank(
+            self.client,
+            registry=self.registry,
+            serving=self.serving,
+            healing=self.healing,
+            recovery=self.recovery,
+            address=address,
+            limit=timeouts.quorum,
+        )
+        self.guard = StepGuard(self.client, self.registry, self.serving, self.steps)
+        try:
+            self.client.connect(
+                rank_config,
+                rank_0,
+                on_leaving=self.way_out.heard,
+                connect_beside=self.steps.connect_beside,
+                heartbeat_interval=heartbeat_interval,
+                connect_timeout=timeouts.connect,
+            )
+        except BaseException:  # an interrupt too: nobody else could end it
+            if given is None:
+                transport.shutdown()
+            raise
+        self.steps.prepare_store(self.client.link.store_address())
