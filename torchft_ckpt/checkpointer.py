@@ -284,7 +284,7 @@ class Checkpointer:
         """The step of which the last save was asked for there, and the number of such steps: the same in all ranks of a group,
         whatever becomes of a save in one of them."""
         self._is_over = False
-        self._has_logged_no_backups = self._has_logged_many_values = self._has_logged_nameless = False
+        self._said: set[str] = set()
         self._owner = os.getpid()
         """The process whose threads save."""
         self._num_saves = 0
@@ -465,7 +465,6 @@ class Checkpointer:
             fill_after_s=self._fill_after.total_seconds(),
             timeout_s=self._timeout.total_seconds(),
         )
-        self._say_once_if_alone(task)
         # Where a step that raised has kept the lock, nobody could read until it is given back.
         is_unannounced = self._lock.held_for_write() or held.unannounced_changes or self._copies_at_once
         with self._lock.read():
@@ -481,8 +480,7 @@ class Checkpointer:
                 turn=turn,
                 versions=held.versions,
             )
-            self._say_once_if_many(captured)
-            self._say_once_if_nameless(captured, identity)
+            self._say_of(captured, identity, task)
             worker = SaveWorker(
                 task,
                 captured,
@@ -646,32 +644,31 @@ class Checkpointer:
                         raise
                     logger.warning("nothing can be saved in %s now: %s", storage.location, error)
 
-    def _say_once_if_many(self, captured: CapturedState) -> None:
-        if len(captured.values) > _MANY_VALUES and not self._has_logged_many_values:
-            self._has_logged_many_values = True
+    def _say_of(self, captured: CapturedState, identity: SaveIdentity, task: SaveTask) -> None:
+        """Say once what saves of this state cost, or do not keep."""
+        if len(captured.values) > _MANY_VALUES and self._is_news("many values"):
             logger.warning(
                 "the state has %d plain values, most of them in %r: each of them costs every save time on the training thread,"
                 " and a record of its own. Put them into a tensor, or as bytes into rank_state",
                 len(captured.values),
                 largest_value(captured.manifest.tree),
             )
-
-    def _say_once_if_nameless(self, captured: CapturedState, identity: SaveIdentity) -> None:
-        is_lost = identity.num_replicas > 1 and not identity.replica_id and _has_own(captured.own)
-        if is_lost and not self._has_logged_nameless:
-            self._has_logged_nameless = True
+        is_nameless = identity.num_replicas > 1 and not identity.replica_id
+        if is_nameless and _has_own(captured.own) and self._is_news("nameless"):
             logger.warning(
                 "what ranks save of their own (rank_state, random state) will not be restored: their group has no name to find it"
                 " by. Give each Manager a replica_id that is the same after a restart"
             )
-
-    def _say_once_if_alone(self, task: SaveTask) -> None:
-        if self._redundancy > 1 and task.writers.num_holders == 1 and not self._has_logged_no_backups:
-            self._has_logged_no_backups = True
+        if self._redundancy > 1 and task.writers.num_holders == 1 and self._is_news("no backups"):
             why = "there is one replica group" if task.mode is not SaveMode.EVERY_GROUP else "each group writes all"
             logger.info(
                 "saves have no backups, because %s: a writer that dies in a save leaves it without its share", why
             )
+
+    def _is_news(self, what: str) -> bool:
+        is_news = what not in self._said
+        self._said.add(what)
+        return is_news
 
     def _state_of(self, state_dict: dict[str, Any] | None) -> StateToSave:
         state = None if state_dict is None else {key: state_of_value(value) for key, value in state_dict.items()}

@@ -24,7 +24,7 @@ _PHASES = {
 
 def as_text(url: str, index: Index, manifest: Manifest, num_tensors: int) -> str:
     """Return a page about one state, and a line about each other one that is served."""
-    entry = _entry_of(index, manifest)
+    entry = next((entry for entry in index.snapshots if entry.snapshot == manifest.snapshot), None)
     lines = [f"{url} serves step {manifest.step} (state format {manifest.version}, snapshot {manifest.snapshot[:8]})"]
     blocks = format_count(-(-manifest.total_bytes // manifest.block_bytes), "block")
     lines.append(f"  size     {format_bytes(manifest.total_bytes)} in {blocks} of {format_bytes(manifest.block_bytes)}")
@@ -72,10 +72,6 @@ def as_json(url: str, index: Index, manifest: Manifest, num_tensors: int | None)
             "values": {path: TreeEncoder().encode(value) for path, value in _plain_values(manifest)},
         },
     }
-
-
-def _entry_of(index: Index, manifest: Manifest) -> SnapshotEntry | None:
-    return next((entry for entry in index.snapshots if entry.snapshot == manifest.snapshot), None)
 
 
 def _tensors_line(manifest: Manifest) -> str:

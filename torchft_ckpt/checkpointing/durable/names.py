@@ -67,7 +67,7 @@ class PartName(NamedTuple):
 
 def parts_in(names: Iterable[str]) -> list[PartName]:
     """Return the parts whose manifests are among the files of a checkpoint."""
-    return [part for name in names if (part := parse_part(name)) is not None]
+    return [part for name in names if (part := parse_part(name)) is not None and part.manifest == name]
 
 
 def checkpoint_name(step: int, save_id: str) -> CheckpointName:

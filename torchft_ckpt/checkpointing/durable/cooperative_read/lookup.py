@@ -14,7 +14,7 @@ import msgspec
 
 from torchft_ckpt.checkpointing.durable.cooperative_read.ranks import Ranks
 from torchft_ckpt.checkpointing.durable.format.manifest import decode_part, encode_part
-from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName, parse_checkpoint, parse_part
+from torchft_ckpt.checkpointing.durable.names import CheckpointName, PartName, parse_checkpoint, parse_part, parts_in
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
     SavedPart,
@@ -148,8 +148,8 @@ class Candidates:
                 wanted = [name for name in list_checkpoints(storage) if self._step in (None, name.step)]
                 for name in wanted[:MAX_CANDIDATES]:
                     here = self._here.setdefault(str(name), {})
-                    for file in _manifests_in(storage, name):
-                        here.setdefault(file, []).append(storage)
+                    for part in parts_in(storage.names(str(name))):
+                        here.setdefault(part.manifest, []).append(storage)
                 shared += [str(name) for name in wanted[:MAX_CANDIDATES] if storage is self._shared]
             except StorageError as error:
                 failures.append(str(error).encode(errors="replace").decode())
@@ -187,8 +187,3 @@ class Candidates:
         is_partial = any(len(able) < len(seen) for able in readers.values())
         checkpoint = Checkpoint(name, parts, [why for one in shown for why in one.left_aside])
         return Found(checkpoint, readers if is_partial else None)
-
-
-def _manifests_in(storage: Storage, name: CheckpointName) -> list[str]:
-    entries = storage.names(str(name))
-    return [entry for entry in entries if (part := parse_part(entry)) is not None and part.manifest == entry]
