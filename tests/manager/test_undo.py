@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchft_ckpt import LighthouseServer
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.undo import _MAX_IN_A_ROW, Undo
@@ -74,6 +75,16 @@ def test_what_a_discarded_step_wrote_or_bound_anew_goes_back() -> None:
         assert [item.tolist() for item in loop.kept] == [[0.0], [0.0, 0.0]]
     loop.step(write_all, counts=True)
     assert (loop.mean, loop.count, loop.norms, loop.center[0]) == (2.5, 8, deque([1.0, 2.0]), 1.0)
+
+
+def test_what_a_service_of_this_library_holds_is_not_taken_for_a_part_of_the_loop() -> None:
+    """A value of its own that looks like the loop's, say; and all that an event loop leads to is not looked through."""
+    loop = Loop(count=7)
+    loop.lighthouse = object.__new__(LighthouseServer)
+    loop.lighthouse.count = 7
+    loop.trains()
+    loop.step(lambda it: setattr(it, "count", 8))
+    assert (loop.count, loop.lighthouse.count) == (7, 7)
 
 
 def test_the_state_functions_are_called_twice_and_at_discards_not_in_each_step() -> None:

@@ -31,6 +31,7 @@ import torch
 from torchft_ckpt.checkpointing.state.containers import walk
 from torchft_ckpt.checkpointing.state.optimizer_state import with_optimizer_state
 from torchft_ckpt.checkpointing.state.shards import memory_of
+from torchft_ckpt.checkpointing.state.space import as_bytes
 from torchft_ckpt.checkpointing.state.versions import Counted, count_writes, is_changed
 from torchft_ckpt.core.coordination.messages import name_some
 from torchft_ckpt.manager.state_registry import StateRegistry
@@ -49,7 +50,10 @@ _PLAIN = (bool, int, float, str, type(None))
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _COPIED = (list, deque, *_OF_TORCH)
 _OF_MODULES = ("_buffers", "_parameters", "_modules")
-_APART = ("torch.utils.data", "torchdata", "torchft_ckpt.manager", "torchft_ckpt.process_group", "threading", "logging")
+_APART = (
+    *("torch.utils.data", "torchdata", "threading", "logging", "asyncio", "aiohttp"),
+    *(f"torchft_ckpt.{part}" for part in ("manager", "process_group", "checkpoint", "coordination", "core")),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +99,10 @@ class _Place:
             self.here is not self.held
             or is_changed(self.counted)
             or self.address != self.held.data_ptr()
-            or (self.copy is not None and not torch.equal(_bits(self.held), _bits(self.copy)))
+            or (
+                self.copy is not None
+                and not torch.equal(*(as_bytes(one.detach().contiguous()) for one in (self.held, self.copy)))
+            )
         )
 
     def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -359,8 +366,9 @@ def _plain_places(leaves: list[tuple[str, Any]], reached: Iterable[_Reached]) ->
     """Return where the loop has the plain values of its state: those that nothing else looks like."""
     values = Counter((name.rpartition(".")[2], words) for name, value in leaves if (words := _words(value)))
     alike: dict[tuple[str, str], list[_Place]] = {}
+    names = {name for name, _ in values}
     for holder, key, name, value in reached:
-        if (words := _words(value)) and (name, words) in values:
+        if name in names and (words := _words(value)) and (name, words) in values:
             alike.setdefault((name, words), []).append(_Place(holder, key, name, value))
     return [place for look, places in alike.items() if len(places) <= values[look] for place in places]
 
@@ -384,9 +392,15 @@ def _holders_of(places: Iterable[_Place], reached: Iterable[_Reached]) -> list[_
 def _reached(functions: Iterable[object]) -> Iterator[_Reached]:
     """Yield what can be reached from functions: the dict or the variable that has it, its key there, its name, and itself."""
     waiting, seen, kept = deque(functions), set[int](), list[object]()
+    apart: dict[type, bool] = {}
     while waiting and len(seen) < _MAX_VISITED:
         value = waiting.popleft()
-        if id(value) in seen or _is_apart(value):
+        kind = type(value)
+        if kind not in apart:
+            apart[kind] = _is_apart(kind)
+        is_torchs = kind is FunctionType and str(value.__module__).startswith("torch.")
+        is_data = isinstance(value, (dict, list, tuple, deque)) and len(value) > _MAX_ITEMS
+        if id(value) in seen or apart[kind] or is_torchs or is_data:
             continue
         seen.add(id(value))
         kept.append(value)  # so that no other object gets its id
@@ -398,7 +412,7 @@ def _reached(functions: Iterable[object]) -> Iterator[_Reached]:
             found += [(cell, None, name, cell.cell_contents) for name, cell in cells if gc.get_referents(cell)]
         elif isinstance(attributes := value if isinstance(value, dict) else getattr(value, "__dict__", None), dict):
             found = [
-                (attributes, key, str(key) if isinstance(key, str | int) else "", item)  # a tensor would be printed
+                (attributes, key, str(key) if isinstance(key, (str, int)) else "", item)  # a tensor would be printed
                 for key, item in list(attributes.items())
             ]
         yield from found
@@ -415,14 +429,10 @@ def _names_in(code: CodeType) -> list[str]:
     return [*code.co_names, *(name for one in inner for name in _names_in(one))]
 
 
-def _is_apart(value: Any) -> bool:
-    """Whether what is in an object is no state of a loop, or stays: classes, data, data loaders, parts of this library."""
-    if isinstance(value, (type, ModuleType, torch.Tensor, *_PLAIN)) or hasattr(type(value), "__next__"):
-        return True
-    if isinstance(value, FunctionType):
-        return str(value.__module__).startswith("torch.")
-    is_data = isinstance(value, dict | list | tuple | deque) and len(value) > _MAX_ITEMS
-    return is_data or any(base.__module__.startswith(_APART) for base in type(value).__mro__)
+def _is_apart(kind: type) -> bool:
+    """Whether objects of a class hold no state of a loop, or stay: classes, data loaders, parts of this library."""
+    is_plain = issubclass(kind, (type, ModuleType, torch.Tensor, *_PLAIN)) or hasattr(kind, "__next__")
+    return is_plain or any(str(base.__module__).startswith(_APART) for base in kind.__mro__)
 
 
 def _can_be_held(tensor: torch.Tensor) -> bool:
@@ -451,7 +461,3 @@ def _looks(name: str, value: object) -> list[object]:
     if isinstance(value, torch.Tensor):
         return [part.data_ptr() for part in memory_of(value)] if _can_be_held(value) else []
     return [(name, words)] if (words := _words(value)) else []
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
