@@ -330,8 +330,9 @@ class FaultBench:
         A case whose time was over before its fault was there, or before a healthy source was done, has shown nothing, but that
         the machine was busy: it is run again alone, with more time.
         """
-        for stall_s in {LAST_STALL_S, *(case.stall_s for case in cases)}:
+        for stall_s in {case.stall_s for case in cases}:
             self.warm(mode, concurrency, stall_s)
+        self.warm(mode, 1, LAST_STALL_S)
         free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._slots[:concurrency]:
             free.put(slot)
@@ -339,25 +340,28 @@ class FaultBench:
         hasty: list[Case] = []
         before = self.census()
 
-        def work(case: Case) -> None:
-            slot = free.get()
-            try:
-                found = self._run(slot, mode, case, tally)
-            finally:
-                free.put(slot)
+        def work(case: Case, slot: Slot) -> None:
+            found = self._run(slot, mode, case, tally)
             if case.may_have_more_time(found):
                 hasty.append(case)
             else:
                 complaints.extend(f"{mode}: {case.name}: {text}" for text in found)
 
+        def work_on_any(case: Case) -> None:
+            slot = free.get()
+            try:
+                work(case, slot)
+            finally:
+                free.put(slot)
+
         started = time.monotonic()
         with peak_memory() as peak, ThreadPoolExecutor(concurrency, "fault-matrix") as executor:
-            list(executor.map(work, cases))
+            list(executor.map(work_on_any, cases))
             while hasty:
                 case = hasty.pop()
                 case.give_more_time()
                 tally.num_again += 1
-                executor.submit(work, case).result()
+                executor.submit(work, case, self._slots[0]).result()
         tally.took_s = time.monotonic() - started
         print(f"{mode}: {tally}")
         if self.marker.exists():
