@@ -416,11 +416,11 @@ def _reached(functions: Iterable[object]) -> Iterator[_Reached]:
                 for key, item in list(attributes.items())
             ]
         yield from found
-        waiting += [item for _, _, _, item in found]
+        waiting += [item for _, _, _, item in found if not apart.get(type(item))]
         if isinstance(value, FunctionType):
             waiting += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         elif not found or isinstance(value, MethodType):  # the attributes of a method are its function's
-            waiting += gc.get_referents(value)
+            waiting += [item for item in gc.get_referents(value) if not apart.get(type(item))]
 
 
 def _names_in(code: CodeType) -> list[str]:
