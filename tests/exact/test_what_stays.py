@@ -21,6 +21,7 @@ class Student(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.own = nn.Linear(2, 1)
+        nn.init.constant_(self.own.weight, 0.1)  # of most numbers nine tenths and a tenth are the same float again
         self.teacher = copy.deepcopy(self.own).requires_grad_(False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
