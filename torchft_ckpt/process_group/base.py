@@ -92,26 +92,25 @@ class ProcessGroup(TorchProcessGroup):
         self, tensors: Tensors, opts: AllreduceOptions | ReduceOp | None = None
     ) -> Work:
         """Reduce tensors over all ranks in place; the future's value is the list of tensors."""
-        return self._start_collective("allreduce", tensors, AllreduceOptions() if opts is None else opts)
+        return self._start_collective("allreduce", tensors, opts or AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | None = None) -> Work:
         """Reduce several tensors over all ranks in one operation, in place."""
-        opts = AllreduceCoalescedOptions() if opts is None else opts
-        return self._start_collective("allreduce_coalesced", tensors, opts)
+        return self._start_collective("allreduce_coalesced", tensors, opts or AllreduceCoalescedOptions())
 
     def allgather(  # type: ignore[override]
         self, output_tensors: list[Tensors], input_tensor: Tensors, opts: AllgatherOptions | None = None
     ) -> Work:
         """Gather `input_tensor[i]` of every rank into `output_tensors[i]`, one tensor a rank."""
-        opts = AllgatherOptions() if opts is None else opts
-        return self._start_collective("allgather", output_tensors, input_tensor, opts)
+        return self._start_collective("allgather", output_tensors, input_tensor, opts or AllgatherOptions())
 
     def allgather_into_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions | None = None
     ) -> Work:
         """Gather `input_tensors[i]` of every rank, concatenated, into `output_tensors[i]`."""
-        opts = AllgatherOptions() if opts is None else opts
-        return self._start_collective("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
+        return self._start_collective(
+            "allgather_into_tensor_coalesced", output_tensors, input_tensors, opts or AllgatherOptions()
+        )
 
     def alltoall_base(  # type: ignore[override]
         self,
@@ -122,14 +121,12 @@ class ProcessGroup(TorchProcessGroup):
         opts: AllToAllOptions | None = None,
     ) -> Work:
         """Send a slice of `input_buffer` to every rank and receive one from each; empty sizes split evenly."""
-        opts = AllToAllOptions() if opts is None else opts
-        return self._start_collective(
-            "alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts
-        )
+        sizes = output_split_sizes, input_split_sizes
+        return self._start_collective("alltoall_base", output_buffer, input_buffer, *sizes, opts or AllToAllOptions())
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
         """Complete when every rank has called it."""
-        return self._start_collective("barrier", BarrierOptions() if opts is None else opts)
+        return self._start_collective("barrier", opts or BarrierOptions())
 
     def broadcast(self, tensor_list: Tensors, opts: BroadcastOptions | None = None) -> Work:  # type: ignore[override]
         """Copy the tensors of rank `opts.rootRank` to all ranks, in place."""
@@ -145,15 +142,15 @@ class ProcessGroup(TorchProcessGroup):
         self, output_tensors: Tensors, input_tensors: list[Tensors], opts: ReduceScatterOptions | None = None
     ) -> Work:
         """Reduce lists of tensors over all ranks; each rank keeps the tensor of its index."""
-        opts = ReduceScatterOptions() if opts is None else opts
-        return self._start_collective("reduce_scatter", output_tensors, input_tensors, opts)
+        return self._start_collective("reduce_scatter", output_tensors, input_tensors, opts or ReduceScatterOptions())
 
     def reduce_scatter_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions | None = None
     ) -> Work:
         """Reduce tensors over all ranks; each rank keeps the slice of its index."""
-        opts = ReduceScatterOptions() if opts is None else opts
-        return self._start_collective("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts)
+        return self._start_collective(
+            "reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts or ReduceScatterOptions()
+        )
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
         """Send a tensor to one rank."""

@@ -12,7 +12,26 @@ from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.process_group.base import ProcessGroup, Tensors
 
 
-class CompletedWork(Work):
+class WorkOfFuture(Work):
+    """An operation that is over, and ends, as a future does."""
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until it is over; raises what the future has."""
+        self._future.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
+class CompletedWork(WorkOfFuture):
     """An operation that was over when it was started.
 
     Args:
@@ -20,18 +39,8 @@ class CompletedWork(Work):
     """
 
     def __init__(self, result: Any) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        super().__init__(torch.futures.Future())
         self._future.set_result(result)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return True
 
     def is_success(self) -> bool:
         return True

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, ReduceOp
 
 from torchft_ckpt.errors import ProcessGroupError
 from torchft_ckpt.process_group.base import ProcessGroup, Tensors
-from torchft_ckpt.process_group.dummy import CompletedWork
+from torchft_ckpt.process_group.dummy import CompletedWork, WorkOfFuture
 
 _Future = torch.futures.Future[Any]
 
@@ -122,25 +122,6 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 
     def size(self) -> int:
         return self._manager.num_participants()
-
-
-class WorkOfFuture(Work):
-    """An operation that is over, and ends, as a future does."""
-
-    def __init__(self, future: _Future) -> None:
-        super().__init__()
-        self._future = future
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it is over; raises what the future has."""
-        self._future.wait()
-        return True
-
-    def get_future(self) -> _Future:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
 
 
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
