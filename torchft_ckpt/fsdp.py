@@ -14,14 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager import Manager
 
 logger = logging.getLogger(__name__)
-
-_NUM_NAMED = 3
 
 
 def set_all_reduce_hook(manager: Manager, model: nn.Module) -> None:
@@ -72,7 +71,7 @@ def set_all_reduce_hook(manager: Manager, model: nn.Module) -> None:
         logger.warning(
             "gradients of %d parameters that FSDP does not manage are not averaged over the replica groups: %s",
             len(left_out),
-            ", ".join(left_out[:_NUM_NAMED]) + (", ..." if len(left_out) > _NUM_NAMED else ""),
+            some_of(left_out, ", "),
         )
 
 

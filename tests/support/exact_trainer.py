@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from support.exact_models import CLIP, GLOBAL_BATCH_SIZE, MICROBATCH_SIZE, SEED, Noisy, digest, loss_of, make
-from support.trainer_process import begin, is_over, make_manager, report
+from support.trainer_process import begin, is_over, make_manager, report, state_functions
 from torchft_ckpt import Checkpointer, HTTPTransport, Optimizer, StepLoader
 from torchft_ckpt.exact import tree_sum
 from torchft_ckpt.manager.step import Steps
@@ -75,18 +75,7 @@ def main() -> None:
             for parameter in model.parameters():
                 parameter.add_(1.0)
     transport = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-
-    def load_state_dict(state: dict[str, Any]) -> None:
-        model.load_state_dict(state["model"])
-        inner.load_state_dict(state["optimizer"])
-
-    manager = make_manager(
-        options,
-        transport,
-        load_state_dict,
-        lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        job=options.get("job"),
-    )
+    manager = make_manager(options, transport, *state_functions(model, inner), job=options.get("job"))
     num_groups, num_computed = options["num_groups"], 0
     steps = StepLoader(
         manager,

@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from torchft_ckpt.checkpointing.state.local_state import some_of
 from torchft_ckpt.core.training.outer_schedule import (
     Action,
     OuterSchedule,
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     from torchft_ckpt.process_group.quantization import Quantization
 
 logger = logging.getLogger(__name__)
-
-_NUM_NAMED = 3
 
 F = TypeVar("F", bound=Fragment)
 
@@ -657,14 +656,14 @@ class LeftOut:
                 "parameters that needed no gradient when the outer loop was made need one now (%d: %s): they are not exchanged,"
                 " no other replica group gets what is trained of them; make the loop before they are frozen",
                 len(new),
-                _some(new),
+                some_of(new),
             )
         if new := [name for key, name in foreign.items() if key not in self._foreign]:
             logger.warning(
                 "the inner optimizer trains parameters that are in no module of the outer loop (%d: %s): they are not exchanged,"
                 " each replica group keeps its own",
                 len(new),
-                _some(new),
+                some_of(new),
             )
         self._unfrozen, self._foreign = set(unfrozen), set(foreign)
         self._named |= self._unfrozen
@@ -676,7 +675,7 @@ class LeftOut:
                 "parameters that need no gradient were written to (%d: %s): they are not exchanged, and the global values of when"
                 " the loop began are put back (DiLoCo: in each round); make buffers of them, or leave them out of its modules",
                 len(written),
-                _some([*written.values()]),
+                some_of(written.values()),
             )
 
     def _find_unfrozen(self) -> Iterator[tuple[int, str]]:
@@ -692,7 +691,3 @@ class LeftOut:
             for name, param in zip(names, group["params"], strict=True):
                 if param.requires_grad and id(param) not in held:
                     yield id(param), f"{name}, of shape {tuple(param.shape)}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return "; ".join(names[:_NUM_NAMED]) + ("; ..." if len(names) > _NUM_NAMED else "")
