@@ -64,8 +64,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     lighthouse.set_defaults(run=_run_lighthouse)
 
     status = commands.add_parser("status", help="print what a lighthouse knows of its jobs, or of one, as JSON")
-    _add_lighthouse(status)
-    _add_job(status, "print all of this job (default: all jobs in short)")
+    _add_lighthouse(status, "print all of this job (default: all jobs in short)")
     status.set_defaults(run=_run_status)
 
     drain = commands.add_parser(
@@ -74,32 +73,26 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     drain.add_argument("group", metavar="GROUP", help="its replica id, or what stands before the last colon of it")
     _add_lighthouse(drain)
-    _add_job(drain, "the job; needed where there are several")
     drain.set_defaults(run=_run_drain)
 
     allow = commands.add_parser(
         "allow-step-loss", help="let a job whose newest state is lost go on from an older one, this once"
     )
     _add_lighthouse(allow)
-    _add_job(allow, "the job; needed where there are several")
-    allow.set_defaults(run=_run_allow_step_loss)
+    allow.set_defaults(run=_run_word, word="AllowStepLoss")
 
     forget = commands.add_parser(
         "forget-job", help="have a lighthouse forget a job none of whose groups is connected; its name may be used anew"
     )
     _add_lighthouse(forget)
-    _add_job(forget, "the job; needed where there are several")
-    forget.set_defaults(run=_run_forget_job)
+    forget.set_defaults(run=_run_word, word="ForgetJob")
 
 
-def _add_lighthouse(parser: argparse.ArgumentParser) -> None:
+def _add_lighthouse(parser: argparse.ArgumentParser, of_job: str = "the job; needed where there are several") -> None:
     parser.add_argument("--lighthouse", help="HOST:PORT (default: TORCHFT_LIGHTHOUSE)")
     add_token(parser)
     add_tls(parser)
-
-
-def _add_job(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--job", help=text)
+    parser.add_argument("--job", help=of_job)
 
 
 def _run_lighthouse(options: argparse.Namespace) -> int:
@@ -143,10 +136,10 @@ def _run_status(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_allow_step_loss(options: argparse.Namespace) -> int:
-    from torchft_ckpt.core.coordination.messages import AllowStepLoss
+def _run_word(options: argparse.Namespace) -> int:
+    from torchft_ckpt.core.coordination import messages
 
-    print(_lighthouse(options).tell(options.job, AllowStepLoss()))
+    print(_lighthouse(options).tell(options.job, getattr(messages, options.word)()))
     return 0
 
 
@@ -160,13 +153,6 @@ def _run_drain(options: argparse.Namespace) -> int:
     except msgspec.ValidationError as error:
         raise ConfigError(f"GROUP {options.group[:80]!r} is no name of a replica group: {error}", "group") from error
     print(_lighthouse(options).tell(options.job, word))
-    return 0
-
-
-def _run_forget_job(options: argparse.Namespace) -> int:
-    from torchft_ckpt.core.coordination.messages import ForgetJob
-
-    print(_lighthouse(options).tell(options.job, ForgetJob()))
     return 0
 
 
