@@ -196,7 +196,7 @@ def test_what_a_managers_user_chose_is_used_by_all_that_it_has(monkeypatch: pyte
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
     group = ProcessGroupGloo()
     manager = Manager(group, None, None, 1, lighthouse_addr=lighthouse.address(), hostname="127.0.0.3")
-    hosts = [group._hostname, manager._rank_config.store_address, manager._transport.metadata()]
+    hosts = [group._hostname, manager._rank_config.store_address, manager.hooks.transport.metadata()]
     manager.shutdown()
     lighthouse.shutdown()
     assert [host.removeprefix("http://").partition(":")[0] for host in hosts] == ["127.0.0.3"] * 3

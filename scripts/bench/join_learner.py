@@ -79,7 +79,7 @@ class Outcome:
     after_s: list[float]
     """Steps of all groups together, once it adds to them: on few cores they take longer, whoever came in however."""
     has_followed: bool
-    """Whether it was outside of the quorum while it received; else it came in as without `follow`, and no bar is kept."""
+    """Whether it was outside of the quorum while it received; else it came in as if it may not follow, and no bar is kept."""
     discarded: int
     quorum_ids: int
     joined_s: float | None
@@ -314,7 +314,7 @@ def _section(
     log_dir: Path,
     say: Say,
 ) -> Section:
-    """Measure each setting with `follow`, then without: a pair lies side by side in one run."""
+    """Measure each setting with following, then without: a pair lies side by side in one run."""
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     for setting in settings:
@@ -418,7 +418,7 @@ def run_cold(*, quick: bool, seed: int, log_dir: Path, say: Say) -> Section:
 
 
 def run_idle(*, quick: bool, seed: int, log_dir: Path, say: Say) -> Section:
-    """Bar 12: a job that no group joins, with `follow` and without, in turns."""
+    """Bar 12: a job that no group joins, with following and without, in turns."""
     medians: dict[bool, list[float]] = {True: [], False: []}
     for turn in range(2 if quick else 5):
         for follow in (True, False) if turn % 2 else (False, True):

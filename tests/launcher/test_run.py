@@ -148,7 +148,8 @@ import os, subprocess, sys
 from torchft_ckpt import HTTPTransport, Manager, ProcessGroupGloo
 os.chdir("/")
 manager = Manager(ProcessGroupGloo(), None, None, 1)
-print("at", os.environ["TORCHFT_LIGHTHOUSE"].partition("//")[0], manager._transport.metadata().partition("//")[0], flush=True)
+transport = manager.hooks.transport.metadata()
+print("at", os.environ["TORCHFT_LIGHTHOUSE"].partition("//")[0], transport.partition("//")[0], flush=True)
 done = subprocess.run([sys.executable, "-m", "torchft_ckpt", "status"], stdout=subprocess.DEVNULL)
 print("status", done.returncode, flush=True)
 manager.shutdown()

@@ -87,8 +87,8 @@ def test_running_statistics_and_generators_of_each_groups_own_give_no_alarm(
 ) -> None:
     replicas = groups(lighthouse)
     compared: list[str] = []
-    right = replicas[0].manager._check.digest
-    replicas[0].manager._check.digest = lambda: compared.append(right()) or compared[-1]  # type: ignore[method-assign, func-returns-value]
+    right = replicas[0].manager._parts.check.digest
+    replicas[0].manager._parts.check.digest = lambda: compared.append(right()) or compared[-1]  # type: ignore[method-assign, func-returns-value]
     with caplog.at_level(logging.WARNING):
         train_to(replicas, 4 * EVERY + 1)
     assert len({str(replica.norm.running_mean) for replica in replicas}) == 3
