@@ -165,6 +165,21 @@ def test_a_parameter_with_gaps_in_memory_goes_back_as_any_other() -> None:
         assert torch.equal(model.gate, before + counts)
 
 
+def test_parameters_that_the_loop_replaces_are_those_that_are_compared_and_go_back() -> None:
+    """As many, and of another shape: a cloud of points that grows. The layout stayed that of the first ones."""
+    loop = Loop()
+    loop.trains()
+    before = loop.registry.layout()
+    loop.model = nn.Linear(2, 3)
+    loop.sgd.param_groups[0]["params"][:] = loop.model.parameters()
+    loop.sgd.state.clear()
+    assert loop.registry.layout() != before
+    for counts in (True, False):  # whether the loop writes to them is known from the first step that counts
+        weight = loop.model.weight.detach().clone()
+        loop.step(lambda loop: loop.model.weight.data.add_(1), counts=counts)
+    assert torch.equal(loop.model.weight, weight)
+
+
 @torch.no_grad()
 def perturb(loop: Loop) -> None:
     loop.model.weight.add_(1)

@@ -93,7 +93,8 @@ class StateRegistry:
         self.lock = lock
         self.microbatches: StepLoader | PlainLoop = PlainLoop()
         self.num_changes = 0
-        """How often it was registered, guarded or loaded: then what is known of the loop's objects is to be looked for again."""
+        """How often it was registered, guarded or loaded, or optimizers got other parameters: then what is known of the loop's
+        objects is to be looked for again."""
         self._load: dict[str, Callable[[Any], None]] = {}
         self._get: dict[str, Callable[[], Any]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -101,7 +102,8 @@ class StateRegistry:
         """They step when groups that train apart agree, and only then."""
         self._moving: set[str] = set()
         self._unguarded: list[torch.optim.Optimizer] = []
-        self._layout: tuple[int, ParameterLayout] | None = None
+        self._layout: tuple[list[torch.Tensor], ParameterLayout] | None = None
+        """Of these parameters."""
         self._marks: list[tuple[int, int, int]] | None = None
         self._last_known: list[torch.optim.Optimizer] = []
         self._cached: list[torch.Tensor] = []
@@ -241,13 +243,13 @@ class StateRegistry:
         parameters = self._parameters()
         known = self._last_known
         remembers = not self._has_state and any(optimizer.state for optimizer in known)
-        if self._layout is None or self._layout[0] != len(parameters) or remembers:
+        if self._layout is None or self._layout[0] is not parameters or remembers:
             self._has_state, captured = self._has_state or remembers, captured or self.capture()
             places = self._number(captured)
             parameters, known = self._parameters(), self._last_known
             names = _names_of(parameters, known, places)
             named = [(names[id(p)], p) for p in parameters] if known else tensors_but_optimizer_state(captured)
-            self._layout = len(parameters), layout_of(named, only_sharded=not known, beside=self.microbatches.in_words)
+            self._layout = parameters, layout_of(named, only_sharded=not known, beside=self.microbatches.in_words)
             self._warn_of_left_out(captured, known)
         return self._layout[1]
 
@@ -292,6 +294,7 @@ class StateRegistry:
         marks = [(len(group), id(group[0]), id(group[-1])) for group in groups if group]
         if marks != self._marks:  # a pass over thousands takes as long as all else that each step does
             self._marks, self._cached = marks, _parameters_of(known)
+            self.num_changes += 1
         return self._cached
 
     def state_functions(self) -> list[Callable[[], Any]]:
