@@ -89,8 +89,8 @@ LEAF_FATES: Mapping[Moved, tuple[LeafFate, LeafFate, LeafFate, LeafFate]] = {
     # which newcomer differs:  nobody          was given it     stood still     is new
     Moved.NOWHERE: (LeafFate.OWN, LeafFate.OWN, LeafFate.OWN, LeafFate.GIVEN),
     Moved.ELDEST: (LeafFate.OWN, LeafFate.PARTED, LeafFate.GIVEN, LeafFate.GIVEN),
-    Moved.OTHERS: (LeafFate.LOADED, LeafFate.LOADED, LeafFate.LOADED, LeafFate.LOADED),
-    Moved.APART: (LeafFate.OWN, LeafFate.OWN, LeafFate.OWN, LeafFate.OWN),
+    Moved.OTHERS: (LeafFate.LOADED,) * 4,
+    Moved.APART: (LeafFate.OWN,) * 4,
 }
 """What follows from a leaf that differs, by where it has moved, and by `Came`."""
 
@@ -340,7 +340,8 @@ class Trials:
             quiet = {m for m in order if name in stood[m]} | new
             newcomers = quiet.intersection(differing) & (came | fresh)
             moves = _moves({of for m, of in by_member.items() if m not in quiet}, usual)
-            fate = LEAF_FATES[moves][max((_came(m, new, had) for m in newcomers), default=Came.NOBODY)]
+            kinds = (Came.NEW if m in new else Came.GIVEN if m in had else Came.STOOD for m in newcomers)
+            fate = LEAF_FATES[moves][max(kinds, default=Came.NOBODY)]
             if fate is LeafFate.GIVEN:
                 given[name] = newcomers.isdisjoint(new)
                 late.update(newcomers)
@@ -357,9 +358,9 @@ class Trials:
                 verdict.said.append(self._give(members, others, those, step, verdict, what))
             self._note_given(given, step)
             if late := late - verdict.loads.keys():
-                has = f"has come in, and differs from {name_some(others)} in {name_some(sorted(given))}"
-                what = f"{name_some(sorted(late))} {has}"
-                verdict.noted.append(self._give(members, others, sorted(late), step, verdict, what))
+                those, leaves = sorted(late), name_some(sorted(given))
+                what = f"{name_some(those)} has come in, and differs from {name_some(others)} in {leaves}"
+                verdict.noted.append(self._give(members, others, those, step, verdict, what))
             # Who cannot load now, as it owes a backward pass say, is given it after the next step, as if that were its first.
             verdict.equal -= (late | wrong) - verdict.loads.keys()
             return
@@ -440,10 +441,6 @@ def _moves(values: Collection[object], usual: object) -> Moved:
     if len(values) > 1:
         return Moved.APART
     return Moved.NOWHERE if not values else Moved.ELDEST if usual in values else Moved.OTHERS
-
-
-def _came(newcomer: str, new: Collection[str], had: Collection[str]) -> Came:
-    return Came.NEW if newcomer in new else Came.GIVEN if newcomer in had else Came.STOOD
 
 
 def _stood(member: Member) -> set[str]:
