@@ -93,7 +93,9 @@ def test_no_quorum_is_held_for_one_that_is_not_connected_yet_and_those_who_train
     assert comes_in(c) == f"quorum 2 step {a.step} healthy"
 
 
-@pytest.mark.parametrize("who", ["the newcomer cannot", "one of the others cannot", "the newcomer says nothing"])
+@pytest.mark.parametrize(
+    "who", ["the newcomer cannot", "one of the others cannot", "the newcomer says nothing", "all wait in vain"]
+)
 def test_one_that_cannot_be_connected_stays_outside_and_costs_the_others_neither_a_step_nor_time(who: str) -> None:
     job = Job(least=2)
     a, b = at_work(job, "a", "b")
@@ -110,7 +112,7 @@ def test_one_that_cannot_be_connected_stays_outside_and_costs_the_others_neither
             elif who == "one of the others cannot":
                 c.is_connected()
                 b.is_connected("no route to c")
-            else:
+            elif who == "the newcomer says nothing":
                 a.is_connected()
                 b.is_connected()
         job.passes(0.5)
@@ -121,12 +123,31 @@ def test_one_that_cannot_be_connected_stays_outside_and_costs_the_others_neither
     assert 5 <= num_tries <= 16, "it is tried again, less and less often"
     assert "it cannot be connected with those who train" in c.hears()[-1]
     assert any("look for a firewall" in line for line in job.log)
-    job.passes(60.0)
+    for _ in range(600):
+        if c.connect is not None and c.connect.place not in places:
+            break
+        job.passes(0.5)
     are_asked([a, b])
     for member in (a, b, c):
         member.is_connected()
     are_asked([a, b])
     assert comes_in(c) == f"quorum 2 step {a.step} healthy", "the firewall is gone"
+
+
+def test_one_whose_connections_hang_longer_than_an_answer_may_take_keeps_no_other_newcomer_outside() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c, d = (comes(job, name) for name in "cd")
+    ends_alone(c)
+    ends_alone(d)
+    for _ in range(200):
+        if d.connect is not None and (c.connect is None or d.connect.place != c.connect.place):  # it is tried without c
+            break
+        job.passes(1.0)
+    for member in (a, b, d):
+        member.is_connected()
+    are_asked([a, b])
+    assert comes_in(d) == f"quorum 2 step {a.step} healthy"
 
 
 def test_one_that_comes_while_another_is_connected_is_next_also_if_the_other_dies() -> None:

@@ -184,7 +184,7 @@ class Connecting:
             return
         silent = [m for m in meeting.parties if m not in meeting.connected]
         why = f"{name_some(silent)} has not said within {ANSWERS_WITHIN_S:g} s whether it is connected"
-        if set(silent) <= {*meeting.newcomers}:
+        if {*meeting.newcomers}.intersection(silent):  # those who train have met each other, and may only wait for it
             yield from self._fails(meeting, why, now)
         else:
             yield Log(f"{name_some(meeting.newcomers)} stays outside, and is tried again: {why}", is_warning=True)
