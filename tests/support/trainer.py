@@ -3,7 +3,7 @@
 Its options come as one JSON object on the command line. Files in the directory `control` steer it while it runs:
 `stop` holds the step to end at, `slow` the seconds that each fetch takes, `fail` makes each fetch fail. With `frozen_mb` the
 state holds so much that no step changes; `rate` is what a transfer is expected to bring in a second, before one was measured, and
-`serve_bytes_per_s` what this rank serves.
+`serve_bytes_per_s` what this rank serves. Loading takes `load_s`, and the loop `top_s` from then to its next step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,14 @@ def main() -> None:
         max_serve_bytes_per_s=options.get("serve_bytes_per_s"),
     )
     transport.control, transport.cancelled = Path(options["control"]), threading.Event()
-    load_state_dict, state_dict = state_functions(model, inner)
+    load_now, state_dict = state_functions(model, inner)
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        report("loading")
+        time.sleep(options.get("load_s", 0.0))
+        load_now(state)
+        report("loaded")
+
     follows = options.get("follow", False) or options.get("spare", False) or "join_stall_limit_s" in options
     stall_limit = timedelta(seconds=options.get("join_stall_limit_s", 60.0)) if follows else None
     try:
@@ -107,6 +114,9 @@ def main() -> None:
     try:
         while not is_over(options, manager.current_step()):
             before = manager.statistics()
+            if manager.view().came_in:
+                time.sleep(options.get("top_s", 0.0))
+                report("begins")
             batch = torch.randn(8, 64, generator=generator).to(DEVICE)
             optimizer.zero_grad()
             if options.get("pause_s"):
