@@ -268,7 +268,7 @@ def test_a_large_tensor_that_a_load_function_clears_before_it_reads_it_is_not_ta
     """It was given what is here, as that had not moved, and put back zeros."""
     monkeypatch.setattr(coming_in, "MAX_COPIED_BYTES", 1024)
     run = Run(Clearing)
-    joined = Clearing(run.server, "c", seed=7, heal_in_place=False)
+    joined = Clearing(run.server, "c", seed=7)
     assert not joined.step()
     joined.count += 1
     with caplog.at_level(logging.WARNING, "torchft_ckpt"):

@@ -35,6 +35,7 @@ from torchft_ckpt.errors import (
     UnsupportedValueError,
 )
 from torchft_ckpt.manager import rank_config, step_client
+from torchft_ckpt.manager.step import Steps
 
 SHORT = timedelta(seconds=20)
 _seeding = threading.Lock()
@@ -693,6 +694,26 @@ def test_shutdown_leaves_no_thread_and_can_be_repeated(lighthouse: LighthouseSer
     replica.manager.shutdown()
     left = set(threading.enumerate()) - before
     for thread in left:  # the process group drops its sockets on a thread of its own, which ends by itself
+        thread.join(timeout=5)
+    assert [thread.name for thread in left if thread.is_alive()] == []
+
+
+@pytest.mark.parametrize("what", ["a variable", "the process group"])
+def test_a_manager_that_cannot_be_made_leaves_nothing_running(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no store here")
+
+    if what == "a variable":
+        monkeypatch.setenv("TORCHFT_CKPT_LOG_EVERY_SEC", "now and then")
+    else:
+        monkeypatch.setattr(Steps, "prepare_store", fails)
+    before = set(threading.enumerate())
+    with pytest.raises((ConfigError, RuntimeError)):
+        Replica(lighthouse, "group")
+    left = set(threading.enumerate()) - before
+    for thread in left:
         thread.join(timeout=5)
     assert [thread.name for thread in left if thread.is_alive()] == []
 

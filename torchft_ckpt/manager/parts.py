@@ -71,6 +71,12 @@ class Parts:
     ) -> None:
         rank_0 = rank_config.find_rank_0()
         party = rank_config.replica_id if rank_0 is None else rank_0.replica_id
+        self.outcomes = StepOutcomes(
+            party,
+            min_replica_size=settings.min_replica_size,
+            max_retries=max_retries,
+            log_every=config.resolve(None, config.LOG_EVERY, timedelta(seconds=2), config.parse_pause),
+        )
         ours = None if given is None else as_ours(given, party)
         self.lock = (ours.state_lock if ours is not None else None) or StateDictLock(timeouts.collective)
         transport: CheckpointTransport[Any] = ours or HTTPTransport(
@@ -115,12 +121,6 @@ class Parts:
             events=self.events,
             is_alone=rank_config.group_world_size == 1,
             limit=timeouts.transfer,
-        )
-        self.outcomes = StepOutcomes(
-            party,
-            min_replica_size=settings.min_replica_size,
-            max_retries=max_retries,
-            log_every=config.resolve(None, config.LOG_EVERY, timedelta(seconds=2), config.parse_pause),
         )
         clearing = Clearing(pg, name=party, ask=self.client.ask_to_start)
         self.way_out = WayOut(self.client, clearing)
@@ -172,8 +172,10 @@ class Parts:
                 heartbeat_interval=heartbeat_interval,
                 connect_timeout=timeouts.connect,
             )
-        except BaseException:  # an interrupt too: nobody else could end it
+            self.steps.prepare_store(self.client.link.store_address())
+        except BaseException as error:  # an interrupt too: nobody else could end it
+            if (link := getattr(self.client, "link", None)) is not None:
+                link.shutdown(f"its Manager could not be made: {error!r}")
             if given is None:
                 transport.shutdown()
             raise
-        self.steps.prepare_store(self.client.link.store_address())
