@@ -279,6 +279,19 @@ def test_a_large_tensor_that_a_load_function_clears_before_it_reads_it_is_not_ta
     run.close(joined)
 
 
+def test_a_rank_whose_load_function_clears_what_it_is_given_says_so_also_if_only_another_rank_has_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks load then; this one was taken for put back, with zeros."""
+    monkeypatch.setattr(coming_in, "MAX_COPIED_BYTES", 1024)
+    weight = torch.ones(64, 64)
+    registry = StateRegistry(StateDictLock())
+    registry.register("model", lambda saved: cast(None, weight.zero_().add_(saved["w"])), lambda: {"w": weight})
+    came_in, version = CameIn(registry), cast(Any, object())
+    came_in.take(version)
+    assert not came_in.put_back(version, agree=lambda moved: True)
+
+
 class Fragile(Counting):
     """What its load function raises, if it has something to raise."""
 

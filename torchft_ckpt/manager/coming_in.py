@@ -107,10 +107,10 @@ class CameIn:
             has_loaded = bool(keys) and not lost
         else:  # the other ranks may have moved something else
             has_loaded, keys = agree(bool(moved)), [*state]
-        if has_loaded:  # the loop may keep what it is given; of what is not copied that is what is here
-            has_loaded = self._registry.load(self._copied(fixed(state), ""), keys, in_place=True)
-        self._seen = None if moved or has_loaded else self._seen
         is_whole = not lost and (has_loaded or not moved)
+        self._seen = None if moved or has_loaded else self._seen
+        if has_loaded:  # the loop may keep what it is given; of what is not copied that is what is here
+            is_whole &= self._registry.load(self._copied(fixed(state), ""), keys, in_place=True)
         self.moved = [*moved, *self._registry.take_settings(self._own)]
         return is_whole
 
