@@ -13,6 +13,7 @@ from torch import nn
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.manager import undo
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.undo import _MAX_IN_A_ROW, Undo
 from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES
@@ -297,3 +298,10 @@ def test_the_place_in_the_data_stays() -> None:
     loop.trains()
     loop.step(lambda _: next(loop.loader))
     assert loop.loader.place == 4
+
+
+@pytest.mark.parametrize("module", ["logging_utils", "asyncio_trainer", "threading_loop"])
+def test_a_class_of_a_script_is_no_service_for_the_beginning_of_its_modules_name(module: str) -> None:
+    """What it has is state of a loop, and goes back."""
+    assert not undo._is_apart(type("Tracker", (), {"__module__": module}))
+    assert undo._is_apart(type("Handler", (), {"__module__": "logging.handlers"}))

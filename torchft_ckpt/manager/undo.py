@@ -51,9 +51,10 @@ _OF_TORCH = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _COPIED = (list, deque, *_OF_TORCH)
 _OF_MODULES = ("_buffers", "_parameters", "_modules")
 _APART = (
-    *("torch.utils.data", "torchdata", "threading", "logging", "asyncio", "aiohttp"),
-    *(f"torchft_ckpt.{part}" for part in ("manager", "process_group", "checkpoint", "coordination", "core")),
+    *("torch.utils.data.", "torchdata.", "threading.", "logging.", "asyncio.", "aiohttp."),
+    *(f"torchft_ckpt.{part}" for part in ("manager.", "process_group.", "checkpoint", "coordination.", "core.")),
 )
+"""Modules, with what is in them: a script's own `logging_utils` is another."""
 
 
 @dataclass(slots=True, eq=False)
@@ -432,7 +433,7 @@ def _names_in(code: CodeType) -> list[str]:
 def _is_apart(kind: type) -> bool:
     """Whether objects of a class hold no state of a loop, or stay: classes, data loaders, parts of this library."""
     is_plain = issubclass(kind, (type, ModuleType, torch.Tensor, *_PLAIN)) or hasattr(kind, "__next__")
-    return is_plain or any(str(base.__module__).startswith(_APART) for base in kind.__mro__)
+    return is_plain or any(f"{base.__module__}.".startswith(_APART) for base in kind.__mro__)
 
 
 def _can_be_held(tensor: torch.Tensor) -> bool:
