@@ -298,7 +298,11 @@ def test_checkpoints_that_accelerate_names_have_the_job_s_step(tmp_path: Path) -
 def test_three_groups_have_the_same_bits(tmp_path: Path) -> None:
     """One of them is killed and comes back; within an epoch no sample is read twice."""
     with FrameworkJob(
-        tmp_path, group_script(tmp_path), *start_arguments(tmp_path, samples=120, epochs=8), num_groups=3
+        tmp_path,
+        group_script(tmp_path),
+        *start_arguments(tmp_path, samples=120, epochs=8),
+        num_groups=3,
+        min_replicas=2,
     ) as job:
         is_there, is_back = tmp_path / "is there", tmp_path / "is back"
         waits = ["--wait", "2", str(is_there), "--wait", "20", str(is_back)]
