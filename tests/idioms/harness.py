@@ -473,7 +473,7 @@ class Life(Job):
         return self.step < self.run.stops_at
 
     def registered(self) -> dict[str, Any]:
-        return dict(self.current.registry.capture())
+        return dict(self.current.hooks.registry.capture())
 
     def note_vote(self, manager: Manager, committed: bool) -> None:
         self.is_discarded = not committed

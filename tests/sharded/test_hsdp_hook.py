@@ -27,7 +27,7 @@ class Averages:
     computes_by_microbatches = False
 
     def __init__(self, average: Callable[[torch.Tensor], object]) -> None:
-        self.average = average
+        self.average, self.hooks = average, self
         self.seen: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: object = None, of: object = None) -> Any:
