@@ -1,4 +1,4 @@
-"""What optimizers do to the state: each step of a guarded one takes the write lock, and says for which step it is."""
+"""Optimizers change the state: each step of a guarded one takes the write lock, and says for which step it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the wrappers of this package tell a Manager, and ask of it: optimizers, DDP, loaders, outer loops and checkpointers.
+"""The wrappers of this package tell a Manager this, and ask it this: optimizers, DDP, loaders, outer loops, checkpointers.
 
 A script calls none of it, and none of it is promised to stay: what scripts call is `Manager`. What a part of the Manager does is
 that part's method here, under the name by which wrappers know it.
@@ -45,9 +45,9 @@ class Hooks:
         self._way_out = parts.way_out
         self._starting = parts.starting
         self.registry = parts.registry
-        """What is registered, for what saves and restores it."""
+        """It holds what is registered, for what saves and restores it."""
         self.events = parts.events
-        """What happens on its way to listeners, for what adds to it."""
+        """The queue of events to listeners, for what adds to it."""
         self.transport = parts.transport
         """The one that the Manager was given, or made."""
         self.open_graphs = steps.graphs

@@ -111,11 +111,11 @@ class Parts:
             events=self.events,
             answer_leaves=self.check.answer,
         )
-        self.serving = StateServing(transport, self.registry, self.own, self.lock, lease=timeouts.transfer, party=party)
+        serving = StateServing(transport, self.registry, self.own, self.lock, lease=timeouts.transfer, party=party)
         self.recovery = Recovery(
             self.healing,
             self.registry,
-            self.serving,
+            serving,
             self.own,
             self.client,
             events=self.events,
@@ -134,7 +134,7 @@ class Parts:
             timeouts=timeouts,
             registry=self.registry,
             own=self.own,
-            serving=self.serving,
+            serving=serving,
             healing=self.healing,
             recovery=self.recovery,
             check=self.check,
@@ -149,20 +149,20 @@ class Parts:
             self.client,
             self.steps,
             registry=self.registry,
-            serving=self.serving,
+            serving=serving,
             recovery=self.recovery,
             rank_config=rank_config,
         )
         self.starting = StartingRank(
             self.client,
             registry=self.registry,
-            serving=self.serving,
+            serving=serving,
             healing=self.healing,
             recovery=self.recovery,
             address=address,
             limit=timeouts.quorum,
         )
-        self.guard = StepGuard(self.client, self.registry, self.serving, self.steps)
+        self.guard = StepGuard(self.client, self.registry, serving, self.steps)
         try:
             self.client.connect(
                 rank_config,

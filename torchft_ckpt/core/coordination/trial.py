@@ -55,7 +55,7 @@ NOWHERE = "something that no state_dict function returns"
 
 
 class LeafFate(Enum):
-    """What is found out of a leaf that no optimizer owns."""
+    """The verdict on a leaf that no optimizer owns."""
 
     OPEN = "nothing"
     COMMON = "it has to be equal in all groups"
@@ -66,7 +66,7 @@ class LeafFate(Enum):
 
 
 class Moved(Enum):
-    """Where a leaf that differs has moved. What a newcomer has made of it in its first step says nothing."""
+    """The groups in which a leaf that differs has moved. What a newcomer has made of it in its first step says nothing."""
 
     NOWHERE = "nowhere"
     ELDEST = "in the longest in the job alone"
@@ -92,7 +92,7 @@ LEAF_FATES: Mapping[Moved, tuple[LeafFate, LeafFate, LeafFate, LeafFate]] = {
     Moved.OTHERS: (LeafFate.LOADED,) * 4,
     Moved.APART: (LeafFate.OWN,) * 4,
 }
-"""What follows from a leaf that differs, by where it has moved, and by `Came`."""
+"""The verdict on a leaf that differs, by where it has moved, and by `Came`."""
 
 
 @dataclass(slots=True)
