@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -208,3 +209,13 @@ def test_an_outer_loop_tells_its_manager_the_schedule_by_which_it_knows_the_plac
     finally:
         manager.shutdown()
         lighthouse.shutdown()
+
+
+def test_a_users_test_may_give_an_outer_loop_a_stand_in_of_a_manager() -> None:
+    """`create_autospec` knows methods and properties; what a Manager's constructor assigns, it does not have."""
+    stand_in = create_autospec(Manager)
+    stand_in.current_step.return_value = 0
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    with DiLoCo(stand_in, [model], *optimizers, sync_every=2):
+        assert stand_in.hooks.outer_schedule.sync_every == 2

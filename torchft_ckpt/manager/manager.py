@@ -244,9 +244,13 @@ class Manager:
         if load_state_dict is not None and state_dict is not None:
             self._registry.register("default", load_state_dict, state_dict)
         self._client.owner = self
-        self.hooks = Hooks(parts, self.start_quorum, self.load_state_dict)
-        """For the wrappers of this package."""
+        self._hooks = Hooks(parts, self.start_quorum, self.load_state_dict)
         end_at_exit(self.shutdown)
+
+    @property
+    def hooks(self) -> Hooks:
+        """For the wrappers of this package. A property, as a stand-in that `create_autospec(Manager)` makes has these only."""
+        return self._hooks
 
     # ------------------------------------------------------------------------------------------- what is to be moved
 
