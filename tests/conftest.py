@@ -43,7 +43,8 @@ class FailuresAtOnce:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             lines = report.longreprtext.strip().splitlines() or [""]
-            why = next((line[1:].strip() for line in lines if line.startswith("E ")), lines[-1])
+            crash = getattr(report.longrepr, "reprcrash", None)  # of the last in a chain of exceptions
+            why = crash.message.splitlines()[0] if crash is not None and crash.message else lines[-1]
             self._terminal.write(f"\n{report.nodeid} failed: {why}\n")
 
 

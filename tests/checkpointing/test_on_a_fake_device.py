@@ -159,12 +159,19 @@ def test_samples_are_copied_alone_while_all_the_rest_waits(
 ) -> None:
     weight = device.tensor(noise(40 * MIB))
     snapshot = snapshot_of({"w": weight}, num_expected=0)
-    monkeypatch.setattr(Staging, "_take", lambda self: None)  # no part is copied by itself
+    ends = threading.Event()
+
+    def take_none(_: Staging) -> None:
+        """No part is copied by itself, and the copying is not over before this test is: the memory is let go then."""
+        ends.wait(LIMIT.total_seconds())
+
+    monkeypatch.setattr(Staging, "_take", take_none)
     found = sample_blocks(snapshot, range(40))
     whole = weight.numpy().tobytes()
     assert found == {n: digest_of(n, whole[slice(*sample_range(n, 40 * MIB, MIB))]) for n in range(40)}
     assert device.num_copied[True] == 40 * 256
     snapshot.close()
+    ends.set()
 
 
 def test_a_closed_snapshot_keeps_nobody_waiting(device: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
