@@ -11,9 +11,7 @@ import atexit
 import contextlib
 import errno
 import logging
-import operator
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future
@@ -26,15 +24,14 @@ import torch
 
 from torchft_ckpt.checkpointing import HTTPTransport, StateDictLock
 from torchft_ckpt.checkpointing.durable.cooperative_read.lookup import Candidates
-from torchft_ckpt.checkpointing.durable.cooperative_read.ranks import Ranks
+from torchft_ckpt.checkpointing.durable.cooperative_read.ranks import Ranks, name_of_run
 from torchft_ckpt.checkpointing.durable.cooperative_read.shared_read import SharedRead
-from torchft_ckpt.checkpointing.durable.format.manifest import PlainValue
-from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name
+from torchft_ckpt.checkpointing.durable.names import CheckpointName, checkpoint_name, plain_step
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
-    Checkpoint,
     beside_whole_ones,
     is_closed,
     list_checkpoints,
+    newest_step,
 )
 from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import (
     Template,
@@ -43,7 +40,7 @@ from torchft_ckpt.checkpointing.durable.reading.fresh_optimizers import (
     template_of,
 )
 from torchft_ckpt.checkpointing.durable.reading.loading import give_back, load_into
-from torchft_ckpt.checkpointing.durable.reading.reader import OWNERS_KEY, CheckpointReader
+from torchft_ckpt.checkpointing.durable.reading.reader import OWNERS_KEY, CheckpointReader, has_own
 from torchft_ckpt.checkpointing.durable.saving.capture import CapturedState, get_random_state, set_random_state
 from torchft_ckpt.checkpointing.durable.saving.dividing import ShareBook
 from torchft_ckpt.checkpointing.durable.saving.holdings import HoldingsIndex
@@ -54,30 +51,25 @@ from torchft_ckpt.checkpointing.durable.saving.saver import (
     SaveOnlooker,
     SaveTask,
     SaveWorker,
-    close_checkpoint,
+    close_if_open,
 )
 from torchft_ckpt.checkpointing.durable.storage.contract import Storage
 from torchft_ckpt.checkpointing.durable.storage.fsspec_storage import open_storage
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
 from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
-from torchft_ckpt.checkpointing.state.classes import KnownClasses
 from torchft_ckpt.checkpointing.state.parameters import names_of, note_returned
-from torchft_ckpt.checkpointing.state.tree import items_of_node, largest_value
-from torchft_ckpt.config import TOKEN, not_negative, resolve
-from torchft_ckpt.core.coordination.messages import name_some
+from torchft_ckpt.checkpointing.state.tree import largest_value
+from torchft_ckpt.config import not_negative
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.durable.retention import plan_removals
 from torchft_ckpt.core.durable.saving import SavingRank, Writers
-from torchft_ckpt.core.services.proofs import is_proof, key_for, proof
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
     SaveInFlightError,
-    SourceLostError,
-    SourceRefusedError,
     StateChangedError,
     StorageError,
     torn_where_it_raises,
@@ -86,7 +78,7 @@ from torchft_ckpt.events import CheckpointSaved
 from torchft_ckpt.manager.optimizer_settings import guard_steps
 from torchft_ckpt.manager.restoring import Restoring
 from torchft_ckpt.manager.saving import (
-    IN_STEP,
+    LaterSave,
     NotSaving,
     Onlooking,
     SaveIdentity,
@@ -139,52 +131,11 @@ class Restored:
     bytes_from_peers: int = 0
 
 
-class _LaterSave(Future[SavedCheckpoint]):
-    """A save that was asked for in the middle of a step. Who waits for it begins it; in that step he gets an error instead."""
-
-    def __init__(self, is_too_early: Callable[[], bool], save: Callable[[], Future[SavedCheckpoint]]) -> None:
-        super().__init__()
-        self._is_too_early = is_too_early
-        self._save: Callable[[], Future[SavedCheckpoint]] | None = save
-
-    def begin(self) -> None:
-        """Save, on the training thread; whatever goes wrong is in this future. Again, it does nothing."""
-        save, self._save = self._save, None
-        if save is None:
-            return
-        try:
-            if self._is_too_early():
-                raise CheckpointError(f"nothing was saved: {IN_STEP}", "save")
-            save().add_done_callback(self._take)
-        except Exception as error:  # noqa: BLE001 - it is in the future
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        logger.warning("a save that was asked for in the middle of a step: %s", error)
-        self.set_exception(error)
-
-    def _take(self, saved: Future[SavedCheckpoint]) -> None:
-        error = saved.exception()
-        self.set_result(saved.result()) if error is None else self._fail(error)
-
-    def result(self, timeout: float | None = None) -> SavedCheckpoint:
-        if self._save is not None and self._is_too_early():
-            raise CheckpointError(
-                f"the save is made when the step is over, so it cannot be waited for here: {IN_STEP}", "save"
-            )
-        self.begin()
-        return super().result(timeout)
-
-
 def _is_answered_by(last: SaveWorker | SaveOnlooker, identity: SaveIdentity | Onlooking) -> bool:
     """Whether what becomes of that save of the same state is what becomes of this one."""
     if isinstance(last, SaveOnlooker) and isinstance(identity, SaveIdentity):
         return last.saved is not None and last.saved.is_closed  # the others are gone since
     return not last.future.done() or last.saved is not None
-
-
-def _has_own(own: PlainValue) -> bool:
-    return any(item is not None for key, item in items_of_node(own.node) if key in ("user", "random"))
 
 
 class Checkpointer:
@@ -288,7 +239,7 @@ class Checkpointer:
         self._owner = os.getpid()
         """The process whose threads save."""
         self._num_saves = 0
-        self._later: list[_LaterSave] = []
+        self._later: list[LaterSave] = []
         """Saves that were asked for in the middle of a step."""
         self._is_saving = self._copies_at_once = False
         """The state changes without the lock, as was found: each save copies it when it is called."""
@@ -373,7 +324,7 @@ class Checkpointer:
             self._manager.hooks.check_followed("the state is to be saved")
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
-        step = _plain_step(step)
+        step = plain_step(step)
         if self._is_in_step():
             return self._save_later(lambda: self.save(state_dict, step=step, rank_state=rank_state, tier=tier))
         self._is_saving = True
@@ -508,7 +459,7 @@ class Checkpointer:
 
     def _save_later(self, save: Callable[[], Future[SavedCheckpoint]]) -> Future[SavedCheckpoint]:
         """Save when this step is over and the next one begins, where a Manager knows that."""
-        later = _LaterSave(self._is_in_step, save)
+        later = LaterSave(self._is_in_step, save)
         if self._manager is None:
             later.begin()
         else:
@@ -567,7 +518,7 @@ class Checkpointer:
         if not task.is_storage_shared:
             # Whether others have their parts of these is not to be seen from here. So nothing goes but what is older than a
             # checkpoint that is known to be whole.
-            newest = _newest(self._storages[Tier.STORAGE], whole=True)
+            newest = newest_step(self._storages[Tier.STORAGE], whole=True)
             removals = [name for name in removals if newest is not None and name.step <= newest]
         for name in removals:
             with _logged(f"checkpoint {name} stays for now"):
@@ -654,7 +605,7 @@ class Checkpointer:
                 largest_value(captured.manifest.tree),
             )
         is_nameless = identity.num_replicas > 1 and not identity.replica_id
-        if is_nameless and _has_own(captured.own) and self._is_news("nameless"):
+        if is_nameless and has_own(captured.own) and self._is_news("nameless"):
             logger.warning(
                 "what ranks save of their own (rank_state, random state) will not be restored: their group has no name to find it"
                 " by. Give each Manager a replica_id that is the same after a restart"
@@ -732,7 +683,7 @@ class Checkpointer:
         """
         if self._manager is not None:
             raise ConfigError("with a Manager use restore: load would not tell it, nor the other groups", "manager")
-        step = _plain_step(step)
+        step = plain_step(step)
         template = template_of(state_dict)
         self._make_way()
         with _ranks_to_load() as ranks:
@@ -765,7 +716,7 @@ class Checkpointer:
             with ranks.all_go_on():
                 give_back(state_dict, template.state_dict)
                 ranks.say_done(f"that all have step {found}")
-            rank_state = self._rank_state_of(reader, "", self._place()[0])
+            rank_state = reader.own_after_restart("", *self._place())
         source = RestoreSource.STORAGE if whole.is_shared else RestoreSource.LOCAL_DISK
         reason = f"step {found} from {source.value}"
         restored = Restored(
@@ -810,12 +761,12 @@ class Checkpointer:
         manager = self._manager
         if manager is None:
             raise ConfigError("restore needs a Manager; use load", "manager")
-        step = _plain_step(step)
+        step = plain_step(step)
         check_optimizers_known(manager)
         check_state(manager)
         self._check_places()
         in_memory = None if manager.is_behind or not manager.current_step() else manager.current_step()
-        found = {tier: _newest(storage, whole=tier is Tier.STORAGE) for tier, storage in self._storages.items()}
+        found = {tier: newest_step(storage, whole=tier is Tier.STORAGE) for tier, storage in self._storages.items()}
 
         def chosen(peers: int | None = None) -> Restored:
             choice = choose_restore_source(in_memory, peers, found.get(Tier.LOCAL), found[Tier.STORAGE])
@@ -842,7 +793,9 @@ class Checkpointer:
                 end_restore(manager, from_peers=True)
                 return self._logged_restored(chosen(restoring.others_hold))
             with torn_where_it_raises("restoring a checkpoint", "restore"):
-                rank_state = self._rank_state_of(reader, group_name(manager), manager.group_rank, restoring.num_groups)
+                rank_state = reader.own_after_restart(
+                    group_name(manager), manager.group_rank, manager.group_world_size, restoring.num_groups
+                )
         except BaseException as error:
             if restoring.has_written:  # so that it is not taken for a state, should the script go on
                 manager.report_torn_state()
@@ -863,7 +816,7 @@ class Checkpointer:
                 step,
             )
         if restoring.has_read and manager.group_rank == 0:
-            self._close_if_open(reader.checkpoint)
+            close_if_open(self._storages[Tier.STORAGE], reader.checkpoint)
         end_restore(manager, from_peers=False)
         found[Tier.LOCAL if restoring.source is RestoreSource.LOCAL_DISK else Tier.STORAGE] = read_step
         restored = replace(
@@ -896,44 +849,6 @@ class Checkpointer:
             reason = f"{reason}; {beside}"
             logger.warning("the job begins at step 0 beside what is there: %s", reason)
         return Restored(source=RestoreSource.NOTHING, step=None, reason=reason)
-
-    def _close_if_open(self, checkpoint: Checkpoint) -> None:
-        """Close what is whole, and whose writers died before they saw it: else it would not count for retention, nor for DCP."""
-        storage = self._storages[Tier.STORAGE]
-        try:
-            if not is_closed(storage, checkpoint.name) and all(part.storage is storage for part in checkpoint.parts):
-                close_checkpoint(storage, checkpoint)
-        except StorageError as error:
-            logger.info("checkpoint %s stays without DCP's metadata: %s", checkpoint.name, error)
-
-    def _rank_state_of(
-        self, reader: CheckpointReader, replica_id: str, rank: int, num_groups: int | None = None
-    ) -> object:
-        """Return what this rank saved of itself, or None; warn where that of a rank finds nobody, or this rank finds none."""
-        checkpoint, num_ranks = reader.checkpoint, self._place()[1]
-        part = checkpoint.own_part(replica_id, rank)
-        is_here = part is not None and part.manifest.num_ranks == num_ranks
-        saved = [one.manifest for one in checkpoint.parts if _has_own(one.manifest.own)]
-        names = sorted({one.replica_id for one in saved})
-        why = ""
-        if is_here and saved and num_groups is not None and num_groups < saved[0].num_replicas:
-            why = f"{saved[0].num_replicas} groups saved it ({name_some(names)}), and {num_groups} start"
-        elif not checkpoint.parts:
-            why = "it came from another group, and this rank can read nothing of the checkpoint"
-        elif not is_here and names == [""] and saved[0].num_replicas > 1:
-            why = "nobody knows whose it was: give each Manager a replica_id that is the same after a restart"
-        elif not is_here and saved:
-            why = (
-                f"rank {rank} of {num_ranks} of {replica_id!r} is none of those who saved it:"
-                f" {saved[0].num_ranks} of each of {name_some(names)}"
-            )
-        if why:
-            logger.warning(
-                "not all that ranks had of their own at step %d (rank_state, random state) is restored: %s",
-                checkpoint.name.step,
-                why,
-            )
-        return reader.own(replica_id, rank, KnownClasses()) if is_here else None
 
     def _logged_restored(self, restored: Restored, rank_state: object = None) -> Restored:
         """Return it with what a rank has saved of its own, and its random state set."""
@@ -968,84 +883,7 @@ def _logged(consequence: str) -> Iterator[None]:
         logger.warning("%s: %s", consequence, error)
 
 
-def _plain_step(step: SupportsIndex | None) -> int | None:
-    """Return a step as a plain int: numpy's go into no manifest.
-
-    Raises:
-        ConfigError: it is no whole number, or negative.
-    """
-    if step is None:
-        return None
-    try:
-        number = operator.index(step)
-    except TypeError as error:
-        raise ConfigError(f"step={step!r:.80}: a whole number was expected", "step") from error
-    if number < 0:
-        raise ConfigError(f"step={number}: a step is not negative", "step")
-    return number
-
-
-def _newest(storage: Storage, *, whole: bool) -> int | None:
-    """Return the newest step that there is, without reading it; `whole`: that somebody has seen to be whole.
-
-    A storage that fails has none: whether that matters depends on who else holds a state.
-    """
-    try:
-        for name in list_checkpoints(storage):
-            if not whole or is_closed(storage, name):
-                return name.step
-    except StorageError as error:
-        logger.warning("what is in %s is not known: %s", storage.location, error)
-    return None
-
-
-def _default_store() -> torch.distributed.Store | None:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
-
-
-_num_alone = 0
-
-
 def _identity_alone() -> SaveIdentity:
-    """Return the place of this rank in torch.distributed's default group, and a name for this run that all its ranks share.
-
-    Raises:
-        SourceRefusedError: there is a token, and the name in the store is of somebody who does not know it.
-        SourceLostError: the store is gone.
-    """
-    global _num_alone
-    store = _default_store()
-    if store is None:
-        return SaveIdentity(0, f"run-{secrets.token_hex(6)}", 0, 1, 0, 1, "")
-    _num_alone += 1
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    proposal = f"run-{int(time.time()):x}-{secrets.token_hex(4)}"
-    agreed = _settle(store, f"torchft_ckpt/run/{_num_alone}", proposal, resolve(None, TOKEN, "", str))
-    return SaveIdentity(0, agreed, 0, 1, rank, num_ranks, "")
-
-
-def _settle(store: torch.distributed.Store, key: str, proposal: str, token: str) -> str:
-    """Propose something small; return what the first who proposed something under that key did, the same for all.
-
-    Raises: as `_identity_alone`.
-    """
-    proof_key = key_for(token, "run") if token else b""
-
-    def proved(value: str) -> str:
-        return proof(proof_key, key, value) if token else ""
-
-    try:
-        settled = store.compare_set(key, "", proved(proposal) + proposal).decode(errors="replace")
-    except torch.distributed.DistError as error:
-        raise SourceLostError(f"the store of torch.distributed cannot be reached any more: {error}", "store") from error
-    claimed, value = settled[: len(proved(""))], settled[len(proved("")) :]
-    if token and not is_proof(claimed, proof_key, key, value):
-        raise SourceRefusedError(
-            f"what is settled about {key} is not believed: it was not put into the store by who knows our token",
-            "store",
-        )
-    return value
+    """Return the place of this rank in torch.distributed's default group. Raises: as `name_of_run`."""
+    ranks = Ranks.of_torch_distributed()
+    return SaveIdentity(0, name_of_run(), 0, 1, ranks.rank, ranks.num_ranks, "")

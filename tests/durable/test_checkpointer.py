@@ -25,8 +25,8 @@ from support.spmd_double import random_bits
 from support.thoroughness import by_default
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import torchft_ckpt.checkpointer as checkpointer_module
 from torchft_ckpt import Checkpointer, HTTPTransport, Tier, checkpoints_in, load_checkpoint
+from torchft_ckpt.checkpointing.durable.cooperative_read import ranks
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import newest_whole
 from torchft_ckpt.checkpointing.durable.reading.reader import CheckpointReader
 from torchft_ckpt.checkpointing.durable.storage.local_storage import LocalStorage
@@ -661,10 +661,10 @@ def test_own_values_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> 
 def test_a_run_is_not_named_by_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_CKPT_TOKEN", "a secret")
     store = dist.HashStore()
-    monkeypatch.setattr(checkpointer_module, "_default_store", lambda: store)
+    monkeypatch.setattr(ranks, "_default_store", lambda: store)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        store.set(f"torchft_ckpt/run/{checkpointer_module._num_alone + 1}", "../elsewhere")
+        store.set(f"torchft_ckpt/run/{ranks._num_runs + 1}", "../elsewhere")
         with pytest.raises(SourceRefusedError, match="not put into the store by who knows our token"):
             Checkpointer(tmp_path)
         Checkpointer(tmp_path).shutdown()

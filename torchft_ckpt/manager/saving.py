@@ -6,22 +6,31 @@ Nobody is asked: all of it follows from the quorum in which the last step was co
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchft_ckpt.checkpointing.durable.names import CheckpointName
+from torchft_ckpt.checkpointing.durable.saving.saver import SavedCheckpoint
 from torchft_ckpt.checkpointing.state.containers import flattened, optimizer_states
 from torchft_ckpt.checkpointing.state.local_state import LocalState
 from torchft_ckpt.checkpointing.state.parameters import StateHere
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.core.coordination.messages import StateVersion
-from torchft_ckpt.errors import ConfigError, StateFormatError, StateMismatchError, UnsupportedValueError
+from torchft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    StateFormatError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
 from torchft_ckpt.manager.volatile import StateToSave
 
 if TYPE_CHECKING:
     from torchft_ckpt.manager.manager import Manager
 
-
+logger = logging.getLogger(__name__)
 IN_STEP = (
     "it was called in the middle of a step, from a signal handler, perhaps, or from a hook of an optimizer; use Manager.leave_on,"
     " or set a flag there and save between two steps"
@@ -60,6 +69,43 @@ class NotSaving(NamedTuple):
     """This rank holds nothing that anybody could save."""
 
     reason: str
+
+
+class LaterSave(Future[SavedCheckpoint]):
+    """A save that was asked for in the middle of a step. Who waits for it begins it; in that step he gets an error instead."""
+
+    def __init__(self, is_too_early: Callable[[], bool], save: Callable[[], Future[SavedCheckpoint]]) -> None:
+        super().__init__()
+        self._is_too_early = is_too_early
+        self._save: Callable[[], Future[SavedCheckpoint]] | None = save
+
+    def begin(self) -> None:
+        """Save, on the training thread; whatever goes wrong is in this future. Again, it does nothing."""
+        save, self._save = self._save, None
+        if save is None:
+            return
+        try:
+            if self._is_too_early():
+                raise CheckpointError(f"nothing was saved: {IN_STEP}", "save")
+            save().add_done_callback(self._take)
+        except Exception as error:  # noqa: BLE001 - it is in the future
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        logger.warning("a save that was asked for in the middle of a step: %s", error)
+        self.set_exception(error)
+
+    def _take(self, saved: Future[SavedCheckpoint]) -> None:
+        error = saved.exception()
+        self.set_result(saved.result()) if error is None else self._fail(error)
+
+    def result(self, timeout: float | None = None) -> SavedCheckpoint:
+        if self._save is not None and self._is_too_early():
+            raise CheckpointError(
+                f"the save is made when the step is over, so it cannot be waited for here: {IN_STEP}", "save"
+            )
+        self.begin()
+        return super().result(timeout)
 
 
 def save_identity(manager: Manager) -> SaveIdentity | Onlooking | NotSaving:

@@ -12,9 +12,10 @@ A name that ends in `.tmp-` and digits is of a file that is being written, or ne
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from torchft_ckpt.errors import ConfigError
 
@@ -106,3 +107,20 @@ def writer_in(name: str) -> tuple[int, int] | None:
 def may_be_removed(name: str) -> bool:
     """Whether this library writes files of this name into a checkpoint's directory. Nothing else there is ever removed."""
     return _WRITTEN.match(name) is not None
+
+
+def plain_step(step: SupportsIndex | None) -> int | None:
+    """Return a step as a plain int: numpy's go into no manifest.
+
+    Raises:
+        ConfigError: it is no whole number, or negative.
+    """
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise ConfigError(f"step={step!r:.80}: a whole number was expected", "step") from error
+    if number < 0:
+        raise ConfigError(f"step={number}: a step is not negative", "step")
+    return number

@@ -6,6 +6,8 @@ that dies ends the group, and with it whoever waits for a word.
 
 from __future__ import annotations
 
+import secrets
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +18,9 @@ import msgspec
 import torch
 
 from torchft_ckpt.checkpointing.http_transport import HTTPTransport
-from torchft_ckpt.errors import CheckpointDamagedError, SourceLostError
+from torchft_ckpt.config import TOKEN, resolve
+from torchft_ckpt.core.services.proofs import is_proof, key_for, proof
+from torchft_ckpt.errors import CheckpointDamagedError, SourceLostError, SourceRefusedError
 
 MAX_WORD_BYTES = 256 * 1024 * 1024
 _MAX_REASON = 2000
@@ -134,3 +138,53 @@ def _unpacked(data: bytes) -> bytes:
     if inflate.unconsumed_tail:
         raise SourceLostError(f"a rank of this group says more than {MAX_WORD_BYTES} bytes at once", "ranks")
     return unpacked
+
+
+def _default_store() -> torch.distributed.Store | None:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+_num_runs = 0
+
+
+def name_of_run() -> str:
+    """Return a name for this run that all ranks of torch.distributed's default group share; each call gives another one.
+
+    Raises:
+        SourceRefusedError: there is a token, and the name in the store is of somebody who does not know it.
+        SourceLostError: the store is gone.
+    """
+    global _num_runs
+    store = _default_store()
+    if store is None:
+        return f"run-{secrets.token_hex(6)}"
+    _num_runs += 1
+    proposal = f"run-{int(time.time()):x}-{secrets.token_hex(4)}"
+    return _settle(store, f"torchft_ckpt/run/{_num_runs}", proposal, resolve(None, TOKEN, "", str))
+
+
+def _settle(store: torch.distributed.Store, key: str, proposal: str, token: str) -> str:
+    """Propose something small; return what the first who proposed something under that key did, the same for all.
+
+    Raises: as `name_of_run`.
+    """
+    proof_key = key_for(token, "run") if token else b""
+
+    def proved(value: str) -> str:
+        return proof(proof_key, key, value) if token else ""
+
+    try:
+        settled = store.compare_set(key, "", proved(proposal) + proposal).decode(errors="replace")
+    except torch.distributed.DistError as error:
+        raise SourceLostError(f"the store of torch.distributed cannot be reached any more: {error}", "store") from error
+    claimed, value = settled[: len(proved(""))], settled[len(proved("")) :]
+    if token and not is_proof(claimed, proof_key, key, value):
+        raise SourceRefusedError(
+            f"what is settled about {key} is not believed: it was not put into the store by who knows our token",
+            "store",
+        )
+    return value

@@ -379,6 +379,20 @@ def is_closed(storage: Storage, name: CheckpointName) -> bool:
     return METADATA in storage.names(str(name))
 
 
+def newest_step(storage: Storage, *, whole: bool) -> int | None:
+    """Return the newest step that there is, without reading it; `whole`: that somebody has seen to be whole.
+
+    A storage that fails has none: whether that matters depends on who else holds a state.
+    """
+    try:
+        for name in list_checkpoints(storage):
+            if not whole or is_closed(storage, name):
+                return name.step
+    except StorageError as error:
+        logger.warning("what is in %s is not known: %s", storage.location, error)
+    return None
+
+
 def read_checkpoint(storages: Sequence[Storage], name: CheckpointName) -> Checkpoint:
     """Read all manifests of a checkpoint, and see that the files that they name are as long as they should be.
 

@@ -18,6 +18,7 @@ import xxhash
 from torchft_ckpt.checkpointing.durable.format.manifest import (
     DIGEST_BLOCK_BYTES,
     PartManifest,
+    PlainValue,
     ValueEntry,
     decode_value,
     digest_table_bytes,
@@ -55,8 +56,9 @@ from torchft_ckpt.checkpointing.state.local_state import some_of, warn_of_values
 from torchft_ckpt.checkpointing.state.outline import Outline
 from torchft_ckpt.checkpointing.state.regions import Region, c_strides, region_of
 from torchft_ckpt.checkpointing.state.target import Want
-from torchft_ckpt.checkpointing.state.tree import as_places, decode_tree, only_with
+from torchft_ckpt.checkpointing.state.tree import as_places, decode_tree, items_of_node, only_with
 from torchft_ckpt.core.boxes.geometry import Box, relative_to, subtract
+from torchft_ckpt.core.coordination.messages import name_some
 from torchft_ckpt.errors import CheckpointDamagedError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -166,6 +168,40 @@ class CheckpointReader(StateReader[Piece]):
     def own(self, replica_id: str, rank: int, classes: KnownClasses | None = None) -> object | None:
         part = self.checkpoint.own_part(replica_id, rank)
         return None if part is None else decode_value(part.manifest.own, classes)
+
+    def own_after_restart(
+        self, replica_id: str, rank: int, num_ranks: int, num_groups: int | None = None
+    ) -> object | None:
+        """Return what this rank saved of itself, or None; warn where that of a rank finds nobody, or this rank finds none.
+
+        Args:
+            replica_id, rank, num_ranks: of this rank and its group now.
+            num_groups: that start; None: not known.
+        """
+        checkpoint = self.checkpoint
+        part = checkpoint.own_part(replica_id, rank)
+        is_here = part is not None and part.manifest.num_ranks == num_ranks
+        saved = [one.manifest for one in checkpoint.parts if has_own(one.manifest.own)]
+        names = sorted({one.replica_id for one in saved})
+        why = ""
+        if is_here and saved and num_groups is not None and num_groups < saved[0].num_replicas:
+            why = f"{saved[0].num_replicas} groups saved it ({name_some(names)}), and {num_groups} start"
+        elif not checkpoint.parts:
+            why = "it came from another group, and this rank can read nothing of the checkpoint"
+        elif not is_here and names == [""] and saved[0].num_replicas > 1:
+            why = "nobody knows whose it was: give each Manager a replica_id that is the same after a restart"
+        elif not is_here and saved:
+            why = (
+                f"rank {rank} of {num_ranks} of {replica_id!r} is none of those who saved it:"
+                f" {saved[0].num_ranks} of each of {name_some(names)}"
+            )
+        if why:
+            logger.warning(
+                "not all that ranks had of their own at step %d (rank_state, random state) is restored: %s",
+                checkpoint.name.step,
+                why,
+            )
+        return self.own(replica_id, rank, KnownClasses()) if is_here else None
 
     def verify(self) -> list[str]:
         """Read everything that can be reached, and return what is wrong with it, as sentences.
@@ -443,6 +479,11 @@ def _blocks_of(region: Region) -> list[tuple[int, int]]:
 
 
 # Values and records
+
+
+def has_own(own: PlainValue) -> bool:
+    """Whether a rank has saved something of its own: its `rank_state`, or its random state."""
+    return any(item is not None for key, item in items_of_node(own.node) if key in ("user", "random"))
 
 
 def owners_in(manifest: PartManifest) -> object:

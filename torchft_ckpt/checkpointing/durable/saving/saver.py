@@ -19,6 +19,7 @@ from torchft_ckpt.checkpointing.durable.names import METADATA, CheckpointName, P
 from torchft_ckpt.checkpointing.durable.reading.checkpoint import (
     Checkpoint,
     drifted_replicas,
+    is_closed,
     read_checkpoint,
     read_part,
     why_not_whole,
@@ -631,3 +632,12 @@ def close_checkpoint(storage: Storage, checkpoint: Checkpoint) -> None:
         file.write(metadata)
         file.commit()
     logger.info("checkpoint %s is whole: %d parts", checkpoint.name, len(checkpoint.parts))
+
+
+def close_if_open(storage: Storage, checkpoint: Checkpoint) -> None:
+    """Close what is whole, and whose writers died before they saw it: else it would not count for retention, nor for DCP."""
+    try:
+        if not is_closed(storage, checkpoint.name) and all(part.storage is storage for part in checkpoint.parts):
+            close_checkpoint(storage, checkpoint)
+    except StorageError as error:
+        logger.info("checkpoint %s stays without DCP's metadata: %s", checkpoint.name, error)
