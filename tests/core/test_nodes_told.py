@@ -118,3 +118,22 @@ def test_where_more_was_computed_than_can_be_told_nobodys_counts() -> None:
         for member in members[1:]:
             member.asks(nodes=[(0, 1)])
     assert {member.formed is not None and member.formed.nodes == [] for member in members[1:]} == {True}
+
+
+def test_what_all_begin_with_is_told_only_if_the_quorum_is_another_one() -> None:
+    _, (a, b, c) = trained("a", "b", "c")
+    for _ in range(2):  # steps that count
+        for place, member in enumerate((a, b, c)):
+            member.asks(nodes=[(4 * place, 4 * place + 1)])
+        assert a.formed is not None and a.formed.nodes == []
+        for member in (a, b, c):
+            member.votes()
+    b.dies()
+    a.asks(nodes=[(0, 1)])
+    c.asks(nodes=[(8, 9)])
+    assert a.formed.nodes == [[(0, 1)], [(8, 9)]]
+    for member in (a, c):
+        member.votes(error="an error of its own")
+    a.asks(nodes=[(0, 2)])
+    c.asks(nodes=[(8, 9)])
+    assert a.formed.nodes == [[(0, 2)], [(8, 9)]]  # the same quorum, and a step that is tried again

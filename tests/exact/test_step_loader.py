@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from torchft_ckpt import DistributedDataParallel, Optimizer
 from torchft_ckpt.errors import ConfigError, SampleError
+from torchft_ckpt.manager.step_client import StepClient
 
 Make = Callable[..., Group]
 
@@ -411,3 +413,28 @@ def test_an_iteration_that_began_as_another_step_is_discarded(make_group: Make) 
         group.optimizer.zero_grad()
         found.append((told, len(computes(group, step)), group.optimizer.step()))
     assert found == [(0, 0, False), (5, 4, True)]
+
+
+def test_a_step_begins_with_a_microbatch_while_its_quorum_forms(
+    make_group: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group()
+    has_begun, is_held, await_plan = threading.Event(), threading.Event(), StepClient.await_plan
+
+    def awaits(client: StepClient, *arguments: Any) -> Any:
+        assert not is_held.is_set() or has_begun.wait(20), "the loop waits for the quorum"
+        return await_plan(client, *arguments)
+
+    monkeypatch.setattr(StepClient, "await_plan", awaits)
+    seen = []
+    for step in group.steps(num_steps=5, shuffle=False):
+        has_begun.clear()
+        if step.number >= 2:  # the first two are watched
+            is_held.set()
+        group.optimizer.zero_grad()
+        for batch in step:
+            has_begun.set()
+            group.model(batch).mean().backward()
+            seen += batch[:, 0].tolist()
+        assert group.optimizer.step()
+    assert seen == [2.0 * (n % 20) for n in range(40)]

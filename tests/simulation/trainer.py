@@ -62,7 +62,7 @@ from torchft_ckpt.core.coordination.replica import (
     StepPlan,
     StepWishes,
 )
-from torchft_ckpt.core.training.microbatches import accept, cover, deal, members
+from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members
 
 if TYPE_CHECKING:
     from simulation.chaos import Moods
@@ -182,6 +182,8 @@ class Trainer:
         self._num_loads = 0
         self._mine: list[int] = []
         """The microbatches of the open step that it has or computes."""
+        self._early: list[int] = []
+        """Those that it begins the next one with, before its quorum has formed."""
         self._own_rng = Random(f"microbatches of {self.address}")
         self._place, self._kinds = 0, deque[str](maxlen=MAX_TURNS)
         """The place of the open step in the turns, and which networks the last steps have trained."""
@@ -302,7 +304,7 @@ class Trainer:
             at_end=self.is_at_end,
             top_s=self._top_s,
             kinds=self._kinds,
-            nodes=[*self._computed.nodes] if self._computed_with == self._state_name() else [],
+            nodes=self._nodes_to_tell(),
         )
         allow_heal = self.is_at_end or self._rng.random() >= self._moods.no_heal
         request = self.replica.begin(StepWishes(allow_heal=allow_heal), facts)
@@ -311,6 +313,15 @@ class Trainer:
             msgspec.structs.replace(request, checkpoint_addresses=[self.address], num_collectives=num_collectives)
         )
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
+
+    def _nodes_to_tell(self) -> list[Node]:
+        """Return what is here of the step; after one that counts that is computed now with which the next one begins."""
+        made, num_loads = self._computed_with
+        if self.replica.version.step == made.step + 1 and self.replica.version.proven and num_loads == self._num_loads:
+            self._computed.nodes, self._computed_with = {}, self._state_name()
+            for one in self._early:
+                self._computed.compute(self.value, one)
+        return [*self._computed.nodes] if self._computed_with == self._state_name() else []
 
     def _state_name(self) -> tuple[StateVersion, int]:
         return self.replica.version, self._num_loads
@@ -321,7 +332,11 @@ class Trainer:
         told = formed.nodes or [[] for _ in range(size)]
         accepted = accept([nodes or [] for nodes in told], NUM_MICROBATCHES)
         dealt = deal(NUM_MICROBATCHES, [a if t is not None else None for a, t in zip(accepted, told, strict=True)])
-        kept = accepted[formed.replica_rank] if self._computed_with == self._state_name() else []
+        mine = accepted[formed.replica_rank] + [
+            (one, one + 1) for one in self._early if one in dealt[formed.replica_rank]
+        ]
+        kept = mine if self._computed_with == self._state_name() else []
+        self._early = deal(NUM_MICROBATCHES, [[]] * size)[formed.replica_rank][:1]
         self._computed.nodes = {node: value for node, value in self._computed.nodes.items() if node in kept}
         self._computed_with, self._mine = self._state_name(), dealt[formed.replica_rank]
 

@@ -5,14 +5,15 @@
     its end      all groups' gradients are summed; buffers and logged values too
 
 An attempt that is discarded keeps what was computed, as long as the state's name stays. With its next request this rank says what
-it has, and what nobody has is dealt anew. A warm-up iteration computes one microbatch of the open step, and drops it.
+it has, and what nobody has is dealt anew. After a step that counts it says which microbatch it computes while the quorum forms.
+A warm-up iteration computes one microbatch of the open step, and drops it.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from torchft_ckpt.exact.staying import Still, check_kinds, kinds_of, strangers_s
 from torchft_ckpt.exact.tree_sum import TreeSum
 
 if TYPE_CHECKING:
+    from torchft_ckpt.core.coordination.replica import ReplicaView
     from torchft_ckpt.manager import Manager
 
 logger = logging.getLogger(__name__)
@@ -134,6 +136,10 @@ class StepLoader:
         self._marks: list[object] = []
         self._buffers: Buffers | None = None
         self._formed: QuorumFormed | None = None
+        self._usual: list[int] = []
+        """What this rank computes of a step of which nobody has anything yet, with the groups of now."""
+        self._early: int | None = None
+        """Of these, what it computes of the next step before the quorum is there."""
         self._most_groups, self._has_told = 0, False
         self._now: Step | None = None
         self.microbatch: int | None = None
@@ -192,7 +198,9 @@ class StepLoader:
         )
 
     def held(self, version: StateVersion) -> list[Node]:
-        """Return which nodes of the step that begins with a state are here."""
+        """Return which nodes of the step that begins with a state are here, or will be before the quorum is needed."""
+        if self._early is not None and version.proven:
+            return [(self._early, self._early + 1)]
         nodes = [*self._nodes.by_node] if version.proven else []
         return nodes if nodes and self._state_of(version) == self._state else []
 
@@ -224,6 +232,7 @@ class StepLoader:
         """The step was voted on and decided."""
         if self._now is not None:
             self._now.phase, self._now.counts = _Phase.VOTED, counts
+        self._early = self._usual[0] if counts and self._usual and self._num_watched == _WATCHED else None
         if counts:
             self._nodes.keep(())
         elif self._buffers is not None:
@@ -247,16 +256,22 @@ class StepLoader:
                 self._buffers = None
 
     def _run(self, step: Step) -> Iterator[Any]:
-        now = self._manager.hooks.begin_microbatches()
+        now, told, layout = self._manager.hooks.begin_microbatches(), step.number, self._find_layout()
+        self._buffers = before = Buffers(layout)
+        early, self._early = self._early, None
+        if early is not None and now.version.proven and now.version.step == told:
+            self._state = self._state_of(now.version)
+            left = yield from self._compute(step, early, layout, before)
+            self._nodes.take(left, before.values, self.num_microbatches)
+        now = self._manager.hooks.begin_microbatches(waits=True)
         formed = now.quorum
         if formed is None:
             raise RuntimeError("internal error: there is a quorum, and nobody knows it")
-        told, step.number = step.number, formed.version.step
-        layout = self._find_layout()
-        self._buffers = Buffers(layout)
+        step.number = formed.version.step
         # Who lacks the state and may not load it is in the group of those who sum, and adds nothing.
         is_alone = now.is_learner or (now.version != formed.version and formed.role is Role.HEALTHY)
-        todo, usual, nodes = [0], list[int](), list[list[Node]]()
+        todo, nodes = [0], list[list[Node]]()
+        self._usual = []
         if told != step.number and not is_alone:
             # The state was loaded just now. What the loop has set at its top, by number or by chance, is of another step.
             self._manager.report_error(
@@ -266,24 +281,22 @@ class StepLoader:
             step.phase = _Phase.SUMMED
             return
         if not is_alone:
-            nodes = self._deal(formed, now.version)
+            nodes = self._deal(formed, now, early)
             here = {*members(self._nodes.by_node)}
             todo = [number for number in members(nodes[formed.replica_rank]) if number not in here]
-            usual = members(_dealt(self.num_microbatches, ((),) * formed.replica_world_size)[formed.replica_rank])
-        self._reader.will_want(step.number, todo, usual)
+            usual = _dealt(self.num_microbatches, ((),) * formed.replica_world_size)
+            self._usual = members(usual[formed.replica_rank])
+        self._reader.will_want(step.number, todo, self._usual)
         if not todo:
             self._manager.hooks.prepare_scalers(layout.device)
         registry, still = self._manager.hooks.registry, None
         if todo and not is_alone and self._num_watched < _WATCHED:
             still = Still(registry.capture(), [place.tensor() for place in layout.places])
         for number in todo:
-            yield from self._compute(step, number, layout)
-            check_kinds(self._kinds, self._modules)
-            self._buffers.note_moved()
-            left = Left(layout, number, step._weight, step._logged)
+            left = yield from self._compute(step, number, layout, before)
             if not is_alone:
-                self._nodes.take(left, self._buffers.values, self.num_microbatches)
-        self._buffers.check_moved()
+                self._nodes.take(left, before.values, self.num_microbatches)
+        before.check_moved()
         if still is not None:
             still.check(registry.capture())
             self._num_watched += 1
@@ -293,10 +306,10 @@ class StepLoader:
         set_random_state(self._samples.random_key(step.number, "after"))
         step.phase = _Phase.SUMMED
 
-    def _compute(self, step: Step, number: int, layout: Layout) -> Iterator[Any]:
+    def _compute(self, step: Step, number: int, layout: Layout, before: Buffers) -> Generator[Any, None, Left]:
+        """Yield the batch of a microbatch; return what the loop leaves behind. `before`: the buffers as the step began."""
         batch = self._reader.get(step.number, number)
-        if self._buffers is not None:
-            self._buffers.put_back()
+        before.put_back()
         for parameter in (*layout.parameters, *self._others):
             parameter.grad = None
         set_random_state(self._samples.random_key(step.number, number))
@@ -311,6 +324,9 @@ class StepLoader:
             self._num_computed += 1
         finally:
             self.microbatch = None
+        check_kinds(self._kinds, self._modules)
+        before.note_moved()
+        return Left(layout, number, step._weight, step._logged)
 
     def _drop_others(self) -> None:
         dropped = [parameter for parameter in self._others if parameter.grad is not None]
@@ -330,10 +346,13 @@ class StepLoader:
                 len(dropped),
             )
 
-    def _deal(self, formed: QuorumFormed, version: StateVersion) -> list[list[Node]]:
-        """Return which nodes each rank of the process group has or computes; let go of what does not count."""
+    def _deal(self, formed: QuorumFormed, now: ReplicaView, early: int | None) -> list[list[Node]]:
+        """Return which nodes each rank of the process group has or computes; let go of what does not count.
+
+        `early`: the microbatch that was computed before. In a quorum that stays nobody is told of those.
+        """
         num_groups = formed.replica_world_size
-        if self._manager.num_participants() != formed.num_contributors:
+        if now.num_participants != formed.num_contributors:
             raise ConfigError(
                 "StepLoader knows no FIXED_WITH_SPARES: pass Manager(spare=True) in the spares", party="StepLoader"
             )
@@ -342,9 +361,11 @@ class StepLoader:
         has = [None if nodes is None else tuple(own) for nodes, own in zip(said, accepted, strict=True)]
         nodes = _dealt(self.num_microbatches, tuple(has))
         if formed is not self._formed:
-            kept = self.held(version)
-            self._nodes.keep([node for node in accepted[formed.replica_rank] if node in kept])
-        self._formed, self._state = formed, self._state_of(version)
+            kept, own = self.held(now.version), accepted[formed.replica_rank]
+            if early in members(nodes[formed.replica_rank]):
+                own = [*own, (early, early + 1)]
+            self._nodes.keep([node for node in own if node in kept])
+        self._formed, self._state = formed, self._state_of(now.version)
         self._tell_of_absent(num_groups)
         return nodes
 

@@ -116,8 +116,10 @@ class Hooks:
         """Whether a `StepLoader` computes the steps: then no backward pass averages gradients."""
         return not isinstance(self.registry.microbatches, PlainLoop)
 
-    def begin_microbatches(self) -> ReplicaView:
+    def begin_microbatches(self, *, waits: bool = False) -> ReplicaView:
         """Begin a step, if none is open, with the microbatches that are computed now; return what this replica is in it.
+
+        `waits`: until it is known who trains together. The process group is connected beside the microbatches.
 
         Raises: as `start_quorum`.
         """
@@ -126,7 +128,8 @@ class Hooks:
             self._steps.begins_by_forward()
             self._start_quorum()
         self._steps.note_forward()
-        self._steps.wait_quorum()
+        if waits:
+            self._steps.wait_plan()
         return self._client.view()
 
     def loss_scales(self) -> list[float]:

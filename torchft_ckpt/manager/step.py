@@ -667,10 +667,10 @@ class Steps:
         if has_to_wait:
             # To connect the process group can take long: where nobody asked to wait for that, it goes on beside the forward pass.
             waits_for_group = not self._use_async_quorum or bool(self._last_wishes.waits)
-            if not waits_for_group:
-                self._is_planned.wait()
-            if waits_for_group or (self._quorum is not None and self._quorum.done()):
+            if waits_for_group:
                 self.wait_quorum()
+            else:
+                self.wait_plan()
             if not self._has_computed:  # else that was not of the state that arrives
                 self._recovery.load()
 
@@ -832,6 +832,13 @@ class Steps:
         """See `Manager.wait_quorum`. Any thread."""
         with record_function("torchft::manager::wait_quorum"):
             self._wait_quorum()
+
+    def wait_plan(self) -> None:
+        """Wait until it is known who trains together; the process group may be connected beside what is computed then."""
+        if self._quorum is not None:
+            self._is_planned.wait()
+        if self._quorum is None or self._quorum.done():
+            self.wait_quorum()
 
     def _wait_quorum(self) -> None:
         if self._quorum is None:

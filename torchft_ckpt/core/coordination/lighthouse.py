@@ -1004,7 +1004,8 @@ class LighthouseState:
         quorum_id = self._next_quorum_id(members)
         if assignment.is_first and assignment.version.quorum_id >= self.quorum_id:
             quorum_id = assignment.version.quorum_id  # it names their state, and no quorum yet
-        is_new = self.round is None or quorum_id != self.round.quorum_id
+        last = self.round
+        is_new = last is None or quorum_id != last.quorum_id
         place = self._connecting.take([member.replica_id for member in members], now) if is_new else ""
         if assignment.version != self._job.first:
             yield from self._go_on_from(assignment, quorum_id)
@@ -1044,7 +1045,9 @@ class LighthouseState:
         store, standby = self._store_addresses()
         patience_s = max(member.asked.patience_s for member in members)
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
-        nodes = _nodes_to_tell([m.asked.nodes for m in members], assignment)
+        # After a step that counts in this very quorum each has begun with a part of what it is dealt.
+        goes_on = last is not None and last.quorum_id == quorum_id and last.step < current.step
+        nodes = _nodes_to_tell([[] if goes_on else m.asked.nodes for m in members], assignment)
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
             request = self._job.take_request(member)
             member.has_left_step, member.has_computed = False, True

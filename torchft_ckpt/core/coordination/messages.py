@@ -296,7 +296,8 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Its training thread has just stood still for so long to capture and show the state, for those who come in."""
     store_address: StorePlace = ""
     nodes: Nodes = []
-    """What it has computed, in an earlier attempt, of the step that it asks for; of a group: what all of its ranks have."""
+    """What it has computed, in an earlier attempt, of the step that it asks for, or begins with; of a group: what all of its
+    ranks have."""
     layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
     layout_text: Text | None = None
@@ -587,7 +588,7 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The role is LEARNER, and there is nothing to load: the member computes one step for itself alone, then it leaves."""
     nodes: Annotated[list[Nodes | None], msgspec.Meta(max_length=MAX_GROUPS)] = []
     """`QuorumRequest.nodes` of each member, in the order of replica ranks; None for one that does not contribute. Empty: all
-    contribute, and none of them has computed anything."""
+    contribute, and none of them has computed anything; or a step counts, and the next one begins in the same quorum."""
     reason: Text = ""
 
     def __post_init__(self) -> None:
