@@ -8,6 +8,7 @@ medians over pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bench import sides
 from bench.diloco_skipped import skipped
@@ -42,19 +43,21 @@ def measure_on_links(run: Run) -> Section:
     return _section("links", title, bar, sizes)
 
 
-def _start(children: Children, num_groups: int, links: Links | None, seed: int) -> list[Child]:
-    """Start a lighthouse, and groups that wait for what to do."""
+def start(children: Children, num_groups: int, links: Links | None, seed: int, **more: Any) -> list[Child]:
+    """Start a lighthouse, and groups that wait for what to do. `more`: what they are told."""
     where: list[dict[str, str]] = [{}] * num_groups
     if links is not None:
         both = zip(links.namespaces, links.hosts, strict=True)
         where = [{"namespace": namespace, "host": host} for namespace, host in both]
-    settings = {"min_replicas": num_groups, "join_timeout_ms": 60_000, "heartbeat_timeout_ms": 30_000}
+    most = {"join_timeout_ms": 60_000, "heartbeat_timeout_ms": 30_000}
+    settings = {"min_replicas": more.get("min_replicas", num_groups), **most}
     lighthouse = children.start("bench.lighthouse_worker", {"side": sides.OURS, "settings": settings, **where[0]}, "lh")
     told = {
         "lighthouse": lighthouse.wait_for("address", 300)["address"],
         "num_groups": num_groups,
         "num_microbatches": num_groups * NUM_MICROBATCHES,
         "seed": seed,
+        **more,
     }
     groups = [
         children.start("bench.step_worker", {**told, "group": group, **where[group]}, f"group{group}")
@@ -69,7 +72,7 @@ def _pairs(run: Run, num_groups: int, links: Links | None) -> dict[str, list[dic
     """Return by side what each pair took: the mean over the groups."""
     num_pairs = run.num_repeats(60, 15) + _NUM_COLD
     with Children(run.log_dir) as children:
-        groups = _start(children, num_groups, links, run.seed)
+        groups = start(children, num_groups, links, run.seed)
         for child in groups:
             child.tell(num_pairs=num_pairs)
         ends = [child.wait_for("pairs", 60 + 30 * num_pairs)["steps"] for child in groups]

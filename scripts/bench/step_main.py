@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench import step, step_bytes
+from bench import step, step_bytes, step_death
 from bench.command import run_figures
 from bench.processes import ChildEndedError
 from bench.run import Run
@@ -14,6 +14,7 @@ FIGURES: dict[str, Callable[[Run], Section]] = {
     "loopback": step.measure_on_loopback,
     "links": step.measure_on_links,
     "bytes": step_bytes.measure,
+    "death": step_death.measure,
 }
 
 

@@ -1,12 +1,15 @@
 """A replica group that trains by StepLoader, and in turns with it another model by DistributedDataParallel with accumulation.
 
-It waits for how many pairs of steps to take, and reports what each took.
+It waits for how many pairs of steps to take, and reports what each took. Or it takes steps by StepLoader alone, in microbatches
+that sleep, and one group dies in one of them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -45,7 +48,7 @@ class _Side:
             ProcessGroupGloo(timeout=_TIMEOUT),
             load_state_dict,
             lambda: {"model": self.model.state_dict(), "optimizer": inner.state_dict()},
-            min_replica_size=options["num_groups"],
+            min_replica_size=options.get("min_replicas", options["num_groups"]),
             timeout=_TIMEOUT,
             rank=0,
             world_size=1,
@@ -94,15 +97,20 @@ class _Exact(_Side):
         super().__init__(options, "exact")
         size = MICROBATCH_SIZE * options["num_microbatches"]
         steps = StepLoader(self.manager, self.rows, global_batch_size=size, microbatch_size=MICROBATCH_SIZE)
-        self._steps = iter(steps)
+        self._steps, self.inside_s, self.dies = iter(steps), 0.0, False
 
     def step(self) -> bool:
         step = next(self._steps)
         self.optimizer.zero_grad()
-        for batch in step:
+        for number, batch in enumerate(step):
+            began = time.perf_counter()
+            time.sleep(self.options.get("sleeps_s", 0.0))
+            if self.dies and number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             loss = self.loss(self.model, batch)
             loss.backward()
             step.log(loss=loss)
+            self.inside_s += time.perf_counter() - began
         return bool(self.optimizer.step())
 
 
@@ -121,6 +129,17 @@ def _take_pairs(sides: dict[str, _Ddp | _Exact], num_pairs: int) -> dict[str, li
     return steps
 
 
+def _take_steps(exact: _Exact, num_steps: int, dies: int | None) -> list[dict[str, float]]:
+    """Take so many steps that count; return what each took, and how much of that the bodies of inner loops."""
+    steps = []
+    for number in range(num_steps):
+        exact.inside_s, exact.dies, began = 0.0, number == dies, time.perf_counter()
+        while exact.manager.current_step() == number:
+            exact.step()
+        steps.append({"wall_s": time.perf_counter() - began, "inside_s": exact.inside_s})
+    return steps
+
+
 def main() -> None:
     """Import, report `ready`, do what it is told; an exception is reported as `died` and ends the process."""
     options: dict[str, Any] = json.loads(sys.argv[1])
@@ -132,8 +151,11 @@ def main() -> None:
     reporter.emit("ready")
     command = commands.next()
     with reporter.telling_death():
-        sides = {name: side(options) for name, side in _SIDES.items()}
-        reporter.emit("pairs", steps=_take_pairs(sides, command["num_pairs"]))
+        if "num_steps" in command:
+            reporter.emit("steps", steps=_take_steps(_Exact(options), command["num_steps"], command["dies"]))
+        else:
+            sides = {name: side(options) for name, side in _SIDES.items()}
+            reporter.emit("pairs", steps=_take_pairs(sides, command["num_pairs"]))
         commands.next()
 
 
