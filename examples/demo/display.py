@@ -83,7 +83,7 @@ class Display:
                 str(life.number + 1),
                 Text(life.phase.value, style=_STYLE[life.phase]),
                 str(last.step) if last else "",
-                f"{last.loss:.3f}" if last else "",
+                _loss(life),
                 str(last.quorum_id) if last else "",
                 str(last.participants) if last else "",
                 str(discarded),
@@ -109,5 +109,10 @@ def progress(timeline: Timeline, num_steps: int) -> str:
 
 def describe(life: Life) -> str:
     """One group in a few words."""
-    loss = f" loss={life.steps[-1].loss:.3f}" if life.steps and life.phase is Phase.TRAINING else ""
-    return f"group_{life.group} {life.phase.value}{loss}"
+    loss = _loss(life) if life.phase is Phase.TRAINING else ""
+    return f"group_{life.group} {life.phase.value}{loss and f' loss={loss}'}"
+
+
+def _loss(life: Life) -> str:
+    loss = life.steps[-1].loss if life.steps else None
+    return "" if loss is None else f"{loss:.3f}"

@@ -42,11 +42,20 @@ class StateReceived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     took_s: float
 
 
+class Computed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The group has computed what it had to of a step, after so many others: these samples. The vote follows."""
+
+    at_s: float
+    after: int
+    samples: list[int]
+
+
 class StepEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`optimizer.step()` returned.
 
     `step` counts committed steps, after this one; `contributed` says whether this group's gradients were in the
-    average (they are not while it computes alone); `started_s` is when the step began.
+    average (they are not while it computes alone); `started_s` is when the step began; `loss` is the mean of the whole step, None
+    if it does not count.
     """
 
     at_s: float
@@ -56,19 +65,21 @@ class StepEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     contributed: bool
     participants: int
     quorum_id: int
-    loss: float
+    loss: float | None
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worker's last event: where it ended, the digest of its whole training state, and what the model writes."""
+    """The worker's last event: where it ended, the digest of its whole training state, of how many samples it was drawn, and what
+    the model writes."""
 
     at_s: float
     step: int
     digest: str
+    num_samples: int
     sample: str
 
 
-Event: TypeAlias = Started | Imported | Connected | StateReceived | StepEnded | Finished
+Event: TypeAlias = Started | Imported | Connected | StateReceived | Computed | StepEnded | Finished
 
 _STOP = "stop"
 _encoder = msgspec.json.Encoder()

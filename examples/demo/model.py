@@ -1,4 +1,4 @@
-"""A character-level GPT, small enough for a core of a laptop, and the batches that it learns from.
+"""A character-level GPT, small enough for a core of a laptop, and the samples that it learns from.
 
 The usual decoder: token and position embeddings, pre-norm blocks of causal attention and a GELU MLP, output tied to the
 token embedding (so the state has shared storage, as real language models have).
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 from demo.corpus import VOCABULARY_SIZE
 
@@ -70,20 +71,23 @@ class CharGPT(nn.Module):
         return self.output(self.norm(self.blocks(x)))
 
 
-def sample_batch(
-    tokens: Tensor, *, seed: int, group: int, step: int, batch_size: int, context: int
-) -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets, each `(batch_size, context)` int64, of one group at one step.
-
-    A function of its arguments alone: a step that was discarded sees the same samples again.
+class Windows(Dataset[tuple[int, Tensor, Tensor]]):
+    """The corpus, cut into windows: each sample is its own number, the inputs and the targets, each `(context,)` int64.
 
     Args:
         tokens: the corpus, 1-D uint8.
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + group)
-    starts = torch.randint(len(tokens) - context, (batch_size, 1), generator=generator)
-    windows = tokens[starts + torch.arange(context + 1)].long()
-    return windows[:, :-1], windows[:, 1:]
+
+    def __init__(self, tokens: Tensor, context: int) -> None:
+        self._tokens, self._context = tokens, context
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._context
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        start = index * self._context
+        window = self._tokens[start : start + self._context + 1].long()
+        return index, window[:-1], window[1:]
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

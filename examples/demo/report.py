@@ -10,7 +10,18 @@ from rich.console import Console
 from rich.table import Table
 
 from demo.corpus import VOCABULARY_SIZE
-from demo.timeline import KillFigures, Timeline, Verdict, final_loss, judge, loss_curve, measure_kills, typical_step_s
+from demo.timeline import (
+    KillFigures,
+    Ledger,
+    Timeline,
+    Verdict,
+    final_loss,
+    judge,
+    keep_ledger,
+    loss_curve,
+    measure_kills,
+    typical_step_s,
+)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,12 +37,45 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     uniform_loss: float
     kills: list[KillFigures]
     verdict: Verdict
+    ledger: Ledger
+    without_kills: Ended | None
     sample: str
     picture: str
 
 
-def build_report(timeline: Timeline, *, seed: int, num_planned_kills: int, duration_s: float, picture: Path) -> Report:
-    """Work out every figure of a finished run."""
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """How the run without a kill has ended."""
+
+    digest: str
+    ledger: Ledger
+
+
+def compare(report: Report) -> str | None:
+    """Return in what the run with kills differs from the one without; None: in no bit."""
+    other, own = report.without_kills, report.ledger
+    if other is None:
+        return None if own.is_whole else str(own)
+    found = {
+        "the state": (*report.verdict.digests.values(), other.digest),
+        "the losses": (own.losses, other.ledger.losses),
+        "the samples": (own.samples, other.ledger.samples),
+    }
+    differs = [what for what, some in found.items() if len({*some}) > 1]
+    differs += [str(one) for one in (own, other.ledger) if not one.is_whole]
+    return ", ".join(differs) or None
+
+
+def build_report(
+    timeline: Timeline,
+    *,
+    seed: int,
+    num_planned_kills: int,
+    num_in_step: int,
+    duration_s: float,
+    picture: Path,
+    without_kills: Timeline | None,
+) -> Report:
+    """Work out every figure of a finished run, of so many samples a step, and of how it ends without kills."""
     verdict = judge(timeline, num_planned_kills=num_planned_kills)
     curves = [curve for group in range(timeline.num_groups) if (curve := loss_curve(timeline.lives_of(group)))]
     samples = [life.finished.sample for life in timeline.lives if life.finished is not None and life.finished.sample]
@@ -46,9 +90,17 @@ def build_report(timeline: Timeline, *, seed: int, num_planned_kills: int, durat
         uniform_loss=math.log(VOCABULARY_SIZE),
         kills=measure_kills(timeline),
         verdict=verdict,
+        ledger=keep_ledger(timeline, num_in_step=num_in_step),
+        without_kills=None if without_kills is None else _ended(without_kills, num_in_step),
         sample=samples[0] if samples else "",
         picture=str(picture),
     )
+
+
+def _ended(timeline: Timeline, num_in_step: int) -> Ended:
+    verdict = judge(timeline, num_planned_kills=0)
+    digest = " ".join(sorted({*verdict.digests.values()}))
+    return Ended(digest=digest, ledger=keep_ledger(timeline, num_in_step=num_in_step))
 
 
 def write_json(report: Report, path: Path) -> None:
@@ -83,9 +135,27 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"picture: {report.picture}", highlight=False, soft_wrap=True)
     for group, digest in sorted(report.verdict.digests.items()):
         console.print(f"group_{group}  {digest}", highlight=False)
-    style = "bold green" if report.verdict.is_bit_equal else "bold red"
-    word = "OK" if report.verdict.is_bit_equal else "FAILED"
-    console.print(f"{word}: {report.verdict.reason} (seed {report.seed})", style=style, highlight=False, soft_wrap=True)
+    if report.without_kills is not None:
+        console.print(f"no kills {report.without_kills.digest}", highlight=False)
+        runs = (("with kills", report.ledger), ("no kills  ", report.without_kills.ledger))
+        for name, ledger in runs:
+            console.print(
+                f"{name}  losses {ledger.losses}, {ledger} ({ledger.samples})", highlight=False, soft_wrap=True
+            )
+    else:
+        console.print(
+            f"ledger   losses {report.ledger.losses}, {report.ledger} ({report.ledger.samples})", highlight=False
+        )
+    differs = compare(report)
+    is_ok = report.verdict.is_bit_equal and differs is None
+    same = " and as without a kill" if report.without_kills is not None else ""
+    reason = report.verdict.reason + (same if differs is None else f"; these differ, or are not whole: {differs}")
+    console.print(
+        f"{'OK' if is_ok else 'FAILED'}: {reason} (seed {report.seed})",
+        style="bold green" if is_ok else "bold red",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _table_of_kills(kills: list[KillFigures]) -> Table:

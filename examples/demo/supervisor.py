@@ -61,6 +61,8 @@ class RunOptions:
     tokens: Path
     folder: Path
     slow_link: bool = False
+    stop_step: int | None = None
+    """The step after which all end; None: that is decided as the run goes on."""
     patience_s: float = 60.0
 
     @property
@@ -72,6 +74,16 @@ class RunOptions:
     def events(self) -> Path:
         """The folder for the events of the groups."""
         return self.folder / "events"
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a step, of two microbatches for each group."""
+        return self.num_groups * 2 * self.microbatch_size
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples in a microbatch."""
+        return 1 if self.slow_link else 6
 
     def command(self) -> list[str]:
         """Return the launcher's command line."""
@@ -88,6 +100,8 @@ class RunOptions:
             f"--events={self.events}",
             f"--tokens={self.tokens}",
             f"--min-replica-size={max(1, self.num_groups - 1)}",
+            f"--global-batch-size={self.global_batch_size}",
+            f"--microbatch-size={self.microbatch_size}",
             f"--seed={self.seed}",
             *(["--slow-link"] if self.slow_link else []),
         ]
@@ -105,7 +119,7 @@ class Supervisor:
         """The kill that is ordered, and whose group has not ended yet."""
         self._strike_at = self._refresh_at = 0.0
         self._num_ordered = 0
-        self._stop_step: int | None = None
+        self._stop_step = options.stop_step
         self._newest_step, self._news_s = -1, time.monotonic()
 
     def run(self) -> Timeline:
@@ -117,6 +131,8 @@ class Supervisor:
         options = self._options
         shutil.rmtree(options.events, ignore_errors=True)
         options.events.mkdir(parents=True)
+        if options.stop_step is not None:
+            events.order_stop(options.events, options.stop_step)
         with options.log.open("wb") as log:
             launcher = subprocess.Popen(
                 options.command(),

@@ -6,7 +6,9 @@ All times are seconds of CLOCK_MONOTONIC; figures are durations.
 from __future__ import annotations
 
 import enum
+import hashlib
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -36,6 +38,7 @@ class Life:
     imported_s: float | None = None
     connected_s: float | None = None
     received_s: list[float] = field(default_factory=list)
+    computed: list[events.Computed] = field(default_factory=list)
     steps: list[events.StepEnded] = field(default_factory=list)
     finished: events.Finished | None = None
     ended_s: float | None = None
@@ -53,6 +56,8 @@ class Life:
                 self.connected_s = event.at_s
             case events.StateReceived():
                 self.received_s.append(event.took_s)
+            case events.Computed():
+                self.computed.append(event)
             case events.StepEnded():
                 self.steps.append(event)
             case events.Finished():
@@ -168,7 +173,8 @@ def typical_step_s(timeline: Timeline) -> float | None:
 
 def loss_curve(lives: Iterable[Life]) -> list[tuple[float, int, float]]:
     """Return (time, step, loss) of the committed steps that held the group's own gradients."""
-    return [(s.at_s, s.step, s.loss) for life in lives for s in life.steps if s.committed and s.contributed]
+    steps = [step for life in lives for step in life.steps if step.committed and step.contributed]
+    return [(step.at_s, step.step, step.loss) for step in steps if step.loss is not None]
 
 
 def final_loss(timeline: Timeline, *, num_steps: int = 50) -> float | None:
@@ -177,6 +183,68 @@ def final_loss(timeline: Timeline, *, num_steps: int = 50) -> float | None:
         loss for group in range(timeline.num_groups) for _, _, loss in loss_curve(timeline.lives_of(group))[-num_steps:]
     ]
     return sum(losses) / len(losses) if losses else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What the committed steps were computed of, and their losses. Nothing of it depends on who was killed.
+
+    `samples` and `losses` are digests, of the samples of each step and of all bits of its mean loss.
+    """
+
+    num_steps: int
+    num_samples: int
+    num_missing: int
+    num_twice: int
+    num_split: int
+    samples: str
+    losses: str
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each step had each of its samples once, and one loss in all groups."""
+        return not (self.num_missing or self.num_twice or self.num_split)
+
+    def __str__(self) -> str:
+        split = f", {self.num_split} steps with several losses" if self.num_split else ""
+        missing, twice = self.num_missing or "none", self.num_twice or "none"
+        return f"{self.num_samples} samples in {self.num_steps} steps: {missing} missing, {twice} twice{split}"
+
+
+def keep_ledger(timeline: Timeline, *, num_in_step: int) -> Ledger:
+    """Return the ledger of a run that has ended, of so many samples a step."""
+    trained, maybe = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    losses, num_drawn_from = defaultdict[int, set[float]](set), 0
+    for life in timeline.lives:
+        num_drawn_from = num_drawn_from if life.finished is None else life.finished.num_samples
+        counted = {step.step for step in life.steps if step.committed and step.contributed}
+        of_step = defaultdict[int, dict[int, None]](dict)
+        for computed in life.computed:
+            of_step[computed.after + 1] |= dict.fromkeys(computed.samples)
+        for step, samples in of_step.items():
+            (trained if step in counted else maybe)[step] += samples
+        for ended in life.steps:
+            if ended.loss is not None:
+                losses[ended.step].add(ended.loss)
+    num_steps = max(losses, default=0)
+    for step in range(1, num_steps + 1):  # who was killed after its vote could not say that its step counts
+        trained[step] += {*maybe[step]} - {*trained[step]}
+    lines = [f"{step} {sorted(trained[step])}" for step in range(1, num_steps + 1)]
+    num_epochs = max(1, -(-num_steps * num_in_step // max(1, num_drawn_from)))
+    often = Counter(sample for step in range(1, num_steps + 1) for sample in trained[step])
+    return Ledger(
+        num_steps=num_steps,
+        num_samples=often.total(),
+        num_missing=sum(max(0, num_in_step - len(trained[step])) for step in range(1, num_steps + 1)),
+        num_twice=sum(max(0, count - num_epochs) for count in often.values()),
+        num_split=sum(len(some) > 1 for some in losses.values()),
+        samples=_digest(lines),
+        losses=_digest([f"{step} {loss.hex()}" for step in sorted(losses) for loss in sorted(losses[step])]),
+    )
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=Path, required=True, help="the corpus, one byte a token")
     parser.add_argument("--min-replica-size", type=int, default=1)
     parser.add_argument("--slow-link", action="store_true", help="fine-tune a larger model, and serve its state slowly")
-    parser.add_argument("--batch-size", type=int, default=12)
+    parser.add_argument("--global-batch-size", type=int, default=36, help="samples in a step, of all groups together")
+    parser.add_argument("--microbatch-size", type=int, default=6)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
@@ -49,14 +50,12 @@ def main(arguments: list[str]) -> int:
 
     from demo import model as gpt
     from demo.digest import digest_state
-    from torchft_ckpt import DistributedDataParallel, HTTPTransport, Manager, Optimizer, ProcessGroupGloo
+    from torchft_ckpt import HTTPTransport, Manager, Optimizer, ProcessGroupGloo, StepLoader
     from torchft_ckpt.events import Event, Healed
 
     torch.set_num_threads(1)
-    # Every life starts from other weights: that all end equal is recovery's doing, not the seed's.
-    # With the slow link the first lives are equal, so that the start needs no transfer.
-    starts_equal = options.slow_link and recorder.number == 0
-    torch.manual_seed(options.seed + 1_000 * recorder.number + (0 if starts_equal else group))
+    # A life that follows on a kill starts from other weights: that all end equal is recovery's doing, not the seed's.
+    torch.manual_seed(options.seed + 1_000 * recorder.number)
     config = gpt.GPTConfig(num_blocks=12) if options.slow_link else gpt.GPTConfig()
     module = gpt.CharGPT(config)
     if options.slow_link:  # as in fine-tuning, the state is much larger than what a step changes
@@ -90,35 +89,36 @@ def main(arguments: list[str]) -> int:
         on_event=tell,
     )
     recorder.tell(events.Connected(at_s=time.monotonic()))
-    model = DistributedDataParallel(manager, module)
+    windows = gpt.Windows(tokens, config.context)
+    sizes = {"global_batch_size": options.global_batch_size, "microbatch_size": options.microbatch_size}
+    steps = StepLoader(manager, windows, seed=options.seed, **sizes)
     optimizer = Optimizer(manager, adamw)
 
-    while (last := events.stop_step(options.events)) is None or manager.current_step() < last:
-        started_s, step_before = time.monotonic(), manager.current_step()
-        inputs, targets = gpt.sample_batch(
-            tokens,
-            seed=options.seed,
-            group=group,
-            step=step_before,
-            batch_size=options.batch_size // (6 if options.slow_link else 1),
-            context=config.context,
-        )
+    for step in steps:
+        if (last := events.stop_step(options.events)) is not None and step.number >= last:
+            break
+        started_s, samples = time.monotonic(), list[int]()
         optimizer.zero_grad()
-        loss = gpt.loss_of(model(inputs), targets)
+        for indices, inputs, targets in step:
+            loss = gpt.loss_of(module(inputs), targets)
+            loss.backward()
+            step.log(loss=loss)
+            samples += indices.tolist()
         if options.slow_link:
             time.sleep(max(started_s + _SLOW_STEP_S - time.monotonic(), 0.0))
-        loss.backward()
-        optimizer.step()
+        if manager.is_participating():
+            recorder.tell(events.Computed(at_s=time.monotonic(), after=step.number, samples=samples))
+        is_committed = optimizer.step()
         recorder.tell(
             events.StepEnded(
                 at_s=time.monotonic(),
                 started_s=started_s,
                 step=manager.current_step(),
-                committed=manager.current_step() > step_before,
+                committed=is_committed,
                 contributed=manager.is_participating(),
                 participants=manager.num_participants(),
                 quorum_id=manager.statistics().quorum_id,
-                loss=loss.item(),
+                loss=step.means["loss"] if is_committed else None,
             )
         )
 
@@ -128,6 +128,7 @@ def main(arguments: list[str]) -> int:
         prompt = torch.tensor(list(corpus.encode(b"def ")))
         written = gpt.write_on(module, prompt, num_characters=240, seed=options.seed)
         sample = corpus.decode(bytes(written.tolist()))
-    recorder.tell(events.Finished(at_s=time.monotonic(), step=manager.current_step(), digest=digest, sample=sample))
+    end = {"step": manager.current_step(), "num_samples": len(windows)}
+    recorder.tell(events.Finished(at_s=time.monotonic(), digest=digest, sample=sample, **end))
     manager.shutdown(finished=True)
     return 0

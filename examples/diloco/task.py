@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from demo.corpus import encode, read_standard_library
 from demo.digest import digest_state
-from demo.model import CharGPT, GPTConfig, loss_of, sample_batch
+from demo.model import CharGPT, GPTConfig, loss_of
 from torch import Tensor, nn
 
 from diloco.options import Options
@@ -59,9 +59,10 @@ class Task:
         return torch.stack(losses).mean().item()
 
     def _sample(self, text: Tensor, seed: int, group: int, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        return sample_batch(
-            text, seed=seed, group=group, step=step, batch_size=batch_size, context=self._options.context
-        )
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + group)
+        starts = torch.randint(len(text) - self._options.context, (batch_size, 1), generator=generator)
+        windows = text[starts + torch.arange(self._options.context + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
 
 
 def make_inner_optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -89,6 +89,9 @@ def test_a_killed_group_comes_back_and_all_end_bit_equal(tmp_path: Path) -> None
     assert figures["last_loss"] < 3.3 < figures["first_loss"]
     assert (tmp_path / "demo.png").stat().st_size > 10_000
     assert "OK: all 2 groups ended bit-equal" in output
+    plain = figures["without_kills"]
+    assert {plain["digest"]} == {*figures["verdict"]["digests"].values()} and plain["ledger"] == figures["ledger"]
+    assert (plain["ledger"]["num_missing"], plain["ledger"]["num_twice"]) == (0, 0)
 
 
 def test_an_interrupt_ends_every_group(tmp_path: Path) -> None:

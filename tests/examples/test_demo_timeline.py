@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from demo import events
-from demo.timeline import Kill, KillFigures, Life, Timeline, judge, measure_kills
+from demo.timeline import Kill, KillFigures, Ledger, Life, Timeline, judge, keep_ledger, measure_kills
 
 
 def step(
@@ -23,7 +23,7 @@ def step(
 
 
 def finished(at_s: float, number: int, digest: str = "d") -> events.Finished:
-    return events.Finished(at_s=at_s, step=number, digest=digest, sample="def f")
+    return events.Finished(at_s=at_s, step=number, digest=digest, num_samples=100, sample="def f")
 
 
 def make_timeline() -> Timeline:
@@ -86,3 +86,36 @@ def test_the_verdict_holds_only_for_equal_states_at_one_step_after_all_kills(
     verdict = judge(timeline, num_planned_kills=num_planned_kills)
 
     assert (verdict.is_bit_equal, verdict.reason) == (is_bit_equal, reason)
+
+
+def keep(computed: dict[tuple[int, int], list[list[int]]], losses: tuple[float, float] = (2.0, 2.0)) -> Ledger:
+    """Return the ledger of two lives after two steps of 4 samples each: what each has computed of a step, attempt by attempt."""
+    lives = [Life(group=group, number=0, spawned_s=0.0) for group in (0, 1)]
+    for (group, number), attempts in computed.items():
+        for samples in attempts:
+            lives[group].record(events.Computed(at_s=number, after=number - 1, samples=samples))
+    for life, loss in zip(lives, losses, strict=True):
+        for number in (1, 2):
+            if life.group == 0 or number == 1 or (1, 2) not in computed:
+                life.record(step(number, number, loss=loss))
+        life.record(finished(3, 2))
+    return keep_ledger(Timeline(num_groups=2, started_s=0.0, lives=lives), num_in_step=4)
+
+
+def test_the_ledger_has_each_sample_once_whoever_was_killed() -> None:
+    first = {(0, 1): [[0, 1]], (1, 1): [[2, 3]]}
+    alone = keep({**first, (0, 2): [[4, 5], [6, 7]]})  # the other one died before it had computed anything
+    in_time = keep({**first, (0, 2): [[4, 5], [6, 7]], (1, 2): [[6]]})  # it had, and that went with it
+    late = keep({**first, (0, 2): [[4, 5]], (1, 2): [[6, 7]]})  # it died after its vote, which counts
+
+    assert str(alone) == "8 samples in 2 steps: none missing, none twice" and alone.is_whole
+    assert alone == in_time == late
+
+
+def test_the_ledger_tells_what_is_missing_or_twice_and_losses_that_differ() -> None:
+    first = {(0, 1): [[0, 1]], (1, 1): [[2, 3]]}
+
+    assert "2 missing, none twice" in str(keep({**first, (0, 2): [[4, 5]]}))
+    assert "none missing, 1 twice" in str(keep({**first, (0, 2): [[4, 5, 6, 0]]}))
+    split = keep({**first, (0, 2): [[4, 5, 6, 7]]}, losses=(2.0, 2.5))
+    assert "2 steps with several losses" in str(split) and not split.is_whole
