@@ -336,7 +336,8 @@ class Trainer:
             (one, one + 1) for one in self._early if one in dealt[formed.replica_rank]
         ]
         kept = mine if self._computed_with == self._state_name() else []
-        self._early = deal(NUM_MICROBATCHES, [[]] * size)[formed.replica_rank][:1]
+        usual = deal(NUM_MICROBATCHES, [None if nodes is None else [] for nodes in told])
+        self._early = usual[formed.replica_rank][:1]
         self._computed.nodes = {node: value for node, value in self._computed.nodes.items() if node in kept}
         self._computed_with, self._mine = self._state_name(), dealt[formed.replica_rank]
 

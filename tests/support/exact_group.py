@@ -34,10 +34,9 @@ class Group:
                 "optimizer": self.inner.state_dict(),
             },
             1,
-            replica_id="g",
             lighthouse_addr=lighthouse.address(),
             timeout=timedelta(seconds=10),
-            **more,
+            **{"replica_id": "g", **more},
         )
 
     def _load(self, state: dict[str, Any]) -> None:

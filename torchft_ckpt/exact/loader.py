@@ -139,7 +139,7 @@ class StepLoader:
         self._usual: list[int] = []
         """What this rank computes of a step of which nobody has anything yet, with the groups of now."""
         self._early: int | None = None
-        """Of these, what it computes of the next step before the quorum is there."""
+        """Of these, what it computes first of the open step, or the next one. All ranks of a group have the same."""
         self._most_groups, self._has_told = 0, False
         self._now: Step | None = None
         self.microbatch: int | None = None
@@ -258,11 +258,14 @@ class StepLoader:
     def _run(self, step: Step) -> Iterator[Any]:
         now, told, layout = self._manager.hooks.begin_microbatches(), step.number, self._find_layout()
         self._buffers = before = Buffers(layout)
-        early, self._early = self._early, None
-        if early is not None and now.version.proven and now.version.step == told:
-            self._state = self._state_of(now.version)
+        early = self._early
+        if early is not None:
+            # Whatever was heard since: the others of the group compute it, too, and the ranks may wait for each other in it.
             left = yield from self._compute(step, early, layout, before)
-            self._nodes.take(left, before.values, self.num_microbatches)
+            self._early = None
+            if now.version.step == told:
+                self._state = self._state_of(now.version)
+                self._nodes.take(left, before.values, self.num_microbatches)
         now = self._manager.hooks.begin_microbatches(waits=True)
         formed = now.quorum
         if formed is None:
@@ -284,8 +287,6 @@ class StepLoader:
             nodes = self._deal(formed, now, early)
             here = {*members(self._nodes.by_node)}
             todo = [number for number in members(nodes[formed.replica_rank]) if number not in here]
-            usual = _dealt(self.num_microbatches, ((),) * formed.replica_world_size)
-            self._usual = members(usual[formed.replica_rank])
         self._reader.will_want(step.number, todo, self._usual)
         if not todo:
             self._manager.hooks.prepare_scalers(layout.device)
@@ -360,9 +361,11 @@ class StepLoader:
         accepted = accept([nodes or [] for nodes in said], self.num_microbatches)
         has = [None if nodes is None else tuple(own) for nodes, own in zip(said, accepted, strict=True)]
         nodes = _dealt(self.num_microbatches, tuple(has))
+        usual = _dealt(self.num_microbatches, tuple(None if one is None else () for one in has))
+        self._usual = members(usual[formed.replica_rank])
         if formed is not self._formed:
             kept, own = self.held(now.version), accepted[formed.replica_rank]
-            if early in members(nodes[formed.replica_rank]):
+            if early is not None and early in members(nodes[formed.replica_rank]):
                 own = [*own, (early, early + 1)]
             self._nodes.keep([node for node in own if node in kept])
         self._formed, self._state = formed, self._state_of(now.version)
