@@ -31,6 +31,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 )
 from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
+    Answer,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -51,7 +52,6 @@ from torchft_ckpt.core.coordination.messages import (
     Needed,
     Outcome,
     QuorumBroken,
-    QuorumFormed,
     QuorumPending,
     Receives,
     Refused,
@@ -187,7 +187,7 @@ class Member:
         self.asks_again = self.asks
         self.outcomes: list[Outcome] = []
         self.last_vote: CommitVote | None = None
-        self.formed: QuorumFormed | None = None
+        self.formed: Answer | None = None
         self.plan: StepPlan | None = None
         self._heard: list[str] = []
         self.located: StateLocated | None = None
@@ -419,12 +419,12 @@ class Member:
         if self.is_stopped:
             return
         is_first = self.job.gives_first and self.job.lighthouse._job.first.proven
-        is_of_first = isinstance(message, QuorumPending | QuorumFormed) and is_first
+        is_of_first = isinstance(message, QuorumPending | Answer) and is_first
         if not is_of_first:
             self._heard.append(_words(message))
-        if is_first and isinstance(message, QuorumFormed) and message.held:
+        if is_first and isinstance(message, Answer) and message.held:
             self.job._given.append(self)
-        if isinstance(message, QuorumFormed):
+        if isinstance(message, Answer):
             plan = self.replica.formed(message)
             if plan is not None:
                 self.formed, self.plan = message, plan
@@ -459,7 +459,7 @@ class Member:
 
 
 def _words(message: FromLighthouse) -> str:
-    if isinstance(message, QuorumFormed):
+    if isinstance(message, Answer):
         if message.leaving:
             return "no quorum, leaving"
         return f"quorum {message.quorum_id} step {message.version.step} {message.role.value}"

@@ -16,12 +16,11 @@ from torchft_ckpt.core.coordination.group import (
 )
 from torchft_ckpt.core.coordination.messages import (
     LocateState,
-    QuorumFormed,
     QuorumRequest,
-    Role,
     Source,
     StateLocated,
     StateVersion,
+    StepAlone,
 )
 from torchft_ckpt.core.coordination.quorum import Asked, decide_quorum
 from torchft_ckpt.core.coordination.recovery import Assignment, Holder, assign_recovery
@@ -326,20 +325,7 @@ def test_a_rank_whose_group_has_yet_to_load_the_state_is_behind_although_it_hold
     replica = ReplicaState(ReplicaSettings(min_replica_size=1))
     replica.caught_up(NEWEST)
     asked = replica.begin(StepWishes(), StepFacts())
-    warms_up = QuorumFormed(
-        request_id=asked.request_id,
-        quorum_id=NEWEST.quorum_id,
-        epoch=NEWEST.epoch,
-        version=NEWEST,
-        role=Role.LEARNER,
-        warms_up=True,
-        replica_rank=0,
-        replica_world_size=0,
-        contributor_rank=None,
-        num_contributors=0,
-        num_voters=0,
-        store_address="",
-    )
+    warms_up = StepAlone(request_id=asked.request_id, quorum_id=NEWEST.quorum_id, epoch=NEWEST.epoch, version=NEWEST)
     assert replica.formed(warms_up) is not None
     replica.learned()
     looks = replica.locate()

@@ -66,7 +66,7 @@ def test_a_newcomer_is_connected_while_it_computes_alone_and_the_quorum_takes_wh
     ends_alone(c)
     are_asked([a, b])
     assert comes_in(c) == "quorum 2 step 3 healthy"
-    assert [m.formed.place for m in (a, b, c) if m.formed] == [a.connect.place] * 3 if a.connect else False
+    assert [m.formed.meets.place for m in (a, b, c) if m.formed] == [a.connect.place] * 3 if a.connect else False
     assert a.outcomes[-1].value == b.outcomes[-1].value == "commit"
     are_asked([a, b, c])
     c.votes(error="its loop raised")
@@ -74,7 +74,9 @@ def test_a_newcomer_is_connected_while_it_computes_alone_and_the_quorum_takes_wh
         member.votes(broken=True)
     for member in (a, b, c):
         member.asks()
-    assert a.formed is not None and (a.formed.quorum_id, a.formed.place) == (3, ""), "none is made twice at one place"
+    assert a.formed is not None and (a.formed.quorum_id, a.formed.meets.place) == (3, ""), (
+        "none is made twice at one place"
+    )
 
 
 def test_no_quorum_is_held_for_one_that_is_not_connected_yet_and_those_who_train_go_on() -> None:
@@ -226,7 +228,9 @@ def test_one_that_has_met_them_comes_in_without_meeting_those_who_are_left_again
     for member in (a, b):
         member.asks(can_serve=True)
     assert c.connect is met_at
-    assert comes_in(c).endswith("healthy") and a.formed is not None and a.formed.place == "", "x is not among them"
+    assert comes_in(c).endswith("healthy") and a.formed is not None and a.formed.meets.place == "", (
+        "x is not among them"
+    )
 
 
 def test_who_is_left_behind_has_met_them() -> None:
@@ -401,7 +405,7 @@ def test_what_was_connected_long_ago_is_connected_anew_as_the_quorum_begins() ->
     ends_alone(c)
     are_asked([a, b])
     assert comes_in(c) == "quorum 2 step 3 healthy"
-    assert [m.formed.place for m in (a, b, c) if m.formed is not None] == [""] * 3
+    assert [m.formed.meets.place for m in (a, b, c) if m.formed is not None] == [""] * 3
 
 
 def test_a_lighthouse_that_starts_again_in_a_meeting_begins_another_one() -> None:

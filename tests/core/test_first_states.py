@@ -7,7 +7,7 @@ from lighthouse_script import Job, Member
 
 from torchft_ckpt.core.coordination.hold import FIRST_WITHIN_S
 from torchft_ckpt.core.coordination.joining import SILENT_S
-from torchft_ckpt.core.coordination.messages import Outcome, Receives, Role, StateVersion
+from torchft_ckpt.core.coordination.messages import Given, Outcome, Receives, Role, StateVersion
 
 HELD = "held up: all others have asked, and wait until {} has the state of step 0"
 
@@ -344,7 +344,7 @@ def test_a_spare_that_comes_while_the_first_state_is_given_stays_a_spare() -> No
     spare.asks(at_end=True, reach_s=0.1, can_follow=True)
     receives(b)
     assert in_quorum(job) == {"a:1", "b:1"}
-    assert spare.formed is not None and (spare.formed.held, spare.formed.stays) == (False, True)
+    assert spare.formed is not None and (spare.formed.held, spare.formed.why) == (False, Given.TO_STAY)
 
 
 def test_a_group_that_does_not_wait_for_its_first_quorum_comes_in_at_the_end_of_its_iteration() -> None:

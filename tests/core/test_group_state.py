@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import answers
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination.group import (
@@ -23,6 +24,7 @@ from torchft_ckpt.core.coordination.group import (
 )
 from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
+    Answer,
     CommitDecided,
     CommitUnknown,
     CommitVote,
@@ -41,7 +43,6 @@ from torchft_ckpt.core.coordination.messages import (
     LocateState,
     Outcome,
     QuorumBroken,
-    QuorumFormed,
     QuorumRequest,
     RankHello,
     Role,
@@ -61,22 +62,11 @@ def request(number: int = 1, *, version: StateVersion = PROVEN, address: str = "
     )
 
 
-def formed(request_id: int, *, role: Role = Role.HEALTHY, quorum_id: int = 2, sources: int = 0) -> QuorumFormed:
-    return QuorumFormed(
-        request_id=request_id,
-        quorum_id=quorum_id,
-        epoch="e",
-        version=PROVEN,
-        role=role,
-        replica_rank=0,
-        replica_world_size=2,
-        contributor_rank=0,
-        num_contributors=2,
-        num_voters=2,
-        store_address="s",
-        sources=[Source(replica_id="x", replica_rank=1, checkpoint_addresses=[f"x{rank}" for rank in range(sources)])]
-        * (sources > 0),
-    )
+def formed(request_id: int, *, role: Role = Role.HEALTHY, quorum_id: int = 2, sources: int = 1) -> Answer:
+    if role is Role.LEARNER:
+        source = Source(replica_id="x", replica_rank=1, checkpoint_addresses=[f"x{rank}" for rank in range(sources)])
+        return answers.given(request_id, PROVEN, sources=[source], quorum_id=quorum_id)
+    return answers.formed(request_id, PROVEN, role=role, quorum_id=quorum_id)
 
 
 def vote(
@@ -112,7 +102,8 @@ def open_step(world_size: int = 2, role: Role = Role.HEALTHY) -> GroupState:
         asked = up(group.handle(RankMessage(rank, request(address=f"addr{rank}"))))
     assert isinstance(asked[0], QuorumRequest)
     out = group.handle(LighthouseMessage(formed(asked[0].request_id, role=role)))
-    assert told(out) == [(rank, "QuorumFormed") for rank in range(world_size)]
+    name = "StateGiven" if role is Role.LEARNER else "QuorumFormed"
+    assert told(out) == [(rank, name) for rank in range(world_size)]
     return group
 
 
@@ -358,7 +349,7 @@ def test_whatever_comes_no_two_ranks_are_told_different_outcomes_and_no_one_comm
             approvals.add(event.rank)
         for instruction in group.handle(event):
             message = instruction.message
-            if isinstance(message, QuorumFormed):
+            if isinstance(message, Answer):
                 outcomes.pop((message.quorum_id, message.epoch, 4), None)
             elif isinstance(message, CommitDecided | CommitUnknown) and isinstance(instruction, SendToRank):
                 word = message.outcome.value if isinstance(message, CommitDecided) else "unknown"
@@ -383,9 +374,7 @@ def test_whatever_comes_what_a_group_knows_agrees(world_size: int, events: list[
             told = [RankMessage(rank, event.message) for rank in range(world_size)]
         elif isinstance(event, RankMessage | RankLost) and event.rank >= world_size:
             continue
-        elif isinstance(event, LighthouseMessage) and isinstance(
-            event.message, QuorumFormed | StateLocated | JoinerWaiting
-        ):
+        elif isinstance(event, LighthouseMessage) and isinstance(event.message, Answer | StateLocated | JoinerWaiting):
             told = [LighthouseMessage(msgspec.structs.replace(event.message, request_id=asked if is_answered else 0))]
         for one in told:
             for message in up(group.handle(one)):
@@ -565,7 +554,7 @@ def test_a_wish_is_said_again_to_a_new_lighthouse_before_the_vote_and_with_what_
 def test_a_rank_that_asks_for_a_step_of_a_group_that_leaves_gets_one_for_itself_alone() -> None:
     [answer] = leaving_group().handle(RankMessage(1, request(7)))
     assert isinstance(answer, SendToRank)
-    assert isinstance(answer.message, QuorumFormed)
+    assert isinstance(answer.message, Answer)
     assert (answer.rank, answer.message.request_id, answer.message.leaving) == (1, 7, True)
     assert answer.message.role is Role.LEARNER
 
@@ -602,7 +591,7 @@ def test_a_group_that_was_let_go_and_takes_its_question_back_answers_the_ranks_t
         group.handle(RankMessage(rank, request()))
     group.handle(LighthouseMessage(LetGo(reason="SIGTERM")))
     out = group.handle(RankMessage(1, LocateState(request_id=2, version=PROVEN)))
-    assert told(out) == [(1, "StateLocated"), (0, "QuorumFormed")]
+    assert told(out) == [(1, "StateLocated"), (0, "StepAlone")]
     group.validate()
 
 
@@ -680,8 +669,8 @@ def test_ranks_that_have_the_state_wait_with_their_step_for_one_that_asks_for_it
     (asked,) = up(group.handle(RankMessage(1, request(version=StateVersion(), torn=True, at_end=True))))
     assert isinstance(asked, QuorumRequest)
     assert (asked.at_end, asked.warms_up, asked.allow_heal) == (False, True, True)
-    alone = msgspec.structs.replace(formed(asked.request_id, role=Role.LEARNER), warms_up=True)
-    assert told(group.handle(LighthouseMessage(alone))) == [(1, "QuorumFormed")]
+    alone = answers.alone(asked.request_id, PROVEN)
+    assert told(group.handle(LighthouseMessage(alone))) == [(1, "StepAlone")]
     (asked,) = up(group.handle(RankMessage(1, request(2, version=StateVersion(), torn=True))))
     assert isinstance(asked, QuorumRequest) and not (asked.warms_up or asked.allow_heal)
 
@@ -724,8 +713,8 @@ def test_ranks_wait_with_their_turn_for_one_that_has_made_fewer() -> None:
         last = request(number, kinds=["0", "1"] if ending else ["0"], at_end=ending)
         (asked,) = up(group.handle(RankMessage(1, last)))
         assert isinstance(asked, QuorumRequest) and asked.warms_up and not asked.at_end
-        alone = msgspec.structs.replace(formed(asked.request_id, role=Role.LEARNER), warms_up=True)
-        assert told(group.handle(LighthouseMessage(alone))) == [(1, "QuorumFormed")]
+        alone = answers.alone(asked.request_id, PROVEN)
+        assert told(group.handle(LighthouseMessage(alone))) == [(1, "StepAlone")]
     (asked,) = up(group.handle(RankMessage(1, request(3, kinds=["0", "1"]))))
     assert isinstance(asked, QuorumRequest) and not asked.warms_up
 
@@ -752,7 +741,7 @@ def test_ranks_do_not_wait_for_ever_for_one_that_makes_turn_after_turn_and_does_
         assert isinstance(asked, QuorumRequest)
         if not asked.warms_up:
             break
-        alone = msgspec.structs.replace(formed(asked.request_id, role=Role.LEARNER), warms_up=True)
-        assert told(group.handle(LighthouseMessage(alone))) == [(1, "QuorumFormed")]
+        alone = answers.alone(asked.request_id, PROVEN)
+        assert told(group.handle(LighthouseMessage(alone))) == [(1, "StepAlone")]
     assert number == 17
     assert told(group.handle(LighthouseMessage(formed(asked.request_id)))) == [(0, "QuorumFormed"), (1, "QuorumFormed")]

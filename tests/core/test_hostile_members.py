@@ -182,8 +182,8 @@ def test_a_quorum_meets_at_the_store_of_one_that_hosts_one_whoever_holds_the_sta
     a.comes_in()
     a.asks()
     assert a.formed is not None
-    assert (a.formed.replica_world_size, a.formed.store_address) == (2, "store-a:1")
-    assert a.formed.standby_store_address == ""
+    assert (a.formed.replica_world_size, a.formed.meets.store_address) == (2, "store-a:1")
+    assert a.formed.meets.standby_store_address == ""
 
 
 def test_the_others_carry_such_a_step_to_no_restarted_lighthouse() -> None:

@@ -23,6 +23,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
     AllowStepLoss,
+    Answer,
     CommitDecided,
     CommitVote,
     Done,
@@ -37,6 +38,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumFormed,
     QuorumRequest,
     Refused,
+    StateGiven,
     StateLocated,
     StateShown,
     StateVersion,
@@ -170,7 +172,7 @@ def test_a_job_without_a_group_is_remembered() -> None:
     late = Group(lighthouse, "gpt", "g:2")
     late.asks()
     lighthouse.pass_time(3.0)
-    assert not late.hears(QuorumFormed)
+    assert not late.hears(Answer)
     assert "set another TORCHFT_CKPT_JOB" in lighthouse.jobs.states["gpt"].reason
 
 
@@ -182,13 +184,13 @@ def test_a_job_whose_groups_are_all_lost_while_its_first_state_is_given_is_remem
     a, b = Group(lighthouse, "gpt", "a:1"), Group(lighthouse, "gpt", "b:1")
     a.says(QuorumRequest(request_id=1, version=StateVersion(step=120), restored=True))
     b.says(QuorumRequest(request_id=1, version=StateVersion(), waits_for_quorum=True))
-    (formed,) = b.hears(QuorumFormed)
-    assert isinstance(formed, QuorumFormed) and formed.held and formed.version.step == 120
+    (formed,) = b.hears(StateGiven)
+    assert isinstance(formed, StateGiven) and formed.held and formed.version.step == 120
     a.dies()
     b.dies()
     late = Group(lighthouse, "gpt", "c:1")
     late.asks()
-    assert not late.hears(QuorumFormed), "it would begin again at step 0"
+    assert not late.hears(Answer), "it would begin again at step 0"
     assert f"step {finished_at or 120} was committed" in lighthouse.jobs.states["gpt"].reason
 
 
@@ -385,7 +387,7 @@ def test_each_job_hears_what_it_would_hear_alone(story: list[tuple[str, str, flo
     together = Jobs(ONE, epoch="now")
     alone: dict[str, Jobs] = {name: Jobs(ONE, epoch="now") for name in "abc"}
     numbers = dict.fromkeys("abc", 0)
-    formed: dict[str, QuorumFormed] = {}
+    formed: dict[str, Answer] = {}
     version = dict.fromkeys("abc", StateVersion())
     now = 0.0
 
@@ -447,7 +449,7 @@ def test_each_job_hears_what_it_would_hear_alone(story: list[tuple[str, str, flo
             assert words(job, told) == words(job, apart)
             assert all(isinstance(i, Log) or i.connection.startswith(job) for i in told), "another job heard of it"
             for instruction in told:
-                if isinstance(instruction, Send) and isinstance(instruction.message, QuorumFormed):
+                if isinstance(instruction, Send) and isinstance(instruction.message, Answer):
                     formed[job] = instruction.message
                     version[job] = instruction.message.version
                 if isinstance(instruction, Send) and isinstance(instruction.message, CommitDecided):

@@ -575,7 +575,7 @@ def test_nobody_is_waited_for_where_no_state_was_captured_and_those_who_train_ar
     j = newcomer(job, reach_s=0.2)
     for member in (a, b):
         member.asks(can_serve=False)
-    assert a.formed.replica_world_size == 2 and a.formed.joiner_waiting and not is_held(j)
+    assert a.formed.replica_world_size == 2 and a.heard_joiner() and not is_held(j)
     for member in (a, b):
         member.votes()
     for member in (a, b):

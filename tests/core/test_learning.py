@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from lighthouse_script import Job, Member
+from support import answers
 
 from torchft_ckpt.core.coordination.group import (
     GroupState,
@@ -20,14 +21,15 @@ from torchft_ckpt.core.coordination.learning import (
     learner_in_words,
 )
 from torchft_ckpt.core.coordination.messages import (
+    Given,
     JoinProgress,
     Needed,
     Outcome,
-    QuorumFormed,
     QuorumRequest,
     Receives,
     Role,
     Source,
+    StateGiven,
     StateVersion,
     decode_from_lighthouse,
     encode,
@@ -292,10 +294,7 @@ def test_all_ranks_of_a_group_follow_by_one_decision() -> None:
             RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion(), can_follow=True, gains=True))
         )
     assert isinstance(asked[0], SendToLighthouse) and asked[0].message.can_follow
-    formed = QuorumFormed(
-        request_id=1, quorum_id=1, epoch="e", version=version, role=Role.LEARNER, replica_rank=2, replica_world_size=2,
-        contributor_rank=None, num_contributors=2, num_voters=2, store_address="", sources=[source], follows=True,
-    )  # fmt: skip
+    formed = answers.given(1, version, Given.TO_FOLLOW, [source], quorum_id=1)
     group.handle(LighthouseMessage(formed))
     told = group.handle(LighthouseMessage(Needed(reason="b is gone")))
     assert told == [SendToRank(rank, Needed(reason="b is gone")) for rank in (0, 1)]
@@ -328,15 +327,12 @@ def test_a_rank_that_waits_for_its_neighbours_is_still_beside_the_quorum_for_a_l
     assert not group.introduce(j.replica.hello("j:1", 2)).is_beside
 
 
-@pytest.mark.parametrize("wrong", [{"role": Role.HEALTHY}, {"sources": []}, {"warms_up": True}])
-def test_a_message_that_says_two_things_at_once_is_refused(wrong: dict[str, object]) -> None:
+def test_a_state_that_nobody_gives_is_refused() -> None:
     job, a, b = trained()
-    j = follower(job, a, b)
-    right = msgspec.structs.replace(j.formed, replica_world_size=3)
-    assert decode_from_lighthouse(encode(right), "lighthouse") == right
-    fields = {name: getattr(right, name) for name in right.__struct_fields__} | {"type": "QuorumFormed"} | wrong
-    with pytest.raises(ProtocolError, match="`follows` is set"):
-        decode_from_lighthouse(msgspec.json.encode(fields), "lighthouse")
+    right = follower(job, a, b).formed
+    assert isinstance(right, StateGiven) and decode_from_lighthouse(encode(right), "lighthouse") == right
+    with pytest.raises(ProtocolError, match="of length >= 1"):
+        decode_from_lighthouse(encode(msgspec.structs.replace(right, sources=[])), "lighthouse")
 
 
 def test_following_pays_where_a_part_of_the_state_stays_as_it_is() -> None:
@@ -366,7 +362,7 @@ def test_a_rank_of_a_spare_that_asks_ends_the_rest_of_the_others() -> None:
     trains(job, a)
     spare.warms_up(reach_s=0.1, can_follow=True)
     trains(job, a)
-    assert spare.formed is not None and spare.formed.stays
+    assert spare.formed is not None and spare.formed.why is Given.TO_STAY
     group = GroupState(2)
     for rank in (0, 1):
         group.handle(RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion())))

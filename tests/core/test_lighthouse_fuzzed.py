@@ -29,10 +29,10 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 )
 from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
+    Answer,
     CommitVote,
     FromLighthouse,
     Hello,
-    QuorumFormed,
     RankToGroup,
     ToLighthouse,
     decode_from_lighthouse,
@@ -83,7 +83,7 @@ def test_a_lighthouse_never_raises_and_says_nothing_that_cannot_be_read(
                 continue
             message = instruction.message
             assert decode_from_lighthouse(encode(message), "lighthouse") == message
-            if isinstance(message, QuorumFormed):
+            if isinstance(message, Answer):
                 assert message.quorum_id >= highest
                 highest = message.quorum_id
                 if answers:

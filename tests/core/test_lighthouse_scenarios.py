@@ -8,10 +8,10 @@ from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import ConnectionClosed, Log, Received, Send
 from torchft_ckpt.core.coordination.messages import (
     PROTOCOL_VERSION,
+    Answer,
     Heartbeat,
     Hello,
     Outcome,
-    QuorumFormed,
     Refused,
     StateVersion,
 )
@@ -593,7 +593,7 @@ def test_min_replica_size_of_the_manager_keeps_a_step_from_counting() -> None:
 
 def test_answers_do_not_grow_with_the_number_of_members() -> None:
     _job, members = trained(*(f"m{i}" for i in range(40)), least=40)
-    formed: QuorumFormed = members[-1].formed
+    formed: Answer = members[-1].formed
     assert (formed.replica_world_size, formed.sources, formed.destinations) == (40, formed.sources[:MAX_SOURCES], [])
 
 
@@ -650,18 +650,18 @@ def test_one_that_sits_out_and_breaks_the_collectives_is_named_to_those_who_wait
 
 def test_the_quorum_stays_at_its_store_while_the_host_lives_and_then_moves_to_the_one_that_stands_by() -> None:
     job, (b, c) = trained("b", "c")
-    assert (b.formed.store_address, b.formed.standby_store_address) == ("store-b:1", "store-c:1")
+    assert (b.formed.meets.store_address, b.formed.meets.standby_store_address) == ("store-b:1", "store-c:1")
     a = job.join("a")
     job.lets_in(a, others=[b, c])
     for member in (a, b, c):
         member.votes()
     job.step(a, b, c)
-    assert {m.formed.store_address for m in (a, b, c)} == {"store-b:1"}, "not the first one's, the one it was"
+    assert {m.formed.meets.store_address for m in (a, b, c)} == {"store-b:1"}, "not the first one's, the one it was"
     b.dies()
     for member in (a, c):
         member.votes(error="aborted")
     job.step(a, c)
-    assert (a.formed.store_address, a.formed.standby_store_address) == ("store-c:1", "store-a:1")
+    assert (a.formed.meets.store_address, a.formed.meets.standby_store_address) == ("store-c:1", "store-a:1")
 
 
 def test_one_that_came_in_and_asks_before_the_decision_holds_no_quorum_up_when_the_step_was_committed_with_it() -> None:

@@ -85,7 +85,6 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "group_world_size": st.integers(1, 65536),
         "heartbeat_timeout_s": st.floats(messages.MIN_HEARTBEAT_TIMEOUT_S, 1e9),
         "store_address": PLACES,
-        "standby_store_address": PLACES,
         "replica_rank": RANKS,
         "replica_world_size": GROUPS,
         "num_contributors": GROUPS,
@@ -103,13 +102,15 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "shows": st.sampled_from(messages.Shows),
         "shown": st.lists(SHOWN, max_size=2),
         "kinds": st.lists(st.sampled_from(["", "0", "0,1"]), max_size=messages.MAX_TURNS),
-        "common": st.lists(TEXTS, max_size=3),
-        "own": st.lists(TEXTS, max_size=3),
         "group_names": st.lists(NAMES, max_size=3),
-        "leaves": st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
+        "leaves": st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3)
+        if message is messages.LeafDigests
+        else st.builds(messages.LeavesFound, common=st.lists(TEXTS, max_size=3), own=st.lists(TEXTS, max_size=3)),
+        "meets": st.builds(messages.Meeting, store_address=PLACES, place=TEXTS, standby_store_address=PLACES),
+        "why": st.sampled_from(messages.Given),
         "contributor_rank": st.none() | RANKS,
         "contributors": st.lists(RANKS, max_size=3),
-        "role": st.sampled_from(messages.Role),
+        "role": st.sampled_from([messages.Role.HEALTHY, messages.Role.IDLE]),
         "outcome": st.sampled_from(messages.Outcome),
         "does": st.sampled_from(messages.Receives),
         "last_outcome": st.none() | st.sampled_from(messages.Outcome),
@@ -132,15 +133,8 @@ def strategy(message: type) -> st.SearchStrategy[object]:
             fields[field.name] = COUNTS
         else:
             fields[field.name] = TEXTS
-    if message is messages.QuorumFormed:
-        following = {
-            **fields,
-            "follows": st.just(True),
-            "role": st.just(messages.Role.LEARNER),
-            "warms_up": st.just(False),
-        }
-        following["sources"] = st.lists(SOURCES, min_size=1, max_size=2)
-        return st.builds(message, **{**fields, "follows": st.just(False)}) | st.builds(message, **following)
+    if message is messages.StateGiven:
+        fields["sources"] = st.lists(SOURCES, min_size=1, max_size=2)
     return st.builds(message, **fields)
 
 
@@ -222,7 +216,7 @@ FORMED = QuorumFormed(
     contributor_rank=1,
     num_contributors=2,
     num_voters=2,
-    store_address="host:1",
+    meets=messages.Meeting(store_address="host:1"),
 )
 WELCOME = messages.Welcome(protocol=1, epoch="e", heartbeat_timeout_s=5.0)
 
@@ -235,9 +229,10 @@ WELCOME = messages.Welcome(protocol=1, epoch="e", heartbeat_timeout_s=5.0)
         (FORMED, {"replica_rank": 7}),
         (FORMED, {"contributor_rank": 2}),
         (FORMED, {"num_contributors": 1 << 61}),
-        (FORMED, {"store_address": "no port here"}),
-        (FORMED, {"store_address": "127.0.0.1:1/../../x"}),
-        (FORMED, {"standby_store_address": "https://host:1"}),
+        (FORMED, {"role": "learner"}),
+        (FORMED, {"meets": {"store_address": "no port here"}}),
+        (FORMED, {"meets": {"store_address": "127.0.0.1:1/../../x"}}),
+        (FORMED, {"meets": {"store_address": "host:1", "standby_store_address": "https://host:1"}}),
         (FORMED, {"destinations": [1 << 61]}),
         (WELCOME, {"heartbeat_timeout_s": 0.0}),
         (WELCOME, {"store_address": "host"}),
@@ -387,7 +382,8 @@ def test_the_addresses_of_a_group_are_encoded_once_for_all_who_are_told_them() -
 def test_names_of_leaves_are_encoded_once_for_all_who_are_told_them() -> None:
     """A thousand members were told 360 MiB of names, which a lighthouse encoded for each: 0.8 s, in which all jobs stood."""
     names = [f"layer {number}" for number in range(4000)]
-    formed = [msgspec.structs.replace(FORMED, replica_rank=rank, common=names, own=names) for rank in range(2)]
+    leaves = messages.LeavesFound(common=names, own=names)
+    formed = [msgspec.structs.replace(FORMED, replica_rank=rank, leaves=leaves) for rank in range(2)]
     for message in formed:
         assert messages.decode_from_lighthouse(messages.encode(message), "it") == message
-    assert messages._latest_encoded[id(names)][0] is names
+    assert messages._latest_encoded[id(leaves)][0] is leaves

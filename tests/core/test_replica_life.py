@@ -8,18 +8,19 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import answers
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination.messages import (
+    Answer,
     CommitDecided,
+    Given,
     JoinerWaiting,
     Outcome,
     QuorumBroken,
-    QuorumFormed,
     QuorumRequest,
     Role,
     Shows,
-    Source,
     StateLocated,
     StateVersion,
     last_answer,
@@ -53,33 +54,20 @@ def formed(
     quorum_id: int = 5,
     names_state: bool = False,
     contributors: int = 2,
-    has_sources: bool = False,
     destinations: Sequence[int] = (),
     warms_up: bool = False,
     follows: bool = False,
     held: bool = False,
     differs: bool = False,
-) -> QuorumFormed:
-    return QuorumFormed(
-        request_id=request_id,
-        quorum_id=quorum_id,
-        epoch="e",
-        version=version,
-        role=role,
-        replica_rank=0,
-        replica_world_size=2,
-        contributor_rank=0 if role is Role.HEALTHY else None,
-        num_contributors=contributors,
-        num_voters=2,
-        store_address="s",
-        names_state=names_state,
-        newest_step=version.step,
-        sources=[Source(replica_id="x", replica_rank=1, checkpoint_addresses=["http://x"])] * has_sources,
-        destinations=list(destinations),
-        warms_up=warms_up,
-        follows=follows,
-        held=held,
-        differs=differs,
+) -> Answer:
+    said = {"quorum_id": quorum_id, "num_contributors": contributors, "newest_step": version.step}
+    if warms_up:
+        return answers.alone(request_id, version, **said)
+    if role is Role.LEARNER:
+        why = Given.TO_CORRECT if differs else Given.TO_COME_IN if held else Given.TO_FOLLOW
+        return answers.given(request_id, version, why if follows else Given.TO_LEARN, names_state=names_state, **said)
+    return answers.formed(
+        request_id, version, role=role, names_state=names_state, destinations=list(destinations), **said
     )
 
 
@@ -124,7 +112,6 @@ def test_who_is_given_the_first_state_is_proved_by_that_and_who_comes_in_is_on_t
             state,
             version=V4,
             role=Role.LEARNER,
-            has_sources=True,
             follows=True,
             held=True,
             names_state=names_state,
@@ -340,7 +327,7 @@ def test_a_step_is_kept_without_its_state_only_while_that_is_on_the_way() -> Non
 
 def test_a_torn_state_has_no_name_until_a_whole_one_is_loaded() -> None:
     state = replica()
-    begun(state, version=V7, role=Role.LEARNER, has_sources=True, follows=True, held=True)
+    begun(state, version=V7, role=Role.LEARNER, follows=True, held=True)
     state.load_torn()
     state.learned()
     request = state.begin(StepWishes(), StepFacts())
@@ -407,8 +394,7 @@ def test_too_few_contributors_are_no_step() -> None:
 def test_a_spare_contributes_nothing_and_its_vote_counts() -> None:
     state = replica(min_replica_size=1, fixed_with_spares=True)
     request = state.begin(StepWishes(), StepFacts())
-    spare = formed(request.request_id)
-    state.formed(QuorumFormed(**{f: getattr(spare, f) for f in spare.__struct_fields__} | {"contributor_rank": 1}))
+    state.formed(answers.formed(request.request_id, V4, contributor_rank=1))
     assert (state.participating_rank, state.num_participants, state.vote().counts) == (None, 1, True)
 
 
@@ -435,9 +421,7 @@ def test_who_lacks_the_state_computes_an_iteration_alone_and_is_given_it_at_the_
     assert (state.learned(), state.is_behind) == (Outcome.LEFT_BEHIND, True)
     asked = state.begin(StepWishes(), StepFacts(at_end=True, can_follow=True))
     assert (asked.at_end, asked.waits_for_quorum, asked.can_follow) == (True, True, True)
-    plan = state.formed(
-        formed(asked.request_id, version=V7, role=Role.LEARNER, follows=True, held=True, has_sources=True)
-    )
+    plan = state.formed(formed(asked.request_id, version=V7, role=Role.LEARNER, follows=True, held=True))
     assert plan is not None and plan.load and state.is_waited_for and not state.came_in
     state.load_finished(V7)
     state.learned()
@@ -456,7 +440,7 @@ def test_a_rank_whose_neighbour_lacks_the_state_asks_at_the_end_of_its_iteration
 
 def test_who_has_received_a_state_that_nobody_waited_with_is_behind() -> None:
     state = replica()
-    begun(state, version=V7, role=Role.LEARNER, follows=True, has_sources=True)
+    begun(state, version=V7, role=Role.LEARNER, follows=True)
     state.load_finished(V7)
     state.learned()
     assert (state.version, state.is_behind, state.came_in) == (V7, True, False)
@@ -497,7 +481,7 @@ def test_a_state_is_shown_as_the_decision_says_and_after_a_step_that_does_not_co
 
 def test_who_has_to_correct_its_state_loads_one_of_the_same_name_and_is_not_behind_afterwards() -> None:
     state = replica(V7)
-    plan = begun(state, version=V7, role=Role.LEARNER, has_sources=True, follows=True, differs=True)
+    plan = begun(state, version=V7, role=Role.LEARNER, follows=True, differs=True)
     assert plan.load and not plan.configure and not state.version.proven
     state.load_finished(V7)
     assert state.follows and state.is_corrected
@@ -510,7 +494,7 @@ def test_an_answer_where_the_newest_state_is_that_comes_after_a_step_began_chang
     state.caught_up(V4)
     late = StateLocated(request_id=state.locate().request_id, version=V4)
     asked = state.begin(StepWishes(), StepFacts())
-    state.formed(formed(asked.request_id, role=Role.LEARNER, version=V7, has_sources=True, follows=True))
+    state.formed(formed(asked.request_id, role=Role.LEARNER, version=V7, follows=True))
     state.located(late)
     assert state.is_behind
     state.validate()
@@ -583,7 +567,7 @@ STORY = st.lists(
 
 def answer(
     asked: QuorumRequest, role: Role, version: StateVersion, yes: tuple[bool, bool, bool], quorum_id: int
-) -> QuorumFormed:
+) -> Answer:
     """What a lighthouse may say to one that asks: a holder is one that holds the state, or whose state gets its name."""
     number = asked.request_id
     if role is Role.IDLE or yes == (True, True, True):
@@ -594,10 +578,17 @@ def answer(
         return formed(number, role=role, version=held, quorum_id=quorum_id, names_state=names)
     role = Role.LEARNER if role is Role.HEALTHY else role
     follows = role is Role.LEARNER and yes[0]
-    told = formed(number, role=role, version=version, quorum_id=quorum_id, follows=follows, has_sources=True)
-    warms_up, held = role is Role.LEARNER and not follows, follows and yes[2]
-    told = msgspec.structs.replace(told, warms_up=warms_up, held=held, differs=follows and yes[1])
-    return msgspec.structs.replace(told, num_contributors=1 + yes[1])
+    return formed(
+        number,
+        role=role,
+        version=version,
+        quorum_id=quorum_id,
+        contributors=1 + yes[1],
+        warms_up=role is Role.LEARNER and not follows,
+        follows=follows,
+        held=yes[2],
+        differs=yes[1],
+    )
 
 
 @pytest.mark.slow

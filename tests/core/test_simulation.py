@@ -34,12 +34,12 @@ from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction
 from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import (
+    Answer,
     CommitDecided,
     CommitVote,
     FromLighthouse,
     Hello,
     Outcome,
-    QuorumFormed,
     QuorumRequest,
     StateLocated,
     StateVersion,
@@ -292,7 +292,7 @@ def broken_leaving_together(patch: pytest.MonkeyPatch) -> None:
                 done = SendToRank(done.rank, msgspec.structs.replace(done.message, leaving=False))
             yield done
 
-    def go_on(group: GroupState, request: QuorumRequest) -> QuorumFormed:
+    def go_on(group: GroupState, request: QuorumRequest) -> Answer:
         return msgspec.structs.replace(last_step(group, request), leaving=False)
 
     last_step = GroupState._last_step
@@ -548,7 +548,7 @@ def broken_old_outcome(patch: pytest.MonkeyPatch) -> None:
     """A lighthouse that was restarted is told how the step before the open one ended."""
     right = ReplicaState.formed
 
-    def form(state: ReplicaState, formed: QuorumFormed) -> object:
+    def form(state: ReplicaState, formed: Answer) -> object:
         before = state._last_outcome
         plan = right(state, formed)
         state._last_outcome = before if plan is not None else state._last_outcome

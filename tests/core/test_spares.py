@@ -6,7 +6,7 @@ import pytest
 from lighthouse_script import Job, Member
 from test_learning import trains
 
-from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, Role, StateVersion
+from torchft_ckpt.core.coordination.messages import Given, JoinProgress, Receives, Role, StateVersion
 
 
 def with_spares(
@@ -33,7 +33,7 @@ def with_spares(
 def rests(spare: Member, step: int = 3) -> None:
     """It has received the state, and keeps it."""
     formed = spare.formed
-    assert formed is not None and formed.follows and formed.stays
+    assert formed is not None and formed.why is Given.TO_STAY
     spare.says(JoinProgress(quorum_id=formed.quorum_id, step=step, reach_s=0.0, does=Receives.NOTHING))
 
 
@@ -75,7 +75,7 @@ def test_the_first_quorum_forms_without_a_spare_and_a_spare_follows_from_there(h
     spare.ends()
     spare.asks(at_end=True, reach_s=0.1, can_follow=True)
     trains(job, a, b)
-    assert spare.formed is not None and (spare.formed.role, spare.formed.stays) == (Role.LEARNER, True)
+    assert spare.formed is not None and (spare.formed.role, spare.formed.why) == (Role.LEARNER, Given.TO_STAY)
     assert (a.formed.quorum_id, len(a.outcomes)) == (1, 3), "nothing happens to the others"
 
 
@@ -171,7 +171,7 @@ def test_a_spare_that_may_load_nothing_in_a_step_computes_it_alone_and_follows_a
     job.step(a, b)
     for member in (a, b):
         member.asks(can_serve=True)
-    assert spare.formed is not None and spare.formed.follows and spare.formed.stays
+    assert spare.formed is not None and spare.formed.why is Given.TO_STAY
 
 
 def test_it_learns_that_the_job_is_over() -> None:
@@ -188,7 +188,7 @@ def test_beside_a_spare_that_has_its_state_another_group_receives_one() -> None:
     late = job.join("j")
     late.warms_up(reach_s=60.0, can_follow=True)
     trains(job, a, b)
-    assert late.formed is not None and late.formed.follows and not late.formed.stays
+    assert late.formed is not None and late.formed.follows and late.formed.why is not Given.TO_STAY
 
 
 def test_the_operator_sees_what_a_spare_does() -> None:
@@ -281,7 +281,7 @@ def test_a_spare_whose_call_was_taken_back_follows_again() -> None:
     for _ in range(3):
         job.passes(30.0)
         trains(job, a, b)
-    assert spare.formed is not None and spare.formed.follows and spare.formed.stays
+    assert spare.formed is not None and spare.formed.why is Given.TO_STAY
 
 
 def test_a_called_spare_that_is_still_starting_counts_in_no_majority() -> None:

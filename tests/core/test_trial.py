@@ -222,7 +222,7 @@ def test_newcomers_are_made_equal_although_the_only_one_with_a_voice_shows_nothi
     assert told_to_load(members) == {"b": {"c", "d", "e"}}
     load(others[0], "x", ema="1")
     assert roles(members) == [Role.HEALTHY] * 5
-    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [([], [])] * 5
+    assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [([], [])] * 5
     assert not any("nobody is left" in line for line in job.log)
     for member in members:
         member.votes()
@@ -357,7 +357,7 @@ def test_a_leaf_that_differs_after_a_step_that_all_began_alike_is_each_groups_ow
     members = [job.join(name) for name in "ab"]
     job.step(*members)
     ask(members, "xx", mean="12", ema="33")
-    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
+    assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
     assert roles(members) == [Role.HEALTHY] * 2
 
 
@@ -377,7 +377,7 @@ def test_who_receives_the_state_of_another_life_is_not_told_what_was_found_in_th
         member.replica.restore(1)
         member.asks(can_serve=True)
     assert b.formed is not None and b.formed.held and [s.replica_id for s in b.formed.sources] == ["a:2"]
-    assert (b.formed.common, b.formed.own) == ([], [])
+    assert (b.formed.leaves.common, b.formed.leaves.own) == ([], [])
 
 
 def wide(num: int = 1000) -> list[str]:
@@ -395,7 +395,7 @@ def test_more_names_than_have_room_in_a_message_are_told_after_the_steps_that_fo
     while {member.replica.shows for member in members} == {Shows.SAMPLES}:
         ask(members, "xx", **dict.fromkeys(names, "11"))
         assert members[0].formed is not None
-        told = set(members[0].formed.common)
+        told = set(members[0].formed.leaves.common)
         assert told <= set(names) and 0 < size_of([*told]) <= MAX_NAMES_BYTES, "nothing is told twice"
         names = [name for name in names if name not in told]
         for member in members:
@@ -413,13 +413,13 @@ def test_a_leaf_that_was_found_equal_and_had_no_room_is_not_each_groups_own_when
     names = wide()
     ask(members, "xxx", **dict.fromkeys(names, "111"))
     assert members[0].formed is not None
-    left = [name for name in names if name not in members[0].formed.common]
+    left = [name for name in names if name not in members[0].formed.leaves.common]
     for member in members:
         member.votes()
     ask(members, "xxx", **(dict.fromkeys(left, "111") | {left[-1]: "112"}))
     assert told_to_load(members) == {"c": {"a", "b"}}
     load(members[2], "x", **dict.fromkeys(left, "1"))
-    assert [m.formed.own for m in members if m.formed] == [[]] * 3
+    assert [m.formed.leaves.own for m in members if m.formed] == [[]] * 3
     assert any("c:1 came to another state of step 2 than a:1, b:1" in line for line in job.log)
 
 
@@ -430,13 +430,13 @@ def test_who_does_not_show_a_leaf_that_was_found_equal_neither_loads_it_nor_make
     names = wide()
     ask(members, "xxx", **dict.fromkeys(names, "111"))
     assert members[0].formed is not None
-    left = [name for name in names if name not in members[0].formed.common]
+    left = [name for name in names if name not in members[0].formed.leaves.common]
     for member in members:
         member.votes()
     ask(members[:2], "xx", **dict.fromkeys(left, "11"))
     members[2].asks(shows="x", **dict.fromkeys(left[:-1], "1"))
     assert not told_to_load(members)
-    assert [(m.formed.own, left[-1] in m.formed.common) for m in members if m.formed] == [([], False)] * 3
+    assert [(m.formed.leaves.own, left[-1] in m.formed.leaves.common) for m in members if m.formed] == [([], False)] * 3
 
 
 def test_leaves_that_are_equal_after_a_discarded_step_are_not_common_before_one_has_counted() -> None:
@@ -445,11 +445,11 @@ def test_leaves_that_are_equal_after_a_discarded_step_are_not_common_before_one_
     members = [job.join(name) for name in "ab"]
     discards(members)
     ask(members, "xx", mean="11", ema="11")
-    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [([], [])] * 2
+    assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [([], [])] * 2
     for member in members:
         member.votes()
     ask(members, "xx", mean="12", ema="33")
-    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
+    assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
 
 
 def test_who_is_equal_before_its_first_step_has_no_voice_yet() -> None:
@@ -475,12 +475,12 @@ def test_of_a_leaf_that_has_moved_nowhere_nothing_is_found_out_before_it_has() -
     job.step(*members)
     for member in members:
         member.asks(shows="x", mean="1", ema="1", still=["mean"])
-    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [(["ema"], [])] * 2
+    assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [(["ema"], [])] * 2
     for member in members:
         member.votes()
     discards(members)
     ask(members, "xx", mean="23")
-    assert [(m.formed.common, m.formed.own) for m in members if m.formed] == [([], ["mean"])] * 2
+    assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [([], ["mean"])] * 2
     assert not told_to_load(members)
 
 
@@ -497,7 +497,7 @@ def test_a_group_in_which_a_leaf_has_moved_that_stood_still_in_the_others_loads_
         member.asks(shows="x", n=n, still=["n"] * (n == "1"))
     assert told_to_load(members) == {"c": {"a", "b"}}
     assert sum("c:1 came to another state of step" in line for line in job.log) == 2
-    assert not any(member.formed.own for member in members if member.formed)
+    assert not any(member.formed.leaves.own for member in members if member.formed)
 
 
 def one_has_come_in(steps: int = 1) -> tuple[Job, Member, Member]:
@@ -547,7 +547,7 @@ def show(members: list[Member], ema: str, moved: str) -> None:
 
 def learnt(member: Member) -> tuple[list[str], list[str]]:
     assert member.formed is not None
-    return member.formed.common, member.formed.own
+    return member.formed.leaves.common, member.formed.leaves.own
 
 
 def goes_on(job: Job, members: list[Member]) -> None:
@@ -726,7 +726,7 @@ def test_who_lacks_a_leaf_that_stands_still_in_the_others_is_not_told_to_load_it
     for member in members[1:]:
         member.asks(shows="x", late="1", still=["late"])
     assert not told_to_load(members)
-    assert [m.formed.own for m in members if m.formed] == [["late"]] * 3
+    assert [m.formed.leaves.own for m in members if m.formed] == [["late"]] * 3
 
 
 def test_leaves_that_differ_and_were_seen_to_move_nowhere_are_each_groups_own() -> None:
@@ -744,7 +744,7 @@ def test_leaves_that_one_group_shows_by_itself_are_compared_when_all_have_shown_
         member.votes()
     assert {member.replica.shows for member in members} == {Shows.SAMPLES}
     ask(members, "xx", late="11")
-    assert [member.formed.common for member in members if member.formed] == [["late"]] * 2
+    assert [member.formed.leaves.common for member in members if member.formed] == [["late"]] * 2
 
 
 def test_a_group_that_came_in_is_given_an_unknown_leaf_once() -> None:
@@ -760,11 +760,11 @@ def test_a_group_that_came_in_is_given_an_unknown_leaf_once() -> None:
     ask([a, b], "xx", mean="12", ema="34")
     assert told_to_load([a, b]) == {"b": {"a"}}, "its loop may have read another step before it came in"
     load(b, "x", mean="1", ema="3")
-    assert a.formed is not None and (a.formed.common, a.formed.own) == ([], []), "it has just loaded them"
+    assert a.formed is not None and (a.formed.leaves.common, a.formed.leaves.own) == ([], []), "it has just loaded them"
     for member in (a, b):
         member.votes()
     ask([a, b], "xx", mean="12", ema="33")
-    assert a.formed is not None and (a.formed.common, a.formed.own) == (["ema"], ["mean"])
+    assert a.formed is not None and (a.formed.leaves.common, a.formed.leaves.own) == (["ema"], ["mean"])
     assert not told_to_load([a, b])
     assert not any("changes in other steps" in line for line in job.log)
 
@@ -786,7 +786,7 @@ def test_nobody_is_asked_for_a_leaf_that_those_who_are_right_do_not_show() -> No
     b.asks(shows="x", ema="1")
     c.asks(shows="x", ema="1", nobodys="7")
     assert not told_to_load([a, b, c])
-    assert [(m.formed.common, m.formed.own) for m in (a, b, c) if m.formed] == [(["ema"], [])] * 3
+    assert [(m.formed.leaves.common, m.formed.leaves.own) for m in (a, b, c) if m.formed] == [(["ema"], [])] * 3
 
 
 def test_one_of_those_who_are_right_neither_hides_a_leaf_nor_adds_one() -> None:
@@ -799,7 +799,7 @@ def test_one_of_those_who_are_right_neither_hides_a_leaf_nor_adds_one() -> None:
     a.asks(shows="x", only_his="1", mean="0")
     b.asks(shows="x", ema="1", mean="5")
     c.asks(shows="x", ema="1", mean="5")
-    assert [(m.formed.common, m.formed.own) for m in (a, b, c) if m.formed] == [([], ["ema", "mean"])] * 3
+    assert [(m.formed.leaves.common, m.formed.leaves.own) for m in (a, b, c) if m.formed] == [([], ["ema", "mean"])] * 3
 
 
 def test_a_leaf_that_half_of_those_who_are_right_have_is_own_to_each_group() -> None:
@@ -811,7 +811,7 @@ def test_a_leaf_that_half_of_those_who_are_right_have_is_own_to_each_group() -> 
     discards(members)
     for number, member in enumerate(members):
         member.asks(shows="x", **({"best": str(number)} if number < 2 else {}))
-    assert [m.formed.own for m in members if m.formed] == [["best"]] * 4
+    assert [m.formed.leaves.own for m in members if m.formed] == [["best"]] * 4
 
 
 def test_one_group_alone_says_nothing_of_what_is_common() -> None:
@@ -819,7 +819,7 @@ def test_one_group_alone_says_nothing_of_what_is_common() -> None:
     a = job.join("a")
     job.step(a)
     a.asks(shows="x", mean="1")
-    assert a.formed is not None and (a.formed.common, a.formed.own) == ([], [])
+    assert a.formed is not None and (a.formed.leaves.common, a.formed.leaves.own) == ([], [])
 
 
 def test_a_group_that_loads_again_on_the_same_connection_is_compared_again_and_has_no_voice_meanwhile() -> None:

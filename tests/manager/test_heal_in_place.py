@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support import answers
 from support.fake_transport import FakeNetwork, FakeTransport
 from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
-from torchft_ckpt.core.coordination.messages import QuorumFormed, Role, Source, StateVersion
+from torchft_ckpt.core.coordination.messages import Answer, Source, StateVersion
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 from torchft_ckpt.errors import (
     LayoutMismatchError,
@@ -70,24 +71,12 @@ def state_of(version: StateVersion) -> dict[str, Any]:
     return {"user": {"default": 1}, "torchft": own}
 
 
-def formed(*addresses: list[str]) -> QuorumFormed:
-    return QuorumFormed(
-        request_id=1,
-        quorum_id=3,
-        epoch="e",
-        version=VERSION,
-        role=Role.LEARNER,
-        replica_rank=1,
-        replica_world_size=2,
-        contributor_rank=None,
-        num_contributors=2,
-        num_voters=2,
-        store_address="",
-        sources=[
-            Source(replica_id=f"group_{index}", replica_rank=index, checkpoint_addresses=of_ranks)
-            for index, of_ranks in enumerate(addresses)
-        ],
-    )
+def formed(*addresses: list[str]) -> Answer:
+    sources = [
+        Source(replica_id=f"group_{index}", replica_rank=index, checkpoint_addresses=of_ranks)
+        for index, of_ranks in enumerate(addresses)
+    ]
+    return answers.given(1, VERSION, sources=sources, quorum_id=3)
 
 
 @pytest.fixture

@@ -6,25 +6,22 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from support import answers
 from test_replica_view import client
 
-from torchft_ckpt.core.coordination.messages import QuorumFormed, QuorumPending, Role, StateVersion
+from torchft_ckpt.core.coordination.messages import QuorumFormed, QuorumPending, StateVersion
 from torchft_ckpt.core.coordination.replica import StepFacts, StepPlan, StepWishes
 from torchft_ckpt.errors import QuorumTimeoutError
 from torchft_ckpt.manager import step_client
 
-FORMED = QuorumFormed(
-    request_id=1,
+FORMED = answers.formed(
+    1,
+    StateVersion(step=0, quorum_id=1, epoch="life"),
     quorum_id=1,
     epoch="life",
-    version=StateVersion(step=0, quorum_id=1, epoch="life"),
-    role=Role.HEALTHY,
-    replica_rank=0,
     replica_world_size=1,
-    contributor_rank=0,
     num_contributors=1,
     num_voters=1,
-    store_address="",
     names_state=True,
 )
 

@@ -20,7 +20,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
     Send,
     Tick,
 )
-from torchft_ckpt.core.coordination.messages import Hello, Leave, LocateState, QuorumFormed, QuorumRequest, Role
+from torchft_ckpt.core.coordination.messages import Answer, Hello, Leave, LocateState, QuorumRequest, Role
 
 HORIZON_S = 4.0
 """So far what follows is looked at, if nothing else happens."""
@@ -90,9 +90,7 @@ def _they_stay_for_others(state: LighthouseState, now: float) -> bool:
 
 def _is_beside(message: object) -> bool:
     return (
-        isinstance(message, QuorumFormed)
-        and (message.follows or message.warms_up)
-        and not (message.differs or message.held)
+        isinstance(message, Answer) and (message.follows or message.warms_up) and not (message.differs or message.held)
     )
 
 
@@ -122,7 +120,7 @@ def _answered_after_s(state: LighthouseState, now: float, closed: list[str]) -> 
 def _has_formed(instructions: Iterable[Instruction]) -> bool:
     return any(
         isinstance(i, Send)
-        and isinstance(i.message, QuorumFormed)
+        and isinstance(i.message, Answer)
         and not i.message.leaving
         and i.message.role is not Role.LEARNER
         for i in instructions

@@ -44,6 +44,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import ConnectionClosed, E
 from torchft_ckpt.core.coordination.lighthouse_records import Round
 from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
+    Answer,
     CommitDecided,
     CommitVote,
     ConnectBeside,
@@ -51,7 +52,6 @@ from torchft_ckpt.core.coordination.messages import (
     Hello,
     LocateState,
     Outcome,
-    QuorumFormed,
     QuorumRequest,
     Refused,
     Role,
@@ -148,7 +148,7 @@ class Oracle:
         """By replica id and rank: the last state that it received outside of the quorum."""
         self._fetched: defaultdict[tuple[str, StateVersion], set[int]] = defaultdict(set)
         """By replica id and version: the ranks that have received that state, or held it when it was given to their group."""
-        self._left: dict[str, QuorumFormed] = {}
+        self._left: dict[str, Answer] = {}
         """By replica id: the quorum of the step after which the first of its ranks left."""
         self._have_spoken: dict[tuple[str, int], Trainer] = {}
         """By replica id and rank: the latest that was told to speak for the job."""
@@ -172,7 +172,7 @@ class Oracle:
 
     # ---------------------------------------------------------------------------------------------------------- ranks
 
-    def formed(self, trainer: Trainer, formed: QuorumFormed) -> None:
+    def formed(self, trainer: Trainer, formed: Answer) -> None:
         """A rank is in a quorum."""
         key = (trainer.replica_id, trainer.rank)
         if formed.leaving:
@@ -243,7 +243,7 @@ class Oracle:
         if before not in history and not is_overtaken:
             self.fail(f"{trainer.address} follows {version}, which did not come of {before}")
 
-    def leaves(self, trainer: Trainer, last: QuorumFormed) -> None:
+    def leaves(self, trainer: Trainer, last: Answer) -> None:
         """A rank begins no step any more after that of a quorum."""
         first = self._left.setdefault(trainer.replica_id, last)
         is_same = (first.quorum_id, first.version.step) == (last.quorum_id, last.version.step)
@@ -377,13 +377,13 @@ class Oracle:
             self.fail(f"quorum id fell from {life.highest_quorum_id} to {state.quorum_id}")
         life.highest_quorum_id = state.quorum_id
         if self.on_formed is not None and any(
-            isinstance(i, Send) and isinstance(i.message, QuorumFormed) and i.message.role is not Role.LEARNER
+            isinstance(i, Send) and isinstance(i.message, Answer) and i.message.role is not Role.LEARNER
             for i in instructions
         ):
             self.on_formed(state, self._asked)
         for instruction in instructions:
             if isinstance(instruction, Send):
-                if isinstance(instruction.message, QuorumFormed) and not instruction.message.leaving:
+                if isinstance(instruction.message, Answer) and not instruction.message.leaving:
                     self._check_goes_on(life, event, instruction.message)
                     self._check_formed(state, life, instruction.message)
                     self._check_trial(state, life, instruction.connection, instruction.message)
@@ -407,9 +407,9 @@ class Oracle:
     def _check_holds(self, state: LighthouseState, life: _Life, instructions: Iterable[Instruction]) -> None:
         """A quorum is held for a group once at a boundary, but where no step can count without it, and not for too long."""
         now, names = state._job.now, {m.connection: m.replica_id for m in state.members.values()}
-        for formed in (i for i in instructions if isinstance(i, Send) and isinstance(i.message, QuorumFormed)):
+        for formed in (i for i in instructions if isinstance(i, Send) and isinstance(i.message, Answer)):
             told, message = names.get(formed.connection, ""), formed.message
-            if isinstance(message, QuorumFormed) and message.held:
+            if isinstance(message, Answer) and message.held:
                 self.num_held += 1
                 if told in life.held and not state._holds._is_needed:
                     self.fail(f"the quorum of {message.version} is held for {told} again")
@@ -422,7 +422,7 @@ class Oracle:
                     self._came_in.pop(told, None)
                 else:
                     self._came_in[told] = message.version
-            elif isinstance(message, QuorumFormed) and message.role is not Role.LEARNER:
+            elif isinstance(message, Answer) and message.role is not Role.LEARNER:
                 life.held.clear()
                 if self._came_in.get(told) == message.version and state._trials._joined.get(told) is False:
                     self.fail(
@@ -463,7 +463,7 @@ class Oracle:
         if any(one.outcome is Outcome.COMMIT for one in decided) and state.round is not None:
             trained = [m for m in state.round.tally.roles if state.round.tally.outcome(m) is Outcome.COMMIT]
             life.met |= {frozenset((a, b)) for a in trained for b in trained}
-        held = [names[i.connection] for i in sent if isinstance(i.message, QuorumFormed) and i.message.held]
+        held = [names[i.connection] for i in sent if isinstance(i.message, Answer) and i.message.held]
         if held and not state._holds._is_needed and all(self._asked[m].connects_beside for m in held):
             there = {*held, *state._holds._awaited, *state._job.quorum_members}
             apart = [m for m in there for new in held if m != new and frozenset((m, new)) not in life.met]
@@ -493,7 +493,7 @@ class Oracle:
                     f"those who train stood still for {stood_s:.2f} s since {began:.2f}, {allowed_s:.2f} s are allowed"
                 )
 
-    def _check_goes_on(self, life: _Life, event: Event, formed: QuorumFormed) -> None:
+    def _check_goes_on(self, life: _Life, event: Event, formed: Answer) -> None:
         """Where the job is over, a step begins only because somebody asks who has finished and goes on, or restored a state."""
         step = life.finished_step
         if step is None or formed.role is Role.LEARNER:
@@ -537,7 +537,7 @@ class Oracle:
         life.shown = {connection: version for connection, version in life.shown.items() if connection in here}
         return life.reported | set(life.shown.values())
 
-    def _check_formed(self, state: LighthouseState, life: _Life, formed: QuorumFormed) -> None:
+    def _check_formed(self, state: LighthouseState, life: _Life, formed: Answer) -> None:
         key = (formed.quorum_id, formed.epoch)
         if formed.held and formed.version == state._job.first:  # before there is a quorum, the job goes on from there
             if (*key, formed.version) not in self._named:
@@ -569,7 +569,7 @@ class Oracle:
         holders = [m for m, role in state.round.tally.roles.items() if role is Role.HEALTHY]
         self._check_origin(state, life, formed, holders)
 
-    def _check_origin(self, state: LighthouseState, life: _Life, formed: QuorumFormed, holders: Sequence[str]) -> None:
+    def _check_origin(self, state: LighthouseState, life: _Life, formed: Answer, holders: Sequence[str]) -> None:
         """The job goes on from a state of these: from the newest one, unless the older one was restored, or steps may be lost."""
         followed = {version for version in life.told_to_commit if version in self._parents}
         told = self._told(state, life)
@@ -601,7 +601,7 @@ class Oracle:
             if known.step >= version.step and not self._is_void(known) and version not in self._history(known):
                 self.fail(f"{version} is committed, although {known} was reported")
 
-    def _check_trial(self, state: LighthouseState, life: _Life, connection: str, formed: QuorumFormed) -> None:
+    def _check_trial(self, state: LighthouseState, life: _Life, connection: str, formed: Answer) -> None:
         """Groups that show different states are in no quorum together, and who is told to load is not one of most."""
         here = {m.replica_id: m.connection for m in state.members.values()}
         life.voices = {m: at for m, at in life.voices.items() if here.get(m) == at}

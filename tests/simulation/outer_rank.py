@@ -16,6 +16,7 @@ import msgspec
 from simulation.trainer import Trainer
 from simulation.transfers import Arrival, Snapshot
 from torchft_ckpt.core.coordination.messages import (
+    Answer,
     CommitDecided,
     CommitUnknown,
     CommitVote,
@@ -25,7 +26,6 @@ from torchft_ckpt.core.coordination.messages import (
     LeaveReady,
     LetGo,
     Outcome,
-    QuorumFormed,
     StateLocated,
 )
 from torchft_ckpt.core.coordination.replica import StepFacts, StepPhase, StepWishes
@@ -254,7 +254,7 @@ class OuterRank(Trainer):
 
     # ------------------------------------------------------------------------------------------------------- its round
 
-    def _collective_timeout_s(self, formed: QuorumFormed) -> float | None:
+    def _collective_timeout_s(self, formed: Answer) -> float | None:
         return max(self._settings.decision_timeout_s, formed.patience_s)
 
     def _forward(self, turn: int) -> None:

@@ -23,6 +23,7 @@ from simulation.transfers import Arrival, Snapshot, Transfers
 from torchft_ckpt.core.coordination.learning import Distance
 from torchft_ckpt.core.coordination.messages import (
     MAX_TURNS,
+    Answer,
     CollectiveWait,
     CommitDecided,
     CommitUnknown,
@@ -326,7 +327,7 @@ class Trainer:
     def _state_name(self) -> tuple[StateVersion, int]:
         return self.replica.version, self._num_loads
 
-    def _deal(self, formed: QuorumFormed) -> None:
+    def _deal(self, formed: Answer) -> None:
         """Learn which microbatches are this rank's; let go of what does not count."""
         size = formed.replica_world_size
         told = formed.nodes or [[] for _ in range(size)]
@@ -386,7 +387,7 @@ class Trainer:
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._clock.after(delay_s, self.process, action)
 
-    def _formed(self, formed: QuorumFormed) -> None:
+    def _formed(self, formed: Answer) -> None:
         plan = self.replica.formed(formed)
         if plan is None:
             return
@@ -410,11 +411,11 @@ class Trainer:
             else:
                 self._goes_on()
             return
-        if plan.configure:
+        if plan.configure and isinstance(formed, QuorumFormed):
             if self._handle is not None:
                 self._collectives.abort(self._handle)
             self._handle = self._collectives.configure(
-                (formed.place or formed.quorum_id, formed.epoch, self.rank),
+                (formed.meets.place or formed.quorum_id, formed.epoch, self.rank),
                 formed.replica_rank,
                 formed.replica_world_size,
                 self.process,
@@ -522,7 +523,7 @@ class Trainer:
         timeout_s = self._collective_timeout_s(formed)
         self._collectives.allreduce(self._handle, formed.version.step, contribution, done, timeout_s)
 
-    def _collective_timeout_s(self, formed: QuorumFormed) -> float | None:
+    def _collective_timeout_s(self, formed: Answer) -> float | None:
         return None
 
     def _finish(self, turn: int) -> None:
@@ -644,14 +645,14 @@ class Trainer:
                 source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v), tell, part
             )
 
-    def _say_fetched(self, formed: QuorumFormed, failure: str = "", *, loads: bool = False) -> None:
+    def _say_fetched(self, formed: Answer, failure: str = "", *, loads: bool = False) -> None:
         """All ranks of the group load the state, or none does."""
         if not failure:
             self._oracle.has_fetched(self, formed.version)
         if formed.role is not Role.HEALTHY and not self.is_alone:
             self._send(StateArrived(request_id=formed.request_id, failure=failure, loads=loads))
 
-    def _tell(self, turn: int, formed: QuorumFormed, reach_s: float, does: Receives = Receives.TRANSFER) -> None:
+    def _tell(self, turn: int, formed: Answer, reach_s: float, does: Receives = Receives.TRANSFER) -> None:
         if turn == self._turn and not self._is_cancelled:
             said = JoinProgress(quorum_id=formed.quorum_id, step=formed.version.step, reach_s=reach_s, does=does)
             self._send(said)
@@ -742,7 +743,7 @@ class Trainer:
 
     def receive(self, message: GroupToRank) -> None:
         """Take a message of the group."""
-        if isinstance(message, QuorumFormed):
+        if isinstance(message, Answer):
             self._formed(message)
         elif isinstance(message, CommitDecided):
             self._decided(message)

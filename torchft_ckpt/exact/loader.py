@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import default_collate
 
-from torchft_ckpt.core.coordination.messages import MAX_MICROBATCHES, QuorumFormed, Role, StateVersion
+from torchft_ckpt.core.coordination.messages import MAX_MICROBATCHES, Answer, Role, StateVersion
 from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members, slowdown
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.exact.captured import (
@@ -135,7 +135,7 @@ class StepLoader:
         self._layout: Layout | None = None
         self._marks: list[object] = []
         self._buffers: Buffers | None = None
-        self._formed: QuorumFormed | None = None
+        self._formed: Answer | None = None
         self._usual: list[int] = []
         """What this rank computes of a step of which nobody has anything yet, with the groups of now."""
         self._early: int | None = None
@@ -347,7 +347,7 @@ class StepLoader:
                 len(dropped),
             )
 
-    def _deal(self, formed: QuorumFormed, now: ReplicaView, early: int | None) -> list[list[Node]]:
+    def _deal(self, formed: Answer, now: ReplicaView, early: int | None) -> list[list[Node]]:
         """Return which nodes each rank of the process group has or computes; let go of what does not count.
 
         `early`: the microbatch that was computed before. In a quorum that stays nobody is told of those.

@@ -22,7 +22,7 @@ from torchft_ckpt.checkpointing.state.parameters import StateHere
 from torchft_ckpt.checkpointing.state.tree import in_words
 from torchft_ckpt.core.coordination.joining import Reception
 from torchft_ckpt.core.coordination.learning import Distance
-from torchft_ckpt.core.coordination.messages import QuorumFormed, Receives, StateLocated
+from torchft_ckpt.core.coordination.messages import Answer, Receives, StateLocated
 from torchft_ckpt.core.coordination.recovery import same_rank_peers
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -75,7 +75,7 @@ class Healing:
         self._timeout = timeout
         self._worker = Threads("torchft_ckpt-heal")
         self._fetch: Future[Any] | None = None
-        self._wanted: QuorumFormed | StateLocated | None = None
+        self._wanted: Answer | StateLocated | None = None
         self._is_cancelled = False
         self._is_in_place = False
         self.may_overwrite = True
@@ -93,7 +93,7 @@ class Healing:
 
     def start(
         self,
-        wanted: QuorumFormed | StateLocated,
+        wanted: Answer | StateLocated,
         local: dict[str, Any],
         in_place: bool,
         timeout: timedelta | None = None,
@@ -282,7 +282,7 @@ class Healing:
         self.cancel()
         self._worker.shutdown(timeout_s=5.0)
 
-    def _run(self, wanted: QuorumFormed | StateLocated, local: dict[str, Any], limit: timedelta) -> Any:
+    def _run(self, wanted: Answer | StateLocated, local: dict[str, Any], limit: timedelta) -> Any:
         if self._is_cancelled or self._wanted is not wanted:
             raise TransferCancelledError("the step that this transfer was for is over")
         sources = [source for source in wanted.sources if any(source.checkpoint_addresses)]

@@ -18,8 +18,9 @@ from typing import Any
 from torchft_ckpt.checkpointing.state.versions import Counted
 from torchft_ckpt.core.coordination.learning import RESTS, SAY_EVERY_S, in_words
 from torchft_ckpt.core.coordination.messages import (
+    Answer,
+    Given,
     JoinProgress,
-    QuorumFormed,
     Receives,
     Role,
     StateArrived,
@@ -145,12 +146,12 @@ class Recovery:
             compare = self._registry.comparison_with((prepared.captured or self._registry.capture_to_serve()).state)
         self._healing.start(formed, receiving, in_place, compare=compare, on_end=on_end, tell=tell)
 
-    def say_fetched(self, formed: QuorumFormed, failure: str = "", *, loads: bool = False) -> None:
+    def say_fetched(self, formed: Answer, failure: str = "", *, loads: bool = False) -> None:
         """Tell the other ranks of this group that its state is here, or why it will not be: all of them load it, or none."""
         if formed.role is not Role.HEALTHY and not self.is_alone:
             self.client.send(StateArrived(request_id=formed.request_id, failure=clip(failure), loads=loads))
 
-    def _tell(self, formed: QuorumFormed, reach_s: float, does: Receives) -> None:
+    def _tell(self, formed: Answer, reach_s: float, does: Receives) -> None:
         progress = self._healing.progress
         said = JoinProgress(
             quorum_id=formed.quorum_id,
@@ -185,14 +186,14 @@ class Recovery:
             yield
         self._tell(now.quorum, 0.0, Receives.LOADS)
 
-    def rest(self, formed: QuorumFormed) -> None:
+    def rest(self, formed: Answer) -> None:
         """Keep a state that was received outside of the quorum for a while, if this group is a spare. On the training thread.
 
         A rank that asks before the others has them ask as well.
         """
         client, now = self.client, time.monotonic()
         until = now + max(RESTS * self._healing.took_s, SAY_EVERY_S)
-        if not formed.stays or client.view().version != formed.version or client.rest(now):
+        if formed.why is not Given.TO_STAY or client.view().version != formed.version or client.rest(now):
             return  # it could not be had, or loaded; or one of the others was lost meanwhile
         logger.info("%s: this spare is ready: it has the state of step %d", client.replica_id, formed.version.step)
         while (now := time.monotonic()) < until:
@@ -200,7 +201,7 @@ class Recovery:
             if client.rest(min(until, now + SAY_EVERY_S)):
                 return
 
-    def await_ranks(self, formed: QuorumFormed) -> None:
+    def await_ranks(self, formed: Answer) -> None:
         """Wait until all ranks of this group have the state that a quorum is held for: this one may have had it before.
 
         Whoever asks for the step earlier has the others give it up.
@@ -248,7 +249,7 @@ class Recovery:
         self.note_healed(plan.formed)
         logger.info("%s healed to step %d", self.client.replica_id, step)
 
-    def _correct(self, formed: QuorumFormed) -> None:
+    def _correct(self, formed: Answer) -> None:
         """Load what differs of the state that the others wait with, before all begin the step.
 
         Raises:
@@ -334,7 +335,7 @@ class Recovery:
             return error
         return None
 
-    def note_healed(self, located: QuorumFormed | StateLocated) -> None:
+    def note_healed(self, located: Answer | StateLocated) -> None:
         """Say that the state which was fetched from the sources of this message is loaded."""
         self._events.add(
             Healed(

@@ -28,6 +28,7 @@ from torchft_ckpt.checkpointing.state.samples import marks
 from torchft_ckpt.checkpointing.state.versions import Counted, is_changed
 from torchft_ckpt.core.coordination.messages import (
     MAX_TURNS,
+    Answer,
     CommitVote,
     ConnectBeside,
     ConnectedBeside,
@@ -861,14 +862,14 @@ class Steps:
 
             plan = self._client.await_plan(limit, self._quorum_retries, serve_held)
         formed = plan.formed
-        self._own.found = formed.common, formed.own
+        self._own.found = formed.leaves.common, formed.leaves.own
         self._note_quorum(formed)
         self._collectives.begin_step(is_new_quorum=plan.configure)
         if plan.serve or (prepared.has_pending_request and formed.role is Role.HEALTHY):
             served = formed.version, prepared.captured, prepared.counted, formed.destinations
             self._serving.serve(*served, for_learners=plan.serve)
         self._recovery.begin(plan, prepared)
-        if plan.configure:
+        if plan.configure and isinstance(formed, QuorumFormed):
             self._is_planned.set()
             self._configure(formed)
 
@@ -883,7 +884,7 @@ class Steps:
                 name_some(news),
             )
 
-    def _note_quorum(self, formed: QuorumFormed) -> None:
+    def _note_quorum(self, formed: Answer) -> None:
         now = self._client.view()
         news = formed.epoch, formed.quorum_id, now.num_participants, now.participating_rank
         if news == self._told_quorum:
@@ -910,7 +911,7 @@ class Steps:
             torch.cuda.set_device(self._device)
         try:
             self._process_group.configure(
-                self._meets_at(formed.store_address, formed.place or f"{formed.epoch}/{formed.quorum_id}"),
+                self._meets_at(formed.meets.store_address, formed.meets.place or f"{formed.epoch}/{formed.quorum_id}"),
                 self._client.replica_id,
                 formed.replica_rank,
                 formed.replica_world_size,
@@ -925,8 +926,8 @@ class Steps:
         else:
             name_dumps(formed.quorum_id, formed.replica_rank * rank_config.group_world_size + rank_config.group_rank)
             self._client.configured(formed)
-            if formed.standby_store_address:
-                self._process_group.prepare_store(formed.standby_store_address)
+            if formed.meets.standby_store_address:
+                self._process_group.prepare_store(formed.meets.standby_store_address)
 
     def _meets_at(self, store_address: str, place: str) -> str:
         """Return where the ranks of this number meet."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from torchft_ckpt.core.coordination.meeting import Claim
 from torchft_ckpt.core.coordination.messages import (
+    Answer,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -43,7 +44,6 @@ from torchft_ckpt.core.coordination.messages import (
     Needed,
     Outcome,
     QuorumBroken,
-    QuorumFormed,
     QuorumPending,
     QuorumRequest,
     RankToGroup,
@@ -410,7 +410,7 @@ class StepClient:
         """Return the plan of the open step, once there is one."""
         return self._plan
 
-    def configured(self, formed: QuorumFormed) -> None:
+    def configured(self, formed: Answer) -> None:
         """The process group is ready for a quorum, unless the step has failed meanwhile."""
         with self._lock, self._replica as replica:
             if self._plan is not None and self._plan.formed is formed and replica.error is None:
@@ -708,7 +708,7 @@ class StepClient:
             self._abort()
         if cancel:
             self._cancel()
-        is_told = isinstance(message, CommitDecided | QuorumFormed) and message.leaving
+        is_told = isinstance(message, CommitDecided | Answer) and message.leaving
         if is_told or isinstance(message, LetGo | LeaveAt | GroupBroken):
             self._on_leaving(message)
         if isinstance(message, LeavesWanted):
@@ -720,7 +720,7 @@ class StepClient:
 
     def _note(self, replica: ReplicaState, message: GroupToRank) -> tuple[str, bool]:
         """Returns why to abort, if so, and whether to cancel."""
-        if isinstance(message, QuorumFormed):
+        if isinstance(message, Answer):
             self._plan = replica.formed(message) or self._plan
         elif isinstance(message, CommitDecided):
             if replica.is_open(message):

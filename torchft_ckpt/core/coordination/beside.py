@@ -24,13 +24,16 @@ from torchft_ckpt.core.coordination.learning import (
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
 from torchft_ckpt.core.coordination.messages import (
+    Given,
     JoinerWaiting,
     JoinProgress,
+    LeavesFound,
     Needed,
-    QuorumFormed,
-    Role,
+    QuorumRequest,
     Source,
+    StateGiven,
     StateVersion,
+    StepAlone,
     clip,
     name_some,
 )
@@ -264,10 +267,24 @@ class Beside:
     # ----------------------------------------------------------------------------- who is taught, and what it is told
 
     def let_warm_up(self, member: Member, now: float, why: str = LOADS_AT_END) -> Send:
-        at_work = (self._job.members[m] for m in self._job.quorum_members if m != member.replica_id)
-        holding = [other for other in at_work if self._job.holds_newest(other.version)]
-        sources = [other.as_source(rank) for rank, other in enumerate(holding[:MAX_SOURCES])]
-        return self._answer_outside_quorum(member, 0, why, now, sources=sources, warms_up=True)
+        """Let a member compute a step for itself alone."""
+        request, current = self._sets_aside(member), self._job.round
+        self._job.computes_alone(member)
+        member.is_beside, member.warms_up, member.follows_until = True, True, now
+        assignment = None if current is None else current.assignment
+        alone = StepAlone(
+            request_id=request.request_id,
+            quorum_id=self._job.quorum_id,
+            epoch=self._job.epoch,
+            # No step of the job may be open, or the last one may be older.
+            version=max(self._newest_version(), StateVersion() if assignment is None else assignment.version),
+            replica_world_size=0 if assignment is None else len(assignment.parts),
+            num_contributors=0 if assignment is None else assignment.num_contributors,
+            newest_step=self._job.history.lasting_step,
+            rolled_back_to=self._job.history.rolled_back_to,
+            reason=why,
+        )
+        return Send(member.connection, alone)
 
     def give_held(
         self,
@@ -282,21 +299,10 @@ class Beside:
         sources = [member.as_source(ranks[member.replica_id]) for member in able[:MAX_SOURCES]]
         for member in able[:MAX_SOURCES]:
             yield Send(member.connection, JoinerWaiting(num_held=len(newcomers)))
-        for place, member in enumerate(newcomers):
+        for member in newcomers:
             why = "the others have asked for the step, and wait until this group has its state"
-            answer = self._answer_outside_quorum(
-                member,
-                place,
-                why,
-                now,
-                sources=sources,
-                follows=True,
-                held=True,
-                names_state=self._job.beginners.get(member.replica_id, False),
-                assignment=assignment,
-            )
+            yield self._gives(member, Given.TO_COME_IN, why, now, assignment=assignment, sources=sources)
             member.is_called = True  # it comes as soon as it can
-            yield answer
 
     def have_state_captured(self) -> Iterator[Instruction]:
         """Have those at work capture their state when they begin their next step. Beyond the rate a quorum tells them."""
@@ -360,74 +366,58 @@ class Beside:
 
         `others`: are of another layout; a learner that is none of them follows.
         """
-        for place, member in enumerate(learners):
+        for member in learners:
             follows = member.replica_id not in others
             member.num_learned += 1
             member.learns_from = now + pause_before_learning_again_s(member.num_learned)
             why = "it does not train the same parameters yet, and first has to learn at which step the others are"
             why = self._why_follows(member) if follows else why
             yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
-            yield self._answer_outside_quorum(member, place, why, now, sources=sources, follows=follows)
+            given = Given.TO_FOLLOW if follows else Given.TO_LEARN
+            yield self._gives(member, given, why, now, assignment=current.assignment, sources=sources)
 
-    def _answer_outside_quorum(
+    def _sets_aside(self, member: Member) -> QuorumRequest:
+        """A member is a learner from now on: it computes or receives beside a quorum that does not wait for it."""
+        # It may have been in the quorum, and have given its step up.
+        self._job.quorum_members.pop(member.replica_id, None)
+        member.is_excused = member.has_left_step = True
+        return self._job.take_request(member)
+
+    def _gives(
         self,
         member: Member,
-        place: int,
+        why: Given,
         reason: str,
         now: float,
         *,
+        assignment: Assignment,
         sources: list[Source],
-        warms_up: bool = False,
-        follows: bool = False,
-        held: bool = False,
-        names_state: bool = False,
-        assignment: Assignment | None = None,
     ) -> Send:
-        """Let a member compute a step beside a quorum, which does not wait for it. It is a learner from now on.
-
-        `warms_up`: it receives nothing. `follows`: it computes no step, but receives the state and asks again. `held`,
-        `names_state`: as in `QuorumFormed`. `assignment`: of the quorum, if it is not that of the open step, or of the last one.
-        """
-        current = self._job.round
-        assignment = assignment or (None if current is None else current.assignment)
-        request = self._job.take_request(member)
-        # It may have been in the quorum, and have given its step up.
-        self._job.quorum_members.pop(member.replica_id, None)
-        if warms_up:
-            self._job.computes_alone(member)
-        member.is_excused = member.has_left_step = True
-        member.is_beside, member.warms_up = follows or warms_up, warms_up
-        member.follows_until = now + SAY_EVERY_S if follows else now
-        num_members = 0 if assignment is None else len(assignment.parts)
-        version = StateVersion() if assignment is None else assignment.version
-        if warms_up:  # no step of the job may be open, or the last one may be older
-            version = max(version, self._newest_version())
-        formed = QuorumFormed(
+        """Have a member receive the state of an assignment."""
+        request, current = self._sets_aside(member), self._job.round
+        newest_step = self._job.history.lasting_step
+        if why is Given.TO_FOLLOW and self._is_idle_spare(member):
+            why = Given.TO_STAY
+        is_held, is_beside = why is Given.TO_COME_IN, why is not Given.TO_LEARN
+        member.is_beside, member.warms_up = is_beside, False
+        member.follows_until = now + SAY_EVERY_S if is_beside else now
+        given = StateGiven(
             request_id=request.request_id,
             quorum_id=self._job.quorum_id,
             epoch=self._job.epoch,
-            version=version,
-            role=Role.LEARNER,
-            replica_rank=num_members + place,
-            replica_world_size=num_members,
-            contributor_rank=None,
-            num_contributors=0 if assignment is None else assignment.num_contributors,
-            num_voters=0 if assignment is None else assignment.num_voters,
-            store_address="",
+            version=assignment.version,
+            replica_world_size=len(assignment.parts),
+            num_contributors=assignment.num_contributors,
+            why=why,
             sources=sources,
-            warms_up=warms_up,
-            follows=follows,
-            stays=follows and not held and self._is_idle_spare(member),
-            held=held,
-            names_state=names_state,
-            newest_step=min(self._job.history.lasting_step, version.step) if held else self._job.history.lasting_step,
+            names_state=is_held and self._job.beginners.get(member.replica_id, False),
+            newest_step=min(newest_step, assignment.version.step) if is_held else newest_step,
             # In a hold the sources know it, or they are of another life.
-            common=[] if current is None or held else current.common,
-            own=[] if current is None or held else current.own,
+            leaves=LeavesFound() if current is None or is_held else current.leaves,
             rolled_back_to=self._job.history.rolled_back_to,
             reason=reason,
         )
-        return Send(member.connection, formed)
+        return Send(member.connection, given)
 
     def _newest_version(self) -> StateVersion:
         valid = (version for _, version in self._job.held() if self._job.history.is_valid(version))

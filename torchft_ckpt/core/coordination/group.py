@@ -41,6 +41,7 @@ from torchft_ckpt.core.coordination.messages import (
     MAX_FAILED,
     MAX_TEXT_CHARS,
     PROTOCOL_VERSION,
+    Answer,
     CollectiveCleared,
     CollectiveWait,
     CommitDecided,
@@ -49,6 +50,7 @@ from torchft_ckpt.core.coordination.messages import (
     ConnectBeside,
     ConnectedBeside,
     FromLighthouse,
+    Given,
     GiveUpWaiting,
     GroupBroken,
     GroupToRank,
@@ -69,7 +71,6 @@ from torchft_ckpt.core.coordination.messages import (
     Needed,
     Outcome,
     QuorumBroken,
-    QuorumFormed,
     QuorumPending,
     QuorumRequest,
     RankHello,
@@ -83,6 +84,7 @@ from torchft_ckpt.core.coordination.messages import (
     StateArrived,
     StateLocated,
     StateVersion,
+    StepAlone,
     ToLighthouse,
     clip,
     last_answer,
@@ -184,7 +186,7 @@ class GroupState:
         """The group's question, once all of them want to know, until it is answered."""
         self._finished: LocateState | None = None
         """That question, where it says that the group has finished and has not asked for a step since."""
-        self._quorum: QuorumFormed | None = None
+        self._quorum: Answer | None = None
         self._words: dict[int, RankWord] = {}
         """Of ranks that have told all others something, while not all of them have."""
         self._votes: dict[int, CommitVote] = {}
@@ -348,7 +350,7 @@ class GroupState:
         for rank, request in waiting.items():
             yield SendToRank(rank, self._last_step(request))
 
-    def _last_step(self, request: QuorumRequest) -> QuorumFormed:
+    def _last_step(self, request: QuorumRequest) -> StepAlone:
         """Return what a rank is told that asks for a step although its group leaves; it has missed the answer to the others."""
         last = self._quorum
         return last_answer(
@@ -474,7 +476,7 @@ class GroupState:
             reason = f"group rank {rank} gave the step up"
             yield from self._tell_loading(self._arrivals.give_up(reason))
         if self._quorum is not None and self._quorum.role is Role.LEARNER:
-            if self._quorum.stays:  # it asks again when one of its ranks does
+            if self._quorum.why is Given.TO_STAY:  # it asks again when one of its ranks does
                 for other in set(range(self.world_size)) - {rank}:
                     yield SendToRank(other, Needed(reason=f"group rank {rank} asks again"))
             return  # it is in no collective and has no vote
@@ -649,7 +651,7 @@ class GroupState:
     def _on_lighthouse_message(self, message: FromLighthouse) -> Iterator[GroupInstruction]:
         if self.broken is not None:
             return
-        if isinstance(message, QuorumFormed):
+        if isinstance(message, Answer):
             yield from self._formed(message)
         elif isinstance(message, StateLocated):
             yield from self._located(message)
@@ -694,7 +696,7 @@ class GroupState:
             for rank in range(self.world_size):
                 yield SendToRank(rank, message)
 
-    def _formed(self, formed: QuorumFormed) -> Iterator[GroupInstruction]:
+    def _formed(self, formed: Answer) -> Iterator[GroupInstruction]:
         if self._asked is None or formed.request_id != self._asked.request_id:
             return
         self._asked = None
@@ -875,5 +877,5 @@ def _key(message: CommitVote | CommitDecided | CommitUnknown | GiveUpWaiting) ->
     return message.quorum_id, message.epoch, message.step
 
 
-def _key_of(formed: QuorumFormed) -> tuple[int, str, int]:
+def _key_of(formed: Answer) -> tuple[int, str, int]:
     return formed.quorum_id, formed.epoch, formed.version.step

@@ -7,7 +7,7 @@ that before there is a quorum: those who begin the job with its holder receive i
 
     hold   event                                                 next   what follows
     -----  ----------------------------------------------------  -----  ----------------------------------------------------------
-    none   all who train have asked, a group asks `at_end`,      held   QuorumFormed(LEARNER, follows, held) to it,
+    none   all who train have asked, a group asks `at_end`,      held   StateGiven(TO_COME_IN) to it,
            and its need fits the allowance                              JoinerWaiting(num_held) to those that serve it, and
                                                                         QuorumPending(held_s) to all that wait
     none   the same, and nobody has captured the state           none   the quorum forms; they do so before their next step

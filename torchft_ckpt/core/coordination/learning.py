@@ -8,7 +8,7 @@ wait until it has come (`hold`). A spare that follows is called (`Needed`) when 
 
     member     event                                     next       what follows
     ---------  ----------------------------------------  ---------  ---------------------------------------------------------
-    asks       quorum formed, `should_follow`            follows    QuorumFormed(LEARNER, follows, sources); its sources serve it
+    asks       quorum formed, `should_follow`            follows    StateGiven(TO_FOLLOW, sources); its sources serve it
     asks       quorum formed, and another one follows    asks       it waits: the sources keep one state at a time for learners
     asks       quorum formed, within reach               held       see `hold`
     follows    it has the state, or cannot have it       asks       QuorumRequest, with a shorter `reach_s`; it has the name of

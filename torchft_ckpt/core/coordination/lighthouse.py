@@ -61,15 +61,18 @@ from torchft_ckpt.core.coordination.messages import (
     ConnectedBeside,
     Drain,
     Dropped,
+    Given,
     Heartbeat,
     Hello,
     JoinerWaiting,
     JoinProgress,
     LeafDigests,
     Leave,
+    LeavesFound,
     LeaveWish,
     LocateState,
     LostAsked,
+    Meeting,
     Nodes,
     QuorumBroken,
     QuorumFormed,
@@ -82,6 +85,7 @@ from torchft_ckpt.core.coordination.messages import (
     Start,
     Starts,
     StartTold,
+    StateGiven,
     StateLocated,
     StateVersion,
     ToLighthouse,
@@ -838,26 +842,20 @@ class LighthouseState:
             member = self.members[replica_id]
             request = self._job.take_request(member)
             member.has_left_step, member.version = True, StateVersion(step=request.version.step)
-            formed = QuorumFormed(
+            given = StateGiven(
                 request_id=request.request_id,
                 quorum_id=self.quorum_id,
                 epoch=self.epoch,
                 version=request.version,
-                role=Role.LEARNER,
-                replica_rank=len(members),
                 replica_world_size=len(members),
-                contributor_rank=None,
                 num_contributors=len(members),
-                num_voters=len(members),
-                store_address="",
+                why=Given.TO_CORRECT,
                 sources=[self.members[source].as_source(places[source]) for source in sources],
-                follows=True,
-                differs=True,
                 newest_step=self._job.history.lasting_step,
                 rolled_back_to=self._job.history.rolled_back_to,
                 reason=clip(f"it came to another state of step {request.version.step} than {name_some(sources)}"),
             )
-            yield Send(member.connection, formed)
+            yield Send(member.connection, given)
 
     def _refuse_to_heal(self, helpless: list[str], assignment: Assignment, now: float) -> Iterator[Instruction]:
         """Send the members away that would have to load a state and cannot. The others form their quorum without them."""
@@ -1016,7 +1014,7 @@ class LighthouseState:
         self._holds.quorum_forms([member.replica_id for member in members], assignment.version.step)
         self._speaking.begins([member.replica_id for member in members], now)
         current = self._deciding.begin(assignment, members, quorum_id, now)
-        current.common, current.own = trial.common, trial.own
+        current.leaves = LeavesFound(common=trial.common, own=trial.own)
         roles = current.tally.roles
         numbers = {part.contributor_rank: part.replica_id for part in assignment.parts}
         num_writers = assignment.num_proved or assignment.num_contributors
@@ -1043,6 +1041,7 @@ class LighthouseState:
         awaits_turn = any(m.out_of_turn_since is not None and not m.asked.at_end for m in asking)
         places = range(len(members), len(members) + len(taught))
         store, standby = self._store_addresses()
+        meets = Meeting(store_address=store, place=place, standby_store_address=standby)
         patience_s = max(member.asked.patience_s for member in members)
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
         # After a step that counts in this very quorum each has begun with a part of what it is dealt.
@@ -1065,21 +1064,19 @@ class LighthouseState:
                 num_contributors=num_contributors,
                 num_proved=assignment.num_proved,
                 num_voters=num_voters,
-                store_address=store,
-                place=place,
-                standby_store_address=standby,
+                meets=meets,
                 destinations=[*places] if rank in teachers else [],
-                joiner_waiting=len(taught) < len(learners) or awaits_turn or is_expecting,
                 newest_step=self._job.history.lasting_step,
                 patience_s=patience_s,
-                common=current.common,
-                own=current.own,
+                leaves=current.leaves,
                 names_state=assignment.is_first and request.version != assignment.version,
                 rolled_back_to=self._job.history.rolled_back_to,
                 nodes=nodes,
                 reason=clip(reason),
             )
             yield Send(member.connection, formed)
+            if is_expecting or awaits_turn or len(taught) < len(learners):
+                yield Send(member.connection, JoinerWaiting())
         sources = [members[rank].as_source(rank) for rank in teachers]
         yield from self._beside.teach(taught, current, sources, others, now)
         yield from self._meet(now)

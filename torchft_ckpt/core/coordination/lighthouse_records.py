@@ -10,6 +10,7 @@ from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     Hello,
     JoinProgress,
+    LeavesFound,
     LeaveWish,
     QuorumRequest,
     Receives,
@@ -177,8 +178,7 @@ class Round:
     tally: Tally
     """Its roles are those of the assignment. A member that is not in `tally.lost` is connected."""
     formed_at: float
-    common: list[str] = field(default_factory=list)
-    own: list[str] = field(default_factory=list)
+    leaves: LeavesFound = field(default_factory=LeavesFound)
     """What was found before it: see `Verdict`."""
     waits: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)
     """By group rank: the collective that a member's rank waits in, or asks to start, as it said last."""

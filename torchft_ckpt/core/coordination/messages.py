@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -208,7 +208,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     last_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """Which life of the lighthouse formed quorum `last_quorum_id`."""
     rolled_back_to: StateVersion = StateVersion()
-    """The latest going back on purpose that this member knows of: see `QuorumFormed.rolled_back_to`."""
+    """The latest going back on purpose that this member knows of: see `Answer.rolled_back_to`."""
     last_outcome: Outcome | None = None
     """How the step `last_step` of quorum `last_quorum_id` ended here; None while it is open or in doubt."""
     checkpoint_addresses: Addresses = []
@@ -530,76 +530,102 @@ class QuorumPending(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     receiver's time to wait for a quorum stands still."""
 
 
-class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One member's view of a step. Its size does not depend on the number of members."""
+class LeavesFound(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found of leaves that were shown by themselves, after a step."""
 
-    request_id: Count
-    quorum_id: Number
-    epoch: Annotated[str, msgspec.Meta(max_length=64)]
-    version: StateVersion
-    """The state that all members train from."""
-    role: Role
-    replica_rank: ReplicaRank
-    replica_world_size: NumGroups
-    contributor_rank: ReplicaRank | None
-    """Rank among those that contribute gradients, None for those that do not. One that came in for this step comes last."""
-    num_contributors: NumGroups
-    num_proved: NumGroups = 0
-    """So many of them, the first ones, did not come in for this step: if there are any, no other one counts as a holder of what
-    comes of it, or writes a checkpoint of that, before it is compared."""
-    num_voters: NumGroups
+    common: LeafNames = []
+    """They are equal in all groups, and are to be equal from now on."""
+    own: LeafNames = []
+    """They differed although all was equal before the step: each group has its own."""
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the members of a quorum meet."""
+
     store_address: StorePlace
     place: MeetingPlace = ""
     """These very members have been connected beside the quorum before, as `ConnectBeside` said: their process group is made."""
     standby_store_address: StorePlace = ""
     """Where the next quorum meets if the host of this one's store is lost: connect now, it will be wanted at once."""
-    sources: Annotated[list[Source], msgspec.Meta(max_length=64)] = []
-    destinations: Annotated[list[ReplicaRank], msgspec.Meta(max_length=65536)] = []
-    """Replica ranks beside the quorum that this member has to serve."""
-    stays: bool = False
-    """To a learner that follows: it is a spare, and keeps what it has received until it hears `Needed`."""
-    joiner_waiting: bool = False
-    """Capture at the next step: somebody is about to ask for the state, or could not be given it as no member had captured it."""
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What all answers to a request for a step have in common. Their size does not depend on the number of members."""
+
+    request_id: Count
+    quorum_id: Number
+    """Of the quorum, or of the last one."""
+    epoch: Annotated[str, msgspec.Meta(max_length=64)]
+    version: StateVersion
+    """The state that all members train from."""
+    replica_world_size: NumGroups = 0
+    num_contributors: NumGroups = 0
     newest_step: Number = 0
     """The newest step apart from states that were not committed in this life of the lighthouse: it may be below `version`."""
-    patience_s: Seconds = 0.0
-    """The longest that a member's way to this step took: so long, too, the others may take from here on."""
-    differs: bool = False
-    """`follows` is set: what this member holds under the name `version` is another state than that of the others, which wait for
-    it meanwhile."""
-    held: bool = False
-    """`follows` is set: the others have asked for the step that begins with `version`, and wait until this member has that state
-    and asks for the step, too."""
-    common: LeafNames = []
-    """Leaves that were shown by themselves, and were found equal in all groups after a step: they are to be equal from now on."""
-    own: LeafNames = []
-    """Those that differed although all was equal before the step: each group has its own."""
-    warms_up: bool = False
-    """The role is LEARNER, and there is nothing to load: the member computes one step for itself alone."""
-    follows: bool = False
-    """The role is LEARNER, as the member is further behind than a step: it loads `version` from `sources`, however many steps
-    that takes, and asks again."""
-    names_state: bool = False
-    """`version` is a new name: a healthy member gives it to the state of that step that it holds. Where a quorum is `held`: it is
-    that of the job's first state, and the receiver's loop has computed nothing before, and has read no other step."""
     rolled_back_to: StateVersion = StateVersion()
     """The job went back on purpose to this step in this quorum: later steps of earlier quorums are void."""
-    leaving: bool = False
-    """The role is LEARNER, and there is nothing to load: the member computes one step for itself alone, then it leaves."""
+    reason: Text = ""
+
+    # What is so unless an answer says otherwise.
+    role = Role.LEARNER
+    contributor_rank = cast("int | None", None)
+    replica_rank = num_proved = num_voters = 0
+    patience_s = 0.0
+    destinations = cast("list[int]", [])
+    sources = cast("list[Source]", [])
+    leaves = LeavesFound()
+    nodes = cast("list[Nodes | None]", [])
+    why = cast("Given | None", None)
+    names_state = warms_up = leaving = False
+
+    @property
+    def follows(self) -> bool:
+        """It is given a state, computes no step with that, and asks again."""
+        return self.why not in (None, Given.TO_LEARN)
+
+    @property
+    def held(self) -> bool:
+        """The quorum is held until it has that state."""
+        return self.why is Given.TO_COME_IN
+
+    @property
+    def differs(self) -> bool:
+        """What it holds under that name is another state: the others wait until it has theirs."""
+        return self.why is Given.TO_CORRECT
+
+
+class QuorumFormed(_Answer, frozen=True, tag=True, kw_only=True):
+    """A quorum: one member's view of its step."""
+
+    role: Role
+    replica_rank: ReplicaRank
+    contributor_rank: ReplicaRank | None
+    """Rank among those that contribute gradients, None for those that do not. One that came in for this step comes last."""
+    num_proved: NumGroups = 0
+    """So many of them, the first ones, did not come in for this step: if there are any, no other one counts as a holder of what
+    comes of it, or writes a checkpoint of that, before it is compared."""
+    num_voters: NumGroups
+    meets: Meeting
+    destinations: Annotated[list[ReplicaRank], msgspec.Meta(max_length=65536)] = []
+    """Replica ranks beside the quorum that this member has to serve."""
+    patience_s: Seconds = 0.0
+    """The longest that a member's way to this step took: so long, too, the others may take from here on."""
+    leaves: LeavesFound = LeavesFound()
+    names_state: bool = False
+    """`version` is a new name: a healthy member gives it to the state of that step that it holds."""
     nodes: Annotated[list[Nodes | None], msgspec.Meta(max_length=MAX_GROUPS)] = []
     """`QuorumRequest.nodes` of each member, in the order of replica ranks; None for one that does not contribute. Empty: all
     contribute, and none of them has computed anything; or a step counts, and the next one begins in the same quorum."""
-    reason: Text = ""
 
     def __post_init__(self) -> None:
-        if self.role is not Role.LEARNER and self.replica_rank >= self.replica_world_size:
+        if self.role is Role.LEARNER:
+            raise ValueError("`role` is that of one that is in no quorum")
+        if self.replica_rank >= self.replica_world_size:
             raise ValueError(f"`replica_rank` is {self.replica_rank} in a quorum of {self.replica_world_size}")
         if self.contributor_rank is not None and self.contributor_rank >= self.num_contributors:
             raise ValueError(f"`contributor_rank` is {self.contributor_rank} of {self.num_contributors}")
         if self.num_proved > self.num_contributors:
             raise ValueError(f"`num_proved` is {self.num_proved} of {self.num_contributors}")
-        if self.follows and (self.role is not Role.LEARNER or not self.sources or self.warms_up):
-            raise ValueError(f"`follows` is set, for {self.role.value} with {len(self.sources)} sources")
         if not isinstance(self.nodes, list):
             return  # as it is encoded
         if self.nodes and len(self.nodes) != self.replica_world_size:
@@ -608,6 +634,42 @@ class QuorumFormed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             raise ValueError(f"`nodes` has more than {MAX_NODES_TOLD}")
         for nodes in self.nodes:
             _check_nodes(nodes or [])
+
+
+class Given(str, Enum):
+    """Why a group is given a state outside of the quorum. But for the first it computes no step with it, and asks again."""
+
+    TO_LEARN = "to learn"
+    """It is of another layout, and is to know at which step the others are: it computes a step for itself alone."""
+    TO_FOLLOW = "to follow"
+    """It is further behind than a step; the others train on meanwhile."""
+    TO_STAY = "to stay"
+    """So is a spare, which keeps what it has received until it hears `Needed`."""
+    TO_COME_IN = "to come in"
+    """The others have asked for the step that begins with that state, and wait until this group has it and asks for it, too."""
+    TO_CORRECT = "to correct"
+    """What it holds under that name is another state than that of the others, which wait for it."""
+
+
+class StateGiven(_Answer, frozen=True, tag=True, kw_only=True):
+    """No quorum: receive and load the state `version` from `sources`."""
+
+    why: Given
+    sources: Annotated[list[Source], msgspec.Meta(min_length=1, max_length=64)]
+    leaves: LeavesFound = LeavesFound()
+    names_state: bool = False
+    """`version` is that of the job's first state, and the receiver's loop has computed nothing before, and read no other step."""
+
+
+class StepAlone(_Answer, frozen=True, tag=True, kw_only=True):
+    """No quorum: compute one step for yourself alone; nothing of it counts."""
+
+    leaving: bool = False
+    """Then leave: no other step begins."""
+    warms_up = True
+
+
+Answer: TypeAlias = QuorumFormed | StateGiven | StepAlone
 
 
 class Start(str, Enum):
@@ -661,7 +723,7 @@ class StateLocated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     taken_by: Text = ""
     """Who has taken it over; empty: nobody."""
     rolled_back_to: StateVersion = StateVersion()
-    """As in `QuorumFormed`."""
+    """As in `Answer`."""
     starts: StartTold | None = None
     """To one that starts; the rest is said of what it is told to do."""
 
@@ -868,81 +930,41 @@ class GroupBroken(msgspec.Struct, frozen=True, tag=True):
     """It has left on purpose, with all of its ranks."""
 
 
-ToLighthouse: TypeAlias = (
-    Hello
-    | Heartbeat
-    | QuorumRequest
-    | LocateState
-    | CommitVote
-    | JoinProgress
-    | ConnectedBeside
-    | CollectiveWait
-    | LeafDigests
-    | LostAsked
-    | LeaveWish
-    | Leave
-    | AllowStepLoss
-    | ForgetJob
-    | Drain
-)
-FromLighthouse: TypeAlias = (
-    Welcome
-    | Refused
-    | Done
-    | QuorumPending
-    | QuorumFormed
-    | StateLocated
-    | LostTold
-    | JoinerWaiting
-    | ConnectBeside
-    | Needed
-    | CommitDecided
-    | QuorumBroken
-    | CollectiveCleared
-    | LeaveWish
-    | LetGo
-    | LeavesWanted
-    | ReplicasDiffer
-    | Dropped
-)
-RankToGroup: TypeAlias = (
+_OfBoth: TypeAlias = (
     Heartbeat
     | QuorumRequest
     | LocateState
     | CommitVote
-    | GiveUpWaiting
     | JoinProgress
     | ConnectedBeside
     | CollectiveWait
     | LeafDigests
     | LostAsked
-    | StateArrived
-    | RankWord
     | LeaveWish
-    | LeaveReady
     | Leave
 )
-GroupToRank: TypeAlias = (
+"""A rank says it to its group, and the group, for all of its ranks, to the lighthouse."""
+ToLighthouse: TypeAlias = Hello | _OfBoth | AllowStepLoss | ForgetJob | Drain
+RankToGroup: TypeAlias = _OfBoth | GiveUpWaiting | StateArrived | RankWord | LeaveReady
+_ToBoth: TypeAlias = (
     Refused
     | QuorumPending
-    | QuorumFormed
+    | Answer
     | StateLocated
     | LostTold
     | JoinerWaiting
     | ConnectBeside
     | Needed
     | CommitDecided
-    | CommitUnknown
     | QuorumBroken
     | CollectiveCleared
     | LetGo
-    | LeaveAt
     | LeavesWanted
     | ReplicasDiffer
-    | LoadState
-    | RankWord
-    | GroupBroken
 )
+"""The lighthouse says it to a group, and that to its ranks."""
+FromLighthouse: TypeAlias = Welcome | Done | _ToBoth | LeaveWish | Dropped
+GroupToRank: TypeAlias = _ToBoth | CommitUnknown | LeaveAt | LoadState | RankWord | GroupBroken
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankHello | RankToGroup | GroupToRank
 
 _FOR_PEOPLE = {
@@ -963,9 +985,8 @@ _encoder = msgspec.json.Encoder()
 def encode(message: Message) -> str:
     """Return the message as JSON text. What is long and the same for all who are told it is encoded once: the addresses of a
     source, names of leaves, and nodes."""
-    if isinstance(message, QuorumFormed) and (message.common or message.own):
-        common, own = _encoded(message.common), _encoded(message.own)
-        message = msgspec.structs.replace(message, common=common, own=own)
+    if isinstance(message, Answer) and (message.leaves.common or message.leaves.own):
+        message = msgspec.structs.replace(message, leaves=_encoded(message.leaves))
     if isinstance(message, QuorumFormed) and message.nodes:
         message = msgspec.structs.replace(message, nodes=_encoded(message.nodes))
     if sources := getattr(message, "sources", None):
@@ -976,16 +997,16 @@ def encode(message: Message) -> str:
     return _encoder.encode(message).decode()
 
 
-_latest_encoded: dict[int, tuple[list[Any], msgspec.Raw]] = {}
+_latest_encoded: dict[int, tuple[object, msgspec.Raw]] = {}
 
 
-def _encoded(texts: list[Any]) -> msgspec.Raw:
-    """Return a list, which nobody changes, as JSON; the few latest ones are kept, each with its list."""
-    known = _latest_encoded.get(id(texts))
+def _encoded(said: object) -> msgspec.Raw:
+    """Return what nobody changes as JSON; the few latest ones are kept, each with what it is of."""
+    known = _latest_encoded.get(id(said))
     if known is None:
         if len(_latest_encoded) >= 8:
             _latest_encoded.clear()
-        known = _latest_encoded[id(texts)] = texts, msgspec.Raw(_encoder.encode(texts))
+        known = _latest_encoded[id(said)] = said, msgspec.Raw(_encoder.encode(said))
     return known[1]
 
 
@@ -1079,21 +1100,13 @@ def last_answer(
     reason: str,
     newest_step: int = 0,
     rolled_back_to: StateVersion | None = None,
-) -> QuorumFormed:
+) -> StepAlone:
     """Return the answer to the request of a group, or of one of its ranks, that leaves: no other step begins."""
-    return QuorumFormed(
+    return StepAlone(
         request_id=request.request_id,
         quorum_id=quorum_id,
         epoch=epoch,
         version=request.version,
-        role=Role.LEARNER,
-        replica_rank=0,
-        replica_world_size=0,
-        contributor_rank=None,
-        num_contributors=0,
-        num_voters=0,
-        store_address="",
-        warms_up=True,
         newest_step=newest_step,
         rolled_back_to=rolled_back_to or StateVersion(),
         leaving=True,

@@ -28,6 +28,7 @@ from torchft_ckpt.core.coordination.equality import is_checked
 from torchft_ckpt.core.coordination.messages import (
     MAX_NODES,
     PROTOCOL_VERSION,
+    Answer,
     CommitDecided,
     CommitVote,
     Hello,
@@ -36,7 +37,6 @@ from torchft_ckpt.core.coordination.messages import (
     OnReplicasDiffer,
     Outcome,
     QuorumBroken,
-    QuorumFormed,
     QuorumRequest,
     Role,
     Shows,
@@ -174,7 +174,7 @@ class StepFacts(NamedTuple):
 class StepPlan:
     """The work that follows from a quorum."""
 
-    formed: QuorumFormed
+    formed: Answer
     configure: bool
     """The process group has to be made anew."""
     load: bool
@@ -189,7 +189,7 @@ class ReplicaView(NamedTuple):
     version: StateVersion
     held: StateVersion
     newest_step: int
-    quorum: QuorumFormed | None
+    quorum: Answer | None
     phase: StepPhase
     error: str | None
     restored: bool
@@ -231,7 +231,7 @@ class ReplicaState:
         """The state is not whole: a load failed half-way. It stays so until a whole one is loaded."""
         self.rolled_back_to = StateVersion()
         self.phase = StepPhase.IDLE
-        self.quorum: QuorumFormed | None = None
+        self.quorum: Answer | None = None
         """The quorum of the open step, or of the last one."""
         self.newest_step = 0
         self.capture_wanted = True
@@ -538,7 +538,7 @@ class ReplicaState:
     def _leave_step(self) -> None:
         if self.phase in (StepPhase.TRAINING, StepPhase.VOTED):
             # Without this replica's vote nobody can have committed, unless it has none.
-            voter = self.quorum is not None and _is_voter(self.quorum)
+            voter = self.quorum is not None and self.quorum.role is Role.HEALTHY
             self._last_outcome = Outcome.DISCARD if voter and self.phase is StepPhase.TRAINING else None
             self.configured = None
         self._request_id += 1
@@ -546,7 +546,7 @@ class ReplicaState:
         self._is_broken = self._is_unconnected = False
         self._wishes, self._is_changed = None, False
 
-    def formed(self, formed: QuorumFormed) -> StepPlan | None:
+    def formed(self, formed: Answer) -> StepPlan | None:
         """The quorum of the open request was formed; None: it answers a request that is not open any more."""
         if formed.request_id != self._request_id or not self._moves(StepEvent.FORMED):
             return None
@@ -560,7 +560,7 @@ class ReplicaState:
             return StepPlan(formed=formed, configure=False, load=False, serve=False)
         self.newest_step = formed.newest_step
         self._go_back(formed.rolled_back_to)
-        self.capture_wanted = formed.joiner_waiting
+        self.capture_wanted = False  # `JoinerWaiting` follows, if anybody waits
         if formed.destinations:
             self.serves_learners = True
         is_made = self._last_outcome is Outcome.COMMIT and not self._has_caught_up
@@ -666,7 +666,7 @@ class ReplicaState:
             step=formed.version.step,
             approve=approve,
             broken=self._is_broken or self.error is not None,
-            counts=_is_voter(formed),
+            counts=formed.role is Role.HEALTHY,
             num_voters=formed.num_voters,
             collectives=collectives,
             num_collectives=num_collectives,
@@ -830,7 +830,7 @@ class ReplicaState:
             yield "a step may count that is beside the quorum, or whose process group is broken"
         if self._is_unconnected and (self.error is None or self.configured is not None):
             yield "the process group could not be made, and the step goes on"
-        if self.participating_rank is not None and not (version == formed.version and _is_voter(formed)):
+        if self.participating_rank is not None and not (version == formed.version and formed.role is Role.HEALTHY):
             yield "it contributes, and has another state than the quorum, or another part"
         if self.speaks and vote is not None and formed.contributor_rank != 0:
             yield "it has voted, and may write for those who contribute, of whom it is not the first"
@@ -863,10 +863,6 @@ class ReplicaState:
         return (
             f"ReplicaState(step={self.version.step}, phase={self.phase.value}, quorum={quorum}, healed={self.healed})"
         )
-
-
-def _is_voter(formed: QuorumFormed) -> bool:
-    return formed.role is Role.HEALTHY
 
 
 def _is_void(version: StateVersion, rolled_back_to: StateVersion) -> bool:
