@@ -97,6 +97,7 @@ class _Group(asyncio.Protocol):
         self._messages = messages
         self._groups = groups
         self._number = number
+        self._host = f"10.0.{number // 250}.{number % 250}"
         self._replica_id = f"group_{number}:0b9cf4e2-6d1c-4a53-8a0c-{number:012d}"
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
@@ -122,7 +123,8 @@ class _Group(asyncio.Protocol):
             if b" 101 " not in head.split(b"\r\n")[0]:
                 raise ConnectionError(f"the lighthouse did not upgrade: {head!r}")
             self._upgraded, self._buffer = True, rest
-            self._send(self._messages.Hello(protocol=self._messages.PROTOCOL_VERSION, replica_id=self._replica_id))
+            m = self._messages
+            self._send(m.Hello(protocol=m.PROTOCOL_VERSION, replica_id=self._replica_id, **self._settings(m.Hello)))
         while len(self._buffer) >= 2:
             size, start = self._buffer[1] & 0x7F, 2
             if size == 126:
@@ -168,17 +170,20 @@ class _Group(asyncio.Protocol):
         elif isinstance(message, m.Refused):
             raise RuntimeError(f"the lighthouse refused {self._replica_id}: {message}")
 
+    def _settings(self, message: Any) -> dict[str, Any]:
+        """Return what is said of this group in the message that has it in the revision that is measured."""
+        settings = {"init_sync": False, "store_address": f"{self._host}:29500"}
+        return {name: value for name, value in settings.items() if name in message.__struct_fields__}
+
     def ask(self) -> None:
         """Send the quorum request of the next step."""
-        address = f"10.0.{self._number // 250}.{self._number % 250}"
         self._requests += 1
         self._send(
             self._messages.QuorumRequest(
                 request_id=self._requests,
                 version=self._version,
-                init_sync=False,
-                store_address=f"{address}:29500",
-                checkpoint_addresses=[f"http://{address}:29600"] if self._requests == 1 else None,
+                **self._settings(self._messages.QuorumRequest),
+                checkpoint_addresses=[f"http://{self._host}:29600"] if self._requests == 1 else None,
             )
         )
 

@@ -64,13 +64,15 @@ class Group:
 
 async def connect(session: aiohttp.ClientSession, server: LighthouseServer, name: str, life: int = 1) -> Group:
     group = Group(await session.ws_connect(f"{server.address()}/v1/groups"))
-    await group.say(Hello(protocol=PROTOCOL_VERSION, replica_id=f"{name}:{life}"))
+    await group.say(
+        Hello(protocol=PROTOCOL_VERSION, replica_id=f"{name}:{life}", store_address="127.0.0.1:1", init_sync=False)
+    )
     await group.hear(Welcome)
     return group
 
 
 def request(number: int) -> QuorumRequest:
-    return QuorumRequest(request_id=number, version=StateVersion(), store_address="127.0.0.1:1", init_sync=False)
+    return QuorumRequest(request_id=number, version=StateVersion())
 
 
 async def test_a_closed_connection_is_pushed_to_the_others_at_once(lighthouse: LighthouseServer) -> None:

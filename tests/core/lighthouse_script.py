@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
@@ -43,12 +44,14 @@ from torchft_ckpt.core.coordination.messages import (
     Heartbeat,
     JoinerWaiting,
     JoinProgress,
+    Layout,
     Leaf,
     LeafDigests,
     Leave,
     LeavesWanted,
     LeaveWish,
     LostTold,
+    Need,
     Needed,
     Outcome,
     QuorumBroken,
@@ -106,7 +109,7 @@ class Job:
 
     def join(self, name: str, *, life: int = 1, ranks: int = 1, **settings: object) -> Member:
         """A process starts and connects."""
-        member = Member(self, f"{name}:{life}", ranks, ReplicaSettings(**{"min_replica_size": 1, **settings}))  # type: ignore[arg-type]
+        member = Member(self, f"{name}:{life}", ranks, settings)
         self.members[member.replica_id] = member
         member.connects()
         return member
@@ -179,9 +182,10 @@ class Job:
 class Member:
     """One incarnation of a group."""
 
-    def __init__(self, job: Job, replica_id: str, ranks: int, settings: ReplicaSettings) -> None:
+    def __init__(self, job: Job, replica_id: str, ranks: int, settings: dict[str, Any]) -> None:
         self.job, self.replica_id, self.ranks = job, replica_id, ranks
-        self.replica = ReplicaState(settings)
+        usual = {"min_replica_size": 1, "store_address": f"store-{replica_id}"}
+        self.replica = ReplicaState(ReplicaSettings(**usual | settings))
         self.connection: str | None = None
         self.is_stopped = self.is_at_end = False
         self.asks_again = self.asks
@@ -253,13 +257,14 @@ class Member:
             StepWishes(allow_heal=allow_heal, shrink_only=shrink_only, waits=waits),
             StepFacts(
                 serve,
-                store_address=f"store-{self.replica_id}",
-                reach_s=reach_s,
-                load_s=load_s,
+                need=Need(
+                    reach_s=reach_s,
+                    load_s=load_s,
+                    can_follow=can_follow,
+                    gains=can_follow if gains is None else gains,
+                    guesses=guesses,
+                ),
                 stood_s=stood_s,
-                can_follow=can_follow,
-                gains=can_follow if gains is None else gains,
-                guesses=guesses,
                 kinds=kind.split(),
                 at_end=at_end,
                 computes_alone=computes_alone,
@@ -271,10 +276,9 @@ class Member:
         self.says(
             msgspec.structs.replace(
                 request,
-                num_collectives=num_collectives,
-                collectives_by_rank=list(by_rank),
+                issued=list(by_rank) or [num_collectives],
                 can_load=can_load,
-                frozen=frozen,
+                layout=Layout(frozen=frozen),
             )
         )
 

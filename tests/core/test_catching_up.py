@@ -55,7 +55,7 @@ class Looker(Member):
         self.asks_again = functools.partial(self.asks_as, contributes=contributes, patience_s=patience_s)
         request = self.replica.begin(
             StepWishes(contributes=contributes, patience_s=patience_s, waits=not self.replica.version.proven),
-            StepFacts(can_serve=True, store_address="store:1"),
+            StepFacts(can_serve=True),
         )
         self.says(_with_address(request, self.replica_id))
 

@@ -40,7 +40,10 @@ class Counted:
         self.lighthouse = LighthouseState(settings, epoch="now")
         self.names = [f"g{number}" for number in range(num_groups)]
         for name in self.names:
-            self.hears(name, Hello(protocol=PROTOCOL_VERSION, replica_id=f"{name}:1", group_world_size=num_ranks))
+            hello = Hello(
+                protocol=PROTOCOL_VERSION, replica_id=f"{name}:1", group_world_size=num_ranks, init_sync=False
+            )
+            self.hears(name, hello)
 
     def hears(self, name: str, message: ToLighthouse) -> list[Instruction]:
         return self.lighthouse.handle(Received(name, message), 1.0)
@@ -73,7 +76,7 @@ class Counted:
 
 def asks(version: StateVersion | None = None, num_collectives: int = 0) -> QuorumRequest:
     version = version or StateVersion()
-    return QuorumRequest(request_id=1, version=version, init_sync=False, num_collectives=num_collectives)
+    return QuorumRequest(request_id=1, version=version, issued=[num_collectives])
 
 
 def waits(formed: QuorumFormed, rank: int, index: int = 0) -> CollectiveWait:
@@ -88,7 +91,7 @@ def votes(formed: QuorumFormed, num_collectives: int = 5, *, broken: bool = Fals
         epoch=formed.epoch,
         step=formed.version.step,
         approve=True,
-        num_collectives=num_collectives,
+        issued=[num_collectives],
         broken=broken,
     )
 
@@ -96,7 +99,7 @@ def votes(formed: QuorumFormed, num_collectives: int = 5, *, broken: bool = Fals
 def test_of_a_step_that_is_over_no_more_is_kept_than_who_votes_late_is_told_by() -> None:
     """Eight steps are remembered: some 40 MiB of each member whose votes are as long as a message may be."""
     job = Counted(1, 1000)
-    long = msgspec.structs.replace(votes(job.forms()), state_digests=["d"] * 1000, collectives_by_rank=[1] * 1000)
+    long = msgspec.structs.replace(votes(job.forms()), state_digests=["d"] * 1000, issued=[1] * 1000)
     job.hears("g0", long)
     assert job.lighthouse.round is not None
     tally = job.lighthouse.round.tally

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 import torchft_ckpt
+from torchft_ckpt.core.coordination import messages
 
 PACKAGE = Path(torchft_ckpt.__file__).parent
 MAX_ARGUMENTS, TORCHFTS_ARGUMENTS, MAX_MEMBERS = 30, 22, 48
+MAX_ASKED, MAX_ANSWERED, MAX_MESSAGES = 26, 20, 43
+"""Fields of a request for a step, fields of an answer to it, and messages."""
 
 
 def class_in(path: str, name: str) -> ast.ClassDef:
@@ -35,6 +39,13 @@ def test_a_manager_has_few_arguments_and_few_members() -> None:
     assert len(init.args.args) - 1 == TORCHFTS_ARGUMENTS
     assert len(init.args.args) - 1 + len(init.args.kwonlyargs) <= MAX_ARGUMENTS
     assert len(members(manager)) <= MAX_MEMBERS, sorted(members(manager))
+
+
+def test_there_are_few_messages_and_those_of_a_step_are_short() -> None:
+    assert len(messages.QuorumRequest.__struct_fields__) <= MAX_ASKED
+    for answer in get_args(messages.Answer):
+        assert len(answer.__struct_fields__) <= MAX_ANSWERED, answer.__name__
+    assert len({*get_args(messages.Message)}) <= MAX_MESSAGES
 
 
 def test_the_parts_of_a_manager_are_built_of_those_that_are_there() -> None:

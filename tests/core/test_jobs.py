@@ -97,14 +97,14 @@ class Group:
         self.formed: QuorumFormed | None = None
         self.number = 0
         lighthouse.open(self.connection, job)
-        self.says(Hello(protocol=PROTOCOL_VERSION, replica_id=name))
+        self.says(Hello(protocol=PROTOCOL_VERSION, replica_id=name, init_sync=False))
 
     def says(self, message: ToLighthouse) -> list[object]:
         return self.lighthouse.hear(self.connection, message)
 
     def asks(self, *, at_end: bool = False) -> None:
         self.number += 1
-        self.says(QuorumRequest(request_id=self.number, version=self.version, at_end=at_end, init_sync=False))
+        self.says(QuorumRequest(request_id=self.number, version=self.version, at_end=at_end))
 
     def warms_up(self) -> None:
         """It asks, computes an iteration alone, and asks again at its end."""

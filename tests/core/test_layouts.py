@@ -15,13 +15,13 @@ from torchft_ckpt.core.coordination.layouts import (
     trains_in,
     what_differs,
 )
-from torchft_ckpt.core.coordination.messages import Outcome
+from torchft_ckpt.core.coordination.messages import Layout, Outcome
 from torchft_ckpt.core.coordination.replica import StepFacts, StepWishes
 
 
 def asks_as(member: Member, layout: str, *, frozen: str = "", at_end: bool = False) -> None:
-    request = member.replica.begin(StepWishes(), StepFacts(can_serve=True, store_address="store:1", at_end=at_end))
-    member.says(msgspec.structs.replace(request, layout=layout, layout_text=layout, frozen=frozen))
+    request = member.replica.begin(StepWishes(), StepFacts(can_serve=True, at_end=at_end))
+    member.says(msgspec.structs.replace(request, layout=Layout(digest=layout, text=layout, frozen=frozen)))
 
 
 def job_of_two() -> tuple[Job, Member, Member]:

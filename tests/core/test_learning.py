@@ -23,6 +23,7 @@ from torchft_ckpt.core.coordination.learning import (
 from torchft_ckpt.core.coordination.messages import (
     Given,
     JoinProgress,
+    Need,
     Needed,
     Outcome,
     QuorumRequest,
@@ -291,9 +292,11 @@ def test_all_ranks_of_a_group_follow_by_one_decision() -> None:
     )
     for rank in (0, 1):
         asked = group.handle(
-            RankMessage(rank, QuorumRequest(request_id=1, version=StateVersion(), can_follow=True, gains=True))
+            RankMessage(
+                rank, QuorumRequest(request_id=1, version=StateVersion(), need=Need(can_follow=True, gains=True))
+            )
         )
-    assert isinstance(asked[0], SendToLighthouse) and asked[0].message.can_follow
+    assert isinstance(asked[0], SendToLighthouse) and asked[0].message.need.can_follow
     formed = answers.given(1, version, Given.TO_FOLLOW, [source], quorum_id=1)
     group.handle(LighthouseMessage(formed))
     told = group.handle(LighthouseMessage(Needed(reason="b is gone")))

@@ -96,7 +96,9 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "checkpoint_addresses": (st.nothing() if message is messages.Hello else st.none())
         | st.lists(TEXTS, max_size=3),
         "destinations": st.lists(RANKS, max_size=3),
-        "collectives_by_rank": st.lists(COUNTS, max_size=3),
+        "issued": st.lists(COUNTS, max_size=3),
+        "need": st.builds(messages.Need, reach_s=st.none() | SECONDS, load_s=SECONDS),
+        "layout": st.builds(messages.Layout, digest=TEXTS, text=st.none() | TEXTS, frozen=TEXTS),
         "on_replicas_differ": st.sampled_from(messages.OnReplicasDiffer),
         "state_digests": st.lists(DIGESTS, max_size=3),
         "shows": st.sampled_from(messages.Shows),
@@ -123,9 +125,9 @@ def strategy(message: type) -> st.SearchStrategy[object]:
     for field in msgspec.structs.fields(message):
         if field.name in special:
             fields[field.name] = special[field.name]
-        elif field.name == "join_stall_limit_s" or (field.name == "reach_s" and message is QuorumRequest):
+        elif field.name == "join_stall_limit_s":
             fields[field.name] = st.none() | SECONDS
-        elif field.name in ("reach_s", "load_s", "stood_s", "top_s", "held_s"):
+        elif field.name in ("reach_s", "stood_s", "top_s", "held_s"):
             fields[field.name] = SECONDS
         elif field.type is bool:
             fields[field.name] = st.booleans()
@@ -192,8 +194,8 @@ def test_names_that_people_give_to_groups_are_taken(name: str) -> None:
             Hello(protocol=1, replica_id="a", checkpoint_addresses=["\x01" * 700] * 64),
         ),
         (
-            QuorumRequest(request_id=1, version=StateVersion(), store_address="[::1]:65535"),
-            QuorumRequest(request_id=1, version=StateVersion(), store_address="host:65536"),
+            Hello(protocol=1, replica_id="a", store_address="[::1]:65535"),
+            Hello(protocol=1, replica_id="a", store_address="host:65536"),
         ),
     ],
     ids=["quorum id", "newest step", "version", "went back to", "addresses", "addresses as JSON", "store"],

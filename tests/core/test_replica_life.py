@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from support import answers
 from support.thoroughness import by_default
 
+from torchft_ckpt.core.coordination.learning import should_follow
 from torchft_ckpt.core.coordination.messages import (
     Answer,
     CommitDecided,
     Given,
     JoinerWaiting,
+    Need,
     Outcome,
     QuorumBroken,
     QuorumRequest,
@@ -419,8 +421,8 @@ def test_who_lacks_the_state_computes_an_iteration_alone_and_is_given_it_at_the_
     plan = begun(state, version=V7, role=Role.LEARNER, warms_up=True)
     assert (plan.load, plan.configure, state.can_reduce, state.warms_up) == (False, False, False, True)
     assert (state.learned(), state.is_behind) == (Outcome.LEFT_BEHIND, True)
-    asked = state.begin(StepWishes(), StepFacts(at_end=True, can_follow=True))
-    assert (asked.at_end, asked.waits_for_quorum, asked.can_follow) == (True, True, True)
+    asked = state.begin(StepWishes(), StepFacts(at_end=True))
+    assert (asked.at_end, asked.waits_for_quorum) == (True, True)
     plan = state.formed(formed(asked.request_id, version=V7, role=Role.LEARNER, follows=True, held=True))
     assert plan is not None and plan.load and state.is_waited_for and not state.came_in
     state.load_finished(V7)
@@ -449,7 +451,8 @@ def test_who_has_received_a_state_that_nobody_waited_with_is_behind() -> None:
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_group_follows_only_from_the_end_of_an_iteration(ends: bool) -> None:
     """What its loop has read of the state before would go into a step otherwise."""
-    assert replica().begin(StepWishes(), StepFacts(at_end=ends, can_follow=True)).can_follow is ends
+    asked = replica().begin(StepWishes(), StepFacts(at_end=ends, need=Need(reach_s=100.0, can_follow=True, gains=True)))
+    assert should_follow(asked, usual_s=1.0) is ends
 
 
 def test_nothing_is_loaded_in_a_step_whose_loop_goes_back_through_weights_as_they_were_before_it() -> None:

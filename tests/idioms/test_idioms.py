@@ -115,7 +115,8 @@ def test_groups_come_back_in_another_way_and_all_compute_what_the_plain_loop_com
     way: str, entry: Idiom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "follows":
-        monkeypatch.setattr(beside, "should_follow", lambda request, *_, **__: request.can_follow and request.gains)
+        gets_closer = lambda asked, *_, **__: asked.at_end and asked.need.can_follow and asked.need.gains  # noqa: E731
+        monkeypatch.setattr(beside, "should_follow", gets_closer)
         monkeypatch.setattr(Distance, "gains", lambda self, *_, **__: not self._has_followed)
     harness.check(entry, dies=True, **WAYS[way])
 

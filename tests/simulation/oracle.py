@@ -464,7 +464,7 @@ class Oracle:
             trained = [m for m in state.round.tally.roles if state.round.tally.outcome(m) is Outcome.COMMIT]
             life.met |= {frozenset((a, b)) for a in trained for b in trained}
         held = [names[i.connection] for i in sent if isinstance(i.message, Answer) and i.message.held]
-        if held and not state._holds._is_needed and all(self._asked[m].connects_beside for m in held):
+        if held and not state._holds._is_needed and all(state.members[m].hello.connects_beside for m in held):
             there = {*held, *state._holds._awaited, *state._job.quorum_members}
             apart = [m for m in there for new in held if m != new and frozenset((m, new)) not in life.met]
             if apart:

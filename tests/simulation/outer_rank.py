@@ -25,6 +25,7 @@ from torchft_ckpt.core.coordination.messages import (
     LeaveAt,
     LeaveReady,
     LetGo,
+    Need,
     Outcome,
     StateLocated,
 )
@@ -176,7 +177,7 @@ class OuterRank(Trainer):
         turn = self._leave()
         self.is_at_end = self._waits = True
         reach_s = self._reach_s() if self._settings.tells_reach else None
-        facts = StepFacts(can_serve=True, store_address="store:1", at_end=True, reach_s=reach_s)
+        facts = StepFacts(can_serve=True, at_end=True, need=Need(reach_s=reach_s))
         request = self.replica.begin(StepWishes(contributes=False, waits=True), facts)
         self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address]))
         self._may_abandon(turn)
@@ -231,7 +232,6 @@ class OuterRank(Trainer):
             StepWishes(contributes=contributes, patience_s=patience_s, waits=not contributes),
             StepFacts(
                 can_serve=True,
-                store_address="store:1",
                 shown=shown,
             ),
         )

@@ -72,9 +72,10 @@ class OuterWatch:
             part.role is not Role.HEALTHY for part in counted
         ):
             self._fail(f"in {parts} others are counted than those who contribute")
-        trained = [asked[part.replica_id] for part in parts if part.role is Role.HEALTHY]
-        trained = [request for request in trained if request.contributes]
-        is_enough = trained and len(trained) >= max(request.min_contributors for request in trained)
+        trained = [
+            part.replica_id for part in parts if part.role is Role.HEALTHY and asked[part.replica_id].contributes
+        ]
+        is_enough = trained and len(trained) >= max(state.members[m].hello.min_contributors for m in trained)
         lookers = [part.replica_id for part in counted if not asked[part.replica_id].contributes]
         if is_enough and lookers and not state.round.assignment.is_first:
             self._fail(f"{lookers} did not train, and are counted in {parts}")

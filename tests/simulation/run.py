@@ -182,6 +182,7 @@ class Simulation:
                 check_equal_every=plan.check_equal_every,
                 on_replicas_differ=OnReplicasDiffer.HEAL,
                 connects_beside=plan.connects_beside,
+                store_address="store:1",
             ),
             tells_reach=plan.tells_reach,
             changing=plan.changing,

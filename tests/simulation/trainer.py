@@ -41,6 +41,7 @@ from torchft_ckpt.core.coordination.messages import (
     LeavesWanted,
     LeaveWish,
     LoadState,
+    Need,
     Outcome,
     QuorumBroken,
     QuorumFormed,
@@ -296,12 +297,13 @@ class Trainer:
         self._waits = self.is_at_end or self.replica.waits_for_quorum
         facts = StepFacts(
             can_serve=can_serve,
-            store_address="store:1",
             shown=shown,
-            reach_s=self._reach_s() if self._settings.tells_reach and self.replica.is_behind else None,
-            can_follow=self._settings.changing is not None,
-            load_s=self._told_load_s,
-            gains=self._settings.changing is not None and self._distance.gains(*self._sizes()),
+            need=Need(
+                reach_s=self._reach_s() if self._settings.tells_reach and self.replica.is_behind else None,
+                can_follow=self._settings.changing is not None,
+                load_s=self._told_load_s,
+                gains=self._settings.changing is not None and self._distance.gains(*self._sizes()),
+            ),
             at_end=self.is_at_end,
             top_s=self._top_s,
             kinds=self._kinds,
@@ -310,9 +312,7 @@ class Trainer:
         allow_heal = self.is_at_end or self._rng.random() >= self._moods.no_heal
         request = self.replica.begin(StepWishes(allow_heal=allow_heal), facts)
         num_collectives = len(self._results) + self._num_late
-        self._send(
-            msgspec.structs.replace(request, checkpoint_addresses=[self.address], num_collectives=num_collectives)
-        )
+        self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address], issued=[num_collectives]))
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
 
     def _nodes_to_tell(self) -> list[Node]:
@@ -588,7 +588,7 @@ class Trainer:
         self._goes_away = True
         if self._plan is not None:
             self._oracle.leaves(self, self._plan.formed)
-        self._send(LeaveWish(is_told=True, collectives_by_rank=[len(self._results) + self._num_late]))
+        self._send(LeaveWish(is_told=True, issued=[len(self._results) + self._num_late]))
         self._later(self._rng.uniform(0.0, 1.0), lambda: self._send(Leave(as_wished=True)))
 
     def _reduce_late(self, turn: int) -> None:

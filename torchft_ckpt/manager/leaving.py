@@ -236,7 +236,7 @@ class WayOut:
         client = self._client
         until = time.monotonic() + self._deadline_s if self._go_at is None else self._go_at
         # Who waits in a collective after the step, for a metric say, is not to wait while this rank saves.
-        client.send(LeaveWish(is_told=True, collectives_by_rank=[self._clearing.count]))
+        client.send(LeaveWish(is_told=True, issued=[self._clearing.count]))
         try:
             self._save_state(until)
             client.leave(self._why(), until)

@@ -232,6 +232,7 @@ class Manager:
                 check_equal_every=check_equal_every,
                 on_replicas_differ=OnReplicasDiffer(on_replicas_differ),
                 connects_beside=getattr(pg, "connects_beside", False) is True,
+                store_address=rank_config.store_address,
             ),
             use_async_quorum=use_async_quorum,
             max_retries=max_retries,

@@ -98,7 +98,7 @@ class StepOutcomes:
         logger.info("%s", line)
 
     def _warn_if_nothing_was_averaged(self, vote: CommitVote, now: ReplicaView) -> None:
-        if vote.num_collectives == 0 and now.num_participants > 1 and not self._has_warned_of_none:
+        if not any(vote.issued) and now.num_participants > 1 and not self._has_warned_of_none:
             self._has_warned_of_none = True
             logger.warning(
                 "%s: step %d was committed by %d replica groups, and none of them averaged anything: their weights drift apart."

@@ -32,6 +32,8 @@ from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     ConnectBeside,
     ConnectedBeside,
+    Layout,
+    Need,
     Outcome,
     QuorumFormed,
     Role,
@@ -592,26 +594,23 @@ class Steps:
     ) -> None:
         registry, healing = self._registry, self._healing
         frozen = registry.frozen()
-        reach_s: float | None = None
-        can_follow = gains = False
+        need = Need(guesses=healing.guesses, load_s=healing.load_s)
         if self._client.view().is_behind:
             num_bytes, changing_bytes = registry.sizes(None if prepared.captured is None else prepared.captured.state)
             if self._client.view().torn:
                 healing.distance.lost()
             lacking_bytes = healing.distance.lacking_bytes(num_bytes, changing_bytes)
-            reach_s = healing.expected_s(lacking_bytes)
             # The training thread has to wait for what is received, and the state must not have been used in this step.
             is_able = self._follows and prepared.trainer_waits and prepared.is_untouched and registry.is_used_by_loops
-            can_follow = is_able
-            gains = healing.distance.gains(num_bytes, changing_bytes)
+            need = msgspec.structs.replace(
+                need,
+                reach_s=healing.expected_s(lacking_bytes),
+                can_follow=is_able,
+                gains=healing.distance.gains(num_bytes, changing_bytes),
+            )
         facts = StepFacts(
             can_serve=can_serve,
-            store_address=self._rank_config.store_address,
-            reach_s=reach_s,
-            guesses=healing.guesses,
-            can_follow=can_follow,
-            gains=gains,
-            load_s=healing.load_s,
+            need=need,
             stood_s=prepared.stood_s,
             shown=parts,
             kinds=self._kinds(),
@@ -627,11 +626,13 @@ class Steps:
             msgspec.structs.replace(
                 request,
                 checkpoint_addresses=[self._transport.metadata()],
-                layout=layout.digest,
-                layout_text=layout.text if self._rank_config.group_rank == 0 else None,
-                frozen=frozen,
+                layout=Layout(
+                    digest=layout.digest,
+                    text=layout.text if self._rank_config.group_rank == 0 else None,
+                    frozen=frozen,
+                ),
                 can_load=not registry.is_empty,
-                num_collectives=self._clearing.count,
+                issued=[self._clearing.count],
             )
         )
 

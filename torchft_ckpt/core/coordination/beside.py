@@ -215,20 +215,18 @@ class Beside:
 
     def _waits_in_vain(self, member: Member, now: float) -> bool:
         """Whether a group that would follow has waited so long for another one to have its state that it comes in otherwise."""
-        patience_s = max(FOLLOWS_WITHIN_S, member.asked.reach_s or 0.0)
+        patience_s = max(FOLLOWS_WITHIN_S, member.asked.need.reach_s or 0.0)
         return now - member.asked_at >= patience_s and self._is_teaching(now, beside=member)
 
     def _why_follows(self, member: Member, *, waits: bool = False) -> str:
         if self._is_idle_spare(member):
             return "it is a spare: it follows the others until one of them is lost"
+        needs = f"it needs {member.asked.need.reach_s or 0.0:.1f} s to receive the state"
         if waits:
-            return (
-                f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, and waits until another group has received"
-                " its: the others serve one at a time"
-            )
+            return f"{needs}, and waits until another group has received its: the others serve one at a time"
         return (
-            f"it needs {member.asked.reach_s or 0.0:.1f} s to receive the state, longer than a step"
-            f" ({self._joining.usual_s:.1f} s), so it receives it outside of the quorum first, while the others train on"
+            f"{needs}, longer than a step ({self._joining.usual_s:.1f} s), so it receives it outside of the quorum first, while"
+            " the others train on"
         )
 
     # ------------------------------------------------------------------------------- spares, and those who are called

@@ -113,7 +113,7 @@ class Tally:
     def forget_ranks(self) -> None:
         """Another step begins: of those who vote late nobody asks any more what each of their ranks said."""
         said = self.votes.items()
-        self.votes = {m: msgspec.structs.replace(v, state_digests=[], collectives_by_rank=[]) for m, v in said}
+        self.votes = {m: msgspec.structs.replace(v, state_digests=[], issued=[most_issued(v)]) for m, v in said}
 
     def discard_all(self, reason: str) -> None:
         """A step that all approved does not count after all; its collectives are over."""
@@ -171,16 +171,12 @@ class Tally:
 
 def num_issued(said: CommitVote | QuorumRequest | LeaveWish | None, group_rank: int) -> int:
     """Return how many collectives a rank of a group had issued when the group said this; None: it issued none."""
-    by_rank = [] if said is None else said.collectives_by_rank
-    if group_rank < len(by_rank):
-        return by_rank[group_rank]
-    return said.num_collectives if isinstance(said, CommitVote | QuorumRequest) else 0
+    return said.issued[group_rank] if said is not None and group_rank < len(said.issued) else most_issued(said)
 
 
-def fewest_issued(said: QuorumRequest | LeaveWish | None) -> int:
-    """Return how many collectives each rank of a group had issued at least."""
-    by_rank = [] if said is None else said.collectives_by_rank
-    return min([*by_rank, num_issued(said, len(by_rank))])
+def most_issued(said: CommitVote | QuorumRequest | LeaveWish | None) -> int:
+    """Return how many collectives one rank of a group had issued, the one that issued most."""
+    return 0 if said is None else max(said.issued, default=0)
 
 
 def decide_forgotten(

@@ -57,6 +57,7 @@ from torchft_ckpt.core.coordination.messages import (
     Hello,
     JoinerWaiting,
     JoinProgress,
+    Layout,
     LeafDigests,
     Leave,
     LeaveAt,
@@ -68,6 +69,7 @@ from torchft_ckpt.core.coordination.messages import (
     LocateState,
     LostAsked,
     LostTold,
+    Need,
     Needed,
     Outcome,
     QuorumBroken,
@@ -159,7 +161,7 @@ class GroupState:
         """All ranks have been told after which step, or that no other step begins."""
         self._calls: dict[int, int] = {}
         """Of ranks that may leave between two steps: the call of `should_leave` in which each waits."""
-        self._last_collectives: dict[int, int] = {}
+        self._last_collectives: dict[int, list[int]] = {}
         """Of ranks that save, or have saved: how many they issued in their last step."""
         self._ranks_left: set[int] = set()
         self._has_left = False
@@ -270,7 +272,7 @@ class GroupState:
                 for other in range(self.world_size):
                     yield SendToRank(other, LeaveAt(call=max(self._calls.values())))
         elif isinstance(message, LeaveWish) and message.is_told:
-            self._last_collectives[rank] = max(message.collectives_by_rank, default=0)
+            self._last_collectives[rank] = message.issued
             if len(self._last_collectives) == self.world_size:
                 yield SendToLighthouse(self._wish_now())
         elif isinstance(message, LeaveWish):
@@ -285,8 +287,8 @@ class GroupState:
     def _wish_now(self) -> LeaveWish:
         wish = self._wish or LeaveWish(reason="it was asked to leave")
         counts = self._last_collectives
-        by_rank = [counts[rank] for rank in range(self.world_size)] if len(counts) == self.world_size else []
-        return msgspec.structs.replace(wish, is_told=self._is_told_to_leave, collectives_by_rank=by_rank)
+        issued = _by_rank([counts[rank] for rank in range(self.world_size)]) if len(counts) == self.world_size else []
+        return msgspec.structs.replace(wish, is_told=self._is_told_to_leave, issued=issued)
 
     def _loses(self, rank: int, reason: str) -> Iterator[GroupInstruction]:
         """A rank is gone. Before the group was told to leave nobody goes on without it."""
@@ -396,7 +398,6 @@ class GroupState:
                 has_finished=has_finished,
                 hands_over=all(located.hands_over for located in self._locating.values()),
                 takes_over=any(located.takes_over for located in self._locating.values()),
-                connects_beside=all(located.connects_beside for located in self._locating.values()),
                 starts=_starting_together([self._locating[other].starts for other in range(self.world_size)]),
             )
             self._finished = self._located_for if has_finished else None
@@ -549,10 +550,10 @@ class GroupState:
         addresses = self._all_addresses()
         told = None if addresses == self._announced_addresses else addresses
         self._announced_addresses = addresses
-        text = clip(f"{self.world_size} ranks{SEPARATOR}{first.layout_text or ''}", MAX_TEXT_CHARS)
+        text = clip(f"{self.world_size} ranks{SEPARATOR}{first.layout.text or ''}", MAX_TEXT_CHARS)
         news = None if text == self._announced_layout else text
         self._announced_layout = text
-        frozen = [request.frozen for request in requests]
+        frozen = [request.layout.frozen for request in requests]
         word = combine_layouts(frozen)
         return msgspec.structs.replace(
             first,
@@ -560,17 +561,14 @@ class GroupState:
             version=version,
             restored=all(request.restored for request in requests),
             torn=len(versions) > 1 or any(request.torn for request in requests),
-            init_sync=any(request.init_sync for request in requests),
             shrink_only=any(request.shrink_only for request in requests),
             allow_heal=awaits_some or all(request.allow_heal for request in requests),
             can_load=all(request.can_load for request in requests),
-            connects_beside=all(request.connects_beside for request in requests),
             waits_for_quorum=all(request.waits_for_quorum for request in requests),
             can_serve=all(request.can_serve for request in requests),
             needs_new_quorum=any(request.needs_new_quorum for request in requests),
             speaks=any(request.speaks for request in requests),
-            num_collectives=max(request.num_collectives for request in requests),
-            collectives_by_rank=_unequal([request.num_collectives for request in requests]),
+            issued=_by_rank([request.issued for request in requests]),
             contributes=all(request.contributes for request in requests),
             patience_s=max(request.patience_s for request in requests),
             warms_up=awaits_some or any(request.warms_up for request in requests),
@@ -578,19 +576,14 @@ class GroupState:
             given_at=max(request.given_at for request in requests),
             at_end=all(request.at_end for request in requests),
             top_s=max(request.top_s for request in requests),
-            join_stall_limit_s=min(
-                (limit for r in requests if (limit := r.join_stall_limit_s) is not None), default=None
-            ),
-            reach_s=_longest([request.reach_s for request in requests]),
-            guesses=any(request.guesses for request in requests),
-            can_follow=all(request.can_follow for request in requests),
-            gains=all(request.gains for request in requests),
-            load_s=max(request.load_s for request in requests),
+            need=_needed_together([request.need for request in requests]),
             stood_s=max(request.stood_s for request in requests),
             nodes=[node for node in first.nodes if all(node in request.nodes for request in requests)],
-            layout=combine_ranks([request.layout for request in requests]),
-            layout_text=news,
-            frozen=first.frozen if len(set(frozen)) == 1 else f"frozen parameters: not the same on all ranks ({word})",
+            layout=Layout(
+                digest=combine_ranks([request.layout.digest for request in requests]),
+                text=news,
+                frozen=frozen[0] if len(set(frozen)) == 1 else f"frozen parameters: not the same on all ranks ({word})",
+            ),
             checkpoint_addresses=told,
             shown=[shown for r in requests for shown in r.shown] if all(len(r.shown) == 1 for r in requests) else [],
         )
@@ -609,10 +602,7 @@ class GroupState:
         self._voted = msgspec.structs.replace(
             vote,
             broken=any(cast.broken for cast in self._votes.values()),
-            num_collectives=max(cast.num_collectives for cast in self._votes.values()),
-            collectives_by_rank=_unequal(
-                [self._votes[rank].num_collectives for rank in range(self.world_size) if rank in self._votes]
-            ),
+            issued=_by_rank([self._votes[rank].issued for rank in range(self.world_size) if rank in self._votes]),
             collectives=self._collectives(),
             state_digests=self._state_digests(),
             reason=clip(vote.reason if self.world_size == 1 or vote.approve else f"group rank {rank}: {vote.reason}"),
@@ -747,8 +737,9 @@ class GroupState:
         if self.broken is not None:
             yield SendToLighthouse(Leave(self.broken))
         elif self._asked is not None:
+            layout = msgspec.structs.replace(self._asked.layout, text=self._announced_layout)
             self._asked = msgspec.structs.replace(
-                self._asked, checkpoint_addresses=self._announced_addresses, layout_text=self._announced_layout
+                self._asked, checkpoint_addresses=self._announced_addresses, layout=layout
             )
             yield SendToLighthouse(self._asked)
         else:
@@ -859,18 +850,26 @@ def _starting_together(said: list[Starts | None]) -> Starts | None:
     )
 
 
-def _longest(seconds: list[float | None]) -> float | None:
-    """Return the longest; None where one is not known."""
-    known = [s for s in seconds if s is not None]
-    return max(known) if len(known) == len(seconds) else None
+def _needed_together(needs: list[Need]) -> Need:
+    """Return what a group needs whose ranks need this: as long as the slowest of them, if each knows how long."""
+    known = [need.reach_s for need in needs if need.reach_s is not None]
+    return Need(
+        reach_s=max(known) if len(known) == len(needs) else None,
+        guesses=any(need.guesses for need in needs),
+        can_follow=all(need.can_follow for need in needs),
+        gains=all(need.gains for need in needs),
+        load_s=max(need.load_s for need in needs),
+    )
 
 
 def _state_of(request: QuorumRequest) -> tuple[StateVersion, bool, bool]:
     return request.version, request.restored, request.torn
 
 
-def _unequal(numbers: list[int]) -> list[int]:
-    return numbers if len(set(numbers)) > 1 else []
+def _by_rank(issued: list[list[int]]) -> list[int]:
+    """Return what a group says of which each rank says so many."""
+    numbers = [max(of_rank, default=0) for of_rank in issued]
+    return numbers if len(set(numbers)) > 1 else issued[0][:1]
 
 
 def _key(message: CommitVote | CommitDecided | CommitUnknown | GiveUpWaiting) -> tuple[int, str, int]:

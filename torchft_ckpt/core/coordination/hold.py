@@ -145,8 +145,8 @@ class Holds:
         if self._is_needed:
             return self._joining.why_paused(member, now)
         if self.is_on:
-            need_s = self._stood(now) + (member.asked.reach_s or 0.0)
-            if why := self._joining.why_not(need_s + member.asked.load_s, now):
+            need_s = self._stood(now) + (member.asked.need.reach_s or 0.0)
+            if why := self._joining.why_not(need_s + member.asked.need.load_s, now):
                 return why
         return self._joining.why_out(member, now)
 

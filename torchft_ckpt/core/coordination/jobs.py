@@ -72,7 +72,7 @@ def _kept_bytes(message: ToLighthouse) -> int:
     shown: list[StateShown] = getattr(message, "shown", [])
     texts = [text for of_rank in shown for leaf in of_rank.open for text in (leaf.name, leaf.digest)]
     texts += getattr(message, "state_digests", ())
-    numbers = 6 * len(shown) + len(getattr(message, "collectives_by_rank", ()))
+    numbers = 6 * len(shown) + len(getattr(message, "issued", ()))
     numbers += 4 * len(getattr(message, "nodes", ()))
     return sum(map(str.__sizeof__, texts)) + 20 * len(texts) + 40 * numbers
 

@@ -155,12 +155,12 @@ class Joining:
         """Say why those who train do not wait now for a member that has to load the state, and until when; empty: they do."""
         if why := self.why_owes(member, now):
             return why
-        debt, reach_s = self._debt(member), member.asked.reach_s
+        debt, reach_s = self._debt(member), member.asked.need.reach_s
         if now - member.asked_at >= RETRY_S and self._allowance.purse_s(now) >= 0.0:
             return ""
 
         def needs_s(factor: float) -> float:
-            return factor * ((reach_s or 0.0) + member.asked.load_s) + self._stands_s
+            return factor * ((reach_s or 0.0) + member.asked.need.load_s) + self._stands_s
 
         need_s = needs_s(1.0)
         if debt is not None:

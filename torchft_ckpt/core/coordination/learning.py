@@ -46,11 +46,12 @@ def should_follow(request: QuorumRequest, usual_s: float, *, stays: bool = False
         usual_s: a step takes so long; 0: not known yet.
         stays: it is a spare, so the others do without it however soon it would be there.
     """
-    is_able = request.can_follow and request.allow_heal and request.can_load and not request.shrink_only
-    if not is_able or request.reach_s is None:
+    is_able = request.at_end and request.allow_heal and request.can_load and not request.shrink_only
+    need = request.need
+    if not is_able or not need.can_follow or need.reach_s is None:
         return False
-    needs_s = request.reach_s * (GUESSED if request.guesses else 1.0)
-    return stays or (request.gains and needs_s > max(usual_s, FOLLOW_FROM_S))
+    needs_s = need.reach_s * (GUESSED if need.guesses else 1.0)
+    return stays or (need.gains and needs_s > max(usual_s, FOLLOW_FROM_S))
 
 
 class Distance:

@@ -437,12 +437,12 @@ class LighthouseState:
             version=StateVersion(step=version.step) if member.replica_id in trial.idle else version,
             restored=request.restored or is_own,
             torn=request.torn,
-            init_sync=request.init_sync,
+            init_sync=member.hello.init_sync,
             allow_heal=request.allow_heal,
             contributes=request.contributes,
             is_corrected=self._trials.is_corrected(member.replica_id) or self._beside.may_hold_more(member),
             came_in=request.came_in,
-            min_contributors=request.min_contributors,
+            min_contributors=member.hello.min_contributors,
         )
 
     # ------------------------------------------------------------------------------------------------------- requests
@@ -450,16 +450,14 @@ class LighthouseState:
     def _on_quorum_request(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
         replica_id = member.replica_id
         yield from self._deciding.abandoned(replica_id, now)
-        member.layout, member.frozen, member.hands_over = request.layout, request.frozen, False
-        member.connects_beside = request.connects_beside
-        member.min_contributors = request.min_contributors if request.contributes else 0
-        member.join_stall_limit_s = float("inf") if request.join_stall_limit_s is None else request.join_stall_limit_s
-        if request.layout_text is not None:
-            member.layout_text = request.layout_text
+        layout, member.hands_over = request.layout, False
+        member.connects_beside = member.hello.connects_beside
+        member.min_contributors = member.hello.min_contributors if request.contributes else 0
+        member.layout, member.frozen = layout.digest, layout.frozen
+        if layout.text is not None:
+            member.layout_text = layout.text
         if request.checkpoint_addresses is not None:
             member.checkpoint_addresses = request.checkpoint_addresses
-        if request.store_address:
-            member.store_address = request.store_address
         if member.request is None:
             member.asked_at = now
         was_beside = member.is_beside
@@ -509,7 +507,7 @@ class LighthouseState:
         yield from self._leaving.wished(member, wish, now)
         if wish.is_told and member.request is None:
             self._leaving.let_go(member)
-            if wish.collectives_by_rank:
+            if wish.issued:
                 member.farewell = wish
                 yield from self._deciding.left(member)
         yield from self._leaving.answer(now)
@@ -523,7 +521,7 @@ class LighthouseState:
         yield from self._deciding.abandoned(replica_id, now)
         self._job.stop_waiting(member)
         member.has_left_step, member.has_finished = True, message.has_finished
-        member.is_beside, member.progress, member.connects_beside = False, None, message.connects_beside
+        member.is_beside, member.progress, member.connects_beside = False, None, member.hello.connects_beside
         yield from self._deciding.left(member)
         yield from self._on_state_shown(member, message.version, now)
         if message.starts is not None:
@@ -1120,16 +1118,14 @@ class LighthouseState:
 
     def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
         """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
-        hosts = [m for m in roles if self.members[m].store_address]
+        hosts = [m for m in roles if self.members[m].hello.store_address]
         able = [m for m in hosts if roles[m] is Role.HEALTHY] or hosts
         kept = [replica_id for replica_id in self._store_hosts if replica_id in able]
         self._store_hosts = tuple([*kept, *(m for m in able if m not in kept)][:2])
 
     def _store_addresses(self) -> tuple[str, str]:
         """Addresses of the present store and of the one that stands by; empty where there is none."""
-        addresses = [
-            self.members[replica_id].store_address for replica_id in self._store_hosts if replica_id in self.members
-        ]
+        addresses = [self.members[host].hello.store_address for host in self._store_hosts if host in self.members]
         present, standby, *_ = [*addresses, "", ""]
         return present, standby
 

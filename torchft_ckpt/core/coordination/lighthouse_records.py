@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, fewest_issued, num_issued
+from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, most_issued, num_issued
 from torchft_ckpt.core.coordination.messages import (
     CollectiveWait,
     Hello,
@@ -60,20 +60,16 @@ class Member:
     """The state that it holds, as far as is known; unproven where it is known to hold another than this name says."""
     checkpoint_addresses: list[str] = field(default_factory=list)
     """Of its ranks, in their order; empty: not known."""
-    store_address: str = ""
-    """Empty: it hosts no store."""
     layout: str = ""
     """In its last request: a digest of its parameters; empty: not known."""
     layout_text: str = ""
     """The layout in words."""
     frozen: str = ""
     """In its last request: which parameters do not train, in words."""
-    join_stall_limit_s: float = float("inf")
-    """In its last request: for how long it stands still for those that come in."""
     min_contributors: int = 0
     """In its last request: with fewer that contribute it would vote against. 0 where it does not contribute itself."""
     connects_beside: bool = False
-    """In its last request."""
+    """Its process group can be connected beside the quorum, and all of its ranks are there: it has asked for something."""
     met: frozenset[str] = frozenset()
     """Members that it has been connected with: those of the last step that it committed, or of a meeting beside the quorum."""
     num_learned: int = 0
@@ -134,6 +130,11 @@ class Member:
     @property
     def replica_id(self) -> str:
         return self.hello.replica_id
+
+    @property
+    def join_stall_limit_s(self) -> float:
+        """For how long it stands still for those that come in."""
+        return float("inf") if self.hello.join_stall_limit_s is None else self.hello.join_stall_limit_s
 
     @property
     def has_received(self) -> bool:
@@ -224,10 +225,11 @@ class Round:
         vote = self.tally.votes[replica_id]
         if not vote.approve:
             return None
-        ended = {**self.earliest, replica_id: vote.num_collectives}
+        num = most_issued(vote)
+        ended = {**self.earliest, replica_id: num}
         self.earliest = dict(sorted(ended.items(), key=lambda one: one[1])[:2])
-        ranks = self.waits if vote.num_collectives <= self.furthest else ()
-        found = (why_apart(self._of_living(self.waits, rank), {replica_id: vote.num_collectives}) for rank in ranks)
+        ranks = self.waits if num <= self.furthest else ()
+        found = (why_apart(self._of_living(self.waits, rank), {replica_id: num}) for rank in ranks)
         return next((apart for apart in found if apart is not None), None)
 
     def waits_late(self, replica_id: str, wait: CollectiveWait) -> tuple[str, str] | None:
@@ -241,7 +243,7 @@ class Round:
         self.late.pop(member.replica_id, None)
         said = member.says_issued
         if said is None or member.replica_id not in self.gone_on:
-            self.gone_on[member.replica_id] = fewest_issued(said), said
+            self.gone_on[member.replica_id] = min(said.issued, default=0) if said is not None else 0, said
         return self.waits_in_vain(self.late, [member.replica_id])
 
     def waits_in_vain(

@@ -69,7 +69,8 @@ Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 MeetingPlace: TypeAlias = Annotated[str, msgspec.Meta(max_length=128)]
 """A word for a meeting beside a quorum that no other one has; empty: none."""
 Addresses: TypeAlias = Annotated[list[Text], msgspec.Meta(max_length=65536)]
-CollectivesByRank: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=65536)]
+Issued: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=65536)]
+"""How many collectives each rank of a group issued; one number: so many each. Of a rank: its own number."""
 NumGroups: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_GROUPS)]
 ReplicaRank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2 * MAX_GROUPS)]
 """Those who learn beside a quorum come after its members."""
@@ -213,10 +214,18 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How the step `last_step` of quorum `last_quorum_id` ended here; None while it is open or in doubt."""
     checkpoint_addresses: Addresses = []
     """As in `QuorumRequest`, as far as they are known: whoever looks for the state may need them before the next one."""
+    store_address: StorePlace = ""
     is_beside: bool = False
     """It is beside the quorum, a learner: nobody is to wait for it."""
     spare: bool = False
     """It follows the others, and takes the place of one that is lost."""
+    init_sync: bool = True
+    min_contributors: Count = 0
+    """With fewer that contribute it votes against."""
+    join_stall_limit_s: Seconds | None = None
+    """How long, at most, all who come in may keep this member waiting in a row; None: there is no limit."""
+    connects_beside: bool = False
+    """Its process group can be connected beside the one that is in use: see `ConnectBeside`."""
     check_equal_every: Count = 0
     """The group votes with digests of its state after each committed step that this divides; 0: never."""
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
@@ -233,6 +242,32 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Says that the sender lives. Any other message says so too."""
 
 
+class Need(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group that lacks the newest state needs to have it."""
+
+    reach_s: Seconds | None = None
+    """How long it expects to need until it has received the state; None: it cannot say."""
+    guesses: bool = False
+    """It has measured no transfer yet: `reach_s` may be much longer."""
+    can_follow: bool = False
+    """It can receive a state outside of the quorum at the end of an iteration, while the others train on."""
+    gains: bool = False
+    """It is closer to theirs after that."""
+    load_s: Seconds = 0.0
+    """Seconds that loading took the last time."""
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group trains."""
+
+    digest: Word = ""
+    """Of a rank: of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
+    text: Text | None = None
+    """The parameters of group rank 0 in words; None: as in the last request on this connection."""
+    frozen: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    """Which of them need no gradient, in words; empty: not known."""
+
+
 class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Ready for the next step. Asking while a step is open abandons that step."""
 
@@ -243,13 +278,10 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     torn: bool = False
     """The state is not whole (a load failed half-way, or the ranks of the group hold different states): nobody may train
     from it or be healed by it."""
-    init_sync: bool = True
     shrink_only: bool = False
     allow_heal: bool = True
     can_load: bool = True
     """False: no functions are registered that could load a state: it trains as long as it need not heal."""
-    connects_beside: bool = False
-    """Its process group can be connected beside the one that is in use: see `ConnectBeside`."""
     waits_for_quorum: bool = False
     """The training thread waits for the answer, so this member can load another state before its forward pass."""
     can_serve: bool = False
@@ -257,14 +289,10 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     needs_new_quorum: bool = False
     speaks: bool = False
     """It was told that it speaks for the job, and may write until it votes in a step that makes another group the first."""
-    num_collectives: Count = 0
-    """How many it issued in the step before this one, with those after the decision; of a group: the most of one rank."""
-    collectives_by_rank: CollectivesByRank = []
-    """Of a group: how many each of its ranks issued, where they did not issue equally many."""
+    issued: Issued = []
+    """How many collectives it issued in the step before this one, with those after the decision."""
     contributes: bool = True
     """False: it did not train for this step, adds nothing to it, and takes its outcome."""
-    min_contributors: Count = 0
-    """With fewer that contribute it would vote against."""
     patience_s: Seconds = 0.0
     """How long its own way to this step took: living members that are slower are waited for as long again."""
     warms_up: bool = False
@@ -280,30 +308,13 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kinds: Annotated[list[Word], msgspec.Meta(max_length=MAX_TURNS)] = []
     """Which of its optimizers have ended each of its last steps, or tried to, the newest one last; with `at_end` that is the
     iteration that ends. A loop may have a step for each of several in turn."""
-    join_stall_limit_s: Seconds | None = None
-    """How long, at most, all who come in may keep this member waiting in a row; None: there is no limit."""
-    reach_s: Seconds | None = None
-    """How long it expects to need until it has received the state; None: it cannot say."""
-    guesses: bool = False
-    """It has measured no transfer yet: `reach_s` may be much longer."""
-    can_follow: bool = False
-    """It can receive a state outside of the quorum, while the others train on."""
-    gains: bool = False
-    """It is closer to theirs after that."""
-    load_s: Seconds = 0.0
-    """Seconds that loading took the last time."""
+    need: Need = Need()
     stood_s: Seconds = 0.0
     """Its training thread has just stood still for so long to capture and show the state, for those who come in."""
-    store_address: StorePlace = ""
     nodes: Nodes = []
     """What it has computed, in an earlier attempt, of the step that it asks for, or begins with; of a group: what all of its
     ranks have."""
-    layout: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Of a rank: a digest of its parameters: shapes, dtypes, boxes. Of a group: a word for that of all of its ranks."""
-    layout_text: Text | None = None
-    """The layout of group rank 0 in words; None: as in the last request on this connection."""
-    frozen: Annotated[str, msgspec.Meta(max_length=256)] = ""
-    """Which of the parameters need no gradient, in words; empty: not known."""
+    layout: Layout = Layout()
     shown: Annotated[list[StateShown], msgspec.Meta(max_length=65536)] = []
     """One of each rank, where the state is to be compared with that of the other groups before the quorum forms; it is served
     to them meanwhile."""
@@ -375,8 +386,6 @@ class LocateState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The asker stands still until somebody has taken its state over."""
     takes_over: bool = False
     """The asker goes on alone from the state of one that stands still for it, and from no other."""
-    connects_beside: bool = False
-    """As in `QuorumRequest`."""
     starts: Starts | None = None
     """Set while the asker starts."""
 
@@ -396,10 +405,8 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Votes that count in this quorum, as it was formed."""
     collectives: Word = ""
     """Of a rank: a digest of the step's collectives in their order. Of a group: a word for those of all of its ranks."""
-    num_collectives: Count = 0
-    """How many they are; of a group: the most that one of its ranks issued."""
-    collectives_by_rank: CollectivesByRank = []
-    """As in `QuorumRequest`."""
+    issued: Issued = []
+    """How many they are."""
     state_digests: Annotated[list[Digest], msgspec.Meta(max_length=65536)] = []
     """Of a rank: one digest of the state that the step began with, where that is to be compared. Of a group: one for each of
     its
@@ -460,9 +467,8 @@ class LeaveWish(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     is_told: bool = False
     """It was answered before, and the sender begins no step any more."""
-    collectives_by_rank: CollectivesByRank = []
-    """With `is_told`, where the sender issues no collective of its last step any more: how many it issued. Of a group: each of
-    its ranks."""
+    issued: Issued = []
+    """With `is_told`, where the sender issues no collective of its last step any more: how many it issued."""
     reason: Text = ""
 
 
@@ -971,7 +977,6 @@ _FOR_PEOPLE = {
     "reason": MAX_TEXT_CHARS,
     "text": MAX_TEXT_CHARS,
     "failure": MAX_TEXT_CHARS,
-    "layout_text": MAX_TEXT_CHARS,
     "frozen": 256,
     "what": 256,
     "code": 64,
@@ -1037,11 +1042,18 @@ def _decode(decoder: msgspec.json.Decoder[Any], data: str | bytes, party: str) -
             text = "a name that is not printable, or a store's address that is not HOST:PORT"
         text = f"{text} - at {place}" if text else place
         raise ProtocolError(f"{party} sent a message that cannot be read: {text}", party=party) from error
+    if isinstance(message, QuorumRequest) and (layout := _printable(message.layout)) is not message.layout:
+        message = msgspec.structs.replace(message, layout=layout)
+    return _printable(message)
+
+
+def _printable(said: Any) -> Any:
+    """Return what somebody said, with what people read of it made printable."""
     for name, most in _FOR_PEOPLE.items():
-        said = getattr(message, name, None)
-        if isinstance(said, str) and not said.isprintable():
-            message = msgspec.structs.replace(message, **{name: clip(said, most)})
-    return message
+        text = getattr(said, name, None)
+        if isinstance(text, str) and not text.isprintable():
+            said = msgspec.structs.replace(said, **{name: clip(text, most)})
+    return said
 
 
 def _bounded(message: _Taken, party: str) -> _Taken:

@@ -34,6 +34,7 @@ from torchft_ckpt.core.coordination.messages import (
     Hello,
     JoinerWaiting,
     LocateState,
+    Need,
     OnReplicasDiffer,
     Outcome,
     QuorumBroken,
@@ -118,7 +119,9 @@ class ReplicaSettings:
     check_equal_every: int = 0
     on_replicas_differ: OnReplicasDiffer = OnReplicasDiffer.WARN
     connects_beside: bool = False
-    """As in `QuorumRequest`."""
+    """As in `Hello`."""
+    store_address: str = ""
+    """Where others can meet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,20 +143,9 @@ class StepFacts(NamedTuple):
 
     can_serve: bool = False
     """The state is captured already."""
-    store_address: str = ""
-    """Where others can meet."""
-    reach_s: float | None = None
-    """How long it would take to receive the newest state, as far as is known."""
-    load_s: float = 0.0
-    """How long loading a state took the last time."""
+    need: Need = Need()
     stood_s: float = 0.0
     """How long the state was captured and shown just now, for those who come in."""
-    guesses: bool = False
-    """`reach_s` rests on no measurement."""
-    can_follow: bool = False
-    """It can receive a state outside of the quorum."""
-    gains: bool = False
-    """It would be closer to the newest state after that."""
     shown: list[StateShown] = []
     """Of the state, where it `shows` something."""
     kinds: Sequence[str] = ()
@@ -471,7 +463,6 @@ class ReplicaState:
             version=self.version,
             restored=self.restored,
             torn=self.torn,
-            init_sync=self.settings.init_sync,
             shrink_only=wishes.shrink_only,
             allow_heal=wishes.allow_heal and not facts.needs_weights,
             waits_for_quorum=waits or facts.at_end,
@@ -479,7 +470,6 @@ class ReplicaState:
             needs_new_quorum=self.configured is None,
             speaks=self.speaks,
             contributes=wishes.contributes,
-            min_contributors=self.settings.min_replica_size,
             patience_s=wishes.patience_s,
             warms_up=facts.computes_alone and not facts.at_end,
             came_in=self._has_caught_up or (self.is_on_trial and self._last_outcome is not Outcome.COMMIT),
@@ -487,16 +477,9 @@ class ReplicaState:
             kinds=[*facts.kinds],
             at_end=facts.at_end,
             top_s=facts.top_s,
-            join_stall_limit_s=self.settings.join_stall_limit_s,
-            reach_s=facts.reach_s,
-            guesses=facts.guesses,
-            can_follow=facts.can_follow and facts.at_end,
-            gains=facts.gains,
-            load_s=facts.load_s,
+            need=facts.need,
             stood_s=facts.stood_s,
-            store_address=facts.store_address,
             shown=facts.shown,
-            connects_beside=self.settings.connects_beside,
             nodes=[] if facts.at_end else sorted(facts.nodes)[:MAX_NODES],
         )
 
@@ -504,9 +487,7 @@ class ReplicaState:
         """Ask where the newest state is. A step that is open is abandoned. `says`: as in `LocateState`."""
         self._leave_step()
         self._moves(StepEvent.LOCATE)
-        return LocateState(
-            request_id=self._request_id, version=self.version, connects_beside=self.settings.connects_beside, **says
-        )
+        return LocateState(request_id=self._request_id, version=self.version, **says)
 
     def located(self, located: StateLocated) -> None:
         """The answer says what the newest state is, or that nothing is known of it. One that comes too late changes nothing.
@@ -669,7 +650,7 @@ class ReplicaState:
             counts=formed.role is Role.HEALTHY,
             num_voters=formed.num_voters,
             collectives=collectives,
-            num_collectives=num_collectives,
+            issued=[num_collectives],
             state_digests=[state_digest] if state_digest and approve and is_known_holder else [],
             connects=not self._is_unconnected,
             reason=reason[:1000],
@@ -767,7 +748,12 @@ class ReplicaState:
             rolled_back_to=self.rolled_back_to,
             last_outcome=self._last_outcome,
             is_beside=self.is_learner and self.phase in (StepPhase.TRAINING, StepPhase.VOTED),
+            store_address=self.settings.store_address,
             spare=self.settings.spare,
+            init_sync=self.settings.init_sync,
+            min_contributors=self.settings.min_replica_size,
+            join_stall_limit_s=self.settings.join_stall_limit_s,
+            connects_beside=self.settings.connects_beside,
             check_equal_every=self.settings.check_equal_every,
             on_replicas_differ=self.settings.on_replicas_differ,
             speaks=self.speaks,

@@ -100,7 +100,7 @@ class RestartRecovery:
         key = (vote.quorum_id, vote.epoch, vote.step)
         self._training.pop(replica_id, None)
         votes = self._doubts.get(key, {})
-        slim = msgspec.structs.replace(vote, reason="", state_digests=[], collectives="", collectives_by_rank=[])
+        slim = msgspec.structs.replace(vote, reason="", state_digests=[], collectives="", issued=[])
         _keep_latest(votes, replica_id, slim, MAX_HEARD)
         _keep_latest(self._doubts, key, votes, MAX_DOUBTS)
         if self._patient_until is None:
