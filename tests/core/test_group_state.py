@@ -30,16 +30,13 @@ from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     ConnectBeside,
     ConnectedBeside,
-    GiveUpWaiting,
     GroupBroken,
     JoinerWaiting,
     JoinProgress,
     Leave,
     LeaveAt,
-    LeaveReady,
     LeaveWish,
     LetGo,
-    LoadState,
     LocateState,
     Outcome,
     QuorumBroken,
@@ -79,7 +76,7 @@ def decided(outcome: Outcome = Outcome.COMMIT, quorum_id: int = 2) -> CommitDeci
     return CommitDecided(quorum_id=quorum_id, epoch="e", step=4, outcome=outcome)
 
 
-GIVE_UP = GiveUpWaiting(quorum_id=2, epoch="e", step=4)
+GIVE_UP = CommitUnknown(quorum_id=2, epoch="e", step=4)
 
 
 def up(instructions: list[GroupInstruction]) -> list[object]:
@@ -306,7 +303,7 @@ EVENTS = st.one_of(
 ANY_RANK_MESSAGE = st.one_of(
     st.builds(request, st.integers(1, 3), version=st.sampled_from([PROVEN, UNNAMED, StateVersion()])),
     st.builds(vote, st.booleans(), broken=st.booleans(), quorum_id=st.integers(2, 3)),
-    st.builds(GiveUpWaiting, quorum_id=st.integers(2, 3), epoch=st.just("e"), step=st.just(4)),
+    st.builds(CommitUnknown, quorum_id=st.integers(2, 3), epoch=st.just("e"), step=st.just(4)),
     st.builds(LocateState, request_id=st.integers(1, 3), version=st.just(PROVEN), has_finished=st.booleans()),
     st.builds(JoinProgress, quorum_id=st.just(2), step=st.just(4), reach_s=st.sampled_from([0.0, 2.0, 9.0])),
     st.builds(
@@ -317,7 +314,7 @@ ANY_RANK_MESSAGE = st.one_of(
     ),
     st.builds(LeaveWish, is_told=st.booleans(), reason=st.just("SIGTERM")),
     st.builds(Leave, as_wished=st.booleans()),
-    st.builds(LeaveReady, call=st.integers(1, 9)),
+    st.builds(LeaveAt, call=st.integers(1, 9)),
 )
 ANY_EVENT = st.one_of(
     st.builds(RankMessage, st.integers(0, 2), ANY_RANK_MESSAGE),
@@ -396,7 +393,7 @@ def loading(instructions: list[GroupInstruction]) -> list[tuple[int, str]]:
     return [
         (i.rank, i.message.failure)
         for i in instructions
-        if isinstance(i, SendToRank) and isinstance(i.message, LoadState)
+        if isinstance(i, SendToRank) and isinstance(i.message, StateArrived)
     ]
 
 
@@ -421,7 +418,7 @@ def test_ranks_that_have_loaded_a_state_load_it_again_where_one_of_them_has_chan
     for moved in (True, False):
         assert group.handle(came_in_again(1, loads=moved)) == []
         told = [i.message for i in group.handle(came_in_again(0)) if isinstance(i, SendToRank)]
-        assert [(m.failure, m.loads) for m in told if isinstance(m, LoadState)] == [("", moved)] * 2
+        assert [(m.failure, m.loads) for m in told if isinstance(m, StateArrived)] == [("", moved)] * 2
 
 
 def test_no_rank_loads_again_where_one_cannot_or_has_asked_for_the_next_step() -> None:
@@ -450,7 +447,7 @@ def test_where_one_rank_came_to_another_state_than_the_source_all_load_that(load
     group.handle(RankMessage(0, StateArrived(request_id=1, loads=loads[0])))
     told = group.handle(RankMessage(1, StateArrived(request_id=1, loads=loads[1])))
     messages = [i.message for i in told if isinstance(i, SendToRank)]
-    assert [message.loads for message in messages if isinstance(message, LoadState)] == [any(loads)] * 2
+    assert [message.loads for message in messages if isinstance(message, StateArrived)] == [any(loads)] * 2
 
 
 def test_where_one_rank_does_not_get_the_state_none_loads_it() -> None:
@@ -578,8 +575,8 @@ def test_ranks_that_leave_between_two_steps_do_so_at_the_last_call_that_one_of_t
     group.handle(LighthouseMessage(decided()))
     group.handle(RankMessage(0, LeaveWish(reason="SIGTERM")))
     assert told(group.handle(LighthouseMessage(LetGo(reason="SIGTERM")))) == [(0, "LetGo"), (1, "LetGo")]
-    assert group.handle(RankMessage(1, LeaveReady(call=18))) == []
-    out = group.handle(RankMessage(0, LeaveReady(call=17)))
+    assert group.handle(RankMessage(1, LeaveAt(call=18))) == []
+    out = group.handle(RankMessage(0, LeaveAt(call=17)))
     assert out == [SendToRank(0, LeaveAt(call=18)), SendToRank(1, LeaveAt(call=18))]
     assert group.handle(RankMessage(0, Leave(as_wished=True))) == [], "the other one saves still"
 

@@ -12,7 +12,7 @@ from torchft_ckpt.core.coordination import messages
 
 PACKAGE = Path(torchft_ckpt.__file__).parent
 MAX_ARGUMENTS, TORCHFTS_ARGUMENTS, MAX_MEMBERS = 30, 22, 48
-MAX_ASKED, MAX_ANSWERED, MAX_MESSAGES = 26, 20, 43
+MAX_ASKED, MAX_ANSWERED, MAX_MESSAGES = 26, 20, 40
 """Fields of a request for a step, fields of an answer to it, and messages."""
 
 

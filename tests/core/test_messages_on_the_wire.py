@@ -84,7 +84,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "group_rank": st.integers(0, 65535),
         "group_world_size": st.integers(1, 65536),
         "heartbeat_timeout_s": st.floats(messages.MIN_HEARTBEAT_TIMEOUT_S, 1e9),
-        "store_address": PLACES,
+        "store_address": PLACES.filter(bool) if message is messages.ConnectBeside else PLACES,
         "replica_rank": RANKS,
         "replica_world_size": GROUPS,
         "num_contributors": GROUPS,

@@ -20,10 +20,8 @@ from torchft_ckpt.core.coordination.messages import (
     CommitDecided,
     CommitUnknown,
     CommitVote,
-    GiveUpWaiting,
     GroupToRank,
     LeaveAt,
-    LeaveReady,
     LetGo,
     Need,
     Outcome,
@@ -288,7 +286,7 @@ class OuterRank(Trainer):
             return
         formed = self.replica.quorum
         patience_s = formed.patience_s if formed is not None else 0.0
-        unknown = GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step)
+        unknown = CommitUnknown(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step)
 
         def give_up() -> None:
             if turn == self._turn and self.replica.phase is StepPhase.VOTED:
@@ -360,7 +358,7 @@ class OuterRank(Trainer):
         if isinstance(message, StateLocated):
             self._hears_where(message)
         elif isinstance(message, LetGo) and self.is_alone:  # groups of several are as loops that do not ask
-            self._send(LeaveReady(call=1))
+            self._send(LeaveAt(call=1))
         elif isinstance(message, LeaveAt) and self.replica.is_between_steps:
             self._turn += 1
             self.replica.left_between_steps()

@@ -30,7 +30,6 @@ from torchft_ckpt.core.coordination.messages import (
     CommitVote,
     ConnectBeside,
     ConnectedBeside,
-    GiveUpWaiting,
     GroupBroken,
     GroupToRank,
     JoinerWaiting,
@@ -40,7 +39,6 @@ from torchft_ckpt.core.coordination.messages import (
     Leave,
     LeavesWanted,
     LeaveWish,
-    LoadState,
     Need,
     Outcome,
     QuorumBroken,
@@ -159,13 +157,13 @@ class Trainer:
         self._arrival: tuple[Arrival, object] | None = None
         self._is_receiving = False
         self._is_cancelled = False
-        self._told: LoadState | None = None
+        self._told: StateArrived | None = None
         """What the ranks of this group heard last of the state that they receive, or load again."""
         self._distance = Distance()
         self._load_s, self._told_load_s = rng.uniform(*settings.load_s) if settings.load_s[1] else 0.0, 0.0
         """How long it takes to load a state, and how long the last time, if it has loaded one."""
         self._after_load: Callable[[], None] | None = None
-        self._after_agreement: Callable[[LoadState | None], None] | None = None
+        self._after_agreement: Callable[[StateArrived | None], None] | None = None
         self._said_finished_at = StateVersion()
         self._goes_away = False
         self._has_shown = False
@@ -270,7 +268,7 @@ class Trainer:
         failure = "" if is_whole else "it holds another state"
         request_id, turn = self._plan.formed.request_id, self._turn
 
-        def agreed(told: LoadState | None) -> None:
+        def agreed(told: StateArrived | None) -> None:
             if is_whole and told is not None and not told.failure and told.loads:
                 self.held = came_in[1]
             elif is_whole and has_moved:
@@ -544,7 +542,7 @@ class Trainer:
         self._await_decision(turn, vote)
 
     def _await_decision(self, turn: int, vote: CommitVote) -> None:
-        unknown = GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step)
+        unknown = CommitUnknown(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step)
 
         def give_up() -> None:
             if turn == self._turn and self.replica.phase is StepPhase.VOTED:
@@ -760,7 +758,7 @@ class Trainer:
         elif isinstance(message, QuorumBroken):
             if self.replica.broken(message) and self._handle is not None:
                 self._collectives.abort(self._handle)
-        elif isinstance(message, LoadState):
+        elif isinstance(message, StateArrived):
             self._told_to_load(message)
         elif isinstance(message, JoinerWaiting):
             before = self.replica.version
@@ -791,7 +789,7 @@ class Trainer:
             (connect.place, epoch, self.rank), connect.replica_rank, connect.replica_world_size, self.process, done
         )
 
-    def _told_to_load(self, told: LoadState) -> None:
+    def _told_to_load(self, told: StateArrived) -> None:
         if self._plan is None or told.request_id != self._plan.formed.request_id:
             return
         self._told = told

@@ -22,7 +22,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from torchft_ckpt.core.coordination.messages import GroupBroken, GroupToRank, LeaveAt, LeaveReady, LeaveWish, LetGo
+from torchft_ckpt.core.coordination.messages import GroupBroken, GroupToRank, LeaveAt, LeaveWish, LetGo
 from torchft_ckpt.errors import ConfigError, GroupLeftError
 from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.step_client import StepClient
@@ -152,7 +152,7 @@ class WayOut:
         with self._calls:
             if isinstance(message, LetGo):
                 self._wait_in_call = self._num_calls + 1
-                self._client.send(LeaveReady(call=self._wait_in_call))
+                self._client.send(LeaveAt(call=self._wait_in_call))
             elif isinstance(message, LeaveAt):
                 self._leave_at_call = message.call
                 self._calls.notify_all()

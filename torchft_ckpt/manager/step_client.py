@@ -27,7 +27,6 @@ from torchft_ckpt.core.coordination.messages import (
     CommitUnknown,
     CommitVote,
     ConnectBeside,
-    GiveUpWaiting,
     GroupBroken,
     GroupToRank,
     Hello,
@@ -37,7 +36,6 @@ from torchft_ckpt.core.coordination.messages import (
     LeaveAt,
     LeavesWanted,
     LetGo,
-    LoadState,
     LocateState,
     LostAsked,
     LostTold,
@@ -176,7 +174,7 @@ class StepClient:
         self._cleared: int | None = None
         self.is_called = False
         """This group is a spare, and is to ask when it has a state: one of the others was lost, or another rank of it asks."""
-        self._loading: list[LoadState] = []
+        self._loading: list[StateArrived] = []
         """The messages that say when the group's ranks load what they fetch: at most two in a step."""
 
     def connect(
@@ -656,7 +654,7 @@ class StepClient:
         """
         give_up_at = time.monotonic() + limit.total_seconds()
         if not self._wait_for(lambda: self._answer is not None, give_up_at):
-            self.send(GiveUpWaiting(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step))
+            self.send(CommitUnknown(quorum_id=vote.quorum_id, epoch=vote.epoch, step=vote.step))
             self._wait_for(lambda: self._answer is not None, give_up_at + GIVE_UP_GRACE_S)
         with self._lock, self._replica as replica:
             answer = self._answer
@@ -752,7 +750,7 @@ class StepClient:
             formed = replica.quorum
             if formed is not None and (formed.quorum_id, formed.version.step) == (message.quorum_id, message.step):
                 self._cleared = message.index
-        elif isinstance(message, LoadState):
+        elif isinstance(message, StateArrived):
             if self._plan is not None and self._plan.formed.request_id == message.request_id:
                 self._loading.append(message)
         elif isinstance(message, QuorumPending):

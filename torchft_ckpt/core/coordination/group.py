@@ -6,7 +6,7 @@ lighthouse says to each of them. It runs at group rank 0. It knows no sockets an
 - The group asks when all of its ranks have asked. If one asks anew while the step is open, the step is given up for all;
   if one asks anew before the answer, the group asks anew, and the answer to its earlier question is ignored.
 - The group approves when all of its ranks approve; one that does not is enough against.
-- The group waits for the decision as one. A rank that does not want to wait any longer says so here (`GiveUpWaiting`). If
+- The group waits for the decision as one. A rank that does not want to wait any longer says so here (`CommitUnknown`). If
   the decision is there, it is told; if not, all ranks are told that it is not known (`CommitUnknown`), and what the
   lighthouse decides later reaches no rank. A rank that gave up on its own could do so in the instant in which another
   hears of a commit.
@@ -51,7 +51,6 @@ from torchft_ckpt.core.coordination.messages import (
     ConnectedBeside,
     FromLighthouse,
     Given,
-    GiveUpWaiting,
     GroupBroken,
     GroupToRank,
     Hello,
@@ -61,11 +60,9 @@ from torchft_ckpt.core.coordination.messages import (
     LeafDigests,
     Leave,
     LeaveAt,
-    LeaveReady,
     LeavesWanted,
     LeaveWish,
     LetGo,
-    LoadState,
     LocateState,
     LostAsked,
     LostTold,
@@ -248,7 +245,7 @@ class GroupState:
             yield from self._locates(rank, message)
         elif isinstance(message, CommitVote):
             yield from self._votes_on(rank, message)
-        elif isinstance(message, GiveUpWaiting):
+        elif isinstance(message, CommitUnknown):
             yield from self._gives_up_waiting(rank, message)
         elif isinstance(message, CollectiveWait):
             if self._is_of_open_step(message):
@@ -266,7 +263,7 @@ class GroupState:
             yield from self._connects(rank, message)
         elif isinstance(message, RankWord):
             yield from self._says(rank, message)
-        elif isinstance(message, LeaveReady):
+        elif isinstance(message, LeaveAt):
             self._calls[rank] = message.call
             if len(self._calls) == self.world_size:
                 for other in range(self.world_size):
@@ -457,7 +454,7 @@ class GroupState:
             self._arrivals.begin_again()
             if not is_open or self._requests or self._arrivals.is_given_up:
                 reason = "another rank of this group asks for the next step already, or holds another state"
-                yield SendToRank(rank, LoadState(request_id=message.request_id, failure=reason))
+                yield SendToRank(rank, StateArrived(request_id=message.request_id, failure=reason))
                 return
         elif not is_open:
             return  # of a step that is over
@@ -467,7 +464,7 @@ class GroupState:
         """Tell all ranks to load, or why not, each with the number of its own request."""
         if failure is None:
             return
-        load = LoadState(request_id=0, failure=clip(failure), loads=self._arrivals.loads)
+        load = StateArrived(request_id=0, failure=clip(failure), loads=self._arrivals.loads)
         for rank, asked in self._asked_by.items():
             yield SendToRank(rank, msgspec.structs.replace(load, request_id=asked.request_id))
 
@@ -488,7 +485,7 @@ class GroupState:
                 f"group rank {rank} went on without waiting for the decision", exclude=rank
             )
 
-    def _gives_up_waiting(self, rank: int, message: GiveUpWaiting) -> Iterator[GroupInstruction]:
+    def _gives_up_waiting(self, rank: int, message: CommitUnknown) -> Iterator[GroupInstruction]:
         known = self._decided.get(_key(message))
         if known is None and self._voted is not None and _key(self._voted) == _key(message):
             yield from self._forget_decision(f"group rank {rank} waited as long as it wanted to")
@@ -872,7 +869,7 @@ def _by_rank(issued: list[list[int]]) -> list[int]:
     return numbers if len(set(numbers)) > 1 else issued[0][:1]
 
 
-def _key(message: CommitVote | CommitDecided | CommitUnknown | GiveUpWaiting) -> tuple[int, str, int]:
+def _key(message: CommitVote | CommitDecided | CommitUnknown) -> tuple[int, str, int]:
     return message.quorum_id, message.epoch, message.step
 
 

@@ -862,19 +862,12 @@ class RankHello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     group_rank: Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
-class GiveUpWaiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A rank does not want to wait for the decision any longer. It is answered by `CommitDecided` or `CommitUnknown`.
+class CommitUnknown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank does not want to wait for the decision any longer. It is answered by `CommitDecided`, or all ranks of its group by
+    `CommitUnknown`: the group waits no longer, and no rank steps its optimizer, whatever is decided.
 
     No rank may give up alone: another could hear of a commit in the same moment, and the group would be torn apart.
     """
-
-    quorum_id: Count
-    epoch: Annotated[str, msgspec.Meta(max_length=64)]
-    step: Count
-
-
-class CommitUnknown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The group waits no longer for the decision on this step: no rank steps its optimizer, whatever is decided."""
 
     quorum_id: Count
     epoch: Annotated[str, msgspec.Meta(max_length=64)]
@@ -883,25 +876,16 @@ class CommitUnknown(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StateArrived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A rank has fetched all of the state that the quorum of its request names, or holds it already."""
+    """A rank has fetched all of the state that the quorum of its request names, or holds it already. When each has, each is told
+    so: all that have fetched it load it, also those that hold the same bits already, if any rank `loads`."""
 
     request_id: Count
     failure: Text = ""
-    """Why it will not have it."""
+    """Why it will not have it; to all: why none of them loads it."""
     loads: bool = False
     """It loads that state; of one that compares, because it came to another one."""
     again: bool = False
     """It has loaded that state, and its next step begins: it puts back what its loop has changed since, if `loads`."""
-
-
-class LoadState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Tells all ranks of the group to load the state that all of them have fetched."""
-
-    request_id: Count
-    failure: Text = ""
-    """Why none of them loads it, as one of them does not get it; empty: all load it."""
-    loads: bool = False
-    """A rank of the group loads the state, so all do that have fetched it, also those that hold the same bits already."""
 
 
 class RankWord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -915,15 +899,9 @@ class RankWord(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """In the answer: why not all ranks will say something."""
 
 
-class LeaveReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to `LetGo`: in this call of `Manager.should_leave` the rank waits for `LeaveAt`, if it comes so far before."""
-
-    call: Count
-
-
 class LeaveAt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Tells all ranks of the group at which call of `Manager.should_leave` they leave, or at the first one after it that is
-    between two steps."""
+    """Answer to `LetGo`: in this call of `Manager.should_leave` a rank waits, if it comes so far before. When each has said so,
+    each is told in which call all leave, or at the first one after it that is between two steps."""
 
     call: Count
 
@@ -951,7 +929,9 @@ _OfBoth: TypeAlias = (
 )
 """A rank says it to its group, and the group, for all of its ranks, to the lighthouse."""
 ToLighthouse: TypeAlias = Hello | _OfBoth | AllowStepLoss | ForgetJob | Drain
-RankToGroup: TypeAlias = _OfBoth | GiveUpWaiting | StateArrived | RankWord | LeaveReady
+_AmongRanks: TypeAlias = CommitUnknown | StateArrived | RankWord | LeaveAt
+"""A rank says it to its group, and that to all of its ranks."""
+RankToGroup: TypeAlias = _OfBoth | _AmongRanks
 _ToBoth: TypeAlias = (
     Refused
     | QuorumPending
@@ -970,7 +950,7 @@ _ToBoth: TypeAlias = (
 )
 """The lighthouse says it to a group, and that to its ranks."""
 FromLighthouse: TypeAlias = Welcome | Done | _ToBoth | LeaveWish | Dropped
-GroupToRank: TypeAlias = _ToBoth | CommitUnknown | LeaveAt | LoadState | RankWord | GroupBroken
+GroupToRank: TypeAlias = _ToBoth | _AmongRanks | GroupBroken
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankHello | RankToGroup | GroupToRank
 
 _FOR_PEOPLE = {

@@ -3,9 +3,9 @@ iteration, or some are behind in it.
 
 rank       says                                      all ranks hear
 ---------  ----------------------------------------  --------------------------------------------------------------------
-receives   `StateArrived`, from each                 `LoadState`: all have it
-receives   `StateArrived(failure)`, from one         `LoadState(failure)`
-came in    `StateArrived(again)`, from each          `LoadState`: all put back what their loops have changed, or none does
+receives   `StateArrived`, from each                 `StateArrived`: all have it
+receives   `StateArrived(failure)`, from one         `StateArrived(failure)`
+came in    `StateArrived(again)`, from each          `StateArrived`: all put back what their loops have changed, or none does
 """
 
 from __future__ import annotations

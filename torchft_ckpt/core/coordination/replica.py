@@ -725,7 +725,7 @@ class ReplicaState:
     def decision_unknown(self) -> None:
         """The time to wait for the decision is over. If the others committed, the next quorum heals this replica.
 
-        With several ranks in the group: only on `CommitUnknown`, the answer to `GiveUpWaiting`.
+        With several ranks in the group: only on the `CommitUnknown` that answers its own.
         """
         if not self._moves(StepEvent.DECISION_UNKNOWN):
             return
