@@ -32,7 +32,7 @@ from torchft_ckpt.core.coordination.hold import Holds
 from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction
-from torchft_ckpt.core.coordination.lighthouse_records import Member
+from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase
 from torchft_ckpt.core.coordination.messages import (
     Answer,
     CommitDecided,
@@ -635,7 +635,7 @@ def broken_memory_of_learners(patch: pytest.MonkeyPatch) -> None:
         yield from right(state, connection, hello, now)
         member = state._roster.on(connection)
         if member is not None and member.is_beside:
-            member.is_beside = member.is_excused = False
+            member.phase = MemberPhase.BETWEEN
 
     patch.setattr(LighthouseState, "_on_hello", on_hello)
 
@@ -645,12 +645,12 @@ def broken_majority(patch: pytest.MonkeyPatch) -> None:
     right = LighthouseState._reconsider
 
     def reconsider(state: LighthouseState, now: float) -> Iterator[Instruction]:
-        beside = [member for member in state.members.values() if member.is_beside]
-        for member in beside:
-            member.is_beside = False
+        beside = [(member, member.phase) for member in state.members.values() if member.is_beside]
+        for member, _ in beside:
+            member.phase = MemberPhase.AWAY
         instructions = list(right(state, now))
-        for member in beside:
-            member.is_beside = True
+        for member, phase in beside:
+            member.phase = phase
         yield from instructions
 
     patch.setattr(LighthouseState, "_reconsider", reconsider)

@@ -22,7 +22,7 @@ from torchft_ckpt.core.coordination.learning import (
     should_follow,
 )
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
-from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
+from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase, Round
 from torchft_ckpt.core.coordination.messages import (
     Given,
     JoinerWaiting,
@@ -115,7 +115,7 @@ class Beside:
 
     def _away(self, goes_on_from: Callable[[StateVersion], bool]) -> Iterator[tuple[float, str]]:
         for m in self._job.members.values():
-            is_there = not (m.is_excused or m.is_let_go or m.has_finished or (m.request is not None and m.asked.at_end))
+            is_there = not (m.is_excused or m.is_let_go or (m.request is not None and m.asked.at_end))
             if is_there and goes_on_from(m.version):
                 yield (0.0 if m.request is not None else self._job.now - m.asked_at), m.replica_id
 
@@ -256,7 +256,7 @@ class Beside:
         for member in called:
             here = f"{len(at_work)} of {self._spares.num_wanted} replica groups train ({name_some(sorted(at_work))})"
             reason = "the job is over" if is_over else f"{here}, and it is a spare"
-            if member.is_beside and not member.warms_up and not member.is_called:
+            if member.phase is MemberPhase.FOLLOWS and not member.is_called:
                 member.is_called = is_over
                 yield Send(member.connection, Needed(reason=clip(reason)))
             if not is_over:
@@ -268,7 +268,7 @@ class Beside:
         """Let a member compute a step for itself alone."""
         request, current = self._sets_aside(member), self._job.round
         self._job.computes_alone(member)
-        member.is_beside, member.warms_up, member.follows_until = True, True, now
+        member.phase, member.follows_until = MemberPhase.WARMS_UP, now
         assignment = None if current is None else current.assignment
         alone = StepAlone(
             request_id=request.request_id,
@@ -378,7 +378,6 @@ class Beside:
         """A member is a learner from now on: it computes or receives beside a quorum that does not wait for it."""
         # It may have been in the quorum, and have given its step up.
         self._job.quorum_members.pop(member.replica_id, None)
-        member.is_excused = member.has_left_step = True
         return self._job.take_request(member)
 
     def _gives(
@@ -396,9 +395,9 @@ class Beside:
         newest_step = self._job.history.lasting_step
         if why is Given.TO_FOLLOW and self._is_idle_spare(member):
             why = Given.TO_STAY
-        is_held, is_beside = why is Given.TO_COME_IN, why is not Given.TO_LEARN
-        member.is_beside, member.warms_up = is_beside, False
-        member.follows_until = now + SAY_EVERY_S if is_beside else now
+        is_held = why is Given.TO_COME_IN
+        member.phase = MemberPhase.AWAY if why is Given.TO_LEARN else MemberPhase.FOLLOWS
+        member.follows_until = now + SAY_EVERY_S if member.is_beside else now
         given = StateGiven(
             request_id=request.request_id,
             quorum_id=self._job.quorum_id,
@@ -426,8 +425,6 @@ class Beside:
     def validate(self) -> None:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
         for member in self._job.members.values():
-            if member.is_beside and not (member.is_excused and member.has_left_step):
-                raise RuntimeError(f"{member.replica_id} is beside the quorum, and is waited for")
             if member.is_beside and member.replica_id in self._job.quorum_members:
                 raise RuntimeError(f"the next quorum waits for {member.replica_id}, which is beside it")
 

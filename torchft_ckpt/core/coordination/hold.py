@@ -37,7 +37,7 @@ from enum import Enum, auto
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import SILENT_S, Joining
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log
-from torchft_ckpt.core.coordination.lighthouse_records import Member
+from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase
 from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, StateVersion, group_name, name_some
 from torchft_ckpt.core.coordination.recovery import Assignment
 
@@ -217,7 +217,8 @@ class Holds:
     def _has_come(self, replica_id: str) -> bool:
         member = self._job.members.get(replica_id)
         if member is None or member.request is None:  # one that computes by itself once more has come, too
-            return member is not None and member.is_beside and member.warms_up and member.version == self._version
+            is_alone = member is not None and member.phase is MemberPhase.WARMS_UP
+            return is_alone and member.version == self._version
         return self._is_held_up(member)
 
     def _end(self, replica_id: str, awaited: _Awaited, stood_s: float, now: float) -> tuple[_End, str]:
@@ -225,7 +226,7 @@ class Holds:
         member = self._job.members.get(replica_id)
         if member is None:
             return _End.GONE, "it is gone"
-        if member.request is not None or not member.is_beside or member.warms_up:
+        if member.phase is not MemberPhase.FOLLOWS:
             return _End.COULD_NOT, "it could not receive or load the state"
         if self._is_needed:
             said_at = awaited.since if awaited.said is None else awaited.said_at

@@ -12,7 +12,7 @@ from functools import cache
 from torchft_ckpt.core.coordination.history import StateHistory
 from torchft_ckpt.core.coordination.layouts import groups_apart
 from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings
-from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
+from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase, Round
 from torchft_ckpt.core.coordination.messages import QuorumRequest, StateVersion
 from torchft_ckpt.core.coordination.quorum import QuorumIds
 
@@ -124,7 +124,9 @@ class JobRecord:
         self.beginners.pop(member.replica_id, None)
 
     def staying(self) -> list[Member]:
-        return [member for member in self.members.values() if not (member.is_let_go or member.has_finished)]
+        return [
+            member for member in self.members.values() if not (member.is_let_go or member.phase is MemberPhase.FINISHED)
+        ]
 
     def at_work(self) -> set[str]:
         """Return the members that hold the state and go on, and those that make the open step with them."""
@@ -174,7 +176,7 @@ class JobRecord:
             if not those.keys() <= self.members.keys():
                 raise RuntimeError(f"the next quorum waits for some of {list(those)} that are not here")
         for member in self.members.values():
-            if member.request is not None and member.is_excused:
-                raise RuntimeError(f"{member.replica_id} asks for a quorum, and nobody waits for it")
+            if (member.request is not None) != (member.phase is MemberPhase.ASKS):
+                raise RuntimeError(f"{member.replica_id} asks for a quorum, and its phase is another: {member.phase}")
             if member.request is None and member.notified_reason:
                 raise RuntimeError(f"{member.replica_id} waits for nothing, and has a reason for it")

@@ -22,7 +22,7 @@ wait until it has come (`hold`). A spare that follows is called (`Needed`) when 
 from __future__ import annotations
 
 from torchft_ckpt.core.coordination.joining import FIRST_RATE, FOLLOW_FROM_S
-from torchft_ckpt.core.coordination.lighthouse_records import Member
+from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase
 from torchft_ckpt.core.coordination.messages import JoinProgress, QuorumRequest, Receives
 
 GUESSED = FIRST_RATE / 125e6
@@ -114,7 +114,7 @@ def learner_in_words(member: Member, newest_step: int) -> str:
     """
     if not member.is_beside:
         return ""
-    if member.warms_up:
+    if member.phase is MemberPhase.WARMS_UP:
         return "warms up: it computes its first step outside of the quorum"
     if member.progress is None:
         return "follows: it is outside of the quorum, and has not said yet how far it is"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
-from torchft_ckpt.core.coordination.lighthouse_records import Member
+from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase
 from torchft_ckpt.core.coordination.messages import LeaveWish, LetGo, clip, last_answer
 from torchft_ckpt.core.coordination.patience import PENDING_NOTICE_S
 
@@ -69,7 +69,7 @@ class Leaving:
                 continue
             request = job.take_request(member)
             self.let_go(member)
-            member.has_left_step = True
+            member.phase = MemberPhase.AWAY
             formed = last_answer(
                 request,
                 quorum_id=job.quorum_id,
@@ -106,7 +106,7 @@ class Leaving:
 
     def let_go(self, member: Member) -> None:
         """A member has been told to leave, or is told now: nobody waits for it."""
-        member.is_excused = member.is_let_go = True
+        member.is_let_go = True
         self._job.quorum_members.pop(member.replica_id, None)
         self._look_at[member.replica_id] = None
 

@@ -49,7 +49,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
     Received,
     Send,
 )
-from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
+from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase, Round
 from torchft_ckpt.core.coordination.messages import (
     MAX_GROUPS,
     MAX_NODES_TOLD,
@@ -347,10 +347,8 @@ class LighthouseState:
             last_seen=now,
             version=hello.version,
             checkpoint_addresses=addresses,
-            is_beside=hello.is_beside,
-            has_left_step=hello.is_beside,
+            phase=MemberPhase.FOLLOWS if hello.is_beside else MemberPhase.IN_STEP,
             has_computed=hello.is_beside or hello.was_in_quorum,
-            is_excused=hello.is_beside,
         )
         self._roster.add(member)
         self._leaving.joined(member, now)
@@ -461,8 +459,7 @@ class LighthouseState:
         if member.request is None:
             member.asked_at = now
         was_beside = member.is_beside
-        member.is_beside, member.is_called, member.progress = False, False, None
-        member.request, member.is_excused, member.has_finished = request, False, False
+        member.request, member.phase, member.is_called, member.progress = request, MemberPhase.ASKS, False, None
         member.starting = None
         member.notified_reason, member.is_told_of_hold = "", False
         if request.needs_new_quorum:
@@ -520,8 +517,8 @@ class LighthouseState:
         replica_id = member.replica_id
         yield from self._deciding.abandoned(replica_id, now)
         self._job.stop_waiting(member)
-        member.has_left_step, member.has_finished = True, message.has_finished
-        member.is_beside, member.progress, member.connects_beside = False, None, member.hello.connects_beside
+        member.phase = MemberPhase.FINISHED if message.has_finished else MemberPhase.BETWEEN
+        member.progress, member.connects_beside = None, member.hello.connects_beside
         yield from self._deciding.left(member)
         yield from self._on_state_shown(member, message.version, now)
         if message.starts is not None:
@@ -541,7 +538,8 @@ class LighthouseState:
             self._job.finished_at_step = self.newest_step
             yield Log(f"{replica_id} has finished, at step {self.newest_step}")
             yield from self._beside.call_spares()
-        member.is_excused = message.has_finished or not located.is_held or member.is_let_go
+        if not (message.has_finished or located.is_held):
+            member.phase = MemberPhase.AWAY
         if member.is_excused:
             self._job.quorum_members.pop(replica_id, None)
         if not located.is_held:
@@ -556,7 +554,7 @@ class LighthouseState:
         if (finished_step := self.finished_step) is not None:
             yield from self._refuse_late(member, finished_step, now)
             return
-        member.checkpoint_addresses, member.is_excused = starts.checkpoint_addresses, member.is_let_go
+        member.checkpoint_addresses = starts.checkpoint_addresses
         self._starting.says(member, member.version, starts, now)
         if (hold := self._restart.hold(now)) is not None:
             told, version, sources = StartTold(does=Start.WAITS, reason=clip(hold[0])), StateVersion(), list[Source]()
@@ -839,7 +837,7 @@ class LighthouseState:
         for replica_id, sources in trial.loads.items():
             member = self.members[replica_id]
             request = self._job.take_request(member)
-            member.has_left_step, member.version = True, StateVersion(step=request.version.step)
+            member.phase, member.version = MemberPhase.BETWEEN, StateVersion(step=request.version.step)
             given = StateGiven(
                 request_id=request.request_id,
                 quorum_id=self.quorum_id,
@@ -1047,7 +1045,7 @@ class LighthouseState:
         nodes = _nodes_to_tell([[] if goes_on else m.asked.nodes for m in members], assignment)
         for rank, (member, part) in enumerate(zip(members, assignment.parts, strict=True)):
             request = self._job.take_request(member)
-            member.has_left_step, member.has_computed = False, True
+            member.phase, member.has_computed = MemberPhase.IN_STEP, True
             if part.role is Role.HEALTHY:
                 member.version = assignment.version
             formed = QuorumFormed(
@@ -1173,7 +1171,7 @@ class LighthouseState:
         if not is_back:  # the same process, with the state that it had
             self._trials.lost(replica_id)
             self._job.beginners.pop(replica_id, None)
-        if not is_on_purpose and not member.has_finished:
+        if not is_on_purpose and member.phase is not MemberPhase.FINISHED:
             self._job.history.cut_off(group_name(replica_id), member.version, now)
         self._job.stop_waiting(member)
         self._job.quorum_members.pop(replica_id, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from torchft_ckpt.core.coordination.commit import CommitDecision, Tally, most_issued, num_issued
 from torchft_ckpt.core.coordination.messages import (
@@ -48,6 +49,25 @@ class Starting:
         return self.said.holds, self.step
 
 
+class MemberPhase(Enum):
+    """Where a member is. Any may have been told to leave, besides: see `Member.is_let_go`."""
+
+    IN_STEP = "in a step"
+    """It makes the step of its last quorum, or has said nothing yet."""
+    ASKS = "asks"
+    """It waits for a quorum."""
+    BETWEEN = "between"
+    """It is in no step, and is waited for: it holds the newest state, or is told what to load for the step that it asked for."""
+    AWAY = "away"
+    """It is in no step, and nobody waits for it: it fetches the newest state, or learns at which step the others are."""
+    WARMS_UP = "warms up"
+    """The same: it computes a step for itself alone."""
+    FOLLOWS = "follows"
+    """The same: it receives a state beside the quorum."""
+    FINISHED = "finished"
+    """It has made its last step."""
+
+
 @dataclass(slots=True)
 class Member:
     """One incarnation that is connected."""
@@ -76,11 +96,7 @@ class Member:
     """How often it got the state outside of a quorum."""
     learns_from: float = float("-inf")
     """When it may get the state outside of a quorum again."""
-    is_beside: bool = False
-    """It is a learner that warms up or follows: it has not asked for a quorum since it was told so. It is excused, and in no open
-    step."""
-    warms_up: bool = False
-    """It is beside the quorum, and computes a step for itself alone."""
+    phase: MemberPhase = MemberPhase.IN_STEP
     is_called: bool = False
     """It was told that the others need it, since it follows."""
     follows_until: float = float("-inf")
@@ -90,28 +106,21 @@ class Member:
     progress_logged_at: float = float("-inf")
     """When the operator was told of that."""
     request: QuorumRequest | None = None
-    """Set exactly while it waits for a quorum."""
+    """Set exactly while it asks."""
     starting: Starting | None = None
     """Set while it starts: from its first word of that until it asks for a step, or has finished."""
-    has_left_step: bool = False
-    """It takes no decision on an earlier step any more: it asked where the newest state is, or computes outside of the quorum."""
     has_computed: bool = False
     """Its loop has computed something, alone or with others: it may have read what it likes."""
     hands_over: bool = False
     """It stands still until somebody has taken its state over."""
     took: StateVersion | None = None
     """The state that it was told it has taken over."""
-    has_finished: bool = False
-    """It has made its last step, and has not asked for another since."""
-    is_excused: bool = False
-    """Nobody waits for it before it asks for a quorum: it is a learner, is about to fetch the newest state, has finished, or was
-    told to leave. Never while it waits for a quorum."""
     wishes_to_leave: str = ""
     """Why it is to leave at the end of its step, or before the next one; empty: it stays."""
     wished_at: float = 0.0
     """Since when it is to leave."""
     is_let_go: bool = False
-    """It was told to leave: it begins no step with the others any more, and is excused."""
+    """It was told to leave: it begins no step with the others any more."""
     farewell: LeaveWish | None = None
     """Set once it issues no collective of its last step any more."""
     kinds: set[str] = field(default_factory=set)
@@ -143,8 +152,19 @@ class Member:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether it waits for the decision on its step, because it has not gone on from it."""
-        return self.request is None and not self.has_left_step
+        """Whether it takes the decision on its step, because it has not gone on from it."""
+        return self.phase is MemberPhase.IN_STEP
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is a learner that warms up or follows, and has not asked for a quorum since it was told so."""
+        return self.phase in (MemberPhase.WARMS_UP, MemberPhase.FOLLOWS)
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether nobody waits for it before it asks for a quorum."""
+        is_away = self.is_beside or self.phase in (MemberPhase.AWAY, MemberPhase.FINISHED)
+        return is_away or (self.is_let_go and self.phase is not MemberPhase.ASKS)
 
     @property
     def says_issued(self) -> QuorumRequest | LeaveWish | None:

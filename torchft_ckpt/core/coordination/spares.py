@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from torchft_ckpt.core.coordination.lighthouse_records import Member
+from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase
 
 ASKS_WITHIN_S = 0.1
 """So long at most a quorum waits for a spare that was called and is close: else it adds to a step only one step later."""
@@ -89,7 +89,7 @@ class Spares:
 
 
 def _is_close(member: Member) -> bool:
-    return member.is_beside and member.has_received and not member.warms_up
+    return member.phase is MemberPhase.FOLLOWS and member.has_received
 
 
 def _distance(member: Member, newest_step: int) -> tuple[int, int, str]:
