@@ -19,6 +19,7 @@ from torchft_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigError,
+    StateDictLoadError,
     StateMismatchError,
     StorageError,
     UnsupportedValueError,
@@ -395,6 +396,37 @@ def test_a_place_that_is_no_directory_is_refused_before_the_first_step(tmp_path:
         checkpointer.restore()
     checkpointer.shutdown()
     group.manager.shutdown()
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_load_function_that_clears_what_it_is_given_is_called_again_and_refused_if_it_adds_to_what_is_here(
+    tmp_path: Path, address: str, adds: bool
+) -> None:
+    """A list of losses had each of them twice, and nothing was said."""
+    weight, losses = torch.ones(2), [3.0]
+
+    def load(state: dict[str, Any]) -> None:
+        weight.zero_().add_(state["weight"])
+        if not adds:
+            losses.clear()
+        losses.extend(state["losses"])
+
+    manager = make_manager(address, load, lambda: {"weight": weight, "losses": [*losses]})
+    checkpointer = Checkpointer(tmp_path, manager=manager)
+    manager.start_quorum()
+    assert manager.should_commit()
+    checkpointer.save().result(LONG_S)
+    weight.zero_()
+    losses.clear()
+    if adds:
+        with pytest.raises(StateDictLoadError, match=r"returns something else since \(default\.losses") as caught:
+            checkpointer.restore(step=1)
+        assert caught.value.state_overwritten
+    else:
+        checkpointer.restore(step=1)
+    assert (weight.tolist(), losses) == ([1.0, 1.0], [3.0] * (1 + adds))
+    checkpointer.shutdown()
+    manager.shutdown()
 
 
 # What came into being while training

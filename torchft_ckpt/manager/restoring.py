@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -320,10 +320,11 @@ class Restoring:
             self.bytes_from_storage += reader.bytes_read
             self.bytes_from_peers += shared.bytes_from_peers
             self._ranks.say_done("that it can be loaded")
-            if not load_saved(manager, state, in_place=True):
-                # load_state_dict wrote to what it was given before it had copied that; the others' shares may be gone.
-                state = load_state(checkpoint, reader.read_own, local, replica_id=name, rank=rank, in_place=False)
-                load_saved(manager, state, in_place=False)
+
+            def read_again() -> dict[str, Any]:  # alone: the others' shares may be gone
+                return load_state(checkpoint, reader.read_own, local, replica_id=name, rank=rank, in_place=False)
+
+            load_saved(manager, state, read_again)
 
 
 def _source_of(found: Found) -> RestoreSource:

@@ -21,10 +21,12 @@ from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.errors import (
     CheckpointError,
     ConfigError,
+    StateDictLoadError,
     StateFormatError,
     StateMismatchError,
     UnsupportedValueError,
 )
+from torchft_ckpt.manager.comparing import Differences
 from torchft_ckpt.manager.volatile import StateToSave
 
 if TYPE_CHECKING:
@@ -268,24 +270,40 @@ def check_keys(manager: Manager, keys: Collection[object], checkpoint: Checkpoin
         )
 
 
-def load_saved(manager: Manager, state: dict[str, Any], *, in_place: bool) -> bool:
-    """Load what `state_to_save` returned. On the training thread, before the first step. Returns as `StateRegistry.load`.
+def load_saved(manager: Manager, state: dict[str, Any], read_again: Callable[[], dict[str, Any]]) -> None:
+    """Load what `state_to_save` returned. On the training thread, before the first step.
+
+    `state` lies in the memory of what is registered. It is read into other memory (`read_again`) for a function that wrote to
+    what it was given before it had copied it.
 
     Raises:
         StateMismatchError: other state is registered here than was saved; nothing was loaded.
-        StateDictLoadError: a `load_state_dict` function raised.
+        StateDictLoadError: a `load_state_dict` function raised, or adds what it is given to what is here, and was called twice.
         ConfigError: the Manager's own part is none.
     """
-    own = state[MANAGERS_KEY]
+    registry = manager.hooks.registry
+    if not registry.load(registry.check(_of_user(manager, state)), in_place=True):
+        once = registry.not_returned(_of_user(manager, state)).paths
+        registry.load(user := _of_user(manager, read_again()))
+        twice = Differences(tuple(path for path in registry.not_returned(user).paths if path not in once))
+        registry.forget_returned()
+        if twice.paths:
+            raise StateDictLoadError(
+                "load_state_dict wrote to what it was given before it had copied it, and was called once more with another copy:"
+                f" state_dict returns something else since ({twice}). Let it set what it is given, and add nothing",
+                party=twice.paths[0],
+            )
+    manager.load_state_dict(state[MANAGERS_KEY])
+
+
+def _of_user(manager: Manager, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a saved state that the registered functions load, by their keys."""
     user = {key: value for key, value in state.items() if key != MANAGERS_KEY}
     registered = manager.hooks.registry.keys()
     if _DEFAULT in registered and _DEFAULT not in user:
         others = {key: user.pop(key) for key in registered if key != _DEFAULT and key in user}
         user = {_DEFAULT: user, **others}
-    has_loaded = manager.hooks.registry.load(manager.hooks.registry.check(user), in_place=in_place)
-    if has_loaded:
-        manager.load_state_dict(own)
-    return has_loaded
+    return user
 
 
 def end_restore(manager: Manager, *, from_peers: bool) -> None:
