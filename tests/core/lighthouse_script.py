@@ -241,18 +241,19 @@ class Member:
         shows: str = "",
         still: Collection[str] = (),
         nodes: Collection[tuple[int, int]] = (),
+        own: Collection[str] = (),
         **leaves: str,
     ) -> None:
         """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself;
-        `still`: which of these have not moved. `at_end`: an iteration ends instead, that did not count.
+        `still`: which of these have not moved; `own`: which are its own. `at_end`: an iteration ends instead, that did not count.
         """
         asked = {name: value for name, value in locals().items() if name not in ("self", "leaves")}
         self.is_at_end = at_end
         self.asks_again = functools.partial(self.asks, **asked, **leaves)
         serve = (self.replica.capture_wanted or bool(shows)) if can_serve is None else can_serve
-        names = sorted(leaves, key=lambda name: name in still)
-        found = [Leaf(name=name, digest=leaves[name]) for name in names]
-        of_rank = StateShown(owned=shows, open=found, num_still=len(still))
+        found = {name: Leaf(name=name, digest=leaves[name]) for name in sorted(leaves, key=lambda name: name in still)}
+        of_own = [found.pop(name) for name in own]
+        of_rank = StateShown(owned=shows, open=[*found.values()], num_still=len(still), own=of_own)
         request = self.replica.begin(
             StepWishes(allow_heal=allow_heal, shrink_only=shrink_only, waits=waits),
             StepFacts(

@@ -53,6 +53,7 @@ SHOWN = st.builds(
     owned=DIGESTS,
     common=DIGESTS,
     open=st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
+    own=st.lists(st.builds(messages.Leaf, name=TEXTS, digest=DIGESTS), max_size=3),
 )
 NODES = st.lists(st.integers(0, messages.MAX_MICROBATCHES), max_size=8, unique=True).map(
     lambda ends: list(zip(sorted(ends)[::2], sorted(ends)[1::2], strict=False))

@@ -500,6 +500,63 @@ def test_a_group_in_which_a_leaf_has_moved_that_stood_still_in_the_others_loads_
     assert not any(member.formed.leaves.own for member in members if member.formed)
 
 
+def look(members: list[Member], codebook: str) -> tuple[list[str], list[str]]:
+    """They are compared, and each has this of a codebook that was found to be its own; return what is found."""
+    goes_on(members[0].job, members)
+    for member, value in zip(members, codebook, strict=True):
+        member.asks(shows="x", codebook=value, own=["codebook"])
+    return learnt(members[0])
+
+
+def test_a_leaf_that_was_each_groups_own_and_moves_alike_in_all_of_them_is_common_from_the_second_look_on() -> None:
+    """A codebook made of each group's first batch, and averaged later: a group that came back kept its own for ever."""
+    _, members = at_work("ab")
+    assert [look(members, of)[0] for of in ("12", "33", "44")] == [[], [], ["codebook"]]
+    assert not told_to_load(members)
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [("33", "33", "33"), ("00", "12", "00", "34", "00"), ("12", "33", "45", "66")],
+    ids=["stands still", "is set back to zero now and then", "was equal by chance"],
+)
+def test_what_is_equal_without_having_moved_alike_stays_each_groups_own(looks: tuple[str, ...]) -> None:
+    _, members = at_work("ab")
+    assert [look(members, of) for of in looks] == [([], [])] * len(looks)
+
+
+def test_one_that_came_in_and_has_another_codebook_than_most_loads_theirs_after_the_next_step() -> None:
+    _, members = at_work("abc")
+    assert [look(members, of)[0] for of in ("335", "446")] == [[], ["codebook"]]
+    for member in members:
+        member.votes()
+    assert members[0].replica.shows is Shows.SAMPLES
+    ask(members, "xxy")
+    assert told_to_load(members) == {"c": {"a", "b"}}
+
+
+def test_two_groups_that_differ_and_one_alone_say_nothing_of_an_own_leaf() -> None:
+    _, members = at_work("ab")
+    assert [look(members, of) for of in ("12", "34", "56")] == [([], [])] * 3
+    _, members = at_work("a")
+    assert [look(members, of) for of in "123"] == [([], [])] * 3
+
+
+def test_a_leaf_of_which_it_was_said_that_it_is_not_compared_any_more_is_not() -> None:
+    job, a, b = one_has_come_in()
+    show([a, b], "21", moved="a")
+    b.follows()
+    show([b], "2", moved="")
+    goes_on(job, [a, b])
+    show([a, b], "32", moved="a")
+    assert learnt(a) == ([], ["ema"])
+    for value in "456":
+        goes_on(job, [a, b])
+        for member in (a, b):
+            member.asks(shows="x", ema=value, own=["ema"])
+        assert learnt(a) == ([], [])
+
+
 def one_has_come_in(steps: int = 1) -> tuple[Job, Member, Member]:
     """A job that one group has begun, and another has come into; it was found equal, and both are compared after these steps."""
     job, (a,) = at_work("a")

@@ -165,6 +165,34 @@ def test_what_has_stood_still_since_it_was_looked_at_first_is_shown_last_and_is_
     assert look() == ["best", "frozen"], "what stood still in the others was loaded"
 
 
+def test_own_tensors_are_shown_whole_until_they_are_common_and_own_numbers_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A number may be equal by chance, and what moves in inner steps is equal as a round begins."""
+    known = KnownLeaves()
+    state = {"codebook": torch.zeros(1 << 16), "mean": torch.zeros(3), "count": torch.zeros(()), "best": 1.0}
+    assert known.learn([], state) == (["best", "codebook", "count", "mean"], [])
+
+    def own() -> dict[str, str]:
+        said = shown(leaves_to_compare(state, []), known, 1, Shows.SAMPLES, group_world_size=1)
+        assert not said.open
+        return {leaf.name: leaf.digest for leaf in said.own}
+
+    before = own()
+    assert list(before) == ["codebook", "mean"]
+    state["codebook"][-1] = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            showing, "MAX_STATE_BYTES", state["codebook"].nbytes
+        )  # samples of the others; and no room for two
+        after = own()
+    assert list(after) == ["codebook"] and after != before
+    assert known.learn(["codebook"], []) == ([], ["codebook"])
+    assert list(own()) == ["mean"] and known.common == {"codebook"}
+    known.by_rounds = True
+    assert own() == {}
+
+
 def test_what_was_received_has_not_moved_here_before_it_does_whatever_samples_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

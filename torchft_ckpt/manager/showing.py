@@ -105,12 +105,12 @@ class KnownLeaves:
     _whole: dict[str, str] = field(default_factory=dict)
     """Digests of all of each leaf that was shown so first since a state was loaded."""
 
-    def learn(self, common: Iterable[str], own: Iterable[str]) -> list[str]:
-        """Take what the lighthouse has found; return which leaves are known to be each group's own since."""
-        news = sorted(set(own) - self.own)
-        self.own |= set(news)
+    def learn(self, common: Collection[str], own: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Take what the lighthouse has found; return which leaves are known to be each group's own since, and which no more."""
+        news, no_more = sorted(set(own) - self.own), sorted(self.own.intersection(common))
+        self.own = (self.own | set(news)).difference(common)
         self.common = (self.common | set(common)) - self.own
-        return news
+        return news, no_more
 
     def counts(self, leaf: CheckedLeaf) -> bool:
         """Whether a leaf has to be equal in all groups, as far as is known."""
@@ -178,8 +178,16 @@ def shown(
     sampled_at = step if shows is Shows.SAMPLES and num_bytes > MAX_STATE_BYTES else None
     owned, common = xxhash.xxh3_128(), xxhash.xxh3_128()
     open_leaves: tuple[list[Leaf], list[Leaf]] = [], []
+    own, num_own_bytes = [], 0
     for leaf in leaves:
         if not known.may_count(leaf):
+            # What is made of a group's own data at first may be averaged later. Of a number nobody could say: counts are equal by
+            # chance. Nor could one by samples, which lie elsewhere in each step.
+            value = leaf.value
+            if not known.by_rounds and isinstance(value, torch.Tensor) and value.numel() > 1:
+                num_own_bytes += value.nbytes
+                if num_own_bytes <= MAX_STATE_BYTES:
+                    own.append(Leaf(name=leaf.key, digest=_digest(value, None)))
             continue
         digest = _digest(leaf.value, sampled_at)
         if leaf.is_owned:
@@ -198,6 +206,7 @@ def shown(
         common=common.hexdigest(),
         open=[*moved, *still],
         num_still=len(still),
+        own=own[: most - len(moved) - len(still)],
     )
 
 

@@ -876,13 +876,19 @@ class Steps:
 
     def _learn_leaves(self) -> None:
         """Take what was found before the last quorum. As it is served with the state, it changes between two steps only."""
-        news = self._own.known.learn(*self._own.found)
+        news, no_more = self._own.known.learn(*self._own.found)
         if news:
             logger.info(
                 "%s: each replica group has its own %s, as they differ after a step that all began with the same. These are not"
-                " compared any more",
+                " loaded from others any more, unless they become equal",
                 self._client.replica_id,
                 name_some(news),
+            )
+        if no_more:
+            logger.info(
+                "%s: %s was each replica group's own, and has to be equal from now on, as it moves alike in most of them",
+                self._client.replica_id,
+                name_some(no_more),
             )
 
     def _note_quorum(self, formed: Answer) -> None:

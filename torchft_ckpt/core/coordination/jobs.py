@@ -70,7 +70,7 @@ have one together until they have begun."""
 def _kept_bytes(message: ToLighthouse) -> int:
     """Return how much memory what a message says of each rank takes, some 40 bytes for each thing besides its texts."""
     shown: list[StateShown] = getattr(message, "shown", [])
-    texts = [text for of_rank in shown for leaf in of_rank.open for text in (leaf.name, leaf.digest)]
+    texts = [text for of_rank in shown for leaf in (*of_rank.open, *of_rank.own) for text in (leaf.name, leaf.digest)]
     texts += getattr(message, "state_digests", ())
     numbers = 6 * len(shown) + len(getattr(message, "issued", ()))
     numbers += 4 * len(getattr(message, "nodes", ()))

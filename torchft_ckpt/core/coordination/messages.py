@@ -188,6 +188,8 @@ class StateShown(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_still: Count = 0
     """So many of these, the last ones, have not moved since they were looked at first, or received: that they are equal says
     nothing."""
+    own: Leaves = []
+    """Of tensors that were found to be each group's own, those that a loop may have made equal since."""
 
     def __post_init__(self) -> None:
         if self.num_still > len(self.open):

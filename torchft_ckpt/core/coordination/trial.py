@@ -23,6 +23,10 @@ follows from one that differs, although all groups began the step with the same,
 BatchNorm's running statistics are, unless a group that came in may have computed with what it had read before, or the leaf has
 moved in some groups alone. Each group says itself when it came in, and what has moved in it since: a lighthouse forgets that.
 Both lists are kept by the groups, and travel with the state.
+
+A codebook that each group makes of its own data in its first step, and all move alike later, is own to each group at first. So
+own leaves are looked at whenever groups are compared: one that most groups with a voice have alike at two looks in a row, with
+another value at the second one, is common from then on. One look says little: what is set back to zero is equal now and then.
 """
 
 from __future__ import annotations
@@ -134,6 +138,10 @@ class Trials:
         self._given: dict[str, tuple[int, bool]] = {}
         """Leaves that groups that came in were given, the latest last: at which step, and whether they had ever stood still there
         in another step than a group's first."""
+        self._own: dict[str, object] = {}
+        """What most have of an own leaf, as it was looked at last, if most have the same."""
+        self._parted: set[str] = set()
+        """Leaves of which the operator was told that they are not compared any more."""
         self._left_out: set[str] = set()
         """Leaves that were found common, and were not told yet, as there was no room: they are compared as such."""
         self._same_at = -1
@@ -202,6 +210,8 @@ class Trials:
         verdict = Verdict()
         if not self._voices:
             self._left_out.clear()
+            self._own.clear()
+            self._parted.clear()
         by_kind: dict[tuple[str, int], list[Member]] = {}
         silent = {member.replica_id for member in members if not member.asked.shown}
         for member in members:
@@ -270,7 +280,7 @@ class Trials:
         if wrong and not verdict.stops:
             what = self._what(wrong, right, members, step)
             verdict.said.append(self._give(members, right, wrong, step, verdict, what, is_known=True))
-            values = _open(members, right)
+            values = _by_leaf(members, right)
             given = (name for name, of in values.items() if len({of.get(m) for m in members}) > 1)
             self._note_given(dict.fromkeys(given, False), step)
 
@@ -327,7 +337,7 @@ class Trials:
         late: set[str] = set()
         wrong: set[str] = set()
         apart: set[str] = set()
-        for name, by_member in _open(members, right).items():
+        for name, by_member in _by_leaf(members, right).items():
             eldest = [m for m in order if m in by_member and m not in came] or [m for m in right if m in by_member]
             usual, _ = Counter(by_member[m] for m in eldest).most_common(1)[0]
             differing = [m for m in order if by_member.get(m) != usual]
@@ -367,10 +377,25 @@ class Trials:
         if strange := sorted(found[LeafFate.PARTED]):
             what = f"{name_some(strange)} changes in other steps in some groups than in others"
             verdict.said.append(f"{what}: from step {step} on each has its own, and it is not compared any more")
+            self._parted.update(strange[: MAX_LEAVES - len(self._parted)])
         verdict.common += found[LeafFate.COMMON]
         verdict.own += found[LeafFate.OWN] + strange
+        self._look_at_own({m: members[m] for m in self._voices if m in members}, step, verdict)
         for name in (*verdict.common, *verdict.own):
             self._given.pop(name, None)
+
+    def _look_at_own(self, voices: dict[str, Member], step: int, verdict: Verdict) -> None:
+        """Find which of the leaves that were each group's own most of these have alike by now."""
+        last, self._own = self._own, {}
+        for name, by_member in _by_leaf(voices, voices, own=True).items():
+            value, num_alike = Counter(by_member.values()).most_common(1)[0]
+            if num_alike == 1 or 2 * num_alike <= len(voices) or name in self._parted:
+                continue
+            self._own[name] = value
+            if last.get(name, value) != value:
+                verdict.common.append(name)
+                if num_alike < len(voices) and self._differed[0] != step:
+                    self._differed = step, Shows.SAMPLES  # those in which it differs load it after this step
 
     def _what(self, wrong: Sequence[str], right: Sequence[str], members: Collection[str], step: int) -> str:
         what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
@@ -466,13 +491,15 @@ def _told(names: Iterable[str]) -> list[str]:
     return [name for name, size in zip(listed, sizes, strict=True) if size <= MAX_NAMES_BYTES]
 
 
-def _open(members: dict[str, Member], right: Sequence[str]) -> dict[str, dict[str, tuple[tuple[int, str], ...]]]:
+def _by_leaf(
+    members: Mapping[str, Member], right: Collection[str], *, own: bool = False
+) -> dict[str, dict[str, tuple[tuple[int, str], ...]]]:
     """Return, by name, what each member shows of a leaf by itself: its digests, with the ranks that have it. Only of leaves that
-    half of those that are right show: nobody could load another one."""
+    half of those that are right show: nobody could load another one. `own`: of those that are each group's own."""
     values: dict[str, dict[str, list[tuple[int, str]]]] = {}
     for replica_id, member in members.items():
         for rank, of_rank in enumerate(member.asked.shown):
-            for leaf in of_rank.open:
+            for leaf in of_rank.own if own else of_rank.open:
                 values.setdefault(leaf.name, {}).setdefault(replica_id, []).append((rank, leaf.digest))
     return {
         name: {m: tuple(found) for m, found in by_member.items()}
