@@ -886,9 +886,7 @@ class Steps:
             )
         if no_more:
             logger.info(
-                "%s: %s was each replica group's own, and has to be equal from now on, as it moves alike in most of them",
-                self._client.replica_id,
-                name_some(no_more),
+                "%s: most groups move %s alike by now: it has to be equal", self._client.replica_id, name_some(no_more)
             )
 
     def _note_quorum(self, formed: Answer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -106,6 +107,78 @@ def swap_ema(job: Job) -> None:
         with torch.no_grad():
             error(model, job.batch())
         swap()
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that moves `z`, and evaluates gradients between that and its average: `eval` moves parameters there, `train` back."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": 0.9, "num_steps": 0, "trains": True})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["num_steps"] += 1
+                for parameter in group["params"]:
+                    z = self.state[parameter].setdefault("z", parameter.detach().clone())
+                    parameter.lerp_(z, 1 / group["num_steps"])
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * (1 - group["beta"]))
+                    z.sub_(parameter.grad, alpha=group["lr"])
+
+    def move(self, weight: Callable[[float], float], *, trains: bool) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["trains"] = trains
+                for parameter in (one for one in group["params"] if one in self.state):
+                    parameter.lerp_(self.state[parameter]["z"], weight(group["beta"]))
+
+    def eval(self) -> None:
+        self.move(lambda beta: 1 - 1 / beta, trains=False)
+
+    def train(self) -> None:
+        self.move(lambda beta: 1 - beta, trains=True)
+
+
+def evaluate_schedule_free(job: Job, is_due: Callable[[int, int], bool]) -> None:
+    model, num_here = mlp(), 0
+    schedule_free = ScheduleFree(model.parameters(), lr=0.1)
+    manager = job.manager(*states(model=model, schedule_free=schedule_free))
+    ddp, optimizer = job.ddp(model), job.optimizer(schedule_free)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        counts = optimizer.step()
+        num_here += 1
+        if counts and is_due(manager.current_step(), num_here):
+            with manager.state_dict_lock.write():
+                schedule_free.eval()
+            with torch.no_grad():
+                error(model, job.batch())
+            with manager.state_dict_lock.write():
+                schedule_free.train()
+
+
+@idiom(
+    "A schedule-free optimizer: `eval()` and `train()` in some steps, by `manager.current_step()`",
+    WEIGHTS,
+    "The way back rounds, so all groups go it in the same steps.",
+)
+def schedule_free_by_the_step(job: Job) -> None:
+    evaluate_schedule_free(job, lambda step, _: step % 3 == 0)
+
+
+@idiom(
+    "A schedule-free optimizer: `eval()` and `train()` by a count of the loop's own",
+    WEIGHTS,
+    "A group that comes back counts from 0, so it rounds in other steps than the others: one loads the other's weights each time,"
+    " with a warning. Choose the steps by `manager.current_step()`.",
+    was="the same, and the warning's advice did not fit",
+    says="came to another state of step .* differed. It has loaded theirs .* as an optimizer's eval\\(\\) and train\\(\\) do",
+    compare="groups",
+    late=("/model/", "/schedule_free/"),
+)
+def schedule_free_by_own_count(job: Job) -> None:
+    evaluate_schedule_free(job, lambda _, num_here: num_here % 5 == 0)
 
 
 @idiom(
