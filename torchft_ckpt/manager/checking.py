@@ -36,8 +36,8 @@ from torchft_ckpt.core.coordination.equality import runs_of
 from torchft_ckpt.core.coordination.layouts import SEPARATOR
 from torchft_ckpt.core.coordination.messages import LeafDigests, LeavesWanted, StateVersion
 from torchft_ckpt.errors import StateChangedError
-from torchft_ckpt.manager.comparing import bits_of, is_random_state, value_in_words
-from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves
+from torchft_ckpt.manager.comparing import is_random_state, value_in_words
+from torchft_ckpt.manager.showing import CheckedLeaf, Glance, KnownLeaves, digest_of
 from torchft_ckpt.manager.volatile import owned_by
 from torchft_ckpt.memory import gc_paused
 from torchft_ckpt.threads import Threads, is_done
@@ -121,18 +121,6 @@ def _owned(optimizer: torch.optim.Optimizer, path: str) -> Iterator[Found]:
     for key, item in optimizer.state.items():
         if not isinstance(key, torch.Tensor):  # an entry of the optimizer's own, beside those of parameters
             yield from _leaves(item, f"{path}.state.{key}")
-
-
-def digest_of(value: torch.Tensor | str) -> str:
-    """Return a digest of a tensor's dtype, shape and bits, of those that are here of a sharded one; or of a value in words."""
-    if isinstance(value, str):
-        return xxhash.xxh3_128_hexdigest(value.encode(errors="surrogatepass"))
-    adapter = adapter_of(value)
-    boxes, data = ([], [value]) if adapter is None else adapter.boxes_and_data(value, "")
-    hasher = xxhash.xxh3_128(f"{value.dtype} {tuple(value.shape)} {boxes}".encode())
-    for part in data:
-        hasher.update(bits_of(part).numpy().data)
-    return hasher.hexdigest()
 
 
 def _parts_of(leaves: Sequence[CheckedLeaf]) -> list[list[CheckedLeaf]]:
@@ -254,8 +242,7 @@ class EqualityCheck:
         """Say which digests the leaves of a state had, as far as they are known still."""
         done = self._done
         leaves = [] if done is None or done[0] != wanted.version else done[1]
-        short = [(name, digest[:_LEAF_CHARS]) for name, digest in leaves]
-        runs = runs_of(short, lambda some: some[0] if len(some) == 1 else _digest_of_all(some)[:_LEAF_CHARS])
+        runs = runs_of(leaves, lambda some: some[0] if len(some) == 1 else _digest_of_all(some)[:_LEAF_CHARS])
         return LeafDigests(version=wanted.version, group_rank=wanted.group_rank, leaves=runs)
 
     def shutdown(self, timeout_s: float) -> None:

@@ -22,7 +22,7 @@ import xxhash
 
 from torchft_ckpt.checkpointing.state.containers import SEQUENCES, is_one_leaf, rebuilt
 from torchft_ckpt.checkpointing.state.samples import add_sample, marks, place_of, sample_of
-from torchft_ckpt.checkpointing.state.shards import memory_of
+from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
 from torchft_ckpt.core.coordination.messages import MAX_LEAF_CHARS, MAX_LEAVES, Leaf, Shows, StateShown
 from torchft_ckpt.manager.comparing import bits_of
 
@@ -187,9 +187,9 @@ def shown(
             if not known.by_rounds and isinstance(value, torch.Tensor) and value.numel() > 1:
                 num_own_bytes += value.nbytes
                 if num_own_bytes <= MAX_STATE_BYTES:
-                    own.append(Leaf(name=leaf.key, digest=_digest(value, None)))
+                    own.append(Leaf(name=leaf.key, digest=digest_of(value)))
             continue
-        digest = _digest(leaf.value, sampled_at)
+        digest = digest_of(leaf.value, sampled_at)
         if leaf.is_owned:
             owned.update(f"{leaf.key} {digest};".encode())
         elif leaf.key in known.common:
@@ -210,12 +210,17 @@ def shown(
     )
 
 
-def _digest(value: torch.Tensor | str, step: int | None) -> str:
-    """Return a digest of a value, or of a tensor's dtype, shape and bits; of samples of a large one where a step is given."""
+def digest_of(value: torch.Tensor | str, step: int | None = None) -> str:
+    """Return a digest of a tensor's dtype, shape and bits, of those that are here of a sharded one; or of a value in words.
+
+    `step`: of a large tensor samples count, which lie elsewhere in each step.
+    """
     if isinstance(value, str):
         return xxhash.xxh3_64_hexdigest(value.encode(errors="surrogatepass"))
-    hasher = xxhash.xxh3_64(f"{value.dtype} {tuple(value.shape)}".encode())
-    for part in memory_of(value):
+    adapter = adapter_of(value)
+    boxes, data = ([], [value]) if adapter is None else adapter.boxes_and_data(value, "")
+    hasher = xxhash.xxh3_64(f"{value.dtype} {tuple(value.shape)} {boxes}".encode())
+    for part in data:
         if step is None or part.nbytes <= MAX_WHOLE_BYTES:
             hasher.update(bits_of(part).numpy().data)
         else:
@@ -260,7 +265,7 @@ class Glance:
 
     def take_leaves(self, step: int, leaves: Sequence[CheckedLeaf]) -> None:
         """Look at what a script moves with the rounds of an outer loop, and all groups have alike as they exchange."""
-        self._words = "".join(f"{leaf.key} {_digest(leaf.value, step)};" for leaf in leaves)
+        self._words = "".join(f"{leaf.key} {digest_of(leaf.value, step)};" for leaf in leaves)
         self._is_copied, self._digest = None, ""
 
     def forget(self) -> None:
