@@ -278,8 +278,9 @@ class Recovery:
             " change it if loop.round_counted() is True, and read manager.current_step() there"
             if self._registry.trains_apart
             else "Its training loop used something that it had read before it had this state (read the step after zero_grad), or"
-            " changes what belongs to a step after zero_grad, or in this group alone (weights that it moves to evaluate and"
-            " back, as an optimizer's eval() and train() do, are rounded by that: do so in all groups, by manager.current_step())"
+            " changes what belongs to a step after zero_grad, in this group alone, or by random numbers of its own (weights that"
+            " it moves to evaluate and back, as an optimizer's eval() and train() do, are rounded by that: do so in all groups,"
+            " by manager.current_step())"
         )
         if again:
             differs = ReplicasDifferError(

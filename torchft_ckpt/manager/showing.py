@@ -181,13 +181,11 @@ def shown(
     own, num_own_bytes = [], 0
     for leaf in leaves:
         if not known.may_count(leaf):
-            # What is made of a group's own data at first may be averaged later. Of a number nobody could say: counts are equal by
-            # chance. Nor could one by samples, which lie elsewhere in each step.
-            value = leaf.value
-            if not known.by_rounds and isinstance(value, torch.Tensor) and value.numel() > 1:
-                num_own_bytes += value.nbytes
+            # What is made of own data may be averaged later. Numbers are equal by chance, and samples lie elsewhere each time.
+            if not known.by_rounds and isinstance(leaf.value, torch.Tensor) and leaf.value.numel() > 1:
+                num_own_bytes += leaf.value.nbytes
                 if num_own_bytes <= MAX_STATE_BYTES:
-                    own.append(Leaf(name=leaf.key, digest=digest_of(value)))
+                    own.append(Leaf(name=leaf.key, digest=digest_of(leaf.value)))
             continue
         digest = digest_of(leaf.value, sampled_at)
         if leaf.is_owned:

@@ -393,6 +393,68 @@ def project_weights(job: Job) -> None:
             model[2].weight.clamp_(-0.3, 0.3)
 
 
+class Langevin(torch.optim.SGD):
+    """Adds noise to the weights as it steps, as optimizers do that round by chance, too."""
+
+    generator = torch.Generator()
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in (one for group in self.param_groups for one in group["params"]):
+                parameter.add_(torch.randn(parameter.shape, generator=self.generator), alpha=0.01)
+
+
+@idiom(
+    "An optimizer that draws random numbers (Langevin noise, stochastic rounding), seeded by `manager.current_step()`",
+    STEP,
+    "All groups have to draw the same.",
+)
+def noise_of_the_optimizer(job: Job) -> None:
+    *_, inner, ddp, optimizer = set_up(job, Langevin, lr=0.1)
+    manager = job.current
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        inner.generator = torch.Generator().manual_seed(manager.current_step())
+        optimizer.step()
+
+
+@idiom(
+    "The same with numbers of the group's own",
+    STEP,
+    "Seed it by `manager.current_step()` before each step.",
+    refused="ReplicasDifferError",
+    says="for the third time in a row, in .* by random numbers of its own",
+)
+def own_noise_of_the_optimizer(job: Job) -> None:
+    *_, inner, ddp, optimizer = set_up(job, Langevin, lr=0.1)
+    inner.generator = torch.Generator().manual_seed(100 + job.group)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        optimizer.step()
+
+
+@idiom(
+    "Weights made anew now and then by random numbers of the group's own (dead neurons, ReLoRA, shrink and perturb)",
+    STEP,
+    "One group loads the other's each time, with a warning. Seed the numbers by `manager.current_step()`: then nothing differs.",
+    says=r"came to another state of step .* differed. It has loaded theirs .* by random numbers of its own",
+    compare="groups",
+    late=("/model/", "/optimizer/"),
+)
+def weights_made_anew(job: Job) -> None:
+    model, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9)
+    manager, generator = job.current, torch.Generator().manual_seed(100 + job.group)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step() and manager.current_step() % 7 == 0:
+            with torch.no_grad():
+                model[0].weight[2] = torch.randn(6, generator=generator)
+
+
 @idiom(
     "Add a parameter group while training",
     STEP,
