@@ -126,7 +126,8 @@ class FetchEngine(ABC, Generic[State]):
     def _warn_of_divergence(self, primary: str, found: Mapping[str, str]) -> None:
         for name, what in found.items():
             warnings.warn(
-                f"replicas have diverged at {self._what}: {name} differs from {primary}, whose state was received: {what}",
+                f"replicas have diverged at {self._what}, or each has this of its own, as BatchNorm's statistics: {name} differs"
+                f" from {primary}, whose state was received: {what}",
                 ReplicaDivergenceWarning,
                 stacklevel=6,
             )
