@@ -22,6 +22,7 @@ from support.thoroughness import by_default
 from torchft_ckpt import Checkpointer, SavedCheckpoint
 from torchft_ckpt.core.coordination import beside
 from torchft_ckpt.core.coordination.learning import Distance
+from torchft_ckpt.core.coordination.messages import QuorumRequest
 
 LOOPS = loops()
 ALARMS = ("came to another state of step", "no registered state_dict returns", "sets its outer optimizer otherwise")
@@ -115,7 +116,10 @@ def test_groups_come_back_in_another_way_and_all_compute_what_the_plain_loop_com
     way: str, entry: Idiom, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "follows":
-        gets_closer = lambda asked, *_, **__: asked.at_end and asked.need.can_follow and asked.need.gains  # noqa: E731
+
+        def gets_closer(asked: QuorumRequest, *_: object, **__: object) -> bool:
+            return asked.at_end and asked.need.can_follow and asked.need.gains
+
         monkeypatch.setattr(beside, "should_follow", gets_closer)
         monkeypatch.setattr(Distance, "gains", lambda self, *_, **__: not self._has_followed)
     harness.check(entry, dies=True, **WAYS[way])

@@ -217,8 +217,7 @@ class Holds:
     def _has_come(self, replica_id: str) -> bool:
         member = self._job.members.get(replica_id)
         if member is None or member.request is None:  # one that computes by itself once more has come, too
-            is_alone = member is not None and member.phase is MemberPhase.WARMS_UP
-            return is_alone and member.version == self._version
+            return member is not None and member.phase is MemberPhase.WARMS_UP and member.version == self._version
         return self._is_held_up(member)
 
     def _end(self, replica_id: str, awaited: _Awaited, stood_s: float, now: float) -> tuple[_End, str]:
