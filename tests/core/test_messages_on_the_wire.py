@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import answers
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination import messages
@@ -221,6 +222,7 @@ FORMED = QuorumFormed(
     num_voters=2,
     meets=messages.Meeting(store_address="host:1"),
 )
+GIVEN = answers.given(1, StateVersion())
 WELCOME = messages.Welcome(protocol=1, epoch="e", heartbeat_timeout_s=5.0)
 
 
@@ -237,6 +239,8 @@ WELCOME = messages.Welcome(protocol=1, epoch="e", heartbeat_timeout_s=5.0)
         (FORMED, {"meets": {"store_address": "127.0.0.1:1/../../x"}}),
         (FORMED, {"meets": {"store_address": "host:1", "standby_store_address": "https://host:1"}}),
         (FORMED, {"destinations": [1 << 61]}),
+        (GIVEN, {"sources": []}),
+        (GIVEN, {"why": "to see it"}),
         (WELCOME, {"heartbeat_timeout_s": 0.0}),
         (WELCOME, {"store_address": "host"}),
     ],
@@ -267,6 +271,8 @@ def test_no_escape_sequence_and_no_forged_line_gets_past_the_door() -> None:
     left = decode_to_lighthouse(encode(messages.Leave(HOSTILE)), "peer")
     assert isinstance(left, messages.Leave)
     assert left.reason == r"g\x1b]0;owned\x07\x1b[2J\x9b1m\u202e\n2026-01-01 INFO forged"
+    asked = QuorumRequest(request_id=1, version=StateVersion(), layout=messages.Layout(text=HOSTILE, frozen="\x1b"))
+    assert decode_to_lighthouse(encode(asked), "peer").layout == messages.Layout(text=left.reason, frozen=r"\x1b")
     refused = decode_from_lighthouse(encode(messages.Refused(code="x", reason="\x1b" * 4096)), "the lighthouse")
     assert isinstance(refused, messages.Refused)
     assert (refused.reason.isprintable(), len(refused.reason)) == (True, 4096)
