@@ -56,6 +56,7 @@ from torchft_ckpt.core.coordination.messages import (
     Outcome,
     QuorumBroken,
     QuorumPending,
+    QuorumRequest,
     Receives,
     Refused,
     ReplicasDiffer,
@@ -191,6 +192,7 @@ class Member:
         self.asks_again = self.asks
         self.outcomes: list[Outcome] = []
         self.last_vote: CommitVote | None = None
+        self.last_request: QuorumRequest | None = None
         self.formed: Answer | None = None
         self.plan: StepPlan | None = None
         self._heard: list[str] = []
@@ -237,6 +239,7 @@ class Member:
         waits: bool | None = None,
         computes_alone: bool = False,
         top_s: float = 0.0,
+        patience_s: float = 0.0,
         frozen: str = "",
         shows: str = "",
         still: Collection[str] = (),
@@ -255,7 +258,7 @@ class Member:
         of_own = [found.pop(name) for name in own]
         of_rank = StateShown(owned=shows, open=[*found.values()], num_still=len(still), own=of_own)
         request = self.replica.begin(
-            StepWishes(allow_heal=allow_heal, shrink_only=shrink_only, waits=waits),
+            StepWishes(allow_heal=allow_heal, shrink_only=shrink_only, waits=waits, patience_s=patience_s),
             StepFacts(
                 serve,
                 need=Need(
@@ -274,14 +277,10 @@ class Member:
                 nodes=[*nodes],
             ),
         )
-        self.says(
-            msgspec.structs.replace(
-                request,
-                issued=list(by_rank) or [num_collectives],
-                can_load=can_load,
-                layout=Layout(frozen=frozen),
-            )
+        self.last_request = msgspec.structs.replace(
+            request, issued=list(by_rank) or [num_collectives], can_load=can_load, layout=Layout(frozen=frozen)
         )
+        self.says(self.last_request)
 
     def loads(self) -> None:
         """Its transfer ends well."""
@@ -343,7 +342,9 @@ class Member:
         self.replica.error, self.replica._is_broken = None, False
 
     def says_again(self) -> None:
-        """What a group does on a new connection: the open vote."""
+        """What a group does on a new connection: the open question, or vote."""
+        if self.replica.phase is StepPhase.ASKING and self.last_request is not None:
+            self.says(msgspec.structs.replace(self.last_request, version=self.replica.version))
         if self.replica.phase is StepPhase.VOTED and self.last_vote is not None:
             self.says(self.last_vote)
 

@@ -179,7 +179,7 @@ def test_a_holder_whose_connection_breaks_meanwhile_comes_back_with_the_name_of_
     named = a.replica.version
     a.is_cut_off()
     a.connects()
-    a.asks(can_serve=True)
+    a.says_again()
     receives(b)
     assert in_quorum(job) == {"a:1", "b:1"} and a.replica.version == b.replica.version == named
 

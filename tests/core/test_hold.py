@@ -229,6 +229,7 @@ def test_those_who_train_capture_their_state_only_if_somebody_may_come_in_next(w
         are_asked([a, b])
         job.passes(0.9)
         c.comes_in(load=False)
+        c.asks(at_end=True, reach_s=0.1)
     shrink_only = why == "nobody else is let in"
     for member in (a, b):
         member.votes()
@@ -903,3 +904,46 @@ def test_one_that_was_given_the_state_of_an_attempt_that_was_discarded_does_not_
     assert c.replica.warms_up, "what the others have done in the attempt before is part of the state that it was given"
     are_asked([a, b])
     assert job.lighthouse.round is not None and "c:1" not in job.lighthouse.round.tally.roles
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["it has yet to come", "it has come, and another has not"])
+def test_one_that_was_given_values_of_an_attempt_that_its_source_has_left_comes_in_with_those_of_the_next(
+    is_late: bool,
+) -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c, d = (warms_up(job, name) for name in "cd")
+    for member in (c, d) if is_late else (c,):
+        member.asks(at_end=True, reach_s=0.5)
+    are_asked([a, b])
+    c.comes_in()
+    if is_late:
+        c.asks()
+    a.asks(can_serve=True)  # its loss was not a number: it has gone on to its next batch
+    if not is_late:
+        c.asks()
+    assert c.replica.warms_up, "a has moved what no step changes, its place in the data say"
+    if is_late:
+        d.comes_in()
+        d.asks()
+    assert [m.hears()[-1] for m in (a, b)] == ["quorum 1 step 2 healthy"] * 2
+    a.votes()
+    b.votes()
+    c.ends()
+    c.asks(at_end=True, reach_s=0.5)
+    are_asked([a, b])
+    c.comes_in()
+    c.asks()
+    assert job.lighthouse.round is not None and job.lighthouse.round.tally.roles["c:1"] is Role.HEALTHY
+
+
+def test_one_of_an_outer_loop_asks_anew_with_the_state_that_it_had() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.5)
+    are_asked([a, b])
+    a.asks(can_serve=True, patience_s=9.0)
+    c.comes_in()
+    c.asks()
+    assert job.lighthouse.round is not None and job.lighthouse.round.tally.roles["c:1"] is Role.HEALTHY

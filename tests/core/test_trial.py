@@ -916,11 +916,12 @@ def test_who_was_given_the_state_and_has_made_no_step_has_no_voice_whatever_conn
     if what == "its connection breaks":
         b.is_cut_off()
         b.connects()
+        ask([b, c], "xx")
     else:
         job.restart()
         for member in (a, b, c):
             member.connects()
-    ask([a, b, c], "xxx")
+        ask([a, b, c], "xxx")
     for member in (a, b, c):
         member.votes()
     assert a.replica.shows is not Shows.NOTHING

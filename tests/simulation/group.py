@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from simulation.clock import Clock, Process
 from simulation.network import Connection
-from simulation.oracle import Oracle
+from simulation.oracle import Oracle, must_hold
 from simulation.trainer import Trainer
 from torchft_ckpt.core.coordination.group import (
     GroupEvent,
@@ -71,7 +71,7 @@ class ReplicaGroup:
         self._clock, self._rng = clock, rng
         self._lighthouse, self._is_reachable, self._oracle = lighthouse, is_reachable, oracle
         self._heartbeat_s = heartbeat_s
-        processes[0].checks.append(self.state.validate)
+        processes[0].checks.append(must_hold(self.state.validate))
         self._last_at = {(rank, down): 0.0 for rank in range(len(processes)) for down in (False, True)}
         for rank, process in enumerate(processes):
             process.on_death.append(lambda rank=rank: self._died(rank))  # type: ignore[misc]

@@ -8,7 +8,7 @@ from typing import Any
 
 from simulation.clock import Action, Clock, Process
 from simulation.network import Connection
-from simulation.oracle import Oracle
+from simulation.oracle import Oracle, must_hold
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -88,7 +88,7 @@ class Lighthouse:
     def handle(self, event: Event) -> None:
         """Take an event, as the service does."""
         instructions = self.state.handle(event, self._clock.now)
-        self.state.validate()
+        must_hold(self.state.validate)()
         self._oracle.lighthouse_handled(self.state, event, instructions)
         for instruction in instructions:
             if isinstance(instruction, Send):

@@ -15,6 +15,8 @@
   that, but where it has committed nothing yet.
 - Groups that show different states of one name are in no quorum together: one of them is told to load, and not one of a strict
   majority of those that were found equal since they joined.
+- Who begins its first step with a state that it was given holds the values of that very attempt at the step of its source: what
+  a loop changes itself moves with each.
 - A rank loads the state of a quorum only if all ranks of its group have received it.
 - The ranks of a group have committed the same steps whenever the group asks for the next.
 - The ranks of a group that leaves leave after the same step.
@@ -52,6 +54,7 @@ from torchft_ckpt.core.coordination.messages import (
     Hello,
     LocateState,
     Outcome,
+    QuorumFormed,
     QuorumRequest,
     Refused,
     Role,
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
     from simulation.clock import Process
     from simulation.group import ReplicaGroup
     from simulation.trainer import Trainer
+    from simulation.transfers import Snapshot
 
 
 STOOD_GRACE_S = 0.05
@@ -71,6 +75,18 @@ STOOD_GRACE_S = 0.05
 
 class InvariantError(AssertionError):
     """Something happened that must never happen."""
+
+
+def must_hold(validate: Callable[[], None]) -> Callable[[], None]:
+    """Return a check of what a state says of itself: what it finds is no crash."""
+
+    def check() -> None:
+        try:
+            validate()
+        except RuntimeError as error:
+            raise InvariantError(str(error)) from error
+
+    return check
 
 
 class _Life:
@@ -148,6 +164,11 @@ class Oracle:
         """By replica id and rank: the last state that it received outside of the quorum."""
         self._fetched: defaultdict[tuple[str, StateVersion], set[int]] = defaultdict(set)
         """By replica id and version: the ranks that have received that state, or held it when it was given to their group."""
+        self._asked_by: dict[tuple[str, int], dict[int, int]] = {}
+        """By replica id and number of a group's request: those of the requests of its ranks that it stands for."""
+        self._given: dict[tuple[str, int], tuple[str, int, str]] = {}
+        """By replica id and rank: who gave it its state, in which request of that one, and the lighthouse's life then; until its
+        first step with it."""
         self._left: dict[str, Answer] = {}
         """By replica id: the quorum of the step after which the first of its ranks left."""
         self._have_spoken: dict[tuple[str, int], Trainer] = {}
@@ -217,6 +238,34 @@ class Oracle:
             self._came_in[trainer.replica_id] = version
         if trainer.replica.follows and not trainer.replica.is_corrected:
             self._check_chain(trainer, version)
+
+    def was_given(self, trainer: Trainer, snapshot: Snapshot) -> None:
+        """A rank has loaded what another one had captured."""
+        if snapshot.request is not None:
+            source, _, _ = snapshot.process.name.rpartition("/")
+            epoch = "" if trainer.replica.quorum is None else trainer.replica.quorum.epoch
+            self._given[trainer.replica_id, trainer.rank] = source, snapshot.request, epoch
+
+    def _check_attempts(self, state: LighthouseState, instructions: Iterable[Instruction]) -> None:
+        """Who begins its first step with a state that it was given holds the values of that very attempt of its source.
+
+        One that is not in the step can tell nothing of it. A lighthouse that was started again since does not know who gave what
+        to whom: the first step is compared then.
+        """
+        names = {m.connection: m.replica_id for m in state.members.values()}
+        formed = {
+            names[i.connection]: i.message.request_id
+            for i in instructions
+            if isinstance(i, Send) and isinstance(i.message, QuorumFormed) and i.message.role is Role.HEALTHY
+        }
+        for replica_id, rank in [key for key in self._given if key[0] in formed]:
+            source, given_in, epoch = self._given.pop((replica_id, rank))
+            now_in = self._asked_by.get((source, formed.get(source, 0)), {}).get(rank)
+            if now_in is not None and now_in != given_in and epoch == state.epoch:
+                self.fail(
+                    f"{replica_id}/{rank} holds values of another attempt than {source}: it has asked {now_in - given_in}"
+                    " times since"
+                )
 
     def _check_chain(self, trainer: Trainer, version: StateVersion) -> None:
         """A learner receives what came of the state that it received before, but for what a restart or a rollback lost."""
@@ -332,6 +381,8 @@ class Oracle:
     def group_asks(self, group: ReplicaGroup, request: QuorumRequest) -> None:
         """A group asks for the next step."""
         self._requests[group.replica_id] = request
+        by_rank = {rank: asked.request_id for rank, asked in group.state._asked_by.items()}
+        self._asked_by[group.replica_id, request.request_id] = by_rank
         steps = [self._steps_of[group.replica_id, trainer.rank] for trainer in group.trainers]
         if any(other != steps[0] for other in steps):
             self.fail(f"the ranks of {group.replica_id} committed different steps: {[s[-2:] for s in steps]}")
@@ -397,6 +448,7 @@ class Oracle:
         self._check_met(state, life, event, instructions)
         self._check_open_round(state, life, event)
         self._check_holds(state, life, instructions)
+        self._check_attempts(state, instructions)
         life.beside.note(event, instructions)
         if isinstance(event, Received) and isinstance(event.message, QuorumRequest | Hello):
             before = life.beside.num_compared

@@ -141,11 +141,11 @@ class OuterRank(Trainer):
                 source[self.rank], located.version, self.process, lambda a, v: self._fetched(turn, located, a, v)
             )
 
-    def _fetched(self, turn: int, located: StateLocated, arrival: Arrival, value: object) -> None:
+    def _fetched(self, turn: int, located: StateLocated, arrival: Arrival, snapshot: Snapshot | None) -> None:
         if turn != self._turn:
             return
-        if arrival is Arrival.WHOLE:
-            self.value = value
+        if snapshot is not None:
+            self.value = snapshot.value
             self.replica.caught_up(located.version)
             self._oracle.healed(self)
             self._locate()

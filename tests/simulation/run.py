@@ -32,7 +32,7 @@ from simulation.clock import Clock, Process
 from simulation.collectives import Collectives
 from simulation.group import ReplicaGroup
 from simulation.lighthouse import Lighthouse
-from simulation.oracle import InvariantError, Oracle
+from simulation.oracle import InvariantError, Oracle, must_hold
 from simulation.outer_rank import OuterPace, OuterRank
 from simulation.outer_watch import SLOWEST, OuterWatch
 from simulation.trainer import Trainer, TrainerSettings
@@ -76,6 +76,10 @@ class Report:
     """Times that the lighthouse was compared with what it would do without learners."""
     discarded: dict[str, int]
     """By replica id: the steps that it was healthy in and that were discarded, at rank 0."""
+
+
+class CrashError(Exception):
+    """An error that is none of an invariant came up in a run: `core`'s, or the simulation's own."""
 
 
 class Simulation:
@@ -131,14 +135,14 @@ class Simulation:
         self.lines.append(f"{self.clock.now:9.4f} #{self.clock.num_events} {line}")
 
     def run(self) -> Report:
-        """Run. Raises `InvariantError` naming the seed."""
+        """Run. Raises `InvariantError`, or `CrashError`, naming the seed."""
         try:
             self._run_chaos()
             recovered_after_s = self._run_quiet()
         except Exception as error:
             text = "\n".join(self.lines)
             what = f"{type(error).__name__}: {error}"
-            raise InvariantError(
+            raise (InvariantError if isinstance(error, InvariantError) else CrashError)(
                 f"seed {self.seed}: {what}\n{self.scenario}\n{text}\nseed {self.seed}: {what}"
             ) from error
         discarded = {g.replica_id: g.trainers[0].num_discarded for g in [*self.past, *self.groups]}
@@ -217,7 +221,7 @@ class Simulation:
             if isinstance(trainer, OuterRank):
                 trainer.pace = self._paces[index]
             group.trainers.append(trainer)
-            process.checks.append(trainer.replica.validate)
+            process.checks.append(must_hold(trainer.replica.validate))
             process.on_death.append(lambda: self._notice_death(index, group))
         return group
 
@@ -445,13 +449,13 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
 
 
 def simulate(seed: int, *, outer: bool = False, kind: str = "plain") -> Report:
-    """Run the simulation of a seed, of a kind of `KINDS`. `outer`: of outer loops. Raises `InvariantError`."""
+    """Run the simulation of a seed, of a kind of `KINDS`. `outer`: of outer loops. Raises as `Simulation.run` does."""
     kind = "outer" if outer else kind
     return Simulation(seed, None if kind == "plain" else KINDS[kind](Random(seed))).run()
 
 
 def run_seeds(seeds: Sequence[int], *, outer: bool = False, kind: str = "plain") -> list[Report]:
-    """Run one simulation a seed. Raises `InvariantError` at the first that fails."""
+    """Run one simulation a seed. Raises at the first that fails."""
     return [simulate(seed, outer=outer, kind=kind) for seed in seeds]
 
 
@@ -480,7 +484,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in range(options.first, options.first + options.seeds):
         try:
             report = simulate(seed, kind=kind)
-        except InvariantError as error:
+        except (InvariantError, CrashError) as error:
             failures += 1
             text = str(error)
             logger.error("%s", text.splitlines()[0] if options.keep_going else text)

@@ -73,6 +73,7 @@ NUM_MICROBATCHES = 7
 REPORT_WAIT_S = 0.5
 """A collective between two steps that takes longer is reported."""
 _SAY_S = 0.25
+ABANDONS_WITHIN_S = 0.5
 LEAVE_WITHIN_S = 3.0
 """So long after the wish to leave a rank goes as it is."""
 
@@ -154,7 +155,9 @@ class Trainer:
         """How many it has issued between the last decision and the next step."""
         self._waits = False
         """It has asked for the open step, and computes nothing before it is answered."""
-        self._arrival: tuple[Arrival, object] | None = None
+        self._request_id: int | None = None
+        """Of that question; None: what no step changes stays as it is, however often it asks."""
+        self._arrival: tuple[Arrival, Snapshot | None] | None = None
         self._is_receiving = False
         self._is_cancelled = False
         self._told: StateArrived | None = None
@@ -289,8 +292,7 @@ class Trainer:
             self._top_s, self._ended_at = self._clock.now - self._ended_at, 0.0
         self._digest = f"{self.held:x}" if self.replica.is_checked and isinstance(self.held, int) else ""
         shown = self._shown() if self.shows_state and not self.is_at_end else []
-        if shown:
-            self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
+        self._transfers.retire(self.address)
         can_serve = self.replica.wants_capture
         self._waits = self.is_at_end or self.replica.waits_for_quorum
         facts = StepFacts(
@@ -309,9 +311,18 @@ class Trainer:
         )
         allow_heal = self.is_at_end or self._rng.random() >= self._moods.no_heal
         request = self.replica.begin(StepWishes(allow_heal=allow_heal), facts)
+        self._request_id = request.request_id
+        if shown:
+            self._serve()
         num_collectives = len(self._results) + self._num_late
         self._send(msgspec.structs.replace(request, checkpoint_addresses=[self.address], issued=[num_collectives]))
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
+        if not self._waits and self._own_rng.random() < self._moods.abandon:  # `continue`, before the quorum is there
+            self._later(self._own_rng.uniform(0.0, ABANDONS_WITHIN_S), lambda: self._ask_again(turn))
+
+    def _serve(self, *, outlives_step: bool = False) -> None:
+        snapshot = Snapshot(self.replica.version, self.held, self.process, self._request_id, outlives_step)
+        self._transfers.serve(self.address, snapshot)
 
     def _nodes_to_tell(self) -> list[Node]:
         """Return what is here of the step; after one that counts that is computed now with which the next one begins."""
@@ -395,7 +406,7 @@ class Trainer:
         self._results, self._num_late = [], 0
         turn = self._turn
         if plan.serve:
-            self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
+            self._serve(outlives_step=True)
         self._receive(turn, plan)
         if formed.follows:
             if not formed.differs:
@@ -640,7 +651,7 @@ class Trainer:
             tell = (lambda reach_s: self._tell(turn, formed, reach_s)) if self._settings.tells_reach else None
             part = self._distance.lacking_bytes(*self._sizes()) / 1000
             self._transfers.fetch(
-                source, formed.version, self.process, lambda a, v: self._arrived(turn, a, v), tell, part
+                source, formed.version, self.process, lambda a, s: self._arrived(turn, a, s), tell, part
             )
 
     def _say_fetched(self, formed: Answer, failure: str = "", *, loads: bool = False) -> None:
@@ -655,10 +666,10 @@ class Trainer:
             said = JoinProgress(quorum_id=formed.quorum_id, step=formed.version.step, reach_s=reach_s, does=does)
             self._send(said)
 
-    def _arrived(self, turn: int, arrival: Arrival, value: object) -> None:
+    def _arrived(self, turn: int, arrival: Arrival, snapshot: Snapshot | None) -> None:
         if turn == self._turn and self._plan is not None:
             formed = self._plan.formed
-            self._arrival = (arrival, value)
+            self._arrival = (arrival, snapshot)
             if self._settings.tells_reach and arrival is not Arrival.FAILED:
                 self._tell(turn, formed, 0.0)
             self._say_fetched(formed, "" if arrival is not Arrival.FAILED else "the transfer failed", loads=True)
@@ -719,13 +730,14 @@ class Trainer:
                 self.replica.fail("another rank of this group does not get the state")
         elif not self._may_load():
             self.replica.fail("the transfer failed")
-        elif self._arrival is not None and self._arrival[0] is Arrival.WHOLE:
+        elif self._arrival is not None and (snapshot := self._arrival[1]) is not None:
             if formed.differs:
                 self._transfers.withdraw(self.address)
-            self.value = self._arrival[1]
+            self.value = snapshot.value
             self._num_loads += 1
             self.replica.load_finished(formed.version)
             self._oracle.healed(self)
+            self._oracle.was_given(self, snapshot)
             self._tell(self._turn, formed, 0.0, Receives.LOADS)
         else:
             self._distance.lost()
@@ -766,7 +778,7 @@ class Trainer:
             if self.replica.version != before:
                 self._oracle.named(self)
             if message.num_held and self.replica.phase is StepPhase.ASKING and not self.is_at_end:
-                self._transfers.serve(self.address, Snapshot(self.replica.version, self.held, self.process))
+                self._serve()
         elif isinstance(message, ConnectBeside):
             self._connect_beside(message)
         elif isinstance(message, QuorumPending):

@@ -21,13 +21,19 @@ class Arrival(Enum):
     TORN = "torn"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Snapshot:
     """What a rank serves."""
 
     version: StateVersion
     value: object
     process: Process
+    request: int | None = None
+    """Of that rank, in which its values were these: those that no step changes move from one attempt at a step to the next.
+    None: they do not."""
+    outlives_step: bool = False
+    """Who receives it goes on when its owner asks anew."""
+    is_open: bool = True
 
 
 class Transfers:
@@ -55,12 +61,17 @@ class Transfers:
         """What is served at an address is not the state of that name any more."""
         self._snapshots.pop(address, None)
 
+    def retire(self, address: str) -> None:
+        """The owner leaves the attempt at a step that it was captured in: nobody who comes from now on gets that."""
+        if (snapshot := self._snapshots.pop(address, None)) is not None:
+            snapshot.is_open = snapshot.outlives_step
+
     def fetch(
         self,
         address: str,
         version: StateVersion,
         process: Process,
-        done: Callable[[Arrival, object], None],
+        done: Callable[[Arrival, Snapshot | None], None],
         tell: Callable[[float], None] | None = None,
         part: float = 1.0,
     ) -> None:
@@ -77,7 +88,7 @@ class Transfers:
         address: str,
         version: StateVersion,
         process: Process,
-        done: Callable[[Arrival, object], None],
+        done: Callable[[Arrival, Snapshot | None], None],
         tell: Callable[[float], None] | None,
         part: float,
         give_up_at: float,
@@ -109,11 +120,11 @@ class Transfers:
         def arrive() -> None:
             if is_torn:
                 done(Arrival.TORN, None)
-            elif is_failing or not snapshot.process.is_alive:
+            elif is_failing or not snapshot.process.is_alive or not snapshot.is_open:
                 done(Arrival.FAILED, None)
             elif snapshot.process.is_stopped:
                 self._clock.after(self._stall_timeout_s, process, lambda: done(Arrival.FAILED, None))
             else:
-                done(Arrival.WHOLE, snapshot.value)
+                done(Arrival.WHOLE, snapshot)
 
         self._clock.after(took_s * (0.5 if is_failing else 1.0), process, arrive)

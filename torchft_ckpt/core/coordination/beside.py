@@ -284,18 +284,22 @@ class Beside:
         )
         return Send(member.connection, alone)
 
+    @staticmethod
+    def giving(holding: Sequence[Member]) -> Sequence[Member]:
+        """Return who gives the state to newcomers, of those that have it."""
+        return ([m for m in holding if m.asked.can_serve] or holding)[:MAX_SOURCES]
+
     def give_held(
         self,
         newcomers: Collection[Member],
-        holding: Collection[Member],
+        giving: Collection[Member],
         assignment: Assignment,
         now: float,
     ) -> Iterator[Instruction]:
-        """Give newcomers the state with which the next quorum begins, which is held meanwhile. `holding`: have that state."""
-        able = [m for m in holding if m.asked.can_serve] or [*holding]
+        """Have newcomers receive the state with which the next quorum begins, which is held meanwhile, from these."""
         ranks = {part.replica_id: rank for rank, part in enumerate(assignment.parts)}
-        sources = [member.as_source(ranks[member.replica_id]) for member in able[:MAX_SOURCES]]
-        for member in able[:MAX_SOURCES]:
+        sources = [member.as_source(ranks[member.replica_id]) for member in giving]
+        for member in giving:
             yield Send(member.connection, JoinerWaiting(num_held=len(newcomers)))
         for member in newcomers:
             why = "the others have asked for the step, and wait until this group has its state"

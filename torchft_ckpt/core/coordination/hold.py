@@ -23,6 +23,9 @@ that before there is a quorum: those who begin the job with its holder receive i
     held   one who begins the job has not come yet               held   no limit of time, unless it has said nothing for a minute:
                                                                         then the job begins without it
     held   nobody waits any more who holds that state            none   nothing
+    held   one that gives the state asks anew: it has left that  none   the quorum forms without it: it may have the values of
+           attempt at the step, in which its loop may have              another attempt, and comes in as all do
+           changed something
 
 A hold that fails costs its own time, out of `JoinAllowance`, and nothing else: no step, no quorum id. Who fails owes, as all who
 fail to come in (`patience.Debt`), and is held for once at a boundary.
@@ -38,7 +41,14 @@ from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import SILENT_S, Joining
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log
 from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase
-from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, StateVersion, group_name, name_some
+from torchft_ckpt.core.coordination.messages import (
+    JoinProgress,
+    QuorumRequest,
+    Receives,
+    StateVersion,
+    group_name,
+    name_some,
+)
 from torchft_ckpt.core.coordination.recovery import Assignment
 
 LOOK_AGAIN_S = 0.25
@@ -97,9 +107,11 @@ class Holds:
         self._awaited: dict[str, _Awaited] = {}
         self._tried: dict[str, str] = {}
         """Groups that the quorum was held for since the last one formed, with the member that was given the state of now."""
+        self._giving: dict[str, int] = {}
+        """Who gave it to them, by replica id, and with which request it had asked for the step."""
         self._late: dict[str, int] = {}
-        """Were given the state of this step, and have not begun it with the others: it may be that of another attempt at it. Also
-        those that have lost their connection since: they may come back with it."""
+        """Were given the state of this step, and have not begun it with the others, or who gave it has asked anew: it may be that
+        of another attempt at it. Also those that have lost their connection since: they may come back with it."""
 
     @property
     def is_on(self) -> bool:
@@ -151,13 +163,19 @@ class Holds:
         return self._joining.why_out(member, now)
 
     def begin(
-        self, newcomers: Collection[Member], holding: Collection[Member], assignment: Assignment, now: float
+        self,
+        newcomers: Collection[Member],
+        holding: Collection[Member],
+        giving: Collection[Member],
+        assignment: Assignment,
+        now: float,
     ) -> None:
-        """The quorum that these hold the state for is held for newcomers; or for more of them than before."""
+        """The quorum that these hold the state for is held for newcomers, or for more of them than before. Some `giving` it."""
         if not self.is_on or self._version != assignment.version:
             self._awaited.clear()
             self._joining.set_limit(holding, now)
             self._version, self._began, self._stood_before_s = assignment.version, now, 0.0
+        self._giving |= {member.replica_id: member.asked.request_id for member in giving}
         usual_top_s = max(other.asked.top_s for other in holding)
         for member in newcomers:
             top_s = max(usual_top_s, member.asked.top_s)
@@ -168,9 +186,35 @@ class Holds:
 
     def quorum_forms(self, members: Collection[str], step: int) -> None:
         """A quorum of these forms for a step: what comes now is another boundary."""
-        late = self._late | dict.fromkeys(self._tried.values(), self._version.step)
-        self._late = {m: of_step for m, of_step in late.items() if of_step >= step and m not in members}
+        self._are_late({*self._tried.values()}.difference(members))
+        self._late = {m: of_step for m, of_step in self._late.items() if of_step >= step and m not in members}
         self._tried.clear()
+        self._giving.clear()
+
+    def _are_late(self, given: Collection[str]) -> None:
+        """What these were given may be the state of an attempt that is over; one that waits with it has no name for it."""
+        self._late |= dict.fromkeys(given, self._version.step)
+        for replica_id in self._job.waiting.keys() & given:
+            member = self._job.members[replica_id]
+            if member.version == self._version:
+                member.version = StateVersion(step=self._version.step)
+
+    def asks(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
+        """A member asks for a step. If it has given its state for that to others, they have the values of the attempt before.
+
+        Those of outer loops do not change from one attempt to the next.
+        """
+        is_outer = request.patience_s > 0.0 or not request.contributes
+        if is_outer or request.request_id == self._giving.get(member.replica_id, request.request_id):
+            return
+        self._are_late({*self._tried.values()})
+        self._giving.clear()
+        if self._awaited:
+            yield Log(f"the others wait no longer for {name_some(self._awaited)}: {member.replica_id} has asked anew")
+            for replica_id in self._awaited:
+                self._job.beginners.pop(replica_id, None)
+            self._awaited.clear()
+            self._joining.stood_for_hold(self._stood(now), now)
 
     def is_late(self, replica_id: str) -> bool:
         """Whether a member that asks with the name of a state was given that for a step that the others have begun without it."""

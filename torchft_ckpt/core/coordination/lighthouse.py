@@ -448,6 +448,7 @@ class LighthouseState:
     def _on_quorum_request(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
         replica_id = member.replica_id
         yield from self._deciding.abandoned(replica_id, now)
+        yield from self._holds.asks(member, request, now)
         layout, member.hands_over = request.layout, False
         member.connects_beside = member.hello.connects_beside
         member.min_contributors = member.hello.min_contributors if request.contributes else 0
@@ -793,12 +794,13 @@ class LighthouseState:
         proved = [member for member in holding if not member.asked.came_in] or holding
         if not is_needed and not any(member.asked.can_serve for member in proved):
             return  # they capture it before the next step: who forms this quorum is told so
-        self._holds.begin(newcomers, holding, assignment, now)
+        giving = self._beside.giving(proved)
+        self._holds.begin(newcomers, holding, giving, assignment, now)
         for member in newcomers:
             self._trials.lost(member.replica_id)  # it is compared anew after its first step
         names = name_some(member.replica_id for member in newcomers)
         yield Log(f"{names} receives the state of step {assignment.version.step}, and the others wait for that")
-        yield from self._beside.give_held(newcomers, proved, assignment, now)
+        yield from self._beside.give_held(newcomers, giving, assignment, now)
 
     def _give_first(self, assignment: Assignment, newcomers: list[Member], now: float) -> Iterator[Instruction]:
         """Give the job's first state to those who begin the job with its holders: it gets its name, and the quorum is held."""
@@ -810,10 +812,11 @@ class LighthouseState:
             member.request = msgspec.structs.replace(member.asked, version=version, restored=False)
             member.version = version
         self._holds.needs(True, now, are_few=False)
-        self._holds.begin(newcomers, holding, assignment, now)
+        giving = self._beside.giving(holding)
+        self._holds.begin(newcomers, holding, giving, assignment, now)
         names = name_some(member.replica_id for member in newcomers) or "nobody"
         yield Log(f"{assignment.reason}: {names} receives it, and the job begins when that is done")
-        yield from self._beside.give_held(newcomers, holding, assignment, now)
+        yield from self._beside.give_held(newcomers, giving, assignment, now)
 
     def _trial_of(self, members: Collection[Member]) -> Verdict:
         """Compare what members show of the newest state. One that has no name yet is given out when the quorum forms."""
