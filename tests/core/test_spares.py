@@ -54,6 +54,15 @@ def comes_in(job: Job, newcomer: Member, *at_work: Member) -> None:
         member.votes()
 
 
+def receives_newest(spare: Member, *at_work: Member) -> None:
+    """It begins to receive the state of the step that these begin."""
+    spare.follows()
+    spare.asks(at_end=True, reach_s=0.1, can_follow=True)
+    for member in at_work:
+        member.asks(can_serve=True)
+    assert spare.formed is not None and spare.formed.follows and spare.formed.version == at_work[0].replica.version
+
+
 def needed(member: Member) -> list[str]:
     return [words for words in member.hears() if words.startswith("needed")]
 
@@ -92,6 +101,44 @@ def test_it_is_called_at_once_when_a_group_is_lost_and_contributes_when_its_step
     spare.asks()
     assert spare.formed is not None and spare.formed.role is Role.HEALTHY
     assert (spare.formed.version.step, spare.formed.num_contributors) == (3, 2)
+
+
+def test_what_it_received_is_of_an_attempt_that_is_over_when_it_is_waited_for_so_it_is_given_the_state_of_now() -> None:
+    _, (a, b), (spare,) = with_spares()
+    receives_newest(spare, a, b)
+    b.dies()
+    steps_in(spare)
+    a.votes()
+    received = spare.replica.version
+    a.asks(can_serve=True)  # the same step, with the batch after the one that it had captured
+    assert spare.formed is not None and spare.formed.held and spare.formed.version == received == a.replica.version
+    assert spare.plan is not None and spare.plan.load
+    spare.follows(load=False)
+    assert spare.replica.is_behind and not spare.replica.came_in, "it could not receive that, so it lacks the state"
+
+
+def test_one_whose_givers_die_goes_on_from_what_it_received_before_and_gives_that_to_others() -> None:
+    """Nobody who is not on trial makes that step with it, so what it has is the state of the job."""
+    job, (a, b), (spare,) = with_spares()
+    receives_newest(spare, a, b)
+    b.dies()
+    steps_in(spare)
+    a.votes()
+    a.asks(can_serve=True)
+    assert spare.replica.is_on_trial, "from when it is given a state on, also if it cannot load that"
+    a.dies()
+    spare.follows(load=False)
+    spare.asks(at_end=True)
+    spare.ends()
+    spare.asks()
+    assert spare.formed is not None and (spare.formed.role, spare.formed.num_contributors) == (Role.HEALTHY, 1)
+    assert not spare.replica.is_on_trial
+    spare.votes()
+    assert spare.step == 4 and spare.replica.writer_number == 0
+    c = job.join("c")
+    job.lets_in(c, others=[spare])
+    assert c.formed is not None and c.formed.role is Role.HEALTHY
+    assert c.replica.is_on_trial and not spare.replica.is_on_trial
 
 
 def test_it_stays_when_the_lost_group_comes_back_and_no_other_is_called_for_the_next_one() -> None:

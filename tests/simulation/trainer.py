@@ -640,8 +640,6 @@ class Trainer:
         formed = plan.formed
         self._is_receiving, self._is_cancelled = plan.load and self._waits, False
         if not plan.load:
-            if formed.held:
-                self._tell(turn, formed, 0.0, Receives.LOADS)
             self._say_fetched(formed)
         elif not self._waits:
             self.replica.fail("it lacks the newest state, and did not wait for the quorum to get it")

@@ -117,8 +117,6 @@ class Recovery:
         """Begin to fetch what a quorum wants this rank to load, if it does."""
         formed = plan.formed
         if not plan.load:
-            if formed.held:
-                self._tell(formed, 0.0, Receives.LOADS)
             self.say_fetched(formed)
             return
         if not prepared.trainer_waits:

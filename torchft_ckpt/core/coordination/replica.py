@@ -247,8 +247,6 @@ class ReplicaState:
         """The state was given to it between two steps, and no quorum has formed with it since."""
         self._given_at = 0
         """With the state of which step it came in; 0: it did not."""
-        self._may_differ = False
-        """It computes alone with a state of the newest name: it may be that of another attempt, or another rank's is another."""
         self._vote: CommitVote | None = None
         """What was said of the step that is voted on and not decided."""
         self._wishes: StepWishes | None = None
@@ -558,9 +556,9 @@ class ReplicaState:
         is_given = (formed.held and not is_beginner) or formed.differs
         self.is_on_trial = is_given or ((self.is_on_trial or self._has_caught_up) and not is_believed)
         self._has_caught_up = False
-        is_here = self.version == formed.version and not (formed.held and self._may_differ)
+        # Who is held has what it has of that name from an attempt that is over, or has computed alone since.
+        is_here = self.version == formed.version and not formed.held
         load = formed.role is Role.LEARNER and not (is_here or formed.warms_up)
-        self._may_differ = formed.warms_up or (self._may_differ and load)
         self._is_stale = not is_here or formed.warms_up
         configure = self.configured != (formed.quorum_id, formed.epoch) and not self.is_learner
         if configure:
@@ -768,7 +766,7 @@ class ReplicaState:
         self.version = version
         self.restored = False
         self.torn = False
-        self._is_stale = self._may_differ = False
+        self._is_stale = False
         self.newest_step = max(self.newest_step, version.step)
 
     # ------------------------------------------------------------------------------------------------------ invariants
