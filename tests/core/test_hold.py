@@ -937,13 +937,96 @@ def test_one_that_was_given_values_of_an_attempt_that_its_source_has_left_comes_
     assert job.lighthouse.round is not None and job.lighthouse.round.tally.roles["c:1"] is Role.HEALTHY
 
 
-def test_one_of_an_outer_loop_asks_anew_with_the_state_that_it_had() -> None:
+def test_of_those_that_hold_values_of_attempts_that_are_over_one_gives_its_own_to_the_others_if_nobody_else_can() -> (
+    None
+):
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    newcomers = _, d = [warms_up(job, name) for name in "cd"]
+    for member in newcomers:
+        member.asks(at_end=True, reach_s=0.5)
+    are_asked([a, b])
+    for member in newcomers:
+        member.comes_in()
+    a.asks(can_serve=True)  # its loss was not a number
+    b.dies()
+    for member in newcomers:
+        member.asks()
+        member.ends()
+        member.asks(at_end=True, reach_s=0.5)
+    a.votes()
+    a.asks(can_serve=True)
+    assert held_for(job) == ["c:1", "d:1"]
+    a.dies()
+    for member in newcomers:
+        member.comes_in(load=False)
+        member.asks(at_end=True, reach_s=0.5)
+    for member in newcomers:
+        member.ends()
+        member.asks(can_serve=True)
+    assert d.replica.warms_up, "what it has is of no attempt of c"
+    d.ends()
+    d.asks(at_end=True, reach_s=0.5)
+    assert held_for(job) == ["d:1"] and d.plan is not None and d.plan.load
+    d.comes_in()
+    d.asks()
+    assert [m.hears()[-1] for m in newcomers] == ["quorum 2 step 2 healthy"] * 2
+
+
+def test_one_with_values_of_an_attempt_that_is_over_asks_while_its_giver_is_cut_off_and_comes_in_when_that_is_back() -> (
+    None
+):
     job = Job(least=2)
     a, b = at_work(job, "a", "b")
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.5)
     are_asked([a, b])
-    a.asks(can_serve=True, patience_s=9.0)
+    c.comes_in()
+    a.asks(can_serve=True)  # its loss was not a number
+    a.is_cut_off()
+    b.dies()
+    c.asks()
+    assert not c.replica.warms_up, "nobody else is there, so the job may go on from what it has"
+    a.connects()
+    a.asks(can_serve=True)
+    assert c.replica.warms_up
+    c.ends()
+    c.asks(at_end=True, reach_s=0.5)
+    assert held_for(job) == ["c:1"] and c.plan is not None and c.plan.load
+
+
+def test_one_of_an_outer_loop_asks_anew_with_the_state_that_it_had() -> None:
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.5)
+    for _ in range(2):
+        a.asks(can_serve=True, patience_s=9.0)
+        b.asks(can_serve=True, patience_s=9.0)
     c.comes_in()
     c.asks()
     assert job.lighthouse.round is not None and job.lighthouse.round.tally.roles["c:1"] is Role.HEALTHY
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 9.0], ids=["it makes each step", "it makes many steps between two rounds"])
+def test_one_of_an_outer_loop_begins_a_later_attempt_with_the_state_that_it_was_given_for_the_first(
+    patience_s: float,
+) -> None:
+    """Else it would stay outside for ever, as it holds the state between its rounds, if no round counts without it."""
+    job = Job(least=2)
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.5, patience_s=patience_s)
+    for member in (a, b):
+        member.asks(can_serve=True, patience_s=patience_s)
+    c.is_cut_off()
+    for member in (a, b):
+        member.votes(error="2 replica groups contribute, min_replica_size is 3")
+    c.loads()
+    c.replica.learned()
+    c.connects()
+    c.asks(patience_s=patience_s)
+    for member in (a, b):
+        member.asks(patience_s=patience_s)
+    assert job.lighthouse.round is not None
+    assert ("c:1" in job.lighthouse.round.tally.roles) == (patience_s > 0.0)

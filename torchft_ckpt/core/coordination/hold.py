@@ -108,7 +108,8 @@ class Holds:
         self._tried: dict[str, str] = {}
         """Groups that the quorum was held for since the last one formed, with the member that was given the state of now."""
         self._giving: dict[str, int] = {}
-        """Who gave it to them, by replica id, and with which request it had asked for the step."""
+        """Who gave it to them, by replica id, and with which request it had asked for the step. Empty in outer loops: what they
+        give is the same in each attempt."""
         self._late: dict[str, int] = {}
         """Were given the state of this step, and have not begun it with the others, or who gave it has asked anew: it may be that
         of another attempt at it. Also those that have lost their connection since: they may come back with it."""
@@ -175,18 +176,20 @@ class Holds:
             self._awaited.clear()
             self._joining.set_limit(holding, now)
             self._version, self._began, self._stood_before_s = assignment.version, now, 0.0
-        self._giving |= {member.replica_id: member.asked.request_id for member in giving}
+        self._giving |= {m.replica_id: m.asked.request_id for m in giving if _moves_between_attempts(m.asked)}
         usual_top_s = max(other.asked.top_s for other in holding)
+        for member in holding:  # if nobody else is there, the job goes on from such a state
+            self._late.pop(member.replica_id, None)
         for member in newcomers:
             top_s = max(usual_top_s, member.asked.top_s)
             those = frozenset(other.replica_id for other in holding)
             self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s, those)
             self._tried[group_name(member.replica_id)] = member.replica_id
-            self._late.pop(member.replica_id, None)
 
     def quorum_forms(self, members: Collection[str], step: int) -> None:
         """A quorum of these forms for a step: what comes now is another boundary."""
-        self._are_late({*self._tried.values()}.difference(members))
+        if self._giving:
+            self._are_late({*self._tried.values()}.difference(members))
         self._late = {m: of_step for m, of_step in self._late.items() if of_step >= step and m not in members}
         self._tried.clear()
         self._giving.clear()
@@ -200,12 +203,11 @@ class Holds:
                 member.version = StateVersion(step=self._version.step)
 
     def asks(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
-        """A member asks for a step. If it has given its state for that to others, they have the values of the attempt before.
-
-        Those of outer loops do not change from one attempt to the next.
-        """
-        is_outer = request.patience_s > 0.0 or not request.contributes
-        if is_outer or request.request_id == self._giving.get(member.replica_id, request.request_id):
+        """A member asks for a step. If it has given its state for that to others, they have the values of the attempt before."""
+        awaited = self._awaited.get(member.replica_id)
+        if awaited is not None and awaited.has_loaded and not request.at_end:
+            self._late.pop(member.replica_id, None)  # it has the state of now
+        if request.request_id == self._giving.get(member.replica_id, request.request_id):
             return
         self._are_late({*self._tried.values()})
         self._giving.clear()
@@ -309,11 +311,14 @@ class Holds:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
         if not self._awaited.keys() <= set(self._tried.values()):
             raise RuntimeError(f"{list(self._awaited)} are waited for, and may be waited for again: {self._tried}")
-        if late := self._awaited.keys() & self._late:
-            raise RuntimeError(f"{late} are waited for, and were given the state of another attempt")
         if self._awaited and not self._version.proven:
             raise RuntimeError(f"{list(self._awaited)} are waited for, and there is no state for them")
         for replica_id in self._awaited:
             member = self._job.members.get(replica_id)
             if member is not None and replica_id in self._job.quorum_members:
                 raise RuntimeError(f"{replica_id} is waited for to have the state, and counts as a holder")
+
+
+def _moves_between_attempts(request: QuorumRequest) -> bool:
+    """Whether what no step changes may be another value in the next attempt at a step: not in an outer loop."""
+    return request.contributes and request.patience_s == 0.0
