@@ -5,19 +5,20 @@ A seed that fails is printed with its log; `Simulation(seed).run()` replays it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
 import msgspec
 import pytest
+from simulation import run
 from simulation.chaos import Fault, Moods, OuterPlan, Scenario
 from simulation.run import CrashError, InvariantError, Report, Simulation, main, run_seeds, simulate
 from simulation.trainer import Trainer
 from simulation.transfers import Transfers
 from support.thoroughness import by_default
 
-from torchft_ckpt.core.coordination import equality, lighthouse, recovery, replica, trial
+from torchft_ckpt.core.coordination import equality, hold, lighthouse, recovery, replica, trial
 from torchft_ckpt.core.coordination.beside import Beside
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.connecting import Connecting
@@ -48,7 +49,7 @@ from torchft_ckpt.core.coordination.messages import (
 from torchft_ckpt.core.coordination.patience import JoinAllowance
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds
 from torchft_ckpt.core.coordination.ranks_together import Arrivals
-from torchft_ckpt.core.coordination.replica import ReplicaState, StepEvent, StepFacts, StepPhase, StepWishes
+from torchft_ckpt.core.coordination.replica import ReplicaState, StepEvent, StepFacts, StepPhase, StepPlan, StepWishes
 from torchft_ckpt.core.coordination.roster import Roster
 from torchft_ckpt.core.coordination.trial import Trials, Verdict
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule
@@ -858,6 +859,109 @@ def test_the_simulation_finds_values_of_another_attempt_at_a_step(
     break_it(monkeypatch)  # type: ignore[operator]
     with pytest.raises(InvariantError, match="holds values of another attempt than"):
         run_seeds([*range(first, 120), *range(first)])
+
+
+def run_with_spares(seed: int) -> Report:
+    """A job whose steps are often discarded, and whose spares take the places of groups that are killed."""
+    moods = Moods(step_error=0.2, abandon=0.2, moves_state=0.5)
+    return run_with_holds(seed, num_groups=4, num_spares=2, changing=0.05, staging_s=0.0, moods=moods)
+
+
+def run_with_too_few(seed: int) -> Report:
+    """A job that can do without one of its groups, which are killed and cut off while they come in."""
+    return run_with_holds(
+        seed,
+        num_groups=4,
+        min_replicas=3,
+        min_replica_size=3,
+        connects_beside=False,
+        changing=0.05,
+        staging_s=0.0,
+        transfer_failure_rate=0.2,
+        fault_rate=0.01,
+        faults={Fault.KILL_GROUP: 1.0, Fault.CUT: 0.5},
+        moods=Moods(moves_state=0.5, slowness=3.0),
+    )
+
+
+def run_with_turns(seed: int) -> Report:
+    return simulate(seed, kind="turns")
+
+
+def run_outer(seed: int) -> Report:
+    return simulate(seed, outer=True)
+
+
+@pytest.mark.parametrize("simulates", [run_with_spares, run_with_too_few], ids=lambda value: value.__name__)
+def test_all_begin_a_step_with_the_values_of_the_same_attempt(simulates: Callable[[int], Report]) -> None:
+    assert sum(simulates(seed).num_held for seed in range(by_default(12, thorough=60))) > 12
+
+
+def broken_tickets_of_followers(patch: pytest.MonkeyPatch) -> None:
+    """Who has received the state beside the job is given nothing when the quorum is held for it at the same step."""
+    right = ReplicaState.formed
+
+    def formed(state: ReplicaState, message: Answer) -> StepPlan | None:
+        is_here = message.held and message.version == state.version
+        plan = right(state, message)
+        if plan is None or not is_here:
+            return plan
+        state._is_stale = False
+        return replace(plan, load=False)
+
+    patch.setattr(ReplicaState, "formed", formed)
+
+
+def broken_lateness_in_a_hold(patch: pytest.MonkeyPatch) -> None:
+    """Who is held for has the values of now from then on, also if it does not receive them."""
+    right = Holds.begin
+
+    def begin(holds: Holds, newcomers: list[Member], *given: object) -> None:
+        right(holds, newcomers, *given)  # type: ignore[arg-type]
+        for member in newcomers:
+            holds._late.pop(member.replica_id, None)
+
+    patch.setattr(Holds, "begin", begin)
+
+
+def broken_lateness_of_the_only_one(patch: pytest.MonkeyPatch) -> None:
+    """A name that counts, as nobody else is there, counts when the others are back, too."""
+    right = LighthouseState._as_it_counts
+
+    def as_it_counts(state: LighthouseState, member: Member, version: StateVersion) -> StateVersion:
+        return version if version is member.version else right(state, member, version)
+
+    patch.setattr(LighthouseState, "_as_it_counts", as_it_counts)
+
+
+def broken_lateness_of_outer_loops(patch: pytest.MonkeyPatch) -> None:
+    """What was given for one attempt at a round is another state than that of the next attempt."""
+    patch.setattr(hold, "_moves_between_attempts", lambda _: True)
+    patch.setattr(run, "QUIET_LIMIT_S", 10.0)  # it would be as it is for ever
+    patch.setattr(run, "QUIET_PHASES", 0)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "simulates", "seeds", "what"),
+    [
+        (broken_tickets_of_followers, run_with_spares, range(12), "holds values of another attempt than"),
+        (broken_lateness_in_a_hold, run_with_turns, [64212], "holds values of another attempt than"),
+        (broken_lateness_of_the_only_one, run_with_too_few, range(12), "holds values of another attempt than"),
+        (broken_lateness_of_outer_loops, run_outer, [62188], "not well"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_the_simulation_finds_that_values_of_an_attempt_that_is_over_count_or_do_not(
+    break_it: object,
+    simulates: Callable[[int], Report],
+    seeds: Sequence[int],
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_it(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(InvariantError, match=what):
+        for seed in seeds:
+            simulates(seed)
 
 
 def broken_once_at_a_boundary(patch: pytest.MonkeyPatch) -> None:

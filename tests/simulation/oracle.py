@@ -680,6 +680,8 @@ class Oracle:
                 self.fail(f"{able} are in one quorum of {formed.version}, and show {[shown[m] for m in able]}")
             # Also one that says so of itself, after a correction in an earlier life.
             is_new = {m for m in able if self._came_in.get(m) == formed.version or asked[m].came_in}
+            if not life.voices and is_new == {*able} and not any(asked[m].came_in for m in able):
+                is_new = set()  # they have begun a step with it before, which nobody else has: it is the job's state
             if formed.rolled_back_to.quorum_id != formed.quorum_id:  # one that goes back is not judged
                 life.voices.update({m: here[m] for m in able if m in here and m not in is_new})
 
