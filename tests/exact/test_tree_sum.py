@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.at_once import at_once
 
 from torchft_ckpt import ProcessGroupGloo
 from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, fold
@@ -26,17 +27,7 @@ class ByAllToAll(ProcessGroupGloo):
 
 def together(size: int, does: Callable[[int], Any]) -> list[Any]:
     """Run a function for each rank, on a thread each; return what they return."""
-    results: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        results[rank] = does(rank)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return at_once(*(partial(does, rank) for rank in range(size)))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.at_once import at_once
 from support.ports import reserved_port
 from support.stores import hosted_store
 from support.waiting import wait_until
@@ -126,12 +127,6 @@ def is_connected(replica: Replica, lighthouse: LighthouseServer) -> bool:
     """Whether it has been connected with those who train; else it comes in a round later."""
     state = lighthouse._jobs.states["default"]
     return state._job.quorum_members.keys() <= {*state.members[replica.manager.replica_id()].met}
-
-
-def together(*acts: Callable[[], Any]) -> list[Any]:
-    """Do things at once, as several processes would."""
-    with ThreadPoolExecutor(len(acts)) as pool:
-        return [future.result() for future in [pool.submit(act) for act in acts]]
 
 
 @contextmanager
@@ -275,7 +270,7 @@ def test_where_nothing_is_proven_there_is_nothing_to_catch_up_with(
 ) -> None:
     first, second = start(replicas, lighthouse, "first"), start(replicas, lighthouse, "second")
 
-    assert together(first.manager.catch_up, second.manager.catch_up) == [False, False]
+    assert at_once(first.manager.catch_up, second.manager.catch_up) == [False, False]
     assert first.manager.is_behind
 
 
@@ -426,12 +421,12 @@ def test_who_caught_up_takes_the_outcome_of_the_next_round_and_adds_nothing(
         joiner.manager.offer_state()
         return took_part, committed
 
-    assert together(source.round, joins) == [True, (False, True)]
+    assert at_once(source.round, joins) == [True, (False, True)]
     assert source.manager.num_participants() == 1
     assert joiner.bits() == source.bits()
     assert joiner.loaded == [0], "nothing was loaded in the round"
 
-    assert together(source.round, joiner.round) == [True, True]
+    assert at_once(source.round, joiner.round) == [True, True]
     assert source.manager.num_participants() == 2
     assert joiner.bits() == source.bits()
 
@@ -496,7 +491,7 @@ def test_one_that_comes_in_is_served_by_the_offer_that_stands(
         wait_until(comes)
         return source.round()
 
-    assert together(round_once_it_comes, lambda: joiner.round(contributes=False)) == [True, True]
+    assert at_once(round_once_it_comes, lambda: joiner.round(contributes=False)) == [True, True]
     assert joiner.bits() == source.bits() and joiner.manager.statistics().num_healed == 1
     assert offered not in published
     steps = [snapshot.step for snapshot in published]  # type: ignore[attr-defined]
@@ -529,7 +524,7 @@ def test_received_in_place_where_nothing_of_worth_is_here(
 
 def two_ranks(replicas: list[Replica], lighthouse: LighthouseServer, name: str) -> list[Replica]:
     store = hosted_store()
-    pair = together(
+    pair = at_once(
         *(
             lambda rank=rank: Replica(  # type: ignore[misc]
                 lighthouse, name, seed=rank, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=store.port
@@ -547,7 +542,7 @@ def test_both_ranks_of_a_group_come_to_one_version_though_the_source_went_on_bet
 ) -> None:
     sources = two_ranks(replicas, lighthouse, "source")
     for _ in range(2):
-        assert together(*(source.round for source in sources)) == [True, True]
+        assert at_once(*(source.round for source in sources)) == [True, True]
     joiners = two_ranks(replicas, lighthouse, "joiner")
     fetch = joiners[1].transport.fetch_checkpoint
     asked: list[int] = []
@@ -557,11 +552,11 @@ def test_both_ranks_of_a_group_come_to_one_version_though_the_source_went_on_bet
         if len(asked) == 1:
             while joiners[0].loaded != [0]:
                 time.sleep(0.01)
-            assert together(*(source.round for source in sources)) == [True, True]
+            assert at_once(*(source.round for source in sources)) == [True, True]
         return fetch(addresses, step, timeout, **how)
 
     monkeypatch.setattr(joiners[1].transport, "fetch_checkpoint", fetch_late)
-    assert together(*(joiner.manager.catch_up for joiner in joiners)) == [True, True]
+    assert at_once(*(joiner.manager.catch_up for joiner in joiners)) == [True, True]
 
     assert [joiner.manager.current_step() for joiner in joiners] == [3, 3]
     assert asked == [2, 3]
@@ -573,7 +568,7 @@ def test_no_rank_is_done_before_the_other_holds_the_state(
     lighthouse: LighthouseServer, replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = two_ranks(replicas, lighthouse, "source")
-    assert together(*(source.round for source in sources)) == [True, True]
+    assert at_once(*(source.round for source in sources)) == [True, True]
     joiners = two_ranks(replicas, lighthouse, "joiner")
     fetch = joiners[1].transport.fetch_checkpoint
     may_fetch = threading.Event()
@@ -597,7 +592,7 @@ def test_a_rank_that_holds_the_state_waits_for_the_one_whose_transfer_failed(
     lighthouse: LighthouseServer, replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = two_ranks(replicas, lighthouse, "source")
-    assert together(*(source.round for source in sources)) == [True, True]
+    assert at_once(*(source.round for source in sources)) == [True, True]
     joiners = two_ranks(replicas, lighthouse, "joiner")
     fetch = joiners[1].transport.fetch_checkpoint
     asked: list[int] = []
@@ -611,7 +606,7 @@ def test_a_rank_that_holds_the_state_waits_for_the_one_whose_transfer_failed(
 
     monkeypatch.setattr(joiners[1].transport, "fetch_checkpoint", fetch_twice)
     limit = timedelta(seconds=40)
-    assert together(*(lambda j=joiner: j.manager.catch_up(limit) for joiner in joiners)) == [True, True]  # type: ignore[misc]
+    assert at_once(*(lambda j=joiner: j.manager.catch_up(limit) for joiner in joiners)) == [True, True]  # type: ignore[misc]
 
     assert (asked, joiners[0].loaded, joiners[1].loaded) == ([1, 1], [0], [0])
     assert [joiner.bits() for joiner in joiners] == [source.bits() for source in sources]

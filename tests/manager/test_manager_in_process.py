@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.at_once import at_once
 from support.ports import reserved_port
 from torch import nn
 
@@ -100,8 +102,7 @@ class Replica:
 
 def together(replicas: list[Replica], act: Callable[[Replica], Any]) -> list[Any]:
     """Do the same on all replicas at once, as their processes would."""
-    with ThreadPoolExecutor(len(replicas)) as pool:
-        return list(pool.map(act, replicas))
+    return at_once(*(partial(act, replica) for replica in replicas))
 
 
 def shutdown(*replicas: Replica) -> None:

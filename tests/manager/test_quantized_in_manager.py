@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 import torch
+from support.at_once import at_once
 from torch.distributed import ReduceOp
 
 from torchft_ckpt import LighthouseServer, Manager, ProcessGroupGloo, WorldSizeMode
@@ -59,8 +61,7 @@ def make() -> Iterator[Callable[..., list[Replica]]]:
 
 
 def together(replicas: list[Replica], act: Callable[[Replica, int], T]) -> list[T]:
-    with ThreadPoolExecutor(len(replicas)) as pool:
-        return list(pool.map(act, replicas, range(len(replicas))))
+    return at_once(*(partial(act, replica, rank) for rank, replica in enumerate(replicas)))
 
 
 def test_plain_and_quantised_gradients_of_a_step_are_averaged_together(make: Callable[..., list[Replica]]) -> None:

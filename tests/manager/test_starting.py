@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.at_once import at_once
 from support.stores import hosted_store
 from torch import nn
 
@@ -94,8 +96,7 @@ class Rank:
 
 
 def together(act: Callable[[Rank], Any], *ranks: Rank) -> list[Any]:
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return [future.result(60) for future in [pool.submit(act, rank) for rank in ranks]]
+    return at_once(*(partial(act, rank) for rank in ranks))
 
 
 def restores(place: Path, local: Path | None = None, **options: Any) -> Callable[[Rank], Restored | Exception]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.at_once import at_once
 from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.stores import hosted_store
 from torch import nn
@@ -101,11 +102,6 @@ def group() -> Iterator[Group]:
         (group,) = job.start("group")
         group.step()
         yield group
-
-
-def at_once(*acts: Callable[[], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(acts)) as pool:
-        return [future.result(30) for future in [pool.submit(act) for act in acts]]
 
 
 def test_skipped_batches_and_zero_grad_at_both_ends_of_the_iteration_cost_no_step() -> None:
