@@ -88,6 +88,16 @@ def test_what_a_service_of_this_library_holds_is_not_taken_for_a_part_of_the_loo
     assert (loop.count, loop.lighthouse.count) == (7, 7)
 
 
+def test_what_this_library_notes_of_optimizers_is_not_taken_for_a_part_of_the_loop() -> None:
+    """Copies of what their `state_dict` has returned, of all optimizers of the process."""
+    loop = Loop()
+    (group,) = loop.sgd.param_groups
+    group["boost"] = 3.0
+    loop.trains()
+    loop.step(lambda _: group.update(boost=4.0))
+    assert group["boost"] == 3.0
+
+
 def test_the_state_functions_are_called_twice_and_at_discards_not_in_each_step() -> None:
     loop = Loop(center=torch.zeros(3))
     for _ in range(4):

@@ -407,7 +407,9 @@ def _reached(functions: Iterable[object]) -> Iterator[_Reached]:
         kept.append(value)  # so that no other object gets its id
         found: list[_Reached] = []
         if isinstance(value, FunctionType):
-            names = [name for name in _names_in(value.__code__) if name in value.__globals__]
+            # What is global here is of all Managers, and what is noted there of optimizers looks like the state.
+            is_ours = str(value.__module__).startswith("torchft_ckpt.")
+            names = [] if is_ours else [name for name in _names_in(value.__code__) if name in value.__globals__]
             found = [(value.__globals__, name, name, value.__globals__[name]) for name in names]
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             found += [(cell, None, name, cell.cell_contents) for name, cell in cells if gc.get_referents(cell)]
