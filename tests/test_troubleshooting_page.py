@@ -7,23 +7,28 @@ from support.advice import Message, fits, messages, parts_of, quotes
 from support.pages import REPO
 
 PAGE = REPO / "docs/troubleshooting.md"
-SAID = messages(REPO / "torchft_ckpt")
 QUOTED = quotes(PAGE.read_text())
 
 
-def test_each_message_that_says_what_to_do_is_on_the_page_by_its_words() -> None:
+@pytest.fixture(scope="module")
+def said() -> list[Message]:
+    """What the package says. To read all of it takes a second, which is nobody's who only collects tests."""
+    return messages(REPO / "torchft_ckpt")
+
+
+def test_each_message_that_says_what_to_do_is_on_the_page_by_its_words(said: list[Message]) -> None:
     missing = [
         f"{message.place} says what to do: {message.text!r}. Add a row to {PAGE.name} under the symptom that brings it: first"
         " some of its words in backticks, three or more, with `...` for what the program fills in; then what to type"
-        for message in SAID
+        for message in said
         if message.advises and not any(fits(quote, message.text) for quote in QUOTED)
     ]
     assert missing == []
 
 
-def test_each_quote_of_the_page_is_what_the_package_says() -> None:
+def test_each_quote_of_the_page_is_what_the_package_says(said: list[Message]) -> None:
     """A message may be put together from several strings, so each part of a quote by itself is looked for."""
-    texts = "\n".join(message.text for message in SAID)
+    texts = "\n".join(message.text for message in said)
     old = [
         f"no message has {part!r} any more: mend {quote!r}"
         for quote in QUOTED
