@@ -165,7 +165,7 @@ def end_at_exit(shutdown: Callable[[], object]) -> None:
     It must be harmless after a call by the user. In a forked child it is not called: what a process has is its own to end.
     """
     with _lock:
-        if not len(_to_end) & (len(_to_end) - 1):  # at each power of two: those that are gone are at most as many as are not
+        if len(_to_end).bit_count() < 2:  # at powers of two alone, as to look at all of them takes time
             _to_end[:] = [method for method in _to_end if method() is not None]
         _to_end.append(weakref.WeakMethod(shutdown))
 
