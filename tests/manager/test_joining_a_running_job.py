@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_process_group import FakeFabric, FakeProcessGroup
 from test_manager_in_process import SHORT, Replica, shutdown
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
@@ -169,9 +170,9 @@ class Attempts(Replica):
 
     fails = False
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, fabric: FakeFabric, **options: Any) -> None:
         self.attempts = 0
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, pg=FakeProcessGroup(fabric, SHORT), **options)
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "attempts": self.attempts}
@@ -191,9 +192,10 @@ class Attempts(Replica):
 
 def test_groups_that_come_in_between_discarded_steps_get_the_state_of_now() -> None:
     """A discarded step leaves another state under the same name as before: what was served of that before is of no use."""
-    run = Run(Attempts)
+    fabric = FakeFabric()  # each discard is a group to connect anew, of some hundred here
+    run = Run(Attempts, fabric=fabric)
     run.at_work[0].fails = True  # type: ignore[attr-defined]
-    come = [Attempts(run.server, name, seed=7) for name in "cd"]
+    come = [Attempts(run.server, name, seed=7, fabric=fabric) for name in "cd"]
 
     def train(replica: Replica) -> None:
         while not all(other.manager.is_participating() for other in come):

@@ -113,7 +113,7 @@ def test_a_restarted_lighthouse_costs_nobody_their_life_and_quorum_ids_rise(tmp_
 
 def test_survivors_wait_for_a_slow_newcomer_no_longer_than_the_limit(tmp_path: Path) -> None:
     transfer_s, limit_s = 60, 3.0
-    with running_job(tmp_path, pause_s=PAUSE_S, join_stall_limit_s=limit_s) as job:
+    with running_job(tmp_path, pause_s=5 * PAUSE_S, join_stall_limit_s=limit_s) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         for group in groups:
             group.wait_for_step(5)
