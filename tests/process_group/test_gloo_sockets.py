@@ -48,6 +48,27 @@ def test_only_watched_connections_are_shut_down(pair: tuple[socket.socket, socke
         sockets.close()
 
 
+def test_a_loop_that_is_left_hears_once_more_of_connections_that_ended_and_goes_on_with_all_else(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """Gloo's loop turned round one that nobody handled, for as long as the process lived."""
+    near, far = socket.socketpair()
+    with near, far, socket.create_server(("127.0.0.1", 0)) as listener, select.epoll() as loop:
+        for watched in (listener, pair[0], near):
+            loop.register(watched, select.EPOLLIN)
+        sockets = GlooSockets(loop.fileno())
+        sockets.shutdown_connections()
+        ended = (pair[0].fileno(), select.EPOLLIN | select.EPOLLHUP)
+        assert [loop.poll(5) for _ in range(3)] == [[ended]] * 3
+        sockets.leave()
+        assert loop.poll(5) == [(ended[0], select.EPOLLHUP)]  # by what Gloo has noted with it
+        assert loop.poll(0) == []
+        far.send(b"x")
+        assert loop.poll(5) == [(near.fileno(), select.EPOLLIN)]
+        with socket.create_connection(listener.getsockname()):
+            wait_until(lambda: len(loop.poll(0)) == 2, "it accepts")
+
+
 def test_a_number_that_another_socket_took_over_is_left_alone(pair: tuple[socket.socket, socket.socket]) -> None:
     # What epoll lists by number is another socket by the time we look: a duplicate keeps the old one in the list.
     with socket.create_server(("127.0.0.1", 0)) as listener, select.epoll() as loop:

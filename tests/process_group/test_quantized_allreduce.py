@@ -217,7 +217,7 @@ def received_bytes(group: ProcessGroup) -> int:
     assert group._session is not None
     owners = [getattr(close, "__self__", None) for close in group._session._closers]
     total = 0
-    for sock in next(owner for owner in owners if isinstance(owner, GlooSockets))._open():
+    for _, _, sock in next(owner for owner in owners if isinstance(owner, GlooSockets))._open():
         with sock:
             if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)

@@ -82,7 +82,7 @@ class ProcessGroupGloo(SessionProcessGroup):
         interface = "" if self._hostname else self._interface  # left to Gloo where interfaces cannot be read
         device, sockets = create_gloo_device("" if interface else self._listens_at(meeting), interface)
         if sockets is not None:
-            meeting.session.on_end(sockets.shutdown_connections, sockets.close, ends_connections=True)
+            meeting.session.on_end(sockets.shutdown_connections, sockets.leave, ends_connections=True)
         options: Any = TorchProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
         options._devices = [device]
         options._timeout = timedelta(seconds=max(0.01, meeting.deadline - time.monotonic()))

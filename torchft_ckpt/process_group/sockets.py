@@ -18,13 +18,16 @@ Elsewhere than on Linux nothing can be found; `create_gloo_device` returns no so
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import platform
 import re
+import select
 import socket
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from torch.distributed import ProcessGroupGloo as TorchProcessGroupGloo
@@ -32,7 +35,8 @@ from torch.distributed import ProcessGroupGloo as TorchProcessGroupGloo
 logger = logging.getLogger(__name__)
 
 _EPOLL_LINK = "anon_inode:[eventpoll]"
-_WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bino:\s*([0-9a-f]+)\b", re.MULTILINE)
+_WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bdata:\s*([0-9a-f]+) .*\bino:\s*([0-9a-f]+)\b", re.MULTILINE)
+_EPOLL_CTL_MOD = 3
 _NUM_DEVICE_ATTEMPTS = 5
 _MAX_DESCRIPTOR = 0x7FFFFFFF
 _KNOWS_LAZY_INIT = "lazy_init" in (TorchProcessGroupGloo.create_device.__doc__ or "")
@@ -40,6 +44,11 @@ _KNOWS_LAZY_INIT = "lazy_init" in (TorchProcessGroupGloo.create_device.__doc__ o
 
 # Two devices that are created at once could not be told apart.
 _device_lock = threading.Lock()
+
+
+class _EpollEvent(ctypes.Structure):
+    _pack_ = 1 if platform.machine() == "x86_64" else 8
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
 
 
 class GlooSockets:
@@ -56,9 +65,9 @@ class GlooSockets:
     def shutdown_connections(self) -> int:
         """End the traffic on every connection of the device, in both directions; return how many there were."""
         num_ended = 0
-        for sock in self._open():
+        for _, _, sock in self._open():
             with sock:
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if _listens(sock):
                     continue
                 # The peer may have closed it already.
                 with contextlib.suppress(OSError):
@@ -66,12 +75,25 @@ class GlooSockets:
                 num_ended += 1
         return num_ended
 
+    def leave(self) -> None:
+        """Give back the duplicate descriptor once Gloo's calls have returned. Its loop hears no more of those that are left.
+
+        Gloo keeps some devices for ever that were ended as they connected (1 of 100), with a connection that nobody handles
+        any more: the loop would turn round that, on a whole core. Each is reported once more, to whom Gloo has named for it.
+        """
+        for fd, data, sock in self._open():
+            with sock, self._lock:
+                if self._epoll_fd is not None and not _listens(sock):
+                    event = _EpollEvent(select.EPOLLONESHOT, data)
+                    ctypes.CDLL(None).epoll_ctl(self._epoll_fd, _EPOLL_CTL_MOD, fd, ctypes.byref(event))
+        self.close()
+
     def listener_address(self) -> tuple[str, int] | None:
         """Return host and port where the device listens, or None if this is not the epoll instance of a Gloo device."""
         listeners = []
-        for sock in self._open():
+        for _, _, sock in self._open():
             with sock:
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if _listens(sock):
                     listeners.append(sock.getsockname()[:2])
         return listeners[0] if len(listeners) == 1 else None
 
@@ -82,14 +104,16 @@ class GlooSockets:
                 os.close(self._epoll_fd)
                 self._epoll_fd = None
 
-    def _open(self) -> list[socket.socket]:
-        """Return duplicates of the TCP sockets that the epoll instance watches; the caller closes them."""
+    def _open(self) -> Iterator[tuple[int, int, socket.socket]]:
+        """Yield the TCP sockets that the epoll instance watches: descriptor, what Gloo has noted with it, and a duplicate, which
+        the caller closes."""
         with self._lock:
             if self._epoll_fd is None:
-                return []
+                return
             watched = _WATCHED.findall(Path(f"/proc/self/fdinfo/{self._epoll_fd}").read_text())
-        found = (_duplicate_tcp_socket(int(fd), inode=int(inode, 16)) for fd, inode in watched)
-        return [sock for sock in found if sock is not None]
+        for fd, data, inode in watched:
+            if (sock := _duplicate_tcp_socket(int(fd), inode=int(inode, 16))) is not None:
+                yield int(fd), int(data, 16), sock
 
 
 def create_gloo_device(hostname: str, interface: str) -> tuple[object, GlooSockets | None]:
@@ -191,6 +215,10 @@ def _epoll_descriptors() -> set[int]:
             if os.readlink(f"/proc/self/fd/{name}") == _EPOLL_LINK:
                 found.add(int(name))
     return found
+
+
+def _listens(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _duplicate_tcp_socket(fd: int, inode: int | None) -> socket.socket | None:
