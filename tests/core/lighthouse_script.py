@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection
-from typing import Any
 
 import msgspec
 
@@ -110,7 +109,8 @@ class Job:
 
     def join(self, name: str, *, life: int = 1, ranks: int = 1, **settings: object) -> Member:
         """A process starts and connects."""
-        member = Member(self, f"{name}:{life}", ranks, settings)
+        usual = {"min_replica_size": 1, "store_address": f"store-{name}:{life}"}
+        member = Member(self, f"{name}:{life}", ranks, ReplicaSettings(**usual | settings))  # type: ignore[arg-type]
         self.members[member.replica_id] = member
         member.connects()
         return member
@@ -183,10 +183,9 @@ class Job:
 class Member:
     """One incarnation of a group."""
 
-    def __init__(self, job: Job, replica_id: str, ranks: int, settings: dict[str, Any]) -> None:
+    def __init__(self, job: Job, replica_id: str, ranks: int, settings: ReplicaSettings) -> None:
         self.job, self.replica_id, self.ranks = job, replica_id, ranks
-        usual = {"min_replica_size": 1, "store_address": f"store-{replica_id}"}
-        self.replica = ReplicaState(ReplicaSettings(**usual | settings))
+        self.replica = ReplicaState(settings)
         self.connection: str | None = None
         self.is_stopped = self.is_at_end = False
         self.asks_again = self.asks

@@ -105,7 +105,7 @@ def test_of_a_step_that_is_over_no_more_is_kept_than_who_votes_late_is_told_by()
     tally = job.lighthouse.round.tally
     assert tally.votes == {"g0:1": long}
     job.hears("g0", asks(StateVersion(step=1, quorum_id=1, epoch="now")))
-    assert tally.votes == {"g0:1": msgspec.structs.replace(long, state_digests=[], collectives_by_rank=[])}
+    assert tally.votes == {"g0:1": msgspec.structs.replace(long, state_digests=[], issued=[1])}
     assert tally.outcome("g0:1") is Outcome.COMMIT
 
 
