@@ -898,7 +898,9 @@ def test_all_begin_a_step_with_the_values_of_the_same_attempt(simulates: Callabl
 
 
 def broken_tickets_of_followers(patch: pytest.MonkeyPatch) -> None:
-    """Who has received the state beside the job is given nothing when the quorum is held for it at the same step."""
+    """Who has received the state beside the job is given nothing when the quorum is held for it at the same step, and may begin
+    that without it."""
+    broken_lateness_of_followers(patch)
     right = ReplicaState.formed
 
     def formed(state: ReplicaState, message: Answer) -> StepPlan | None:
@@ -924,6 +926,16 @@ def broken_lateness_in_a_hold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Holds, "begin", begin)
 
 
+def broken_lateness_of_followers(patch: pytest.MonkeyPatch) -> None:
+    """Who has received the state beside the job may begin that step by itself, in a later attempt."""
+    patch.setattr(Holds, "teaches", lambda *_: None)
+
+
+def broken_lateness_of_corrected_ones(patch: pytest.MonkeyPatch) -> None:
+    """Who was given the state before a step, and did not begin that with the others, may begin a later attempt with it."""
+    patch.setattr(Holds, "corrects", lambda *_: None)
+
+
 def broken_lateness_of_the_only_one(patch: pytest.MonkeyPatch) -> None:
     """A name that counts, as nobody else is there, counts when the others are back, too."""
     right = LighthouseState._as_it_counts
@@ -946,6 +958,8 @@ def broken_lateness_of_outer_loops(patch: pytest.MonkeyPatch) -> None:
     [
         (broken_tickets_of_followers, run_with_spares, range(12), "holds values of another attempt than"),
         (broken_lateness_in_a_hold, run_with_turns, [64212], "holds values of another attempt than"),
+        (broken_lateness_of_followers, simulate, [61257], "holds values of another attempt than"),
+        (broken_lateness_of_corrected_ones, simulate, [61280], "holds values of another attempt than"),
         (broken_lateness_of_the_only_one, run_with_too_few, range(12), "holds values of another attempt than"),
         (broken_lateness_of_outer_loops, run_outer, [62188], "not well"),
     ],

@@ -117,6 +117,23 @@ def test_what_it_received_is_of_an_attempt_that_is_over_when_it_is_waited_for_so
     assert spare.replica.is_behind and not spare.replica.came_in, "it could not receive that, so it lacks the state"
 
 
+def test_nor_does_it_begin_that_step_by_itself_with_what_it_received() -> None:
+    _, (a, b), (spare,) = with_spares(least=2)
+    receives_newest(spare, a, b)
+    b.votes(error="its loss is not a number")
+    a.votes()
+    spare.follows()
+    b.dies()
+    spare.asks()
+    assert spare.replica.warms_up
+    spare.ends()
+    spare.asks(at_end=True, reach_s=0.1)
+    a.asks(can_serve=True)
+    spare.comes_in()
+    spare.asks()
+    assert spare.formed is not None and (spare.formed.role, spare.formed.num_contributors) == (Role.HEALTHY, 2)
+
+
 def test_one_whose_givers_die_goes_on_from_what_it_received_before_and_gives_that_to_others() -> None:
     """Nobody who is not on trial makes that step with it, so what it has is the state of the job."""
     job, (a, b), (spare,) = with_spares()

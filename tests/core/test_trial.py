@@ -971,3 +971,18 @@ def test_who_began_the_job_and_has_caught_up_since_counts_as_one_that_came_in() 
     a.dies()
     ask([b, c], "yz")
     assert told_to_load([b, c]) == {"c": {"b"}}
+
+
+def test_who_was_given_the_state_for_an_attempt_that_the_others_made_without_it_begins_no_other_with_that() -> None:
+    _, (a, b, c) = at_work()
+    discards([a, b, c])
+    ask([a, b, c], "xxy")
+    assert told_to_load([a, b, c]) == {"c": {"a", "b"}}
+    c.is_cut_off()
+    assert a.formed is not None and a.formed.num_contributors == 2, "they wait for it no longer"
+    for member in (a, b):
+        member.votes(error="a loss that is not a number")
+    c.follows()
+    c.connects()
+    c.asks(shows="x")
+    assert c.replica.warms_up, "what the others have moved since is part of the state"

@@ -33,7 +33,7 @@ fail to come in (`patience.Debt`), and is held for once at a boundary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -110,6 +110,8 @@ class Holds:
         self._giving: dict[str, int] = {}
         """Who gave it to them, by replica id, and with which request it had asked for the step. Empty in outer loops: what they
         give is the same in each attempt."""
+        self._corrected: dict[str, int] = {}
+        """Were given the state of this step since the last quorum formed, as theirs differed."""
         self._late: dict[str, int] = {}
         """Were given the state of this step, and have not begun it with the others, or who gave it has asked anew: it may be that
         of another attempt at it. Also those that have lost their connection since: they may come back with it."""
@@ -190,9 +192,22 @@ class Holds:
         """A quorum of these forms for a step: what comes now is another boundary."""
         if self._giving:
             self._are_late({*self._tried.values()}.difference(members))
+        self._late |= self._corrected
+        self._corrected.clear()
         self._late = {m: of_step for m, of_step in self._late.items() if of_step >= step and m not in members}
         self._tried.clear()
         self._giving.clear()
+
+    def corrects(self, member: Member) -> None:
+        """It is given the state of the step that it has asked for, as its own differs: it begins that step with the others, or
+        another attempt at it."""
+        if _moves_between_attempts(member.asked):
+            self._corrected[member.replica_id] = member.asked.version.step
+
+    def teaches(self, learners: Iterable[Member], step: int) -> None:
+        """These receive the state of a step beside the quorum that begins it: whoever asks for that step again is at another
+        attempt at it."""
+        self._late |= {m.replica_id: step for m in learners if _moves_between_attempts(m.asked)}
 
     def _are_late(self, given: Collection[str]) -> None:
         """What these were given may be the state of an attempt that is over; one that waits with it has no name for it."""

@@ -841,6 +841,7 @@ class LighthouseState:
         places = {member.replica_id: place for place, member in enumerate(members)}
         for replica_id, sources in trial.loads.items():
             member = self.members[replica_id]
+            self._holds.corrects(member)
             request = self._job.take_request(member)
             member.phase, member.version = MemberPhase.BETWEEN, StateVersion(step=request.version.step)
             given = StateGiven(
@@ -1038,6 +1039,7 @@ class LighthouseState:
             and not (member.asked.came_in and assignment.num_proved)
         ][:MAX_SOURCES]
         taught = learners if teachers else []
+        self._holds.teaches((m for m in taught if m.replica_id not in others), assignment.version.step)
         asking = [self.members[replica_id] for replica_id in self._job.waiting]
         awaits_turn = any(m.out_of_turn_since is not None and not m.asked.at_end for m in asking)
         places = range(len(members), len(members) + len(taught))
