@@ -1,6 +1,7 @@
 """The command line: `python -m torchft_ckpt COMMAND`. Only the commands that read a state or run a job import torch.
 
 run               run a lighthouse and the replica groups of a job on this machine
+replay            make steps of a job of StepLoader once more, in one group
 lighthouse        run a lighthouse until SIGTERM or Ctrl-C
 status            print what a lighthouse knows
 drain             have a replica group leave its job
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from torchft_ckpt import __version__
-from torchft_ckpt.cli import certificates, checkpoints, lighthouse, peer, run
+from torchft_ckpt.cli import certificates, checkpoints, lighthouse, peer, replay, run
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ConfigError, TorchftCkptError
 
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(log_level=logging.INFO)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run.add_commands(commands)
+    replay.add_commands(commands)
     lighthouse.add_commands(commands)
     peer.add_commands(commands)
     checkpoints.add_commands(commands)

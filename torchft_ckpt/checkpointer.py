@@ -60,7 +60,7 @@ from torchft_ckpt.checkpointing.progress import ProgressCallback
 from torchft_ckpt.checkpointing.serving.buffers import HUGE_PAGE_BYTES, BufferPool
 from torchft_ckpt.checkpointing.state.parameters import names_of, note_returned
 from torchft_ckpt.checkpointing.state.tree import largest_value
-from torchft_ckpt.config import not_negative
+from torchft_ckpt.config import not_negative, replay
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.durable.retention import plan_removals
 from torchft_ckpt.core.durable.saving import SavingRank, Writers
@@ -200,6 +200,9 @@ class Checkpointer:
                 f"redundancy={redundancy}: at least 1, the group that writes a share, was expected", "redundancy"
             )
         plan_removals([0], keep_last=keep_last, keep_every=keep_every, whole=[])
+        self._replay = replay()
+        if self._replay is not None and manager is not None:
+            location, local_location = self._replay.location, None
         self._storages = {Tier.STORAGE: open_storage(location, **(storage_options or {}))}
         if local_location is not None:
             self._storages[Tier.LOCAL] = open_storage(local_location)
@@ -322,6 +325,13 @@ class Checkpointer:
             raise CheckpointError("nothing is saved any more: shutdown was called", "checkpointer")
         if self._manager is not None:
             self._manager.hooks.check_followed("the state is to be saved")
+        if self._replay is not None:
+            nothing: Future[SavedCheckpoint] = Future()
+            at = 0 if self._manager is None else self._manager.current_step()
+            nothing.set_result(
+                SavedCheckpoint(step=at, name="", written_bytes=0, num_fills=0, is_closed=False, took_s=0.0)
+            )
+            return nothing
         if tier not in self._storages:
             raise ConfigError(f"tier={tier}: no local_location was given", "tier")
         step = plain_step(step)
@@ -761,7 +771,7 @@ class Checkpointer:
         manager = self._manager
         if manager is None:
             raise ConfigError("restore needs a Manager; use load", "manager")
-        step = plain_step(step)
+        step = plain_step(step) if self._replay is None else self._replay.step
         check_optimizers_known(manager)
         check_state(manager)
         self._check_places()
@@ -809,13 +819,14 @@ class Checkpointer:
                 reader.checkpoint.name,
                 restoring.named,
             )
-        if step is not None and any(other is not None and other > step for other in found.values()):
+        is_later = step is not None and any(other is not None and other > step for other in found.values())
+        if is_later and self._replay is None:
             logger.warning(
                 "checkpoints of later steps than %d stay where they are, and the next restore takes the newest: remove those "
                 "that the job is to forget",
                 step,
             )
-        if restoring.has_read and manager.group_rank == 0:
+        if restoring.has_read and manager.group_rank == 0 and self._replay is None:
             close_if_open(self._storages[Tier.STORAGE], reader.checkpoint)
         end_restore(manager, from_peers=False)
         found[Tier.LOCAL if restoring.source is RestoreSource.LOCAL_DISK else Tier.STORAGE] = read_step

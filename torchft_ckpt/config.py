@@ -26,6 +26,7 @@
 |                                     |                               | find each other, as torchrun sets them           |
 | `RANK`, `WORLD_SIZE`                |                               | rank and size inside this replica group          |
 | `TORCHELASTIC_RUN_ID`               |                               | torchrun's name of the run                       |
+| `TORCHFT_CKPT_REPLAY`               |                               | what the command `replay` has a script do        |
 
 `NOT_READ` lists further variables, which the library does not read. A `Manager` warns if one of them is set.
 """
@@ -33,6 +34,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import stat
@@ -40,7 +42,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from torchft_ckpt.errors import ConfigError
 
@@ -72,6 +74,7 @@ STORE_PORT = ("MASTER_PORT",)
 RUN_ID = ("TORCHELASTIC_RUN_ID",)
 RANK = ("RANK",)
 WORLD_SIZE = ("WORLD_SIZE",)
+REPLAY = "TORCHFT_CKPT_REPLAY"
 
 _JOINS = "those who train wait for a group that comes in as long as join_stall_limit allows"
 _NO_REDO = "a group that lacks a step receives the state, and no log of the steps before it"
@@ -98,6 +101,34 @@ NOT_TAKEN = {
     },
 }
 """Arguments that functions of this library once took, and why they change nothing."""
+
+
+class Replay(NamedTuple):
+    """What `python -m torchft_ckpt replay` has a script do: go on from a checkpoint in one group, and save nothing."""
+
+    location: str
+    step: int
+    """Of the checkpoint."""
+    last: int
+    """The step after which the loop ends."""
+    told_in: str
+    """A folder: each rank writes there what its vote on each step shows."""
+
+
+def replay() -> Replay | None:
+    """Return what is replayed; None: nothing, as almost always.
+
+    Raises:
+        ConfigError: the variable was not set by the command.
+    """
+    text = os.environ.get(REPLAY)
+    if not text:
+        return None
+    try:
+        location, step, last, told_in = json.loads(text)
+        return Replay(str(location), int(step), int(last), str(told_in))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{REPLAY} is {text!r}, which the command replay has not given", REPLAY) from error
 
 
 def resolve(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from enum import Enum
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import default_collate
 
+from torchft_ckpt import config
 from torchft_ckpt.core.coordination.messages import MAX_MICROBATCHES, Answer, Role, StateVersion
 from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members, slowdown
 from torchft_ckpt.errors import ConfigError
@@ -157,7 +159,16 @@ class StepLoader:
     # ------------------------------------------------------------------------------------------------- the outer loop
 
     def __iter__(self) -> Iterator[Step]:
-        while self.num_steps is None or self._manager.current_step() < self.num_steps:
+        replay, ends_at = config.replay(), math.inf if self.num_steps is None else self.num_steps
+        if replay is not None and self._manager.current_step() < replay.step:
+            raise ConfigError(
+                f"the loop begins at step {self._manager.current_step()}, and the checkpoint that is replayed is of step"
+                f" {replay.step}: call Checkpointer.restore before it",
+                party="restore",
+            )
+        if replay is not None:
+            ends_at = min(ends_at, replay.last + 1)
+        while self._manager.current_step() < ends_at:
             self._check_last()
             set_random_state(self._samples.random_key(self._manager.current_step(), "before"))
             self._now = Step(self, self._manager.current_step())

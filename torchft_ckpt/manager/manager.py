@@ -198,6 +198,11 @@ class Manager:
         )
         stall_limit = config.not_negative(join_stall_limit, "join_stall_limit")
         retries = config.resolve(quorum_retries, config.QUORUM_RETRIES, -1, config.parse_count)
+        self._replay = config.replay()
+        if self._replay is not None:
+            # Whatever the script says: one group, at the lighthouse that the command has started.
+            min_replica_size, world_size_mode, spare, port = 1, WorldSizeMode.DYNAMIC, False, None
+            lighthouse_addr = replica_id = job = token = hostname = None
         self._pg = pg
         self._owner = os.getpid()
         self._is_shut_down = False
@@ -488,6 +493,10 @@ class Manager:
             CheckpointError: see `should_commit`.
             ConfigError: a scheduler has not followed the last step (`scheduler`); no step was begun.
         """
+        if self._replay is not None and not self._hooks.computes_by_microbatches:
+            raise ConfigError(
+                "only a loop of StepLoader is replayed: any other's steps depend on who was there", "StepLoader"
+            )
         patience = patience or timedelta(0)
         wishes = StepWishes(
             allow_heal=allow_heal,

@@ -6,6 +6,7 @@ import logging
 import textwrap
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from torchft_ckpt.core.coordination.messages import CommitVote, Outcome
 from torchft_ckpt.core.coordination.replica import ReplicaView
@@ -25,7 +26,7 @@ class StepOutcomes:
     """Counts how the steps ended, by the settings of `Manager`. Used by the training thread.
 
     A committed step has no line within `log_every` of the last one, if the same groups committed that one and nobody healed.
-    A long reason is folded.
+    A long reason is folded. `tells`: a file for what the votes show of the state at each step that counts.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class StepOutcomes:
         min_replica_size: int,
         max_retries: int | None,
         log_every: timedelta = timedelta(0),
+        tells: Path | None = None,
     ) -> None:
         self.counts = {outcome: 0 for outcome in Outcome}
         self._party = party
@@ -47,6 +49,7 @@ class StepOutcomes:
         self._silent_since: float | None = None
         self._silent_says_at = 0.0
         self._has_warned_of_none = False
+        self._tells = tells
         self._log_every_s = log_every.total_seconds()
         self._logged: tuple[Outcome, int, int, int] | None = None
         self._logged_at = 0.0
@@ -63,6 +66,9 @@ class StepOutcomes:
             self._warn_if_nothing_was_averaged(vote, now)
         elif not now.warms_up:
             self._num_failed_in_a_row += 1
+        if self._tells is not None and outcome is Outcome.COMMIT:
+            with self._tells.open("a") as file:
+                file.write(f"{vote.step} {_shown(vote)}\n")
         self._log(vote, outcome, reason, now, took_s)
         self._warn_if_too_few(vote, now)
         self._warn_if_kept_silent(now)
@@ -95,6 +101,8 @@ class StepOutcomes:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
+        elif vote.state_digests:
+            line += f" state={_shown(vote)}"
         logger.info("%s", line)
 
     def _warn_if_nothing_was_averaged(self, vote: CommitVote, now: ReplicaView) -> None:
@@ -150,3 +158,8 @@ class StepOutcomes:
             warning = self._discards.discarded(reason)
             if warning is not None:
                 logger.warning("%s: %s", self._party, warning)
+
+
+def _shown(vote: CommitVote) -> str:
+    """Return what a rank's vote has shown of the state with which its step began, as one word; empty: nothing."""
+    return "".join(vote.state_digests).replace(" ", ".")

@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchft_ckpt import config
@@ -71,11 +72,13 @@ class Parts:
     ) -> None:
         rank_0 = rank_config.find_rank_0()
         party = rank_config.replica_id if rank_0 is None else rank_0.replica_id
+        replay = config.replay()
         self.outcomes = StepOutcomes(
             party,
             min_replica_size=settings.min_replica_size,
             max_retries=max_retries,
             log_every=config.resolve(None, config.LOG_EVERY, timedelta(seconds=2), config.parse_pause),
+            tells=None if replay is None else Path(replay.told_in) / str(rank_config.group_rank),
         )
         ours = None if given is None else as_ours(given, party)
         self.lock = (ours.state_lock if ours is not None else None) or StateDictLock(timeouts.collective)
@@ -94,6 +97,7 @@ class Parts:
         self.followers = Followers(self.registry)
         self.own = OwnState()
         self.events = EventQueue(on_event, party)
+        self.own.known.is_replay = replay is not None
         self.check = EqualityCheck(self.lock, self.own.known)
         self.healing = Healing(
             transport,

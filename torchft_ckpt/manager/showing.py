@@ -94,6 +94,8 @@ class KnownLeaves:
     they were looked at first, or loaded."""
     late: set[str] = field(default_factory=set)
     """Those that have moved here since a state was loaded, in another step than the first."""
+    is_replay: bool = False
+    """There is one group, in which nobody finds what is common: what has moved is taken to be."""
     has_news: bool = False
     """One has moved of which nobody has found out whether it has to be equal: the next exchange shows it."""
     _loose: set[str] = field(default_factory=set)
@@ -114,7 +116,7 @@ class KnownLeaves:
 
     def counts(self, leaf: CheckedLeaf) -> bool:
         """Whether a leaf has to be equal in all groups, as far as is known."""
-        return leaf.is_owned or leaf.key in self.common
+        return leaf.is_owned or leaf.key in (self.moved if self.is_replay else self.common)
 
     def may_count(self, leaf: CheckedLeaf) -> bool:
         """Whether a leaf has to be equal in all groups, or it may turn out that it has to be."""
