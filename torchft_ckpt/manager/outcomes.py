@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from torchft_ckpt.core.coordination.messages import CommitVote, Outcome
+from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, Role
 from torchft_ckpt.core.coordination.replica import ReplicaView
 from torchft_ckpt.core.training.discards import DiscardRun
 from torchft_ckpt.errors import MaxRetriesExceededError
@@ -84,14 +84,14 @@ class StepOutcomes:
         if formed is None:
             return
         told = (outcome, vote.quorum_id, now.num_participants, formed.replica_world_size)
-        tells_new = outcome is not Outcome.COMMIT or formed.sources or told != self._logged
+        heals = formed.role is Role.LEARNER and not formed.leaving
         at = time.monotonic()
-        if not tells_new and at - self._logged_at < self._log_every_s:
+        if outcome is Outcome.COMMIT and told == self._logged and at - self._logged_at < self._log_every_s:
             return
         self._logged, self._logged_at = told, at
         line = (
             f"step={vote.step} quorum={vote.quorum_id} participants={now.num_participants}/{formed.replica_world_size}"
-            f" verdict={outcome.value} heal={'yes' if formed.sources else 'no'} took={took_s:.3f}s"
+            f" verdict={outcome.value} heal={'yes' if heals else 'no'} took={took_s:.3f}s"
         )
         if outcome is not Outcome.COMMIT:
             line = textwrap.fill(
