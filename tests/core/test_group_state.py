@@ -562,6 +562,22 @@ def test_a_group_that_the_operator_has_leave_says_so_to_a_new_lighthouse() -> No
     assert up(group.handle(LighthouseUp())) == [LeaveWish(is_told=True, reason="it was asked to leave")]
 
 
+@pytest.mark.parametrize(
+    ("of_ranks", "of_group"),
+    [([[4], [4]], [4]), ([[4], [6]], [4, 6]), ([[3, 9], [9]], [9]), ([[], [0]], [0]), ([[], []], [])],
+)
+def test_a_group_says_what_each_rank_issued_or_one_number_for_all(
+    of_ranks: list[list[int]], of_group: list[int]
+) -> None:
+    asking, leaving = GroupState(2), voted_step()
+    leaving.handle(LighthouseMessage(msgspec.structs.replace(decided(), leaving=True)))
+    said: list[object] = []
+    for rank, issued in enumerate(of_ranks):
+        said += up(asking.handle(RankMessage(rank, request(issued=issued))))
+        said += up(leaving.handle(RankMessage(rank, LeaveWish(is_told=True, issued=issued))))
+    assert [message.issued for message in said if isinstance(message, QuorumRequest | LeaveWish)] == [of_group] * 2
+
+
 def test_a_wish_of_the_operator_is_the_groups_own_from_then_on() -> None:
     """A lighthouse that restarts before the step ends has forgotten it."""
     group = voted_step()

@@ -866,7 +866,7 @@ def _state_of(request: QuorumRequest) -> tuple[StateVersion, bool, bool]:
 def _by_rank(issued: list[list[int]]) -> list[int]:
     """Return what a group says of which each rank says so many."""
     numbers = [max(of_rank, default=0) for of_rank in issued]
-    return numbers if len(set(numbers)) > 1 else issued[0][:1]
+    return numbers if len(set(numbers)) > 1 else numbers[:1] if any(issued) else []
 
 
 def _key(message: CommitVote | CommitDecided | CommitUnknown) -> tuple[int, str, int]:
