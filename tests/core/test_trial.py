@@ -535,6 +535,36 @@ def test_one_that_came_in_and_has_another_codebook_than_most_loads_theirs_after_
     assert told_to_load(members) == {"c": {"a", "b"}}
 
 
+def test_a_group_whose_data_are_its_own_beside_two_with_the_same_loads_twice_and_keeps_its_own_from_then_on() -> None:
+    """Two had BatchNorm's statistics alike, so the third had to load theirs in each step, and ended at the third in a row."""
+    job, members = at_work("abc")
+    assert [look(members, of)[0] for of in ("335", "446")] == [[], ["codebook"]]
+    for _ in range(2):  # it is compared with what has to be equal, and moves it at once to its own
+        for member in members:
+            member.votes()
+        ask(members, "xxy")
+        assert told_to_load(members) == {"c": {"a", "b"}}
+        load(members[2], "x")
+    assert {learnt(member)[1][0] for member in members} == {"codebook"}
+    assert sum("codebook changes in other steps" in line for line in job.log) == 1
+    for of in ("778", "996"):
+        assert look(members, of) == ([], []) and not told_to_load(members)
+
+
+def test_a_quorum_that_is_tried_twice_is_one_look_at_what_each_group_has_of_its_own() -> None:
+    """What was found at the first was forgotten by the second, as nothing had moved since."""
+    job, members = at_work("ab")
+    look(members, "33")
+    goes_on(job, members)
+    newcomer = job.join("c")
+    newcomer.warms_up()
+    for member in members:
+        member.asks(shows="x", codebook="4", own=["codebook"], can_serve=True)
+    newcomer.comes_in()
+    newcomer.asks()
+    assert {member.formed.leaves.common[0] for member in members if member.formed} == {"codebook"}
+
+
 def test_two_groups_that_differ_and_one_alone_say_nothing_of_an_own_leaf() -> None:
     _, members = at_work("ab")
     assert [look(members, of) for of in ("12", "34", "56")] == [([], [])] * 3

@@ -27,6 +27,7 @@ Both lists are kept by the groups, and travel with the state.
 A codebook that each group makes of its own data in its first step, and all move alike later, is own to each group at first. So
 own leaves are looked at whenever groups are compared: one that most groups with a voice have alike at two looks in a row, with
 another value at the second one, is common from then on. One look says little: what is set back to zero is equal now and then.
+It may have been by chance, or by the same data in some groups: if a group that has loaded differs again at once, it is own again.
 """
 
 from __future__ import annotations
@@ -140,6 +141,13 @@ class Trials:
         in another step than a group's first."""
         self._own: dict[str, object] = {}
         """What most have of an own leaf, as it was looked at last, if most have the same."""
+        self._own_before: dict[str, object] = {}
+        self._own_at = -1
+        """The step at which it was looked at last. `_own_before`: as it was at the look before."""
+        self._regained: set[str] = set()
+        """Leaves that were each group's own, and that were found common."""
+        self._given_up: set[str] = set()
+        """Of these, which are each group's own again, and the next quorum is to be told so."""
         self._parted: set[str] = set()
         """Leaves of which the operator was told that they are not compared any more."""
         self._left_out: set[str] = set()
@@ -153,6 +161,7 @@ class Trials:
 
     def begins(self, assignment: Assignment, members: Sequence[Member], beginners: Mapping[str, bool]) -> None:
         """A quorum forms, of these members in the order of their parts. `beginners`: as in `JobRecord`."""
+        self._given_up.clear()
         is_new_life = not self._voices and not assignment.is_first
         for member, part in zip(members, assignment.parts, strict=True):
             replica_id = part.replica_id
@@ -212,6 +221,7 @@ class Trials:
             self._left_out.clear()
             self._own.clear()
             self._parted.clear()
+            self._regained.clear()
         by_kind: dict[tuple[str, int], list[Member]] = {}
         silent = {member.replica_id for member in members if not member.asked.shown}
         for member in members:
@@ -224,6 +234,7 @@ class Trials:
                 self._judge_alike({member.replica_id: member for member in those}, silent, step, verdict)
         if silent and self._differed[0] != step and any(s.open for m in members for s in m.asked.shown):
             self._differed = step, Shows.SAMPLES  # the leaves of which nobody knows are compared when all show theirs
+        verdict.own += sorted(self._given_up)
         found = {*verdict.common, *verdict.own}
         self._left_out |= {*verdict.common}
         verdict.common, verdict.own = _told(verdict.common), _told(verdict.own)
@@ -277,6 +288,9 @@ class Trials:
             what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
             verdict.said.append(f"{what}. on_replicas_differ is {policy.value!r}")
             wrong = [m for m in wrong if m not in drifted]
+        if self._regained and any(self._loaded.get(m, -1) >= step - 1 for m in wrong):
+            self._part(sorted(self._regained), step, verdict)
+            self._given_up, self._regained = self._regained, set()
         if wrong and not verdict.stops:
             what = self._what(wrong, right, members, step)
             verdict.said.append(self._give(members, right, wrong, step, verdict, what, is_known=True))
@@ -375,26 +389,32 @@ class Trials:
             verdict.equal -= (late | wrong) - verdict.loads.keys()
             return
         if strange := sorted(found[LeafFate.PARTED]):
-            what = f"{name_some(strange)} changes in other steps in some groups than in others"
-            verdict.said.append(f"{what}: from step {step} on each has its own, and it is not compared any more")
-            self._parted.update(strange[: MAX_LEAVES - len(self._parted)])
+            self._part(strange, step, verdict)
         verdict.common += found[LeafFate.COMMON]
         verdict.own += found[LeafFate.OWN] + strange
         self._look_at_own({m: members[m] for m in self._voices if m in members}, step, verdict)
         for name in (*verdict.common, *verdict.own):
             self._given.pop(name, None)
 
+    def _part(self, names: list[str], step: int, verdict: Verdict) -> None:
+        what = f"{name_some(names)} changes in other steps in some groups than in others"
+        verdict.said.append(f"{what}: from step {step} on each has its own, and it is not compared any more")
+        self._parted.update(names[: MAX_LEAVES - len(self._parted)])
+
     def _look_at_own(self, voices: dict[str, Member], step: int, verdict: Verdict) -> None:
-        """Find which of the leaves that were each group's own most of these have alike by now."""
-        last, self._own = self._own, {}
+        """Find which of the leaves that were each group's own most of all with a voice, of which these show theirs, have alike by
+        now. A quorum may be tried more than once: that is one look."""
+        if step != self._own_at:
+            self._own_at, self._own_before, self._own = step, self._own, {}
         for name, by_member in _by_leaf(voices, voices, own=True).items():
             value, num_alike = Counter(by_member.values()).most_common(1)[0]
-            if num_alike == 1 or 2 * num_alike <= len(voices) or name in self._parted:
+            if num_alike == 1 or 2 * num_alike <= len(self._voices) or name in self._parted:
                 continue
             self._own[name] = value
-            if last.get(name, value) != value:
+            if self._own_before.get(name, value) != value:
                 verdict.common.append(name)
-                if num_alike < len(voices) and self._differed[0] != step:
+                self._regained.add(name)
+                if num_alike < len(self._voices) and self._differed[0] != step:
                     self._differed = step, Shows.SAMPLES  # those in which it differs load it after this step
 
     def _what(self, wrong: Sequence[str], right: Sequence[str], members: Collection[str], step: int) -> str:
