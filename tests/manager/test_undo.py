@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +18,9 @@ from torchft_ckpt.manager import undo
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.undo import _MAX_IN_A_ROW, Undo
 from torchft_ckpt.manager.volatile import MAX_COPIED_BYTES
+
+count = 7
+"""A variable of the script."""
 
 
 class Loop:
@@ -96,6 +100,24 @@ def test_what_this_library_notes_of_optimizers_is_not_taken_for_a_part_of_the_lo
     loop.trains()
     loop.step(lambda _: group.update(boost=4.0))
     assert group["boost"] == 3.0
+
+
+@pytest.mark.parametrize("theirs", [nn.Module.state_dict, StateRegistry.capture], ids=["torch", "this library"])
+def test_a_variable_of_the_script_goes_back_if_its_state_function_says_that_it_is_another_ones(
+    theirs: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`functools.wraps` gives a function the name and the module of the one that it calls."""
+    monkeypatch.setitem(globals(), "count", 7)
+
+    @functools.wraps(theirs)
+    def state() -> dict[str, object]:
+        return {"count": count}
+
+    loop = Loop()
+    loop.registry.register("script", loop.load, state)
+    loop.trains()
+    loop.step(lambda _: globals().update(count=8))
+    assert globals()["count"] == 7
 
 
 def test_the_state_functions_are_called_twice_and_at_discards_not_in_each_step() -> None:

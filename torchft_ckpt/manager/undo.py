@@ -399,7 +399,9 @@ def _reached(functions: Iterable[object]) -> Iterator[_Reached]:
         kind = type(value)
         if kind not in apart:
             apart[kind] = _is_apart(kind)
-        is_torchs = kind is FunctionType and str(value.__module__).startswith("torch.")
+        # `__module__` is another's where a script's function wraps one of theirs, or theirs one of the script's.
+        home = f"{value.__globals__.get('__name__')}" if isinstance(value, FunctionType) else ""
+        is_torchs = home.startswith("torch.") and str(value.__module__).startswith("torch.")
         is_data = isinstance(value, (dict, list, tuple, deque)) and len(value) > _MAX_ITEMS
         if id(value) in seen or apart[kind] or is_torchs or is_data:
             continue
@@ -408,9 +410,9 @@ def _reached(functions: Iterable[object]) -> Iterator[_Reached]:
         found: list[_Reached] = []
         if isinstance(value, FunctionType):
             # What is global here is of all Managers, and what is noted there of optimizers looks like the state.
-            is_ours = str(value.__module__).startswith("torchft_ckpt.")
-            names = [] if is_ours else [name for name in _names_in(value.__code__) if name in value.__globals__]
-            found = [(value.__globals__, name, name, value.__globals__[name]) for name in names]
+            variables = {} if home.startswith("torchft_ckpt.") else value.__globals__
+            names = [name for name in _names_in(value.__code__) if name in variables]
+            found = [(variables, name, name, variables[name]) for name in names]
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             found += [(cell, None, name, cell.cell_contents) for name, cell in cells if gc.get_referents(cell)]
         elif isinstance(attributes := value if isinstance(value, dict) else getattr(value, "__dict__", None), dict):
