@@ -25,6 +25,7 @@ import platform
 import re
 import select
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Collection, Iterator
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 _EPOLL_LINK = "anon_inode:[eventpoll]"
 _WATCHED = re.compile(r"^tfd:\s*(\d+) .*\bdata:\s*([0-9a-f]+) .*\bino:\s*([0-9a-f]+)\b", re.MULTILINE)
 _EPOLL_CTL_MOD = 3
+_EPOLL_EVENT = "=IQ" if platform.machine() == "x86_64" else "@IQ"  # without padding there alone
 _NUM_DEVICE_ATTEMPTS = 5
 _MAX_DESCRIPTOR = 0x7FFFFFFF
 _KNOWS_LAZY_INIT = "lazy_init" in (TorchProcessGroupGloo.create_device.__doc__ or "")
@@ -44,11 +46,6 @@ _KNOWS_LAZY_INIT = "lazy_init" in (TorchProcessGroupGloo.create_device.__doc__ o
 
 # Two devices that are created at once could not be told apart.
 _device_lock = threading.Lock()
-
-
-class _EpollEvent(ctypes.Structure):
-    _pack_ = 1 if platform.machine() == "x86_64" else 8
-    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
 
 
 class GlooSockets:
@@ -84,8 +81,8 @@ class GlooSockets:
         for fd, data, sock in self._open():
             with sock, self._lock:
                 if self._epoll_fd is not None and not _listens(sock):
-                    event = _EpollEvent(select.EPOLLONESHOT, data)
-                    ctypes.CDLL(None).epoll_ctl(self._epoll_fd, _EPOLL_CTL_MOD, fd, ctypes.byref(event))
+                    event = struct.pack(_EPOLL_EVENT, select.EPOLLONESHOT, data)
+                    ctypes.CDLL(None).epoll_ctl(self._epoll_fd, _EPOLL_CTL_MOD, fd, event)
         self.close()
 
     def listener_address(self) -> tuple[str, int] | None:
