@@ -402,16 +402,25 @@ def test_a_place_that_is_no_directory_is_refused_before_the_first_step(tmp_path:
 def test_a_load_function_that_clears_what_it_is_given_is_called_again_and_refused_if_it_adds_to_what_is_here(
     tmp_path: Path, address: str, adds: bool
 ) -> None:
-    """A list of losses had each of them twice, and nothing was said."""
+    """A list of losses had each of them twice, and nothing was said. A time that is rounded moves by itself meanwhile."""
     weight, losses = torch.ones(2), [3.0]
+    now = began = 7.0
+    num_loads = 0
 
     def load(state: dict[str, Any]) -> None:
+        nonlocal now, began, num_loads
+        began = now - state["took_s"]
+        now += num_loads * 1.5  # in place it takes none
+        num_loads += 1
         weight.zero_().add_(state["weight"])
         if not adds:
             losses.clear()
         losses.extend(state["losses"])
 
-    manager = make_manager(address, load, lambda: {"weight": weight, "losses": [*losses]})
+    def state_dict() -> dict[str, Any]:
+        return {"weight": weight, "losses": [*losses], "took_s": int(now - began)}
+
+    manager = make_manager(address, load, state_dict)
     checkpointer = Checkpointer(tmp_path, manager=manager)
     manager.start_quorum()
     assert manager.should_commit()
@@ -424,7 +433,7 @@ def test_a_load_function_that_clears_what_it_is_given_is_called_again_and_refuse
         assert caught.value.state_overwritten
     else:
         checkpointer.restore(step=1)
-    assert (weight.tolist(), losses) == ([1.0, 1.0], [3.0] * (1 + adds))
+    assert (weight.tolist(), losses, num_loads) == ([1.0, 1.0], [3.0] * (1 + adds), 2)
     checkpointer.shutdown()
     manager.shutdown()
 

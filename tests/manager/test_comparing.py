@@ -115,6 +115,12 @@ def test_a_large_tensor_that_a_load_function_clamps_is_not_what_was_loaded() -> 
     assert not_returned({**loaded, "average": loaded["average"].t()}, loaded).paths == ("average",)
 
 
+def test_after_two_loads_a_number_that_is_not_twice_what_was_loaded_has_moved_by_itself() -> None:
+    loaded = {"losses": [3.0], "count": 3, "took_s": 7, "best": 0.0, "flag": False}
+    here = {"losses": [3.0, 3.0], "count": 6, "took_s": 8, "best": 0.0, "flag": True}
+    assert not_returned(here, loaded, twice=True).paths == ("losses", "count", "flag")
+
+
 def test_where_digests_were_equal_large_tensors_are_sampled_and_all_else_is_compared() -> None:
     here = {"w": torch.zeros(1 << 20), "small": torch.zeros(3), "lr": 0.1}
     there = {"w": torch.zeros(1 << 20), "small": torch.ones(3), "lr": 0.2}

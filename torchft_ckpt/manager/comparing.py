@@ -58,12 +58,13 @@ def fixed(state: Any) -> Any:
     return copy.copy(state) if isinstance(state, (set, bytearray)) else state
 
 
-def not_returned(here: object, loaded: object) -> Differences:
+def not_returned(here: object, loaded: object, *, twice: bool = False) -> Differences:
     """Compare what the registered functions return with what they have just loaded, of large tensors some values.
 
-    A state of a random number generator that a function leaves alone is the group's own.
+    A state of a random number generator that a function leaves alone is the group's own. `twice`: of numbers those count that
+    are twice what was loaded, as others may have moved by themselves: a rounded time.
     """
-    found = _Search(max_bytes=MAX_COPIED_BYTES, skips_random=True)
+    found = _Search(max_bytes=MAX_COPIED_BYTES, skips_random=True, twice=twice)
     found.compare(here, loaded, "")
     return Differences(tuple(found.paths))
 
@@ -71,8 +72,9 @@ def not_returned(here: object, loaded: object) -> Differences:
 class _Search:
     """One comparison. Tensors larger than `max_bytes` are sampled."""
 
-    def __init__(self, max_bytes: int | None, *, skips_random: bool = False) -> None:
+    def __init__(self, max_bytes: int | None, *, skips_random: bool = False, twice: bool = False) -> None:
         self._max_bytes = max_bytes
+        self._twice = twice
         self._skips_random = skips_random
         self.paths: list[str] = []
 
@@ -98,6 +100,8 @@ class _Search:
         elif isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
             if not same_tensor(here, there, self._max_bytes):
                 self.paths.append(path)
+        elif self._twice and type(here) in (int, float) and type(there) in (int, float):
+            self.paths += [path] if here == there + there != there else []
         elif not same_value(here, there):
             self.paths.append(path)
 

@@ -285,7 +285,7 @@ def load_saved(manager: Manager, state: dict[str, Any], read_again: Callable[[],
     if not registry.load(registry.check(_of_user(manager, state)), in_place=True):
         once = registry.not_returned(_of_user(manager, state)).paths
         registry.load(user := _of_user(manager, read_again()))
-        twice = Differences(tuple(path for path in registry.not_returned(user).paths if path not in once))
+        twice = Differences(tuple(path for path in registry.not_returned(user, twice=True).paths if path not in once))
         registry.forget_returned()
         if twice.paths:
             raise StateDictLoadError(

@@ -455,15 +455,16 @@ class StateRegistry:
         """Give optimizers the settings of the source for the same parameters, and say what differed. On the training thread."""
         return take_settings(self._known(), own.get("settings"), here=self._groups, there=own.get("groups"))
 
-    def not_returned(self, user: dict[str, Any]) -> Differences:
+    def not_returned(self, user: dict[str, Any], *, twice: bool = False) -> Differences:
         """Say what the functions do not return of what has just been loaded, large tensors apart. On the training thread.
+        `twice`: see `comparing.not_returned`.
 
         Where groups train apart it is what they did not return before the global parameters came into the model.
         """
         if self._not_returned is not None:
             return self._not_returned
         self._returned = self.capture()
-        return not_returned(self._returned, user)
+        return not_returned(self._returned, user, twice=twice)
 
     def take_returned(self) -> dict[str, Any]:
         """Return what the functions returned when they were last asked for `not_returned`, once; else what they return now."""
