@@ -13,6 +13,7 @@ from torch import nn
 
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.coordination.messages import MAX_LEAVES, LeavesWanted, Shows, StateVersion
+from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.manager import showing
 from torchft_ckpt.manager.checking import (
     MOST_PARTS,
@@ -168,10 +169,11 @@ def test_what_has_stood_still_since_it_was_looked_at_first_is_shown_last_and_is_
 def test_own_tensors_are_shown_whole_until_they_are_common_and_own_numbers_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A number may be equal by chance, and what moves in inner steps is equal as a round begins."""
+    """Numbers, and flags that are all the same, are equal by chance; what moves in inner steps is equal as a round begins."""
     known = KnownLeaves()
-    state = {"codebook": torch.zeros(1 << 16), "mean": torch.zeros(3), "count": torch.zeros(()), "best": 1.0}
-    assert known.learn([], state) == (["best", "codebook", "count", "mean"], [])
+    state = {"codebook": torch.arange(1 << 16), "mean": torch.arange(3.0), "count": torch.zeros(()), "best": 1.0}
+    state |= {"counts": torch.full((4096,), 5), "used": torch.ones(8, dtype=torch.bool)}
+    assert known.learn([], state) == (sorted(state), [])
 
     def own() -> dict[str, str]:
         said = shown(leaves_to_compare(state, []), known, 1, Shows.SAMPLES, group_world_size=1)
@@ -181,6 +183,9 @@ def test_own_tensors_are_shown_whole_until_they_are_common_and_own_numbers_are_n
     before = own()
     assert list(before) == ["codebook", "mean"]
     state["codebook"][-1] = 1
+    state["counts"][-1] = 6
+    assert list(own()) == ["codebook", "counts", "mean"]
+    del state["counts"]
     with monkeypatch.context() as patch:
         patch.setattr(
             showing, "MAX_STATE_BYTES", state["codebook"].nbytes
@@ -191,6 +196,21 @@ def test_own_tensors_are_shown_whole_until_they_are_common_and_own_numbers_are_n
     assert list(own()) == ["mean"] and known.common == {"codebook"}
     known.by_rounds = True
     assert own() == {}
+
+
+def test_a_tensor_that_cannot_be_carried_is_compared_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient's norm is a DTensor of partial sums, say: who serves it says so, and nobody who trains ends by that."""
+
+    class Refuses:
+        def boxes_and_data(self, _: torch.Tensor, path: str) -> None:
+            raise UnsupportedValueError("no box", path)
+
+    monkeypatch.setattr(showing, "adapter_of", lambda _: Refuses())
+    assert (
+        showing.digest_of(torch.ones(2))
+        == showing.digest_of(torch.ones(2), step=3)
+        != showing.digest_of(torch.zeros(2))
+    )
 
 
 def test_what_was_received_has_not_moved_here_before_it_does_whatever_samples_are_shown(

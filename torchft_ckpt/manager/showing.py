@@ -24,6 +24,7 @@ from torchft_ckpt.checkpointing.state.containers import SEQUENCES, is_one_leaf, 
 from torchft_ckpt.checkpointing.state.samples import add_sample, marks, place_of, sample_of
 from torchft_ckpt.checkpointing.state.shards import adapter_of, memory_of
 from torchft_ckpt.core.coordination.messages import MAX_LEAF_CHARS, MAX_LEAVES, Leaf, Shows, StateShown
+from torchft_ckpt.errors import UnsupportedValueError
 from torchft_ckpt.manager.comparing import bits_of
 
 NUM_SAMPLES = 8
@@ -33,6 +34,7 @@ MAX_WHOLE_BYTES = 1 << 16
 MAX_STATE_BYTES = 256 << 20
 """So is a state: it takes some 20 ms."""
 _DIGEST_CHARS = 16
+_NUM_FIRST = 1024
 _PLAIN = (bool, int, float, str, type(None))
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -186,7 +188,7 @@ def shown(
             # What is made of own data may be averaged later. Numbers are equal by chance, and samples lie elsewhere each time.
             if not known.by_rounds and isinstance(leaf.value, torch.Tensor) and leaf.value.numel() > 1:
                 num_own_bytes += leaf.value.nbytes
-                if num_own_bytes <= MAX_STATE_BYTES:
+                if num_own_bytes <= MAX_STATE_BYTES and _varies(leaf.value):
                     own.append(Leaf(name=leaf.key, digest=digest_of(leaf.value)))
             continue
         digest = digest_of(leaf.value, sampled_at)
@@ -210,6 +212,16 @@ def shown(
     )
 
 
+def _varies(tensor: torch.Tensor) -> bool:
+    """Whether not all values that are here are the same. Else they say as little as a number: counts, flags that are set."""
+    for part in memory_of(tensor):
+        for some in (part.reshape(-1)[:_NUM_FIRST], part):
+            values = bits_of(some).view(torch.uint8).view(-1, part.element_size())
+            if (values != values[0]).any():
+                return True
+    return False
+
+
 def digest_of(value: torch.Tensor | str, step: int | None = None) -> str:
     """Return a digest of a tensor's dtype, shape and bits, of those that are here of a sharded one; or of a value in words.
 
@@ -218,7 +230,10 @@ def digest_of(value: torch.Tensor | str, step: int | None = None) -> str:
     if isinstance(value, str):
         return xxhash.xxh3_64_hexdigest(value.encode(errors="surrogatepass"))
     adapter = adapter_of(value)
-    boxes, data = ([], [value]) if adapter is None else adapter.boxes_and_data(value, "")
+    try:
+        boxes, data = ([], [value]) if adapter is None else adapter.boxes_and_data(value, "")
+    except UnsupportedValueError:  # who serves it says so; a survivor does not end by that
+        boxes, data = [], memory_of(value)
     hasher = xxhash.xxh3_64(f"{value.dtype} {tuple(value.shape)} {boxes}".encode())
     for part in data:
         if step is None or part.nbytes <= MAX_WHOLE_BYTES:
