@@ -1030,3 +1030,19 @@ def test_one_of_an_outer_loop_begins_a_later_attempt_with_the_state_that_it_was_
         member.asks(patience_s=patience_s)
     assert job.lighthouse.round is not None
     assert ("c:1" in job.lighthouse.round.tally.roles) == (patience_s > 0.0)
+
+
+def test_one_with_values_of_an_attempt_that_is_over_waits_with_them_and_goes_on_when_the_others_have_died() -> None:
+    """It asks with an iteration begun, so it is not sent to compute alone, and nobody else has the state any more."""
+    job = Job()
+    a, b = at_work(job, "a", "b")
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=0.5)
+    are_asked([a, b])
+    c.comes_in()
+    a.asks(can_serve=True)  # its loss was not a number
+    c.asks(allow_heal=False)
+    assert c.replica.version == a.replica.version and not c.replica.warms_up
+    b.dies()
+    a.dies()
+    assert c.hears()[-1] == "quorum 2 step 2 healthy"

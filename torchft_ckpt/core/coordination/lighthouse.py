@@ -634,8 +634,8 @@ class LighthouseState:
         others = self._job.apart()
         candidates = [self.members[m] for m in self._job.waiting if m not in others]
         yield from self._beside.call_spares()
-        for member in candidates:  # one that was the only one with that name may be so no more
-            member.version = self._as_it_counts(member, member.version)
+        for member in candidates:  # who was the only one with its name may be so no more, and who was not may be so now
+            member.version = self._as_it_counts(member, member.asked.version)
         holders, staying = self._beside.holders(), []
         for member in candidates:
             # It lacks the newest state: that of another who holds it by now, or, at the end of its iteration, of nobody.
