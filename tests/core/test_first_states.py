@@ -395,3 +395,26 @@ def test_who_was_given_the_first_state_began_the_job_also_if_the_lighthouse_rest
     z.asks(can_serve=True, shows="w")
     b.asks(can_serve=True, shows="of an older state")
     assert b.formed is not None and b.formed.differs, "else the one that has come in decides by its name"
+
+
+def test_one_that_comes_back_with_a_state_that_is_void_computes_alone_with_none_of_that_name() -> None:
+    """The others have gone back to a checkpoint, and begun no step since: one of them is yet to receive it."""
+    job = Job()
+    a, b = job.join("a"), job.join("b")
+    job.step(a, b)
+    job.step(a, b)
+    for member in (a, b):
+        member.asks()
+    b.leaves()
+    a.is_cut_off()
+    job.gives_first = False
+    c, d = job.join("c"), job.join("d")
+    c.replica.restore(1)
+    c.asks()
+    d.asks()
+    job.passes(61.0)
+    assert d.formed is not None and d.formed.held and d.formed.version.step == 1
+    a.connects()
+    a.asks()
+    assert a.replica.warms_up and a.formed is not None
+    assert (a.step, a.formed.version) == (2, d.formed.version)

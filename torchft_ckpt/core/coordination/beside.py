@@ -269,6 +269,8 @@ class Beside:
         request, current = self._sets_aside(member), self._job.round
         self._job.computes_alone(member)
         member.phase, member.follows_until = MemberPhase.WARMS_UP, now
+        if current is not None and self._job.history.is_void(current.assignment.version):
+            current = None  # the job has gone back since, and begun no step
         assignment = None if current is None else current.assignment
         alone = StepAlone(
             request_id=request.request_id,
