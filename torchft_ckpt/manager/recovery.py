@@ -199,18 +199,6 @@ class Recovery:
             if client.rest(min(until, now + SAY_EVERY_S)):
                 return
 
-    def await_ranks(self, formed: Answer) -> None:
-        """Wait until all ranks of this group have the state that a quorum is held for: this one may have had it before.
-
-        Whoever asks for the step earlier has the others give it up.
-        """
-        if self.is_alone or not formed.held:
-            return
-        try:
-            self.client.await_loading(self._limit)
-        except CheckpointError as error:
-            self.client.note_error(error)
-
     def load(self) -> None:
         """Wait for the state, if one is fetched, and load it; a transfer that fails costs this replica the step and no more.
 

@@ -408,9 +408,8 @@ class Steps:
                 self._begin(self._last_wishes, self._limit)
                 now = self._client.view()
                 may_ask_again = now.follows
-                if now.follows and now.quorum is not None:
-                    wait = self._recovery.await_ranks if now.is_waited_for else self._recovery.rest
-                    wait(now.quorum)
+                if now.follows and now.quorum is not None and not now.is_waited_for:
+                    self._recovery.rest(now.quorum)
                 self._client.learned()
                 if not may_ask_again:
                     break
