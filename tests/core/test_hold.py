@@ -857,6 +857,23 @@ def test_of_those_that_could_not_come_in_one_is_tried_at_a_time_that_is_not_in_i
     assert held_for(job) == ["d:1"]
 
 
+def test_of_those_that_could_not_come_in_as_many_are_tried_at_once_as_a_step_needs_to_count() -> None:
+    job = Job(least=3)
+    a, b, c = at_work(job, "a", "b", "c")
+    others = [warms_up(job, name) for name in "def"]
+    b.dies()
+    c.dies()
+    a.votes()
+    for member in others:
+        debt = job.lighthouse._joining._allowance.debt(member.replica_id[0], job.now)
+        debt.could_not(0.0, "it cannot connect", job.now, first_pause_s=None, is_alone=True)
+    job.passes(61.0)
+    a.asks(can_serve=True)
+    for member in others:
+        member.asks(at_end=True, reach_s=0.1)
+    assert held_for(job)[:2] == ["d:1", "e:1"]
+
+
 def test_one_that_dies_each_time_when_it_has_the_state_stays_outside_for_longer_and_longer() -> None:
     job = Job(least=2)
     members = at_work(job, "a", "b")

@@ -167,7 +167,9 @@ class Beside:
         reasons |= {m.replica_id: self._why_follows(m, waits=self._is_teaching(now, beside=m)) for m in following}
         reasons = {m.replica_id: why for m in members if (why := reasons.get(m.replica_id) or why_not[m.replica_id])}
         tried = [m.replica_id for m in self._joining.in_debt(m for m in members if m.replica_id not in reasons)]
-        reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[1:]}
+        # One at a time; or as many as have to come before a step can count.
+        at_once = max(1, self._job.min_trainers(holding) - len(holding))
+        reasons |= {m: f"it could not come in, and is tried again after {tried[0]}" for m in tried[at_once:]}
         return following, reasons
 
     def out_of_turn(self, candidates: Collection[Member], now: float) -> dict[str, str]:
