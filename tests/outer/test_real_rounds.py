@@ -161,7 +161,7 @@ def test_a_transfer_that_takes_many_rounds_holds_up_nobody_and_ends_in_the_job(t
 def test_a_group_that_is_merely_slow_is_waited_for(tmp_path: Path) -> None:
     with outer_job(tmp_path) as job:
         groups = [job.start(f"group_{i}", pause_s=0.2 if i == 2 else 0.002)[0] for i in range(3)]
-        groups[2].wait_for(lambda e: e["event"] == "step" and e["contributed"])
+        groups[2].wait_for(lambda e: e["event"] == "step" and e["contributed"] and e["participants"] == 3)
         since = time.monotonic()
         groups[2].wait_for_step(groups[2].steps()[-1]["step"] + 2)
         reports = job.finish(ahead=2)
