@@ -29,7 +29,6 @@ from torchft_ckpt.core.coordination.messages import (
     JoinProgress,
     LeavesFound,
     Needed,
-    QuorumRequest,
     Source,
     StateGiven,
     StateVersion,
@@ -268,7 +267,7 @@ class Beside:
 
     def let_warm_up(self, member: Member, now: float, why: str = LOADS_AT_END) -> Send:
         """Let a member compute a step for itself alone."""
-        request, current = self._sets_aside(member), self._job.round
+        request, current = self._job.take_request(member), self._job.round
         self._job.computes_alone(member)
         member.phase, member.follows_until = MemberPhase.WARMS_UP, now
         if current is not None and self._job.history.is_void(current.assignment.version):
@@ -382,12 +381,6 @@ class Beside:
             given = Given.TO_FOLLOW if follows else Given.TO_LEARN
             yield self._gives(member, given, why, now, assignment=current.assignment, sources=sources)
 
-    def _sets_aside(self, member: Member) -> QuorumRequest:
-        """A member is a learner from now on: it computes or receives beside a quorum that does not wait for it."""
-        # It may have been in the quorum, and have given its step up.
-        self._job.quorum_members.pop(member.replica_id, None)
-        return self._job.take_request(member)
-
     def _gives(
         self,
         member: Member,
@@ -398,8 +391,11 @@ class Beside:
         assignment: Assignment,
         sources: list[Source],
     ) -> Send:
-        """Have a member receive the state of an assignment."""
-        request, current = self._sets_aside(member), self._job.round
+        """Have a member receive the state of an assignment, beside a quorum that does not wait for it."""
+        request, current = self._job.take_request(member), self._job.round
+        self._job.quorum_members.pop(
+            member.replica_id, None
+        )  # it may have been in the quorum, and have given its step up
         newest_step = self._job.history.lasting_step
         if why is Given.TO_FOLLOW and self._is_idle_spare(member):
             why = Given.TO_STAY

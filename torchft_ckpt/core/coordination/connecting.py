@@ -27,7 +27,7 @@ from torchft_ckpt.core.coordination.beside import Beside
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
-from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase
+from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import ConnectBeside, ConnectedBeside, clip, name_some
 
 ANSWERS_WITHIN_S = 30.0
@@ -134,10 +134,8 @@ class Connecting:
         return all(names <= met for met in {m.met for m in members})
 
     def _is_newcomer(self, member: Member, at_work: Sequence[Member], now: float) -> bool:
-        is_out = (
-            member.replica_id in self._job.quorum_members or member.is_let_go or member.phase is MemberPhase.FINISHED
-        )
-        return not is_out and bool(self._unmet(member, at_work)) and not self._joining.why_owes(member, now)
+        is_outside = member.stays and member.replica_id not in self._job.quorum_members
+        return is_outside and bool(self._unmet(member, at_work)) and not self._joining.why_owes(member, now)
 
     def _is_new(self, member: Member) -> bool:
         """Whether a member was in no quorum: if it holds the newest state, it has caught up with the others between two rounds.

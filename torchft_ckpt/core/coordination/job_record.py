@@ -124,9 +124,7 @@ class JobRecord:
         self.beginners.pop(member.replica_id, None)
 
     def staying(self) -> list[Member]:
-        return [
-            member for member in self.members.values() if not (member.is_let_go or member.phase is MemberPhase.FINISHED)
-        ]
+        return [member for member in self.members.values() if member.stays]
 
     def at_work(self) -> set[str]:
         """Return the members that hold the state and go on, and those that make the open step with them."""

@@ -167,6 +167,11 @@ class Member:
         return is_away or (self.is_let_go and self.phase is not MemberPhase.ASKS)
 
     @property
+    def stays(self) -> bool:
+        """Whether it goes on to further steps: it has not made its last one, and was not told to leave."""
+        return not self.is_let_go and self.phase is not MemberPhase.FINISHED
+
+    @property
     def says_issued(self) -> QuorumRequest | LeaveWish | None:
         """What says in how many collectives of its step the others can meet its ranks, now that it has gone on from it.
 
