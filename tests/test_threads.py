@@ -82,7 +82,7 @@ def test_who_is_interrupted_outside_of_the_work_leaves_none_that_runs(at: str, m
     def work(number: int) -> None:
         begun.append(number)
         if threading.current_thread() is not main:
-            assert may_end.wait(30)
+            assert may_end.wait(120)
         ended.append(number)
 
     start, join, num_joined = Thread.start, our_threads._join, 0

@@ -154,7 +154,7 @@ def test_a_state_that_is_received_for_longer_than_a_step_is_copied_before_the_st
         connection.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": "learner"})
         assert connection.getresponse().read()
         connection.close()
-        assert copied.wait(20)
+        assert copied.wait(120)
         (snapshot,) = source._snapshots.open_snapshots()
         num_before = snapshot.statistics().num_blocks_copied_aside
         with source.lock.write():

@@ -414,7 +414,7 @@ def test_what_is_served_here_is_copied_aside_before_it_is_received_into(source, 
     with FaultyProxy(parse_metadata(destination.metadata()).port, hold) as proxy:
         thread = threading.Thread(target=lambda: got.append(reader.recv_checkpoint(0, proxy.url, STEP, LONG)))
         thread.start()
-        assert reached.wait(20)
+        assert reached.wait(120)
         destination.fetch_checkpoint([source.metadata()], STEP, LONG, local_state=ours, in_place=True)
         go_on.set()
         thread.join(20)

@@ -262,7 +262,7 @@ def test_a_relay_is_closed_once_nothing_of_it_is_lent(scene):
         closing.start()
         wait_until(lambda: relay.closed, "the relay is closed")
         assert not closed.is_set() and [len(view) for view in views] == [100]
-    assert closed.wait(20)
+    assert closed.wait(120)
     closing.join(20)
     assert not relay.holds(0, 100)
 

@@ -70,7 +70,7 @@ class Scene:
         gate.arm(held)
         client = JobPeers([[gate.url]])
         future = self.threads.submit(lambda: client.pull(STEP, timeout=LONG).state)
-        assert held.reached.wait(20)
+        assert held.reached.wait(120)
         return held, future
 
     def step(self) -> None:

@@ -212,7 +212,7 @@ def test_a_local_state_that_changes_between_comparing_and_the_end_is_not_in_the_
         target=lambda: got.append(scene.destination.fetch_checkpoint([scene.gate.url], STEP, LONG, local_state=local))
     )
     thread.start()
-    assert compared.wait(20)
+    assert compared.wait(120)
     local["same"].fill_(7)
     go_on.set()
     thread.join(20)

@@ -24,7 +24,7 @@ def test_threads_that_end_a_loop_at_once_wait_for_each_other_and_one_last_thing_
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(thread.finish, slow)
-        assert is_in.wait(20)
+        assert is_in.wait(120)
         second = pool.submit(thread.finish, late)
         may_end.set()
         assert [first.result(20), second.result(20)] == [None, None]

@@ -138,7 +138,7 @@ def test_the_probes_are_answered_without_the_token() -> None:
                 assert answer.status == 200
     finally:
         lighthouse.terminate()
-        assert lighthouse.wait(30) == 0
+        assert lighthouse.wait(120) == 0
         lighthouse.stdout.close()
 
 

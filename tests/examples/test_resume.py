@@ -12,7 +12,7 @@ from support.nursery import FORKING
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "examples" / "resume.py"
-NUM_STEPS, SAVE_EVERY, KILL_AT = 32, 8, 20
+NUM_STEPS, SAVE_EVERY, KILL_AT = 32, 8, 17
 
 
 def diary(path: Path, event: str) -> list[dict[str, object]]:
@@ -28,7 +28,7 @@ def losses(path: Path) -> dict[object, object]:
 def test_a_job_that_was_killed_as_a_whole_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script tells the story in this process; its groups and lighthouses are processes of their own."""
     folder = tmp_path / "story"
-    options = [f"--steps={NUM_STEPS}", f"--save-every={SAVE_EVERY}", f"--kill-at={KILL_AT}", "--groups=2"]
+    options = [f"--steps={NUM_STEPS}", f"--save-every={SAVE_EVERY}", f"--kill-at={KILL_AT}", "--pace=0.1", "--groups=2"]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--demo", f"--folder={folder}", *options])
     monkeypatch.setattr(resume, "subprocess", FORKING)
 

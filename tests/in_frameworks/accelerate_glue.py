@@ -9,13 +9,22 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from accelerate_plain import Numbered, digest_of, loss_of, make_model, make_optimizers, options_of, schedule
+from accelerate_plain import (
+    Numbered,
+    digest_of,
+    loss_of,
+    make_model,
+    make_optimizers,
+    num_groups_of,
+    options_of,
+    schedule,
+)
 from fingerprints import say
+from gates import Gates
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
@@ -34,6 +43,7 @@ def main(options: argparse.Namespace) -> None:
     num_update_steps_per_epoch = math.ceil(len(train_dataloader) / options.accumulate)
     max_train_steps = options.epochs * num_update_steps_per_epoch
     progress_bar = tqdm(range(max_train_steps), disable=not accelerator.is_local_main_process)
+    gates = Gates(options.wait)
     completed_steps = 0
     starting_epoch = 0
     if options.resume:
@@ -51,6 +61,8 @@ def main(options: argparse.Namespace) -> None:
             active_dataloader = train_dataloader
         for step, batch in enumerate(active_dataloader):
             say(f"READ {batch['number'].tolist()}")
+            while completed_steps >= options.hold:
+                time.sleep(1)
             loss = loss_of(model, batch) / options.accumulate
             accelerator.backward(loss)
             if step % options.accumulate == 0 or step == len(train_dataloader) - 1:
@@ -61,9 +73,7 @@ def main(options: argparse.Namespace) -> None:
                 completed_steps += 1
             if accelerator.sync_gradients:
                 say(f"STEP {completed_steps} {digest_of(accelerator.unwrap_model(model), [optimizer], lr_scheduler)}")
-                for wait_at, file in options.wait:
-                    while completed_steps >= int(wait_at) and not Path(file).exists():
-                        time.sleep(0.05)
+                gates.go_on(completed_steps, num_groups_of(accelerator))
             if completed_steps % options.save_steps == 0 and accelerator.sync_gradients:
                 accelerator.save_state(str(options.folder / f"step_{completed_steps}"))
             if completed_steps >= max_train_steps:

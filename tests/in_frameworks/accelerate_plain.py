@@ -2,7 +2,8 @@
 schedule, an average of the weights after `zero_grad`, checkpoints, a log. `accelerate_changes` makes a group's of it.
 
 It prints a line each: `READ [numbers]` for each batch that the model trains on, `STEP n digest` for each optimizer step, with a
-digest of all that is trained, `SAVED n`. `--wait STEP FILE`: it stands still after that step until the file exists.
+digest of all that is trained, `SAVED n`. `--wait STEP FILE`: it stands still after that step until the file exists, and then goes
+slowly until another group trains with it. `--hold STEP`: it never goes on from its first batch after that step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 from fingerprints import digest, say
+from gates import Gates
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 
@@ -106,6 +108,11 @@ def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return (model(batch["input"]) - batch["input"].flip(1)).square().mean()
 
 
+def num_groups_of(accelerator: Any) -> int:
+    """Return how many groups made the last step."""
+    return int(accelerator._manager.view().num_participants)
+
+
 def schedule(step: int) -> float:
     return min(1.0, (step + 1) / 10) / (1 + step / 50)
 
@@ -132,6 +139,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--name", default=f"group_{os.environ.get('REPLICA_GROUP_ID', 0)}")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--wait", nargs=2, action="append", default=[])
+    parser.add_argument("--hold", type=float, default=math.inf)
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     return parser.parse_args()
@@ -164,7 +172,7 @@ def main(options: argparse.Namespace) -> None:
     if options.fp16:  # accelerate has it on a GPU alone
         accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
     num_update_steps_per_epoch = math.ceil(len(train_dataloader) / options.accumulate)
-    global_step, first_epoch = 0, 0
+    gates, global_step, first_epoch = Gates(options.wait), 0, 0
     if options.resume:
         accelerator.load_state(options.resume)
         global_step = int(options.resume.rpartition("_")[2])
@@ -173,6 +181,8 @@ def main(options: argparse.Namespace) -> None:
         model.train()
         for batch in train_dataloader:
             say(f"READ {batch['number'].tolist()}")
+            while global_step >= options.hold:
+                time.sleep(1)
             with accelerator.accumulate(model):
                 loss = loss_of(model, batch)
                 for part in [loss / 4, 3 * loss / 4] if options.two_losses else [loss]:
@@ -190,9 +200,7 @@ def main(options: argparse.Namespace) -> None:
                 global_step += 1
                 trained = accelerator.unwrap_model(model, keep_torch_compile=False)
                 say(f"STEP {global_step} {digest_of(trained, optimizers, lr_scheduler, ema_model)}")
-                for step, file in options.wait:
-                    while global_step >= int(step) and not Path(file).exists():
-                        time.sleep(0.05)
+                gates.go_on(global_step, num_groups_of(accelerator))
                 if accelerator.is_main_process and global_step % options.save_steps == 0:
                     accelerator.save_state(str(options.folder / f"step_{global_step}"))
                     say(f"SAVED {global_step}")

@@ -2,7 +2,7 @@
 
 It prints `TRIED step [ids]` before each vote, `COUNTED step participants digest` after each step that counts, and its state at
 the end. `--report-at STEP`: it reports an error in that step once, so that the step is discarded. `--wait STEP FILE`, more than
-once: it stands still after that step until the file exists, and is slow from then on.
+once: it stands still after that step until the file exists, and then goes slowly until another group trains with it.
 """
 
 # ruff: noqa: E402
@@ -13,7 +13,6 @@ import argparse
 import logging
 import os
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 from composer import Callback, ComposerModel, Trainer
 from composer.optim import CosineAnnealingScheduler
 from fingerprints import digest, print_state, say
+from gates import Gates
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -117,7 +117,7 @@ class Recorder(Callback):
         self, manager: Manager, model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace
     ) -> None:
         self.manager, self.model, self.optimizer = manager, model, optimizer
-        self.report_at, self.waits = options.report_at, options.wait
+        self.report_at, self.gates = options.report_at, Gates(options.wait)
 
     def after_train_batch(self, state: Any, logger: Any) -> None:
         step = self.manager.current_step()
@@ -130,11 +130,7 @@ class Recorder(Callback):
         if self.manager.last_step_counted():
             num = self.manager.view().num_participants
             say(f"COUNTED {self.manager.current_step() - 1} {num} {digest_of(self.model, self.optimizer)}")
-        for step, file in self.waits:
-            while self.manager.current_step() >= int(step) and not Path(file).exists():
-                time.sleep(0.05)
-        if self.waits:
-            time.sleep(0.05)
+            self.gates.go_on(self.manager.current_step(), num)
 
 
 def main() -> None:

@@ -28,17 +28,22 @@ from support.launched import REPO, fork_into
 from support.waiting import wait_until
 
 from torchft_ckpt import LighthouseServer
+from torchft_ckpt.core.coordination.messages import group_name
 
 TORCHRUN = Path(torch.distributed.run.__file__)
 _STEP = re.compile(r"step=(\d+) quorum=\d+ participants=(\d+)/\d+ verdict=(\S+) heal=(\S+)")
+WARM = "verdict=left_behind"
+"""A group that comes in says so when its first iteration is over, which it computes alone."""
 State = dict[str, Any]
 
 
 class Group:
     """One run of a replica group's script. Its output, that of all its ranks, is in `log_path`."""
 
-    def __init__(self, log_path: Path, script: Path, arguments: list[str], environment: dict[str, str]) -> None:
-        self.log_path = log_path
+    def __init__(
+        self, log_path: Path, script: Path, arguments: list[str], environment: dict[str, str], number: int = 0
+    ) -> None:
+        self.log_path, self.number = log_path, number
         self.process = fork_into(log_path, script, *arguments, **environment)
 
     def log(self) -> str:
@@ -49,7 +54,7 @@ class Group:
         """Return (committed steps before it, participants) of each step that ended so, in order, of all ranks."""
         return [(int(step), int(num)) for step, num, how, _ in _STEP.findall(self.log()) if how == verdict]
 
-    def wait_for(self, pattern: str, timeout_s: float = 120.0) -> None:
+    def wait_for(self, pattern: str, timeout_s: float = 240.0) -> None:
         """Return once its output has a match; the test fails where it ends before, or takes longer."""
 
         def is_there() -> bool:
@@ -59,7 +64,7 @@ class Group:
 
         wait_until(is_there, f"{pattern!r} in {self.log_path.name}", timeout_s)
 
-    def wait_for_step(self, step: int, *, participants: int | None = None, timeout_s: float = 120.0) -> None:
+    def wait_for_step(self, step: int, *, participants: int | None = None, timeout_s: float = 240.0) -> None:
         """Return once it has committed `step` steps of the job or more, the last one with so many groups, if that is given."""
 
         def is_there() -> bool:
@@ -139,6 +144,26 @@ class FrameworkJob:
             **(environment or {}),
         }
 
+    def wait_until_asks(self, run: Group, timeout_s: float = 240.0) -> None:
+        """Return once a group has computed its first iteration, alone, and asks for a quorum: it is about to come in."""
+        run.wait_for(WARM, timeout_s)
+        wait_until(lambda: self.asks(run), f"{run.log_path.name} asks for a quorum", timeout_s)
+
+    def wait_until_met(self, *runs: Group, timeout_s: float = 240.0) -> None:
+        """Return once groups that were started at a time train together, or those that were later are about to come in."""
+
+        def is_in(run: Group) -> bool:
+            assert run.process.poll() is None, f"{run.log_path.name} has ended"
+            together = any(num == len(runs) for _, num in run.steps())
+            return together or (bool(run.steps("left_behind")) and self.asks(run))
+
+        wait_until(lambda: sum(is_in(run) for run in runs) >= len(runs) - 1, "the groups train together", timeout_s)
+
+    def asks(self, run: Group) -> bool:
+        """Whether all ranks of a group wait for a quorum."""
+        jobs = [*self.lighthouse._jobs.states.values()]
+        return any(group_name(name).endswith(f"_{run.number}") for job in jobs for name in [*job._job.waiting])
+
     def start(self, group: int, *arguments: str) -> Group:
         """Start a group, or start it again, with further arguments."""
         number = self._num_started[group] = self._num_started.get(group, 0) + 1
@@ -149,7 +174,7 @@ class FrameworkJob:
             run = ["-m", self._by, str(script)] if self._by else [str(script)]
             given = ["--standalone", "--nnodes=1", f"--nproc-per-node={self._nproc}", *run, *given]
             script = TORCHRUN
-        started = Group(log_path, script, given, {**self._environment, "REPLICA_GROUP_ID": str(group)})
+        started = Group(log_path, script, given, {**self._environment, "REPLICA_GROUP_ID": str(group)}, group)
         self._stack.callback(started.close)
         return started
 

@@ -1,7 +1,7 @@
 """One replica group of a Lightning job, as its user writes it: accumulates, clips, schedules, logs, saves, validates.
 
-It prints what it read for which step, which checkpoint it wrote, and its state at the end. It waits in a step for one group to be
-killed, or to get SIGTERM. While it trains alone it takes its time, so that the other finds the job again.
+It prints what it read for which step, which checkpoint it wrote, and its state at the end. It goes slowly until all groups train.
+In a step it waits for one of them to be killed, or to get SIGTERM; and some steps later, until it may be met again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ NUM_SAMPLES, BATCH_SIZE, ACCUMULATE, NUM_FEATURES = 168, 4, 2, 16
 """An epoch of one of two groups has 21 batches: 11 steps, and the last one has one batch."""
 HELD_AT = 13
 """In this step, or the first after it in which two groups train, both wait until they may go on: then one of them is killed."""
+STANDS_AFTER, SLOWER_S = 10, 0.1
 
 
 def make_data() -> TensorDataset:
@@ -63,8 +64,15 @@ class Net(LightningModule):
         self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
         self.num_groups: Callable[[], int] | None = None  # no Manager: StochasticWeightAveraging makes a deep copy
         self.note = f"seed {seed}"
-        self.go_on = Path()
+        self.go_on = self.is_back = Path()
         self.pause_s = 0.0
+        self.stands_after = STANDS_AFTER
+        self.stands_at: int | None = None
+        """A step that it does not make alone until it may be met again, which is none before one was killed."""
+        self.num_alone = 0
+        """Batches since it was to be met."""
+        self.num_wanted = int(os.environ.get("NUM_REPLICA_GROUPS", "1"))
+        self.has_met = False
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         numbers, features, targets = batch
@@ -76,14 +84,25 @@ class Net(LightningModule):
         return loss
 
     def take_time(self, num_groups: int) -> None:
-        if num_groups == 1:
-            time.sleep(0.5)
+        self.has_met = self.has_met or num_groups >= self.num_wanted
+        if not self.has_met:
+            self.num_alone += 1
+            time.sleep(SLOWER_S * self.num_alone)
+        elif num_groups == 1:
+            time.sleep(0.2)
+            if self.stands_at is not None and self.trainer.global_step >= self.stands_at:
+                self.stand_until(self.is_back)
+                self.stands_at, self.has_met, self.num_alone = None, False, 0
         elif self.pause_s:
             time.sleep(self.pause_s)
         elif self.trainer.global_step >= HELD_AT and not self.go_on.exists():
-            say("HELD")
-            while not self.go_on.exists():
-                time.sleep(0.05)
+            say(f"HELD {self.trainer.global_step}")
+            self.stands_at = self.trainer.global_step + self.stands_after
+            self.stand_until(self.go_on)
+
+    def stand_until(self, path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.05)
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
         _, features, targets = batch
@@ -189,6 +208,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--slow-save", type=float, default=0.0, help="seconds that the save of step 10 takes")
     parser.add_argument("--min-replica-size", type=int, default=1)
+    parser.add_argument("--stands-after", type=int, default=STANDS_AFTER, help="this many steps after that one")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     torch.set_num_threads(1)
@@ -218,7 +238,8 @@ def main() -> None:
         )
     # Other weights in each life of each group: what is equal at the end came from the others.
     model = (ShardedNet if options.sharded else Net)(int.from_bytes(os.urandom(4), "big"), options.steps)
-    model.num_groups, model.go_on = lambda: manager.num_participants(), options.folder.parent / "go_on"
+    model.num_groups, model.stands_after = lambda: manager.num_participants(), options.stands_after
+    model.go_on, model.is_back = (options.folder.parent / name for name in ("go_on", "is_back"))
     model.pause_s = options.pause
     averages: list[Any] = []
     if options.averages:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import time
-from pathlib import Path
 
 import torch
 from fingerprints import print_state, say
+from gates import Gates
 from torch import nn
 
 from torchft_ckpt import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
@@ -23,8 +22,7 @@ def main() -> None:
     )
     parser.add_argument("--begin", metavar="FILE", help="stand still at step 1 until this file exists")
     options = parser.parse_args()
-    pauses = [options.wait] if options.wait else []
-    pauses += [("1", options.begin)] if options.begin else []
+    gates = Gates([*([options.wait] if options.wait else []), *([("1", options.begin)] if options.begin else [])])
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     group, rank = os.environ["REPLICA_GROUP_ID"], int(os.environ["RANK"])
     say(f"group {group} rank {rank} is process {os.getpid()}")
@@ -40,9 +38,7 @@ def main() -> None:
         manager.register_state_dict_fn(name, part.load_state_dict, part.state_dict)
     model, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, adamw)
     while manager.current_step() < options.steps:
-        for step, file in pauses:
-            while manager.current_step() == int(step) and not Path(file).exists():
-                time.sleep(0.05)
+        gates.go_on(manager.current_step(), manager.view().num_participants)
         optimizer.zero_grad()
         model(torch.randn(16, 8)).square().mean().backward()
         optimizer.step()

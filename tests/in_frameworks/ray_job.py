@@ -1,6 +1,6 @@
-"""examples/train_ray.py, whose groups stand still before a step until a file exists.
+"""examples/train_ray.py, whose groups stand still before some steps until a file exists.
 
-python ray_job.py STEP FILE [the example's options]
+python ray_job.py STEP:FILE,STEP:FILE [the example's options]
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import train_ray
 from torch import Tensor
 
 
-def behind_a_gate(at: int, path: str) -> Callable[[dict[str, Any]], None]:
+def behind_gates(gates: dict[int, str]) -> Callable[[dict[str, Any]], None]:
     """Return what Ray runs in each worker in place of the example's `train`."""
 
     def train(options: dict[str, Any]) -> None:
         draw_batch = train_ray.draw_batch
 
         def draw_batch_behind_the_gate(text: Tensor, step: int, group: int) -> tuple[Tensor, Tensor]:
-            while step == at and not Path(path).exists():
+            while step in gates and not Path(gates[step]).exists():
                 time.sleep(0.05)
             return draw_batch(text, step, group)
 
@@ -33,6 +33,8 @@ def behind_a_gate(at: int, path: str) -> Callable[[dict[str, Any]], None]:
 
 
 if __name__ == "__main__":
-    _, step, file, *sys.argv[1:] = sys.argv
-    train_ray.train = behind_a_gate(int(step), file)
+    _, gates, *sys.argv[1:] = sys.argv
+    train_ray.train = behind_gates(
+        {int(step): path for step, _, path in (one.partition(":") for one in gates.split(","))}
+    )
     train_ray.main()

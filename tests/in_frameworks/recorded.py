@@ -8,8 +8,7 @@ would get: what there is as the next forward pass begins, or as the Manager is s
 
 `$GATES` are of the form `30:file`: before the first forward pass after step 30 the script stands still until the file is there.
 `$HELD=1:12` has group 1, in its first life, say HELD in the first step after 12 with two groups, and never go on to its backward
-pass: the other group waits there for its gradients.
-While a group trains alone, it takes its time, so that another one finds the job again.
+pass: the other group waits there for its gradients. Behind a gate the script goes slowly until another group trains with it.
 
 The script knows nothing of this: it is the one that a page shows.
 """
@@ -26,17 +25,16 @@ from typing import Any
 
 import torch
 from fingerprints import leaves, say
+from gates import Gates
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from torchft_ckpt import DistributedDataParallel, Manager
-
-ALONE_S = 0.5
 
 
 class Recorder:
     """Stands between a script and this library; one for a process, whose script has one Manager."""
 
-    def __init__(self, path: Path, gates: dict[int, Path], held_at: int | None) -> None:
+    def __init__(self, path: Path, gates: Gates, held_at: int | None) -> None:
         self._path, self._gates, self._held_at = path, gates, held_at
         self._read: list[int] = []
         self._counted: dict[str, Any] | None = None
@@ -50,8 +48,8 @@ class Recorder:
         def forward_recorded(ddp: DistributedDataParallel, *inputs: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 self._has_begun = True
-                self._write(ddp._manager)
-                self._pass_gates(ddp._manager.current_step())
+                if num_groups := self._write(ddp._manager):
+                    self._gates.go_on(ddp._manager.current_step(), num_groups)
             output = forward(ddp, *inputs, **kwargs)
             if torch.is_grad_enabled():
                 self._hold(ddp._manager)
@@ -82,35 +80,30 @@ class Recorder:
         DistributedDataParallel.forward, Manager.should_commit = forward_recorded, vote_recorded
         Manager.shutdown, _MapDatasetFetcher.fetch = shutdown_recorded, fetch_recorded
 
-    def _write(self, manager: Manager) -> None:
+    def _write(self, manager: Manager) -> int:
+        """Write the line of a step that counted; return how many groups made it, 0 if there is none."""
         if self._counted is None:
-            return
+            return 0
         line, self._counted = self._counted, None
         line["values"] = dict(leaves("", manager.hooks.registry.capture()))
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if line["num_participants"] == 1:
-            time.sleep(ALONE_S)
+        return int(line["num_participants"])
 
     def _hold(self, manager: Manager) -> None:
         if self._held_at is not None and manager.current_step() >= self._held_at and manager.num_participants() == 2:
             say("HELD")
             time.sleep(1000)
 
-    def _pass_gates(self, step: int) -> None:
-        path = self._gates.get(step)
-        while path is not None and not path.exists():
-            time.sleep(0.05)
-
 
 def main() -> None:
     """Run the script that the command line names, as the main module, and record it."""
     group = os.environ["REPLICA_GROUP_ID"]
     path = Path(os.environ["RECORD"], f"group_{group}.jsonl")
-    gates = dict(gate.split(":", 1) for gate in os.environ.get("GATES", "").split())
+    gates = Gates(gate.split(":", 1) for gate in os.environ.get("GATES", "").split())
     held_group, _, held_at = os.environ.get("HELD", "").partition(":")
     is_held = group == held_group and not path.exists()
-    Recorder(path, {int(step): Path(name) for step, name in gates.items()}, int(held_at) if is_held else None).watch()
+    Recorder(path, gates, int(held_at) if is_held else None).watch()
     script, sys.argv = sys.argv[1], sys.argv[1:]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

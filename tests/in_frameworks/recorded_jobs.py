@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from framework_jobs import FrameworkJob, Group
 
 RUNNER = Path(__file__).with_name("recorded.py")
-BEGAN = "serves its state at"
-"""A Manager logs it as it is made."""
 
 
 class Step(NamedTuple):
@@ -55,14 +53,13 @@ def run_with_a_kill(
     }
     with FrameworkJob(folder, runner, str(script), *arguments, environment=environment) as job:
         survivor, killed = job.start(0), job.start(1)
-        for group in (survivor, killed):
-            group.wait_for(BEGAN)
+        job.wait_until_met(survivor, killed)
         is_there.touch()
         killed.wait_for("HELD")
         killed.kill()
         survivor.wait_for_step(middle, participants=1)
         again = job.start(1)
-        again.wait_for("verdict=left_behind")  # its first iteration, which it computes alone, is over
+        job.wait_until_asks(again)
         is_back.touch()
         for group in (survivor, again):
             code = group.process.wait(timeout=240)

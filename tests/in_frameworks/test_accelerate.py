@@ -37,8 +37,6 @@ from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.integrations.accelerate import FaultTolerantAccelerator
 
 STEP = r"step=(\d+) quorum=\d+ participants=(\d+)/\d+ verdict=(\w+)"
-WARM = "verdict=left_behind"
-"""The first iteration of a group that comes in is over, which it computes alone."""
 Batches = list[list[int]]
 
 
@@ -150,16 +148,16 @@ def train_and_kill(
     other = 1 - killed
     survivor = job.start(other, "--wait", str(joins_at), str(is_there), "--wait", str(back_at), str(is_back))
     survivor.wait_for(f"STEP {joins_at} ")
-    first = job.start(killed)
-    first.wait_for(WARM)
+    first = job.start(killed, f"--hold={dies_at}")
+    job.wait_until_asks(first)
     is_there.touch()
     first.wait_for(f"STEP {dies_at} ")
     first.kill()
     survivor.wait_for(f"STEP {back_at} ")
     again = job.start(killed, *comes_with)
-    again.wait_for(WARM)
+    job.wait_until_asks(again)
     is_back.touch()
-    assert [group.process.wait(timeout=120) for group in (survivor, again)] == [0, 0], again.log()[-3000:]
+    assert [group.process.wait(timeout=240) for group in (survivor, again)] == [0, 0], again.log()[-3000:]
     lives = [Lives(survivor), Lives(first, again)]
     assert max(Lives(again).read) == max(lives[0].read) and len(Lives(again).read) > 5
     return lives if other == 0 else lives[::-1]
@@ -252,10 +250,11 @@ def test_all_groups_go_on_from_a_checkpoint(tmp_path: Path, shape: str) -> None:
         first = [job.start(group, "--wait", "17", wait) for group in (0, 1)]
         for group in first:
             group.wait_for("STEP 17 ")
+        for group in first:
             group.kill()
         (checkpoint,) = tmp_path.glob("step_*")
         again = [job.start(group, f"--resume={checkpoint}") for group in (0, 1)]
-        assert [group.process.wait(timeout=120) for group in again] == [0, 0], again[0].log()[-3000:]
+        assert [group.process.wait(timeout=240) for group in again] == [0, 0], again[0].log()[-3000:]
     assert checkpoint.name == "step_10"
     lives = [Lives(before, after) for before, after in zip(first, again, strict=True)]
     assert min(Lives(again[0]).read) == 10
@@ -279,10 +278,10 @@ def test_a_group_that_is_started_again_as_if_all_had_died_goes_on_where_the_job_
 def test_a_group_that_comes_too_late_ends_well_and_writes_nothing(tmp_path: Path) -> None:
     with FrameworkJob(tmp_path, group_script(tmp_path), *start_arguments(tmp_path, epochs=2), num_groups=2) as job:
         first = job.start(0)
-        assert first.process.wait(timeout=60) == 0
+        assert first.process.wait(timeout=240) == 0
         written = (tmp_path / "final.pt").stat().st_mtime_ns
         late = job.start(1)
-        assert late.process.wait(timeout=60) == 0
+        assert late.process.wait(timeout=240) == 0
     assert "READ" not in late.log() and "gets no more batches" in late.log()
     assert (tmp_path / "final.pt").stat().st_mtime_ns == written
 
@@ -309,17 +308,17 @@ def test_three_groups_have_the_same_bits(tmp_path: Path) -> None:
         others = [job.start(group, *waits) for group in (0, 1)]
         for group in others:
             group.wait_for("STEP 2 ")
-        first = job.start(2)
-        first.wait_for(WARM)
+        first = job.start(2, "--hold=9")
+        job.wait_until_asks(first)
         is_there.touch()
         first.wait_for("STEP 9 ")
         first.kill()
         for group in others:
             group.wait_for("STEP 20 ")
         again = job.start(2)
-        again.wait_for(WARM)
+        job.wait_until_asks(again)
         is_back.touch()
-        assert [group.process.wait(timeout=120) for group in (*others, again)] == [0] * 3, again.log()[-3000:]
+        assert [group.process.wait(timeout=240) for group in (*others, again)] == [0] * 3, again.log()[-3000:]
     lives = [Lives(others[0]), Lives(others[1]), Lives(first, again)]
     digests = digests_of(*others, first, again)
     assert sorted(digests) == list(range(1, 41)) and {len(of_step) for of_step in digests.values()} == {1}
@@ -339,16 +338,18 @@ def test_under_a_launcher(tmp_path: Path, launcher: str) -> None:
     else:
         nproc = 2
     with FrameworkJob(tmp_path, script, *before, *start_arguments(tmp_path, epochs=8), nproc=nproc) as job:
-        is_there = tmp_path / "is there"
-        survivor = job.start(0, "--wait", "2", str(is_there))
+        is_there, is_back = tmp_path / "is there", tmp_path / "is back"
+        survivor = job.start(0, "--wait", "2", str(is_there), "--wait", "15", str(is_back))
         survivor.wait_for("STEP 2 ")
-        killed = job.start(1)
-        killed.wait_for("READ")
+        killed = job.start(1, "--hold=7")
+        job.wait_until_asks(killed)
         is_there.touch()
         killed.wait_for("STEP 7 ")
         killed.kill()
         again = job.start(1)
-        ends = [group.process.wait(timeout=180) for group in (survivor, again)]
+        job.wait_until_asks(again)
+        is_back.touch()
+        ends = [group.process.wait(timeout=240) for group in (survivor, again)]
         assert ends == [0, 0], again.log()[-3000:]
     assert_each_step_is_there_once(survivor, killed, again)
 

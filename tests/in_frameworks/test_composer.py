@@ -66,19 +66,19 @@ def plain_digests(batches: list[list[list[int]]]) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_group_is_killed_and_each_step_that_counts_is_that_of_a_plain_loop(tmp_path: Path) -> None:
-    here, back, folder = tmp_path / "here", tmp_path / "back", tmp_path / "checkpoints"
+    here, back, never, folder = (tmp_path / name for name in ("here", "back", "never", "checkpoints"))
     gates = ["--wait", "1", str(here), "--wait", str(HELD_AT), str(back)]
     with FrameworkJob(tmp_path, SCRIPT, f"--steps={NUM_STEPS}", f"--folder={folder}") as groups:
         first = groups.start(0, f"--report-at={DISCARDED}", *gates)
         first.wait_for_step(1)
-        second = groups.start(1)
-        second.wait_for("^TRIED")
+        second = groups.start(1, "--wait", str(HELD_AT - 8), str(never))
+        groups.wait_until_asks(second)
         here.touch()
         second.wait_for_step(HELD_AT - 8, participants=2)
         second.kill()
         first.wait_for_step(HELD_AT)
         again = groups.start(1)
-        again.wait_for("^TRIED")  # there are checkpoints already: save_overwrite
+        groups.wait_until_asks(again)  # there are checkpoints already: save_overwrite
         back.touch()
         ends = first.end(), again.end()
     assert_equal_states(*ends)
@@ -114,21 +114,22 @@ def test_all_groups_go_on_from_a_file_of_composers(tmp_path: Path) -> None:
         first = [groups.start(group, "--wait", "22", str(never)) for group in (0, 1)]
         for group in first:
             group.wait_for("^COUNTED 21 ")
+        for group in first:
             group.kill()
     (load,) = (f"--load={path}" for path in folder.glob("ep*-ba20-rank0.pt"))
-    waits = [load, "--wait", "21", str(there), "--wait", "40", str(back)]
+    waits = ["--wait", "21", str(there), "--wait", "40", str(back)]
     (tmp_path / "second").mkdir()
     with FrameworkJob(tmp_path / "second", SCRIPT, *arguments) as groups:
-        survivor = groups.start(0, *waits)
+        survivor = groups.start(0, load, *waits)
         survivor.wait_for_step(21)
-        killed = groups.start(1, *waits)
-        killed.wait_for("^TRIED")
+        killed = groups.start(1, load, "--wait", "30", str(never))
+        groups.wait_until_asks(killed)
         there.touch()
         killed.wait_for_step(30, participants=2)
         killed.kill()
         survivor.wait_for_step(40)
         again = groups.start(1, load)
-        again.wait_for("^TRIED")
+        groups.wait_until_asks(again)
         back.touch()
         ends = survivor.end(), again.end()
     assert_equal_states(*ends)

@@ -35,7 +35,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_job import ACCUMULATE, BATCH_SIZE, HELD_AT, Net, make_data, make_trainer, sampler_of
+from lightning_job import ACCUMULATE, BATCH_SIZE, Net, make_data, make_trainer, sampler_of
 from support.launched import REPO
 from torch.utils.data import DataLoader
 
@@ -449,6 +449,8 @@ def test_a_killed_group_comes_back_and_ends_bit_equal(tmp_path: Path, killed_spe
             runs[kept].wait_for("WROTE step=")
         again = job.start(killed)
         again.wait_for(r"goes on with batch \d+ of epoch")
+        job.wait_until_asks(again)
+        (tmp_path / "is_back").touch()
         states = [runs[kept].end(), again.end()]
 
     assert_equal_states(*states)
@@ -475,7 +477,7 @@ def test_a_killed_group_comes_back_and_ends_bit_equal(tmp_path: Path, killed_spe
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_example_ends_equal_although_a_group_is_killed(tmp_path: Path) -> None:
-    arguments = ["--steps=30", "--min-replica-size=2", f"--output={tmp_path / 'out'}"]
+    arguments = ["--steps=30", "--pause=0.2", "--min-replica-size=2", f"--output={tmp_path / 'out'}"]
     with FrameworkJob(tmp_path, REPO / "examples" / "train_lightning.py", *arguments) as job:
         survivor, killed = job.start(0), job.start(1)
         killed.wait_for_step(5)
@@ -525,6 +527,8 @@ def test_a_killed_group_of_two_ranks_with_fsdp2_comes_back_and_ends_bit_equal(tm
         kill_in_a_step(killed, kept, tmp_path)
         again = job.start(1)
         again.wait_for(r"goes on with batch \d+ of epoch")
+        job.wait_until_asks(again)
+        (tmp_path / "is_back").touch()
         kept.end()
         again.end()
 
@@ -545,17 +549,23 @@ def sigterm(run: Group, *, rank: int = 0) -> None:
 
 
 def leave_in_a_step(leaving: Group, kept: Group, folder: Path, *, rank: int = 0) -> None:
-    """SIGTERM comes when both have begun a step, before the last of the batches that are accumulated."""
+    """SIGTERM comes when both have begun a step, before the last of the batches that are accumulated.
+
+    The one that is kept stands still, alone in its first step, until the other has ended.
+    """
     leaving.wait_for("^HELD")
     kept.wait_for("^HELD")
     sigterm(leaving, rank=rank)
     leaving.wait_for("this replica group leaves its job after its step")
     (folder / "go_on").touch()
+    assert leaving.process.wait(timeout=240) == 0
+    (folder / "is_back").touch()
 
 
 def assert_pays_nothing(kept: Group) -> None:
     """From the step on in which the other group leaves, all steps of this one count."""
-    assert [at for verdict in ("discard", "left_behind") for at in kept.steps(verdict) if at[0] >= HELD_AT] == []
+    (held_at,) = {int(step) for step in re.findall(r"HELD (\d+)", kept.log())}
+    assert [at for verdict in ("discard", "left_behind") for at in kept.steps(verdict) if at[0] >= held_at] == []
 
 
 @pytest.mark.processes
@@ -563,10 +573,10 @@ def assert_pays_nothing(kept: Group) -> None:
 def test_a_group_that_gets_sigterm_makes_its_step_saves_and_leaves(tmp_path: Path) -> None:
     """It is the one that speaks. The other one discards nothing, and speaks as soon as it is gone."""
     folder = tmp_path / "out"
-    with FrameworkJob(tmp_path, SCRIPT, "--steps=20", f"--folder={folder}", "--leaves") as job:
+    arguments = ["--steps=20", f"--folder={folder}", "--leaves", "--stands-after=0"]
+    with FrameworkJob(tmp_path, SCRIPT, *arguments) as job:
         leaving, kept = job.start(0), job.start(1)
         leave_in_a_step(leaving, kept, tmp_path)
-        assert leaving.process.wait(timeout=60) == 0
         assert kept.end()["step"] == 20
 
     (left_at,) = {int(step) for step in re.findall(r"has left its job at step (\d+)", leaving.log())}
@@ -583,10 +593,10 @@ def test_a_group_that_gets_sigterm_makes_its_step_saves_and_leaves(tmp_path: Pat
 @pytest.mark.slow
 def test_sigterm_at_one_rank_of_a_sharded_group_makes_all_of_its_ranks_leave(tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    with FrameworkJob(tmp_path, SCRIPT, "--steps=20", f"--folder={folder}", "--sharded", "--leaves", nproc=2) as job:
+    arguments = ["--steps=20", f"--folder={folder}", "--sharded", "--leaves", "--stands-after=0"]
+    with FrameworkJob(tmp_path, SCRIPT, *arguments, nproc=2) as job:
         kept, leaving = job.start(0), job.start(1)
         leave_in_a_step(leaving, kept, tmp_path, rank=1)
-        assert leaving.process.wait(timeout=60) == 0
         kept.end()
 
     left_at = re.findall(r"has left its job at step (\d+)", leaving.log())
@@ -605,7 +615,7 @@ def test_a_group_that_does_not_leave_on_sigterm_ends_with_a_status_that_says_so(
         group = job.start(0)
         group.wait_for_step(3)
         sigterm(group, rank=1 if nproc else 0)
-        status = group.process.wait(timeout=60)
+        status = group.process.wait(timeout=240)
 
     assert status == (1 if nproc else 143)  # torchrun has a status of its own
     assert nproc is None or re.search(r"exitcode\s*: 143", group.log())

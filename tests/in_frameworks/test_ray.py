@@ -25,12 +25,15 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 def test_a_worker_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) -> None:
     """The example says what comes of weights, optimizer state and learning-rate schedule, as a digest.
 
-    The survivor stands still at step 60 until Ray has started the other group again, however long that takes. When all are gone,
-    a run for more steps goes on from the checkpoint of the first one's last step.
+    The survivor stands still at step 60 until Ray has started the other group again, however long that takes; and at step 1 until
+    both have computed something. When all are gone, a run for more steps goes on from the last checkpoint of the first one.
     """
-    is_back = tmp_path / "is_back"
-    driver = driven(tmp_path, "first.log", is_back, STEPS)
+    is_there, is_back = tmp_path / "is_there", tmp_path / "is_back"
+    gates = f"1:{is_there},60:{is_back}"
+    driver = driven(tmp_path, "first.log", gates, STEPS)
     try:
+        driver.wait_for(r"verdict=left_behind|participants=2/\d+ verdict=commit", 300)
+        is_there.touch()
         driver.wait_for_step(20, participants=2, timeout_s=300)
         killed, before = _processes(driver)[1], len(driver.log())
         os.kill(killed, signal.SIGKILL)
@@ -48,7 +51,7 @@ def test_a_worker_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) 
     assert "without a token" not in driver.log()
     assert (Path(_checkpoint_of_ray(driver)) / "weights.pt").exists()
 
-    more = driven(tmp_path, "more.log", is_back, STEPS + 50)
+    more = driven(tmp_path, "more.log", gates, STEPS + 50)
     try:
         assert more.process.wait(timeout=500) == 0
     finally:
@@ -58,7 +61,7 @@ def test_a_worker_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) 
     assert ended["0"] == ended["1"]
 
 
-def driven(folder: Path, log: str, is_back: Path, num_steps: int) -> Group:
+def driven(folder: Path, log: str, gates: str, num_steps: int) -> Group:
     """Start the example, which saves its checkpoints in a folder of `folder`."""
     options = [
         "--groups=2",
@@ -73,7 +76,7 @@ def driven(folder: Path, log: str, is_back: Path, num_steps: int) -> Group:
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }
-    return Group(folder / log, JOB, ["60", str(is_back), *options], environment)
+    return Group(folder / log, JOB, [gates, *options], environment)
 
 
 def _checkpoint_of_ray(driver: Group) -> str:

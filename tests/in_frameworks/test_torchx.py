@@ -99,7 +99,7 @@ def test_a_group_that_was_killed_comes_back_and_ends_bit_equal(tmp_path: Path) -
         for pid in killed:
             with suppress(ProcessLookupError):  # torchrun ends the second rank when the first one dies, maybe before us
                 os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: len(_processes(logs, 1)) == 4, "torchrun starts the ranks again", 120)
+        wait_until(lambda: len(_processes(logs, 1)) == 4, "torchrun starts the ranks again", 240)
         is_back.touch()
         assert runner.process.wait(timeout=300) == 0
     finally:

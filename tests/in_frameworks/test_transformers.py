@@ -86,16 +86,18 @@ def test_the_group_that_speaks_is_killed_and_comes_back(tmp_path: Path, nproc: i
     is_there, is_back = tmp_path / "is there", tmp_path / "is back"
     options = [f"--folder={tmp_path}", f"--steps={STEPS}", f"--averages={'before' if nproc is None else 'after'}"]
     with FrameworkJob(tmp_path, SCRIPT, *options, "--as-trl", nproc=nproc) as job:
-        survivor = job.start(1, "--wait", "2", str(is_there), "--wait", "24", str(is_back))
+        survivor = job.start(1, "--meet", "2", str(is_there), "--meet", "24", str(is_back))
         survivor.wait_for_step(2)
-        first = job.start(0)
+        first = job.start(0, "--hold=13")
         first.wait_for(FOUND_THE_JOB)
+        job.wait_until_asks(first)
         is_there.touch()
         first.wait_for_step(13, participants=2)  # it has logged step 12, and no log, evaluation or save is due
         first.kill()
         survivor.wait_for_step(24, participants=1)
         again = job.start(0)
         again.wait_for(FOUND_THE_JOB)
+        job.wait_until_asks(again)
         is_back.touch()
         ends = [survivor.end(), again.end()]
 
@@ -133,7 +135,7 @@ def test_too_few_groups_wait_and_lose_no_step(tmp_path: Path) -> None:
     options = [f"--folder={tmp_path}", "--steps=20", "--min-replicas=2", "--schedule=reduce_lr_on_plateau"]
     options += ["--averages=before"]
     with FrameworkJob(tmp_path, SCRIPT, *options) as job:
-        survivor, killed = job.start(0), job.start(1)
+        survivor, killed = job.start(0), job.start(1, "--hold=13")
         killed.wait_for_step(13)
         killed.kill()
         again = job.start(1, f"--resume={tmp_path / 'checkpoints' / 'checkpoint-10'}")
@@ -166,10 +168,11 @@ def test_a_job_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
 
 def test_a_group_reads_on_where_the_job_is_when_it_joins(tmp_path: Path) -> None:
     """The job makes 20 steps while it computes its first iteration, and some more later, while its process is stopped."""
-    is_there, is_warm, is_stopped, is_back = (tmp_path / name for name in ("there", "warm", "stopped", "back"))
-    pauses = [(4, is_there), (24, is_warm), (28, is_stopped), (34, is_back)]
-    waits = [text for step, file in pauses for text in ("--wait", str(step), str(file))]
-    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", f"--steps={STEPS}") as job:
+    is_there, is_warm, is_in = (tmp_path / name for name in ("there", "warm", "in"))
+    is_stopped, is_back = (tmp_path / name for name in ("stopped", "back"))
+    pauses = [("wait", 4, is_there), ("meet", 24, is_in), ("wait", 36, is_stopped), ("meet", 42, is_back)]
+    waits = [text for how, step, file in pauses for text in (f"--{how}", str(step), str(file))]
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--steps=60") as job:
         first = job.start(0, *waits)
         first.wait_for_step(4)
         joiner = job.start(1, f"--warm-up={is_warm}")
@@ -177,18 +180,21 @@ def test_a_group_reads_on_where_the_job_is_when_it_joins(tmp_path: Path) -> None
         is_there.touch()
         first.wait_for_step(24, participants=1)
         is_warm.touch()
-        joiner.wait_for_step(28, participants=2)
+        job.wait_until_asks(joiner)
+        is_in.touch()
+        joiner.wait_for_step(36, participants=2)
         joiner.process.send_signal(signal.SIGSTOP)
         is_stopped.touch()
-        first.wait_for_step(34, participants=1)
+        first.wait_for_step(42, participants=1)
         joiner.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: job.asks(joiner), "it asks for a quorum again", 240)
         is_back.touch()
         assert_equal_states(first.end(), joiner.end())
 
-    order = order_of(1, 2 * STEPS * SAMPLES)
+    order = order_of(1, 120 * SAMPLES)
     _, *moves = re.split(FOUND_THE_JOB, joiner.log(), flags=re.MULTILINE)
     at, logs = [int(step) for step in moves[::2]], moves[1::2]
-    assert at[0] == 4 and 24 <= at[1] < 34 <= at[-1]
+    assert at[0] == 4 and 24 <= at[1] < 36 < 42 <= at[-1]
     for step, log in zip(at, logs, strict=True):
         stale, *batches = batches_in(log)  # one that was fetched before
         if step == 4 or [*stale] == order[read_until(step) :][: len(stale)]:
@@ -261,13 +267,13 @@ def test_a_group_with_a_data_set_of_another_size_is_told_so(tmp_path: Path) -> N
     with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", "--min-replicas=2") as job:
         job.start(0).wait_for("verdict=discard")  # it is there first, so it is the other one that loads
         other = job.start(1, "--samples=50")
-        ended = other.process.wait(timeout=120)
+        ended = other.process.wait(timeout=240)
 
     assert (ended, "the groups train for different lengths" in other.log()) == (1, True)
 
 
 def test_the_example_ends_equal_although_a_group_is_killed(tmp_path: Path) -> None:
-    arguments = ["--steps=30", "--min-replica-size=2", "--resume", f"--output={tmp_path / 'out'}"]
+    arguments = ["--steps=30", "--pause=0.2", "--min-replica-size=2", "--resume", f"--output={tmp_path / 'out'}"]
     with FrameworkJob(tmp_path, REPO / "examples" / "train_transformers.py", *arguments) as job:
         survivor, killed = job.start(0), job.start(1)
         killed.wait_for_step(5)
@@ -375,12 +381,11 @@ def test_a_folder_that_the_trainer_did_not_write_keeps_nobody_from_a_good_one(
 
 def test_while_one_group_saves_for_longer_than_the_others_wait_no_other_one_writes(tmp_path: Path) -> None:
     """The others train on after 1 s, of 6 s."""
-    options = [f"--folder={tmp_path}", "--steps=80", "--wait", "0", str(tmp_path / "go")]
+    options = [f"--folder={tmp_path}", "--steps=80", "--meet", "1", str(tmp_path / "go")]
     script = SCRIPT.with_name("slow_save_group.py")
     with FrameworkJob(tmp_path, script, *options, num_groups=3, join_timeout_ms=1000) as job:
         groups = [job.start(group) for group in range(3)]
-        jobs = job.lighthouse._jobs.states
-        wait_until(lambda: sum(len(each.members) for each in [*jobs.values()]) == 3, "all groups are there", 240)
+        job.wait_until_met(*groups)
         (tmp_path / "go").touch()
         assert_equal_states(*(group.end() for group in groups))
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fingerprints import digest, print_state, say
+from gates import Gates
 
 if TYPE_CHECKING:
     from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
@@ -141,6 +142,8 @@ def _saying_its_state(config: FaultTolerantTrainer.Config) -> FaultTolerantTrain
     """Return the configuration of a trainer that says what its state is when it has trained, or after each round."""
     from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 
+    gates = Gates(gate.split(":", 1) for gate in os.environ.get("GATES", "").split())
+
     class Trainer(FaultTolerantTrainer):
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(FaultTolerantTrainer.Config):
@@ -149,12 +152,7 @@ def _saying_its_state(config: FaultTolerantTrainer.Config) -> FaultTolerantTrain
         told_of = 0
 
         def train_step(self, data_iterator: Any) -> None:
-            for gate in os.environ.get("GATES", "").split():  # a test has something to do before this step
-                step, _, path = gate.partition(":")
-                while self.step == int(step) and not Path(path).exists():
-                    time.sleep(0.05)
-            if "GATES" in os.environ and self.ft_manager.manager.num_participants() == 1:
-                time.sleep(0.3)  # it takes its time while it trains alone, so that the other finds the job again
+            gates.go_on(self.step, self.ft_manager.manager.view().num_participants)
             time.sleep(float(os.environ.get("PAUSE_S", "0")))
             super().train_step(data_iterator)
             rounds = 0 if self.ft_manager.use_async_quorum else self.ft_manager.manager.current_step()

@@ -1,10 +1,11 @@
 """A replica group of Hugging Face's Trainer with all switched on: accumulation, clipping, evaluation, checkpoints, loggers.
 
 It prints what happens, a line each: `READ [ids]` for each batch that the model trains on, `EVALUATED step`; its logger appends
-to one file of all groups. `--wait STEP FILE`, more than once: it stands still after that step until the file exists, and is slow
-from then on. `--warm-up FILE`: its first iteration takes until the file exists. `--resumes`: it asks what to resume from, and
-prints `RESUMES path`. `--as-trl`: it has a reference model that a callback moves, and rollouts, which it prints at its end
-(`ROLLOUTS ...`).
+to one file of all groups. `--wait STEP FILE`, more than once: it stands still after that step until the file exists. `--meet`:
+the same, and it goes slowly from there until all groups train. With one of these its steps take a while. `--hold STEP`: it never
+takes the step after that one. `--warm-up FILE`: its first iteration takes until the file exists. `--resumes`: it asks what to
+resume from, and prints `RESUMES path`. `--as-trl`: it has a reference model that a callback moves, and rollouts, which it prints
+at its end (`ROLLOUTS ...`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import copy
 import json
 import logging
+import math
 import os
 import time
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from fingerprints import print_state, say
+from gates import Gates
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -46,11 +49,14 @@ class Numbered(Dataset):
 class Recorder(TrainerCallback):
     """Says what the Trainer does, and waits where it was told to."""
 
-    def __init__(self, waits: list[tuple[str, str]], warm_up: Path | None) -> None:
-        self._waits = waits
-        self._warm_up = warm_up
+    def __init__(self, manager: Manager, options: argparse.Namespace) -> None:
+        self._manager = manager
+        self._gates, self._is_slow = Gates(options.meet, options.wait), bool(options.meet or options.wait)
+        self._warm_up, self._hold = options.warm_up, options.hold
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        while state.global_step >= self._hold:
+            time.sleep(1)
         while self._warm_up is not None and not self._warm_up.exists():
             time.sleep(0.05)
 
@@ -58,10 +64,9 @@ class Recorder(TrainerCallback):
         say(f"EVALUATED {state.global_step}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for step, file in self._waits:
-            while state.global_step >= int(step) and not Path(file).exists():
-                time.sleep(0.05)
-        if self._waits:
+        if self._manager.last_step_counted():
+            self._gates.go_on(self._manager.current_step(), self._manager.view().num_participants)
+        if self._is_slow:
             time.sleep(0.2)
 
 
@@ -151,6 +156,8 @@ def main() -> None:
     parser.add_argument("--greater-is-better", action="store_true", help="take the largest loss for the best")
     parser.add_argument("--warm-up", type=Path)
     parser.add_argument("--wait", nargs=2, action="append", default=[])
+    parser.add_argument("--meet", nargs=2, action="append", default=[])
+    parser.add_argument("--hold", type=float, default=math.inf)
     parser.add_argument("--averages", choices=["before", "after"], help="in the list of callbacks, than the library's")
     parser.add_argument("--as-trl", action="store_true")
     options = parser.parse_args()
@@ -199,7 +206,7 @@ def main() -> None:
         train_dataset=Numbered(100 * group, options.samples),
         eval_dataset=Numbered(200, 8),
         callbacks=[
-            Recorder(options.wait, options.warm_up),
+            Recorder(manager, options),
             *(averages if options.averages == "before" else []),
             fault_tolerance,
             *(averages if options.averages == "after" else []),

@@ -48,7 +48,7 @@ if group == "1" and is_first:
         while not life.with_name("1_0").exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(1000)
 """
     )
     done = run(
@@ -75,7 +75,7 @@ if group == "1" and is_first:
 def test_a_launcher_that_is_killed_leaves_no_group_behind(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(120)"
+        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(1000)"
     )
     launcher = start(
         [*RUN, "--groups", "1", "--", str(script)],
@@ -161,7 +161,7 @@ manager.shutdown()
         [*RUN, "--groups", "1", *options, "--", str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPO)},
         cwd=tmp_path,
     )

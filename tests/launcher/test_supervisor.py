@@ -172,7 +172,7 @@ else:
 time.sleep(60)
 """,
         restarts=3,
-        end_patience_s=3.0,
+        end_patience_s=6.0,
     )
     launcher.wait_for("ready_0", "ready_1")
     launcher.process.send_signal(signal.SIGINT)
@@ -215,7 +215,7 @@ def test_a_killed_group_leaves_nothing_behind_and_no_other_group_is_touched(laun
     launcher = launch(
         """
 if life == 0:
-    rank = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
+    rank = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
     (folder / f"rank_{group}").write_text(str(rank.pid))
 while not (folder / "life_1_1").exists():
     time.sleep(0.01)

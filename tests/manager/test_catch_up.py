@@ -138,7 +138,7 @@ def held_transfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.E
     def waiting_lend(snapshot: Snapshot, first: int, last: int) -> AbstractContextManager[list[memoryview]]:
         if last - first >= BLOCK_BYTES // 2 and not go_on.is_set():
             begun.set()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
         return lend(snapshot, first, last)
 
     monkeypatch.setattr(Snapshot, "lend", waiting_lend)
@@ -194,7 +194,7 @@ def test_inner_steps_beside_a_transfer_take_no_lock_and_cause_no_copy(
 
     with held_transfer(monkeypatch) as (begun, go_on), ThreadPoolExecutor(1) as pool:
         caught_up = pool.submit(joiner.manager.catch_up)
-        assert begun.wait(20)
+        assert begun.wait(120)
         for _ in range(10):
             inner.step()
         (snapshot,) = source.transport._snapshots.open_snapshots()
@@ -220,7 +220,7 @@ def test_a_source_that_commits_meanwhile_gives_the_old_state_whole_and_then_the_
 
     with held_transfer(monkeypatch) as (begun, go_on), ThreadPoolExecutor(1) as pool:
         caught_up = pool.submit(joiner.manager.catch_up)
-        assert begun.wait(20)
+        assert begun.wait(120)
         assert source.round()
         go_on.set()
         assert caught_up.result(20)
@@ -297,7 +297,7 @@ def test_a_source_that_dies_leaves_the_others(
 
     with held_transfer(monkeypatch) as (begun, go_on), ThreadPoolExecutor(1) as pool:
         caught_up = pool.submit(joiner.manager.catch_up)
-        assert begun.wait(20)
+        assert begun.wait(120)
         source.dies()
         go_on.set()
         assert caught_up.result(30)
@@ -315,7 +315,7 @@ def test_where_the_only_source_dies_there_is_nothing_to_be_had(
 
     with held_transfer(monkeypatch) as (begun, go_on), ThreadPoolExecutor(1) as pool:
         caught_up = pool.submit(joiner.manager.catch_up)
-        assert begun.wait(20)
+        assert begun.wait(120)
         source.dies()
         go_on.set()
         assert caught_up.result(30) is False
@@ -574,7 +574,7 @@ def test_no_rank_is_done_before_the_other_holds_the_state(
     may_fetch = threading.Event()
 
     def fetch_late(*args: Any, **how: Any) -> Any:
-        assert may_fetch.wait(20)
+        assert may_fetch.wait(120)
         return fetch(*args, **how)
 
     monkeypatch.setattr(joiners[1].transport, "fetch_checkpoint", fetch_late)

@@ -134,12 +134,12 @@ def test_what_is_called_while_a_quantised_one_is_between_its_stages_waits_for_it
     def hold(name: str) -> None:
         if name == "allgather":
             is_between.set()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
 
     first.before = hold
     program = [INT8, None, INT8]
     works = [member.allreduce(torch.ones(10), codec) for codec in program for member in (first, second)]
-    assert is_between.wait(20)
+    assert is_between.wait(120)
     assert first.started == ["alltoall_base"]
     assert [work.get_future().done() for work in works] == [False] * 6
     go_on.set()
@@ -196,12 +196,12 @@ def test_an_abort_at_either_stage_is_noted_and_ends_what_queues_behind(
     def hold(name: str) -> None:
         if name == stage:
             is_there.set()
-            assert go_on.wait(20)
+            assert go_on.wait(120)
 
     second.before = hold
     program = [INT8, None, FP8, None]
     works = {member: [member.allreduce(torch.ones(9), codec) for codec in program] for member in (first, second)}
-    assert is_there.wait(20)
+    assert is_there.wait(120)
     first.group.abort()
     assert [work.wait() for work in works[first]] == [False] * 4
     go_on.set()

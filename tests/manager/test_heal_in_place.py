@@ -55,7 +55,7 @@ class RecordingTransport(FakeTransport[Any]):
     def fetch_checkpoint(self, sources: Sequence[str], step: int, timeout: timedelta, **how: Any) -> Any:
         self.asked.append({"sources": list(sources), "step": step, "timeout": timeout, **how})
         self.begun.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(120)
         if self.refuses_in_place and how.get("in_place"):
             raise StateMismatchError("a tensor of another shape")
         if isinstance(self.give, BaseException):
@@ -150,7 +150,7 @@ def test_an_abandoned_fetch_in_place_leaves_a_torn_state_whether_it_failed_or_no
         transport.begun.clear()
         transport.go_on.clear()
         healing.start(formed(["http://a:1"]), {}, in_place=True)
-        assert transport.begun.wait(20)
+        assert transport.begun.wait(120)
         healing.cancel()
         assert healing.has_overwritten() is expected
 

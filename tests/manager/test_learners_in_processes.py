@@ -50,7 +50,7 @@ def test_a_spare_takes_the_place_of_a_killed_process_within_three_steps_and_cost
             group.wait_for_step(2)
         began = time.monotonic()
         spare = job.start("spare", spare=True, follow=True)[0]
-        give_up_at = time.monotonic() + 60
+        give_up_at = time.monotonic() + 240
         while "this spare is ready" not in spare.log():
             assert time.monotonic() < give_up_at, spare.log()
             time.sleep(0.05)

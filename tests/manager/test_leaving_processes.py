@@ -104,7 +104,7 @@ def test_after_the_deadline_a_group_that_hangs_goes_as_it_is(tmp_path: Path, whe
         if where == "loop":
             newest = max(rank.steps()[-1]["step"] for rank in groups["group_0"])
             draft = job.control("group_0") / "hang.draft"
-            draft.write_text(str(newest + 20))  # both ranks see it by then, and hang at one step
+            draft.write_text(str(newest + 60))  # both ranks see it by then, and hang at one step
             draft.rename(draft.with_name("hang"))
             for rank in groups["group_0"]:
                 rank.wait_for_event("hanging", WITHIN_S)

@@ -25,7 +25,7 @@ def test_ranks_that_shard_a_model_train_it_as_one_that_has_it_whole(tmp_path: Pa
         for rank in range(2)
     ]
     try:
-        assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -298,7 +298,7 @@ def test_an_abort_ends_it_at_either_stage(make_ring: Callable[[int], Ring], stag
     ours = Stages(ring.members[0], lambda name: None)
     thread, errors = start_on(ring, 0)
     other, other_errors = start_on(ring, 1)
-    assert is_there.wait(20)
+    assert is_there.wait(120)
     wait_until(lambda: stage in ours.started, "our rank is in that stage")
     ring.members[0 if who == "own" else 1].abort()
     # Gloo forgets an operation that starts in the moment in which it notices the end of the connection, until its timeout.
@@ -316,7 +316,7 @@ def test_a_timeout_ends_it_though_each_stage_had_its_time(gloo_ring: Callable[[i
 
     def hold(name: str) -> None:
         if name == "allgather":
-            assert release.wait(20)
+            assert release.wait(120)
 
     Stages(ring.members[1], hold)
     thread, errors = start_on(ring, 0, timedelta(seconds=0.3))

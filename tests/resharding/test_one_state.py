@@ -75,7 +75,7 @@ def test_who_may_become_the_source_keeps_what_is_here_already(monkeypatch: pytes
         num_received += 1
         if num_received == 25:
             most_is_here.set()
-            assert primary_is_gone.wait(20)
+            assert primary_is_gone.wait(120)
         return receive(self, *arguments)
 
     monkeypatch.setattr(Stream, "_receive", slow)
@@ -94,7 +94,7 @@ def test_who_may_become_the_source_keeps_what_is_here_already(monkeypatch: pytes
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert most_is_here.wait(20)
+        assert most_is_here.wait(120)
         for group in groups:
             group.transports[0].disallow_checkpoint()
         groups[0].transports[0].shutdown()

@@ -60,10 +60,10 @@ class Group:
         return self.logs[-1].read_text()
 
     def wait_for_step(self, step: int) -> None:
-        wait_until(lambda: re.search(rf"\] step {step} ", self.log()) is not None, f"step {step}", 90)
+        wait_until(lambda: re.search(rf"\] step {step} ", self.log()) is not None, f"step {step}", 240)
 
     def end(self) -> dict[str, Any]:
-        assert [rank.wait(timeout=90) for rank in self.ranks] == [0] * len(self.ranks)
+        assert [rank.wait(timeout=240) for rank in self.ranks] == [0] * len(self.ranks)
         return json.loads(self.report_path.read_text())
 
     def kill(self) -> None:

@@ -195,9 +195,9 @@ def test_a_spare_of_two_ranks_takes_the_place_of_a_killed_group(tmp_path: Path) 
         stays, leaves = start_two(job)
         spare = job.start("spare", ranks=2, seed=OTHER_SEED, spare=True)
         for rank in spare:
-            wait_until(lambda rank=rank: "this spare is ready" in rank.log(), "the spare is close", 60)  # type: ignore[misc]
+            wait_until(lambda rank=rank: "this spare is ready" in rank.log(), "the spare is close", 240)  # type: ignore[misc]
         num_before = len(stays[0].steps())
-        wait_until(lambda: len(stays[0].steps()) > num_before + 1, "there is a step that it has not seen", 60)
+        wait_until(lambda: len(stays[0].steps()) > num_before + 1, "there is a step that it has not seen", 240)
         assert [rank.steps() for rank in spare] == [[], []]
         kill(leaves)
         for rank in spare:

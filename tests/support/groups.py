@@ -72,7 +72,7 @@ class Rank:
         with self._reading:
             return state in "ZX" or (state == "T" and not self._has_said(0))
 
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 120.0) -> dict[str, Any]:
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = 240.0) -> dict[str, Any]:
         """Return the first event, of those not waited for yet, that fulfils the condition."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -85,10 +85,10 @@ class Rank:
             if condition(event):
                 return event
 
-    def wait_for_step(self, step: int, timeout_s: float = 120.0) -> dict[str, Any]:
+    def wait_for_step(self, step: int, timeout_s: float = 240.0) -> dict[str, Any]:
         return self.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["step"] >= step, timeout_s)
 
-    def wait_for_event(self, name: str, timeout_s: float = 120.0) -> dict[str, Any]:
+    def wait_for_event(self, name: str, timeout_s: float = 240.0) -> dict[str, Any]:
         return self.wait_for(lambda e: e["event"] == name, timeout_s)
 
     def kill(self) -> None:
@@ -98,7 +98,7 @@ class Rank:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
-    def end(self, timeout_s: float = 120.0) -> int:
+    def end(self, timeout_s: float = 240.0) -> int:
         code = self.process.wait(timeout_s)
         self._reader.join(30)
         return code

@@ -775,7 +775,7 @@ def _process_to_kill() -> Iterator[Situation]:
     process = subprocess.Popen(["sleep", "600"])
 
     def after(names: dict[str, Any]) -> None:
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.wait(120) == -signal.SIGKILL
 
     try:
         yield Situation(replaced={"27582": str(process.pid)}, after=after)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 def wait_until(
     condition: Callable[[], bool],
     what: str = "what was waited for",
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     *,
     look_every_s: float = 0.002,
 ) -> None:
