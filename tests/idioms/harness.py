@@ -437,8 +437,9 @@ class Life(Job):
         return Checkpointer(self.run.directory, manager=self.current, save_random_state=False)
 
     def randn(self, *shape: int) -> torch.Tensor:
-        if self.group == 0 and self.step >= self.num_steps + 3:
-            time.sleep(0.05)  # who is not waited for can only come in where a step takes some time
+        late_by = self.step - self.num_steps - 2
+        if self.group == 0 and late_by > 0:  # who is not waited for can only come in where a step takes some time
+            time.sleep(0.05 if self.run.follows else 0.05 * late_by)
         return super().randn(*shape)
 
     def _save(self) -> None:

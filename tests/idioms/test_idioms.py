@@ -195,13 +195,13 @@ def test_a_save_by_the_first_of_three_groups_alone_is_said_at_once_by_the_names_
             error(ddp, job.batch()).backward()
             if optimizer.step() and job.group == 0 and manager.current_step() in (1, 3):
                 saved.append(checkpointer.save())
-                assert checkpointer._worker is not None and checkpointer._worker.wait_written(20)
+                assert checkpointer._worker is not None and checkpointer._worker.wait_written(120)
         checkpointer.shutdown()
-        has_ended.set() if job.group == 0 else has_ended.wait(20)  # who is gone is no one that has not called save
+        has_ended.set() if job.group == 0 else has_ended.wait(120)  # who is gone is no one that has not called save
 
     outcome = harness.run_groups(loop, dies=False, num_groups=3, num_steps=harness.NUM_STEPS_UNDISTURBED)
     assert not outcome.errors
-    first, last = (str(one.exception(20)) for one in saved)
+    first, last = (str(one.exception(120)) for one in saved)
     # A slow second step leaves the first group the time to write one of the two shares itself, which nobody lacks then.
     named = (
         "(group_1, group_2 have|group_1 has) written nothing for step 1: every replica group has to call save for it"

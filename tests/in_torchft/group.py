@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from torchft_ckpt import HTTPTransport
 
-_TIMEOUT = timedelta(seconds=20)
+_TIMEOUT = timedelta(seconds=60)
 
 
 class WatchedTransport(HTTPTransport):

@@ -31,7 +31,7 @@ import pytest
 
 KNOWN = Path(__file__).with_suffix(".txt")
 REPO = Path(__file__).resolve().parents[2]
-TEST_LIMIT_S = 60
+TEST_LIMIT_S = 180
 FILE_LIMIT_S = 900
 
 
@@ -176,6 +176,9 @@ def main() -> int:
             if (options.files and file not in options.files) or not (mine or options.all):
                 continue
             outcomes = run_file(folder, file, None if options.all else mine)
+            if again := [test for test in mine if outcomes.get(test) != "passed"]:
+                print(f"{file}: once more, as these wait for fixed times: {again}", flush=True)
+                outcomes |= run_file(folder, file, again)
             counts = Counter(outcomes.values())
             missing = [test for test in mine if outcomes.get(test) != "passed"]
             more = [test for test, outcome in outcomes.items() if outcome == "passed" and test not in mine]

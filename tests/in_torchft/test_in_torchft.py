@@ -79,7 +79,7 @@ class Group:
         """Digest of the state after each committed step."""
         return {event["step"]: event["digest"] for event in self.of("step")}
 
-    def end(self, timeout_s: float = 60.0) -> int:
+    def end(self, timeout_s: float = 120.0) -> int:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:
@@ -98,7 +98,8 @@ class Group:
 def lighthouse() -> Iterator[str]:
     from torchft.coordination import LighthouseServer
 
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+    # Longer than a group may be slow for: it would be left out, and heal once more.
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
     # It advertises the host's name, which need not resolve.
     yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     server.shutdown()
