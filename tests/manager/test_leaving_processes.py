@@ -42,7 +42,9 @@ def start_groups(job: Job, names: Sequence[str] = NAMES, ranks: int = 2, **optio
 
 
 def in_step_of(num_groups: int, rank: Rank) -> None:
-    rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == num_groups, WITHIN_S)
+    """Wait until a rank has made two steps with all groups: before the second one a group that came in cannot save alone."""
+    for _ in range(2):
+        rank.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == num_groups, WITHIN_S)
 
 
 def staying(groups: dict[str, list[Rank]], *leaving: str) -> list[Rank]:
