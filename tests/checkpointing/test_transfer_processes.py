@@ -26,7 +26,7 @@ def source(tmp_path: Path) -> Iterator[tuple[Forked, str]]:
         yield process, url
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(120)
 
 
 @pytest.fixture
@@ -44,6 +44,6 @@ def test_a_state_crosses_from_a_process_stalls_while_it_is_stopped_and_is_lost_w
     process.send_signal(signal.SIGCONT)
     assert differences(destination.recv_checkpoint(0, url, 3, LONG), example_state(3)) == []
     process.kill()
-    process.wait(30)
+    process.wait(120)
     with pytest.raises(SourceLostError, match="does not accept connections"):
         destination.recv_checkpoint(0, url, 3, LONG)

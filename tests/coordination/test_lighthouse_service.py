@@ -240,7 +240,7 @@ def test_the_command_runs_without_torch_and_ends_on_sigterm(spelled: list[str]) 
     assert process.stdout is not None
     assert process.stdout.readline().startswith("lighthouse at http://127.0.0.1:")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
 
 
 @pytest.mark.processes

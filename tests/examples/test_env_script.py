@@ -46,7 +46,7 @@ class Checkout:
             env=given | environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
         )
 
     def installed(self) -> list[str]:

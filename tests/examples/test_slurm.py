@@ -28,7 +28,7 @@ def run_task(folder: Path, status: int, restarts: int = 0) -> tuple[int, list[st
         "SLURM_ARRAY_TASK_COUNT": "3",
         "SLURM_RESTART_COUNT": str(restarts),
     }
-    done = subprocess.run(["bash", str(SCRIPT), "train.py", "--steps", "9"], env=variables, check=False, timeout=60)
+    done = subprocess.run(["bash", str(SCRIPT), "train.py", "--steps", "9"], env=variables, check=False, timeout=120)
     asked = folder / "asked"
     return (
         done.returncode,
