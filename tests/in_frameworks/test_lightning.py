@@ -448,9 +448,9 @@ def test_a_killed_group_comes_back_and_ends_bit_equal(tmp_path: Path, killed_spe
         if killed_speaks:
             runs[kept].wait_for("WROTE step=")
         again = job.start(killed)
-        again.wait_for(r"goes on with batch \d+ of epoch")
         job.wait_until_asks(again)
         (tmp_path / "is_back").touch()
+        again.wait_for(r"goes on with batch \d+ of epoch")
         states = [runs[kept].end(), again.end()]
 
     assert_equal_states(*states)
@@ -526,9 +526,9 @@ def test_a_killed_group_of_two_ranks_with_fsdp2_comes_back_and_ends_bit_equal(tm
         kept, killed = job.start(0), job.start(1)
         kill_in_a_step(killed, kept, tmp_path)
         again = job.start(1)
-        again.wait_for(r"goes on with batch \d+ of epoch")
         job.wait_until_asks(again)
         (tmp_path / "is_back").touch()
+        again.wait_for(r"goes on with batch \d+ of epoch")
         kept.end()
         again.end()
 
