@@ -63,7 +63,7 @@ class RunOptions:
     slow_link: bool = False
     stop_step: int | None = None
     """The step after which all end; None: that is decided as the run goes on."""
-    patience_s: float = 60.0
+    patience_s: float = 180.0
 
     @property
     def log(self) -> Path:
