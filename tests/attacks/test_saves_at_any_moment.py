@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.thoroughness import by_default
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 480.0
 
 
 @pytest.mark.processes

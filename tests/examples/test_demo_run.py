@@ -77,7 +77,7 @@ def test_a_killed_group_comes_back_and_all_end_bit_equal(tmp_path: Path) -> None
     how = ["--groups", "2", "--steps", "60", "--kills", "1", "--seed", "7", "--json", str(figures_path)]
     demo = start_demo(tmp_path, DEMO, *how)
 
-    output, _ = demo.communicate(timeout=600)
+    output, _ = demo.communicate(timeout=480)
 
     assert demo.returncode == 0, output
     figures = json.loads(figures_path.read_text())

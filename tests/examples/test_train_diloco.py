@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "examples" / "train_diloco.py"
 
 
-def run_script(out: Path, *arguments: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
+def run_script(out: Path, *arguments: str, timeout_s: float = 480) -> subprocess.CompletedProcess[str]:
     return run(
         [sys.executable, str(SCRIPT), "--quick", f"--out={out}", *arguments],
         env=os.environ | {"PYTHONPATH": str(REPO)},
