@@ -248,6 +248,27 @@ def test_a_step_in_which_nothing_has_happened_may_be_kept_until_it_is_voted_on()
     assert kept == [False, True, True, False, False]
 
 
+@pytest.mark.parametrize("newcomers", [0, 1])
+@pytest.mark.parametrize("begins_again", [(False, True), (True, True), (True, False), (True, False, True)])
+def test_a_step_that_a_loop_begins_again_now_and_then_does_not_count_if_a_group_comes_in_with_it(
+    begins_again: tuple[bool, ...], newcomers: int
+) -> None:
+    """It may have moved its place in the data since that group was given the state. A loop that does so in each step has not."""
+    state, approved = replica(), []
+    for is_again in begins_again:
+        request = state.begin(StepWishes(), StepFacts())
+        if is_again:
+            state.begins_again()
+        answer = formed(request.request_id, version=state.version, contributors=3)
+        state.formed(msgspec.structs.replace(answer, num_proved=3 - newcomers))
+        vote = state.vote()
+        approved.append(vote.approve)
+        assert vote.approve or "begun this step again" in vote.reason
+        state.decided(decision(Outcome.DISCARD))
+    assert approved[:-1] == [True] * (len(begins_again) - 1)
+    assert approved[-1] == (newcomers == 0 or begins_again[-2:] != (False, True))
+
+
 @pytest.mark.parametrize(
     "wishes",
     [{"allow_heal": False}, {"shrink_only": True}, {"contributes": False}, {"patience_s": 5.0}, {"waits": True}],

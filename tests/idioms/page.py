@@ -72,7 +72,8 @@ A discarded step is undone in the registered state:
 - A number under another name than in the state does not go back, nor does what a class makes of itself only in `state_dict`.
   Keep such a value in a tensor, or change it only if the step counted.
 - Random generators and the place in the data go on: the batch was read.
-- If your loop itself skips a step before the vote (`continue`), nothing goes back.""",
+- If your loop itself skips a step before the vote (`continue`), nothing goes back. If a group comes in with that
+  step, the step is discarded.""",
     Category.WEIGHTS: """\
 Register averaged weights, and update them only if the step counted:
 

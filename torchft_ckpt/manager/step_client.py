@@ -228,10 +228,13 @@ class StepClient:
             return replica.waits_for_quorum, replica.wants_capture
 
     def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool, joins_open: bool) -> bool:
-        """See `ReplicaState.may_keep_step`."""
+        """See `ReplicaState.may_keep_step`; the loop goes on with it then."""
         with self._lock, self._replica as replica:
             self._raise_if_fatal()
-            return replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading, joins_open=joins_open)
+            keeps = replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading, joins_open=joins_open)
+            if keeps and not joins_open:
+                replica.begins_again()
+            return keeps
 
     def may_begin(self) -> bool:
         """See `ReplicaState.may_begin`."""

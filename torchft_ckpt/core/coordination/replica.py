@@ -253,6 +253,8 @@ class ReplicaState:
         """What the open step was asked for with."""
         self._is_changed = False
         """The state has changed since, otherwise than by a load before the forward pass."""
+        self._is_again, self._was_again = False, True
+        """The loop has begun the open step again; and it did so in the one that it voted on before, or that is not known."""
         self._shows = Shows.SAMPLES
         """How much the next request shows, if the state has a name then."""
         self.is_leaving = False
@@ -449,6 +451,14 @@ class ReplicaState:
             return False
         return self.phase is StepPhase.ASKING or self.healed or is_loading
 
+    def begins_again(self) -> None:
+        """The loop has begun the open step again, which it keeps. It may have left a batch out, and moved its place in the data.
+
+        Whoever was given the state meanwhile begins with another batch, unless the loops do so in each step. So the step does not
+        count if one comes in with it.
+        """
+        self._is_again = True
+
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """A step begins. One that is open is abandoned."""
         waits = self.waits_for_quorum if wishes.waits is None else wishes.waits or bool(facts.shown)
@@ -523,7 +533,7 @@ class ReplicaState:
         self._request_id += 1
         self.error = None
         self._is_broken = self._is_unconnected = False
-        self._wishes, self._is_changed = None, False
+        self._wishes, self._is_changed, self._is_again = None, False, False
 
     def formed(self, formed: Answer) -> StepPlan | None:
         """The quorum of the open request was formed; None: it answers a request that is not open any more."""
@@ -637,6 +647,12 @@ class ReplicaState:
         if approve and self.num_participants < self.settings.min_replica_size:
             approve = False
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
+        if approve and self._is_again and not self._was_again and formed.num_proved < formed.num_contributors:
+            approve = False
+            reason = (
+                "its loop has begun this step again, and may have moved on from what a group that comes in was given"
+            )
+        self._was_again = self._is_again
         self.speaks = self.speaks and self.participating_rank == 0
         is_known_holder = formed.role is Role.HEALTHY and not formed.names_state
         self._vote = CommitVote(
