@@ -254,7 +254,7 @@ class ReplicaState:
         self._is_changed = False
         """The state has changed since, otherwise than by a load before the forward pass."""
         self._is_again, self._was_again = False, True
-        """The loop has begun the open step again; and it did so in the one that it voted on before, or that is not known."""
+        """The loop has begun the open step again; and it did so in the last step that counts or an attempt since, or none does."""
         self._shows = Shows.SAMPLES
         """How much the next request shows, if the state has a name then."""
         self.is_leaving = False
@@ -455,7 +455,7 @@ class ReplicaState:
         """The loop has begun the open step again, which it keeps. It may have left a batch out, and moved its place in the data.
 
         Whoever was given the state meanwhile begins with another batch, unless the loops do so in each step. So the step does not
-        count if one comes in with it.
+        count if one comes in with it: once for each rank, until one counts.
         """
         self._is_again = True
 
@@ -652,7 +652,7 @@ class ReplicaState:
             reason = (
                 "its loop has begun this step again, and may have moved on from what a group that comes in was given"
             )
-        self._was_again = self._is_again
+        self._was_again = self._was_again or self._is_again  # so no two steps in a row are lost to one rank
         self.speaks = self.speaks and self.participating_rank == 0
         is_known_holder = formed.role is Role.HEALTHY and not formed.names_state
         self._vote = CommitVote(
@@ -719,7 +719,7 @@ class ReplicaState:
             step = decided.step + 1
             version = StateVersion(step=step, quorum_id=decided.quorum_id, epoch=decided.epoch)
             self._adopt(version, held=self.version)
-            self._shows = decided.shows
+            self._shows, self._was_again = decided.shows, self._is_again
             self.speaks, self.silent_for = decided.speaks, decided.silent_for
         elif outcome is Outcome.LEFT_BEHIND:
             self.speaks = False
