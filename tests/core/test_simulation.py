@@ -79,6 +79,19 @@ def test_loops_that_train_several_networks_in_turn_come_together_again(first: in
     assert sum(report.num_faults for report in reports) > 40
 
 
+@pytest.mark.parametrize("first", range(0, by_default(20, thorough=200), 20))
+def test_who_comes_in_reads_what_the_others_read_though_they_leave_batches_out(first: int) -> None:
+    reports = run_seeds(range(first, first + 20), kind="skips")
+    assert sum(report.num_commits for report in reports) > 400
+    assert sum(report.num_held for report in reports) > 40
+
+
+def test_the_simulation_finds_that_a_step_counts_that_was_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplicaState, "begins_again", lambda state: None)
+    with pytest.raises(InvariantError, match="have read another batch"):
+        run_seeds(range(20), kind="skips")
+
+
 def test_outer_loops_without_faults_commit_every_round_with_all_however_long_their_phases_are() -> None:
     for seed in range(by_default(6, thorough=10)):
         outer = OuterPlan(phase_s=20.0, spread=1.7, delay=(0.0, 0.1, 0.5)[seed % 3])

@@ -47,6 +47,8 @@ class Moods:
     """From the end of an iteration that did not count to the next step."""
     moves_state: float = 0.0
     """Between the end of an iteration that did not count and the next step the loop changes the state: not a trouble."""
+    leaves_out: float = 0.0
+    """In a step after one that counts the loop leaves out a batch that it has read, and goes on with the next: not a trouble."""
 
     def calm_down(self, slowness: float) -> None:
         """Nothing goes wrong from now on."""
@@ -228,6 +230,12 @@ def draw_learning_scenario(rng: Random) -> Scenario:
 def draw_scenario_of_turns(rng: Random) -> Scenario:
     """Draw a run whose loops train several networks, each in a step of its own."""
     return replace(draw_scenario(rng), turns=rng.choice(("01", "0100", "012")))
+
+
+def draw_scenario_of_skips(rng: Random) -> Scenario:
+    """Draw a run whose loops leave batches out."""
+    plan = draw_scenario(rng)
+    return replace(plan, moods=replace(plan.moods, leaves_out=rng.choice((0.3, 1.0))))
 
 
 def draw_outer_scenario(rng: Random) -> Scenario:

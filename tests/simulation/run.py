@@ -26,6 +26,7 @@ from simulation.chaos import (
     draw_learning_scenario,
     draw_outer_scenario,
     draw_scenario,
+    draw_scenario_of_skips,
     draw_scenario_of_turns,
 )
 from simulation.clock import Clock, Process
@@ -444,6 +445,7 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
     "outer": draw_outer_scenario,
     "learners": draw_learning_scenario,
     "turns": draw_scenario_of_turns,
+    "skips": draw_scenario_of_skips,
 }
 """What draws a run."""
 
@@ -469,6 +471,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--learners", action="store_true", help="those who come back follow the others before they join"
     )
     parser.add_argument("--turns", action="store_true", help="loops train several networks in turn")
+    parser.add_argument("--skips", action="store_true", help="loops leave batches out, in the middle of a step")
     parser.add_argument(
         "--microbatches", action="store_true", help="who computes what, 100,000 steps a seed, and no more"
     )

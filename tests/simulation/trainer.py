@@ -188,6 +188,11 @@ class Trainer:
         self._early: list[int] = []
         """Those that it begins the next one with, before its quorum has formed."""
         self._own_rng = Random(f"microbatches of {self.address}")
+        self._made: StateVersion | None = None
+        """What its last step has led to, if that counted."""
+        self._num_left_out, self._read = 0, list[tuple[int, bool]]()
+        """So many batches it has left out in the open step; and how many each one has that contributed, and whether it is new."""
+        self._wishes = StepWishes()
         self._place, self._kinds = 0, deque[str](maxlen=MAX_TURNS)
         """The place of the open step in the turns, and which networks the last steps have trained."""
 
@@ -310,7 +315,8 @@ class Trainer:
             nodes=self._nodes_to_tell(),
         )
         allow_heal = self.is_at_end or self._rng.random() >= self._moods.no_heal
-        request = self.replica.begin(StepWishes(allow_heal=allow_heal), facts)
+        self._wishes, self._num_left_out = StepWishes(allow_heal=allow_heal), 0
+        request = self.replica.begin(self._wishes, facts)
         self._request_id = request.request_id
         if shown:
             self._serve()
@@ -319,6 +325,19 @@ class Trainer:
         self._later(self._settings.quorum_timeout_s, lambda: self._ask_again(turn))
         if not self._waits and self._own_rng.random() < self._moods.abandon:  # `continue`, before the quorum is there
             self._later(self._own_rng.uniform(0.0, ABANDONS_WITHIN_S), lambda: self._ask_again(turn))
+        if not self._waits and self._moods.leaves_out:
+            after_s = self._own_rng.uniform(0.0, ABANDONS_WITHIN_S)
+            self._later(after_s, lambda: self._leave_out(turn) if self.replica.phase is StepPhase.ASKING else None)
+
+    def _leave_out(self, turn: int) -> None:
+        """`continue` after the forward pass, which all do alike that have made the step before: the loop goes on with the open
+        step at another place of its data."""
+        now = self.replica.version
+        is_due = now == self._made and now.step % 2 == 0 and Random(f"{now} skips").random() < self._moods.leaves_out
+        is_due = is_due and turn == self._turn and not (self._num_left_out or self.is_at_end)
+        if is_due and self.replica.may_keep_step(self._wishes, has_reduced=False, is_loading=False):
+            self.replica.begins_again()
+            self._num_left_out += 1
 
     def _serve(self, *, outlives_step: bool = False) -> None:
         snapshot = Snapshot(self.replica.version, self.held, self.process, self._request_id, outlives_step)
@@ -358,10 +377,17 @@ class Trainer:
 
     def _check_sum(self, result: tuple[object, ...]) -> None:
         """What all have brought together is each microbatch once, added as the tree says."""
-        brought = [part[3] for part in result if isinstance(part, tuple) and len(part) > 3]
+        brought = [part[4] for part in result if isinstance(part, tuple) and len(part) > 4]
         problem = check_whole(brought, NUM_MICROBATCHES, self.value)
         if problem:
             self._oracle.fail(f"{self.address} in step {self.replica.version}: {problem}")
+
+    def _check_batches(self) -> None:
+        """Who has just come in has read the batch that those have read who were there, and live."""
+        if not self.replica.is_on_trial and any(is_new and read != self._num_left_out for read, is_new in self._read):
+            self._oracle.fail(
+                f"step {self.replica.version} counts, and those that came in have read another batch in it"
+            )
 
     def _shown(self) -> list[StateShown]:
         self._has_shown = self._settings.shows and self.replica.shows is not Shows.NOTHING
@@ -487,6 +513,7 @@ class Trainer:
             if self._drawn("abandons") < self._moods.abandon:
                 self.begin()  # `continue` in the training loop
                 return
+            self._leave_out(turn)
             if self._rng.random() < self._moods.step_error:
                 self.replica.fail("something went wrong in the step")
             self._allreduce(turn)
@@ -506,7 +533,8 @@ class Trainer:
         contribution: object = network  # zeros for its gradients
         if replica.participating_rank is not None:
             self._oracle.contributes(self)
-            contribution = (self.replica_id, self._rng.getrandbits(32), network)
+            read = (self._num_left_out, replica.is_on_trial)
+            contribution = (self.replica_id, self._rng.getrandbits(32), network, read)
             if self.by_microbatches and not self._results:
                 self._compute(to_the_end=True)
                 if sorted(self._computed.nodes) != cover(self._mine, NUM_MICROBATCHES):
@@ -526,6 +554,7 @@ class Trainer:
                 is_whole = self.by_microbatches and replica.participating_rank is not None
                 if is_whole and not self._results and not self._settings.replica.fixed_with_spares:
                     self._check_sum(result)
+                self._read = [part[3] for part in result if isinstance(part, tuple)]
                 self._results.append(tuple(part[:3] if isinstance(part, tuple) else part for part in result))
             self._allreduce(turn)
 
@@ -763,6 +792,7 @@ class Trainer:
             )
             if vote_is_open:
                 self.replica.decision_unknown()
+                self._made = None
                 self.num_discarded += 1
                 self._next()
         elif isinstance(message, QuorumBroken):
@@ -817,7 +847,9 @@ class Trainer:
         if outcome is None:
             self.replica.overtaken(decided)
             return
+        self._made = self.replica.version if outcome is Outcome.COMMIT else None
         if outcome is Outcome.COMMIT:
+            self._check_batches()
             value = self._oracle.next_value(self.value, tuple(self._results))
             self._oracle.commits(self, before, value, tuple(self._results))
             self._distance.lost()

@@ -254,7 +254,7 @@ class ReplicaState:
         self._is_changed = False
         """The state has changed since, otherwise than by a load before the forward pass."""
         self._is_again, self._was_again = False, True
-        """The loop has begun the open step again; and it did so in the last step that counts or an attempt since, or none does."""
+        """The loop has begun the open step again; and it did so in the last one that counts, or since, or none counts yet."""
         self._shows = Shows.SAMPLES
         """How much the next request shows, if the state has a name then."""
         self.is_leaving = False
