@@ -60,7 +60,10 @@ class Beside:
         waiting = [m.connection for m in state.members.values() if m.request is not None]
         members = state.members.values()  # one that leaves is none any more
         apart = [m for m in members if m.connection in self.connections and not m.wishes_to_leave]
-        apart = [m for m in apart if not state._spares.is_called(m.replica_id)]
+        # One that lost its connection in a hold is waited for yet: see `Oracle._check_holds`.
+        apart = [
+            m for m in apart if not (state._spares.is_called(m.replica_id) or m.replica_id in state._holds._awaited)
+        ]
         best_step = max((m.version.step for m in members if m.connection not in self.connections), default=0)
         if any(m.version.proven and m.version.step >= min(state.newest_step, best_step) for m in apart):
             return ""  # what it holds is the newest state that is left: the others need it
