@@ -1016,3 +1016,14 @@ def test_who_was_given_the_state_for_an_attempt_that_the_others_made_without_it_
     c.connects()
     c.asks(shows="x")
     assert c.replica.warms_up, "what the others have moved since is part of the state"
+
+
+def test_who_was_given_the_state_of_an_attempt_that_its_source_has_left_comes_in_as_all_do() -> None:
+    _, (a, b, c) = at_work()
+    discards([a, b, c])
+    ask([a, b, c], "xxy")
+    assert told_to_load([a, b, c]) == {"c": {"a", "b"}}
+    a.asks(shows="x")  # a quorum took too long, or its loss was not a number: it has gone on to its next batch
+    load(c, "x")
+    assert c.replica.warms_up, "a has moved what no step changes, its place in the data say"
+    assert roles([a, b]) == [Role.HEALTHY] * 2

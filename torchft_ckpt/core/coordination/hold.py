@@ -33,7 +33,7 @@ fail to come in (`patience.Debt`), and is held for once at a boundary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -108,8 +108,8 @@ class Holds:
         self._tried: dict[str, str] = {}
         """Groups that the quorum was held for since the last one formed, with the member that was given the state of now."""
         self._giving: dict[str, int] = {}
-        """Who gave it to them, by replica id, and with which request it had asked for the step. Empty in outer loops: what they
-        give is the same in each attempt."""
+        """Who gave it to them, or to those that are corrected, by replica id, and with which request it had asked for the step.
+        Empty in outer loops: what they give is the same in each attempt."""
         self._corrected: dict[str, int] = {}
         """Were given the state of this step since the last quorum formed, as theirs differed."""
         self._late: dict[str, int] = {}
@@ -191,31 +191,32 @@ class Holds:
     def quorum_forms(self, members: Collection[str], step: int) -> None:
         """A quorum of these forms for a step: what comes now is another boundary."""
         if self._giving:
-            self._are_late({*self._tried.values()}.difference(members))
+            self._are_late(dict.fromkeys({*self._tried.values()}.difference(members), self._version.step))
         self._late |= self._corrected
         self._corrected.clear()
         self._late = {m: of_step for m, of_step in self._late.items() if of_step >= step and m not in members}
         self._tried.clear()
         self._giving.clear()
 
-    def corrects(self, member: Member) -> None:
-        """It is given the state of the step that it has asked for, as its own differs: it begins that step with the others, or
-        another attempt at it."""
+    def corrects(self, member: Member, giving: Iterable[Member]) -> None:
+        """It is given the state of the step that it has asked for, as its own differs, by some of those that wait: it begins that
+        step with them, or another attempt at it."""
         if _moves_between_attempts(member.asked):
             self._corrected[member.replica_id] = member.asked.version.step
+            self._giving |= {m.replica_id: m.asked.request_id for m in giving}
 
     def teaches(self, learners: Iterable[Member], step: int) -> None:
         """These receive the state of a step beside the quorum that begins it: whoever asks for that step again is at another
         attempt at it."""
         self._late |= {m.replica_id: step for m in learners if _moves_between_attempts(m.asked)}
 
-    def _are_late(self, given: Collection[str]) -> None:
-        """What these were given may be the state of an attempt that is over; one that waits with it has no name for it."""
-        self._late |= dict.fromkeys(given, self._version.step)
-        for replica_id in self._job.waiting.keys() & given:
+    def _are_late(self, given: Mapping[str, int]) -> None:
+        """What these were given, of which step, may be of an attempt that is over; one that waits with it has no name for it."""
+        self._late |= given
+        for replica_id in self._job.waiting.keys() & given.keys():
             member = self._job.members[replica_id]
-            if member.version == self._version:
-                member.version = StateVersion(step=self._version.step)
+            if member.version.step == given[replica_id]:
+                member.version = StateVersion(step=member.version.step)
 
     def asks(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
         """A member asks for a step. If it has given its state for that to others, they have the values of the attempt before."""
@@ -224,7 +225,8 @@ class Holds:
             self._late.pop(member.replica_id, None)  # it has the state of now
         if request.request_id == self._giving.get(member.replica_id, request.request_id):
             return
-        self._are_late({*self._tried.values()})
+        corrected = {m: step for m, step in self._corrected.items() if m != member.replica_id}
+        self._are_late(dict.fromkeys(self._tried.values(), self._version.step) | corrected)
         self._giving.clear()
         if self._awaited:
             yield Log(f"the others wait no longer for {name_some(self._awaited)}: {member.replica_id} has asked anew")
