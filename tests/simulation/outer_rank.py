@@ -118,7 +118,7 @@ class OuterRank(Trainer):
         if self._rng.random() < 0.3:
             self._stop("it could not catch up, and nobody caught that")
         else:
-            self.begin()
+            self._watch_round()  # which names sources as well, and whoever is there then
 
     def _hears_where(self, located: StateLocated) -> None:
         if located.request_id != self._located_for:
