@@ -261,7 +261,8 @@ class Oracle:
         for replica_id, rank in [key for key in self._given if key[0] in formed]:
             source, given_in, epoch = self._given.pop((replica_id, rank))
             now_in = self._asked_by.get((source, formed.get(source, 0)), {}).get(rank)
-            if now_in is not None and now_in != given_in and epoch == state.epoch:
+            # If it has asked earlier, its group has asked anew since, and takes no answer to that.
+            if now_in is not None and now_in > given_in and epoch == state.epoch:
                 self.fail(
                     f"{replica_id}/{rank} holds values of another attempt than {source}: it has asked {now_in - given_in}"
                     " times since"
