@@ -27,6 +27,8 @@ from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.errors import CheckpointError, CheckpointNotFoundError, SourceLostError, StorageError
 from torchft_ckpt.manager import restoring, step_client
 from torchft_ckpt.manager import starting as starting_rank
+from torchft_ckpt.manager.healing import Healing
+from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.starting import StartingRank
 
 SHORT = timedelta(seconds=20)
@@ -91,11 +93,12 @@ class Rank:
         self.optimizer.step()
         return self.manager.current_step() > before
 
-    def begins(self) -> bool:
-        """Step until a step counts: one that read by itself may have to come in as any newcomer, in an iteration for itself."""
-        while not self.step():
-            pass
-        return True
+    def begins(self) -> int:
+        """Step until a step counts: one that read by itself may have to come in as any newcomer, in an iteration for itself.
+
+        Returns how many steps it has taken.
+        """
+        return 1 if self.step() else 1 + self.begins()
 
     def bits(self) -> list[int]:
         return [bit for p in self.model.parameters() for bit in p.detach().view(torch.int32).flatten().tolist()]
@@ -164,6 +167,32 @@ def test_one_of_four_groups_reads_each_byte_once_and_the_others_receive_it(
     assert [rank.manager.current_step() for rank in ranks] == [2] * 4
     assert together(Rank.step, *ranks) == [True] * 4
     assert len({tuple(rank.bits()) for rank in ranks}) == 1
+
+
+def test_who_begins_with_the_others_does_not_get_the_state_under_the_name_that_it_had_as_they_started(
+    start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that gives it is slow to serve it under the name that the job has for it, and still offers it as one that starts.
+
+    It was refused, so the other computed its first iteration for itself alone.
+    """
+    ranks, has_ended = [start(name) for name in "ab"], threading.Event()
+    together(restores(tmp_path), *ranks)
+    serve, fetch = StateServing.serve, Healing._run
+
+    def serve_late(*how: Any, **more: Any) -> None:
+        has_ended.wait(0.3)
+        serve(*how, **more)
+
+    def fetches(*how: Any) -> Any:
+        try:
+            return fetch(*how)
+        finally:
+            has_ended.set()
+
+    monkeypatch.setattr(StateServing, "serve", serve_late)
+    monkeypatch.setattr(Healing, "_run", fetches)
+    assert together(Rank.begins, *ranks) == [1, 1]
 
 
 def test_each_gets_what_its_ranks_saved_of_their_own(

@@ -58,13 +58,15 @@ class StateServing:
         """A step begins from this state. Nobody who comes now gets the state that was served under its name for a step before.
 
         After a step that did not count what no optimizer owns may be another. A state that is offered changes at moments alone
-        that its owner announces.
+        that its owner announces; one that groups start with gets another name before it is given for a step.
 
         Args:
             is_open: nothing has changed since in what is served, and the step before was not voted on, so those that its quorum
                 told to come may still come. An outer loop asks for the quorum of its first round so, while others receive the
                 state with which they begin.
         """
+        if version == self._offered and not version.proven:
+            self._served, self._offered = version, None
         if version == self._served and self._offered is None:
             self._transport.retire_checkpoint(keeps_awaited=is_open)
 
