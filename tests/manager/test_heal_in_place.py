@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,14 @@ import pytest
 import torch
 from support import answers
 from support.fake_transport import FakeNetwork, FakeTransport
+from support.waiting import wait_until
 from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.core.coordination.messages import Answer, Source, StateVersion
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule
 from torchft_ckpt.errors import (
+    CoordinationError,
     LayoutMismatchError,
     SourceLostError,
     SourceRefusedError,
@@ -390,3 +393,39 @@ def test_weights_that_were_loaded_without_what_belongs_to_them_are_torn_and_heal
     assert joiner.log[0] == (False, False), "it was torn, and has loaded once more"
     assert len(joiner.loaded) == 2
     assert not any(was_torn for _, was_torn in joiner.log)
+
+
+def test_who_holds_the_step_of_another_attempt_keeps_it_whole_if_its_source_dies_as_it_gives_that_of_now(server):
+    """Its copy is the only one then: the job would have lost the step."""
+    only = Group(server, "only", 0)
+    while only.replica.manager.current_step() < 2:
+        only.step()
+
+    def discards() -> None:
+        with contextlib.suppress(CoordinationError):
+            while True:
+                only.replica.optimizer.zero_grad()
+                only.replica.manager.report_error(ValueError("a loss that is not a number"))
+                only.replica.optimizer.step()
+
+    late = Group(server, "late", 1, quorum_timeout=TIMEOUT, quorum_retries=0)
+    loop = threading.Thread(target=discards)
+    loop.start()
+    while not late.replica.manager.view().came_in:
+        late.step()
+    num_attempts = only.replica.manager.statistics().num_discarded + 1
+    wait_until(lambda: only.replica.manager.statistics().num_discarded > num_attempts, "the other has gone on without it")
+
+    def dies(local: Any) -> BaseException:
+        only.close()
+        if not late.transport.asked[-1]["in_place"]:
+            return SourceLostError("lost midway", "only")
+        local["user"]["default"]["model"]["weight"].fill_(1e9)
+        return torn()
+
+    late.transport.failures = [dies]
+    committed = [late.step() for _ in range(4)]
+    loop.join(60)
+    assert [asked["in_place"] for asked in late.transport.asked] == [True, False]
+    assert committed[-1] and late.replica.manager.current_step() > 2
+    late.close()

@@ -132,8 +132,10 @@ class Recovery:
             receiving = self._registry.capture_to_receive(also_frozen=not formed.names_state)
         self._healing.calls("")
         self.is_pending = True
-        # Else nobody could say what differed; and an outer loop that loads puts its global parameters into the model.
-        in_place = prepared.is_untouched and not (formed.differs or self._registry.trains_apart)
+        # Else nobody could say what differed; and an outer loop that loads puts its global parameters into the model. A state of
+        # the same step, as it was in another attempt, may be the only one that is left if its source dies.
+        is_whole = prepared.version == formed.version
+        in_place = prepared.is_untouched and not (is_whole or formed.differs or self._registry.trains_apart)
         tell = functools.partial(self._tell, formed)
 
         def on_end(failure: str) -> None:
