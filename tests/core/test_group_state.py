@@ -626,6 +626,19 @@ def test_a_rank_that_is_silent_while_it_receives_is_not_hidden_by_one_that_speak
     assert says(group, 0, 0.0) == [0.0]  # all of it is there at all ranks
 
 
+def test_of_four_ranks_of_which_one_never_gets_its_part_none_loads_and_nothing_hides_that() -> None:
+    group = open_step(4, role=Role.LEARNER)
+    assert [says(group, rank, 1.0) for rank in range(3)] == [[1.0]] * 3
+    for rank in range(3):
+        says(group, rank, 0.0)
+        assert loading(group.handle(RankMessage(rank, arrived()))) == []
+    assert [says(group, rank, 0.0) for rank in range(3)] == [[]] * 3, "who waits for it counts how long it is silent"
+    reason = "group rank 0 gave the step up"  # it has waited for as long as it wanted to
+    assert loading(group.handle(RankMessage(0, request(2)))) == [(rank, reason) for rank in range(4)]
+    asked = [up(group.handle(RankMessage(rank, request(2)))) for rank in (1, 2, 3)]
+    assert asked[:2] == [[], []] and isinstance(asked[2][0], QuorumRequest)
+
+
 def test_what_its_ranks_say_they_have_received_is_summed_up_to_what_the_lighthouse_takes() -> None:
     group, most = open_step(role=Role.LEARNER), 2**53 - 1
     progress = JoinProgress(quorum_id=2, step=4, reach_s=1.0, done_bytes=most, total_bytes=most)

@@ -304,19 +304,19 @@ def test_what_holds_take_is_taken_from_the_allowance() -> None:
     assert job.lighthouse._joining._allowance.purse_s(job.now) == pytest.approx(0.5, abs=0.15)
 
 
-def test_several_groups_are_held_for_together_and_one_that_asks_meanwhile() -> None:
+def test_five_groups_are_held_for_together_one_of_which_asks_meanwhile() -> None:
     job = Job(least=2)
-    a, b = at_work(job, "a", "b")
-    c, d, e = (warms_up(job, name) for name in "cde")
-    c.asks(at_end=True, reach_s=0.5)
-    d.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
-    e.asks(at_end=True, reach_s=0.5)
-    assert all(m.formed is not None and m.formed.held for m in (c, d, e))
-    for member in (c, d, e):
+    members = at_work(job, "a", "b")
+    newcomers = [warms_up(job, name) for name in "cdefg"]
+    for member in newcomers[:-1]:
+        member.asks(at_end=True, reach_s=0.5)
+    are_asked(members)
+    newcomers[-1].asks(at_end=True, reach_s=0.5)
+    assert all(m.formed is not None and m.formed.held for m in newcomers)
+    for member in newcomers:
         member.comes_in()
         member.asks()
-    assert [m.hears()[-1] for m in (a, b, c, d, e)] == ["quorum 2 step 2 healthy"] * 5
+    assert [m.hears()[-1] for m in (*members, *newcomers)] == ["quorum 2 step 2 healthy"] * 7
 
 
 def test_the_lighthouse_is_lost_in_a_hold_and_nobody_waits_for_it_afterwards() -> None:
