@@ -231,7 +231,7 @@ def test_an_abandoned_step_leaves_it_healing_in_the_next() -> None:
 
 def may_keep(state: ReplicaState, *, has_reduced: bool = False, is_loading: bool = False, **wishes: object) -> bool:
     asked = StepWishes(**wishes)  # type: ignore[arg-type]
-    return state.may_keep_step(asked, has_reduced=has_reduced, is_loading=is_loading)
+    return state.keeps_step(asked, has_reduced=has_reduced, is_loading=is_loading)
 
 
 def test_a_step_in_which_nothing_has_happened_may_be_kept_until_it_is_voted_on() -> None:
@@ -272,7 +272,7 @@ def test_a_step_that_a_loop_begins_again_now_and_then_does_not_count_if_a_group_
     for attempt in attempts.split(", "):
         request = state.begin(StepWishes(), StepFacts())
         if "again" in attempt:
-            state.begins_again()
+            assert state.keeps_step(StepWishes(), has_reduced=False, is_loading=False)
         answer = formed(request.request_id, version=state.version, contributors=3)
         state.formed(msgspec.structs.replace(answer, num_proved=3 - newcomers))
         votes.append(state.vote())
@@ -346,7 +346,7 @@ def test_a_step_that_a_forward_pass_has_begun_is_kept_by_zero_grad_whatever_has_
     state = replica()
     begun(state)
     happen(state)
-    assert state.may_keep_step(StepWishes(), has_reduced=False, is_loading=False, joins_open=True)
+    assert state.keeps_step(StepWishes(), has_reduced=False, is_loading=False, joins_open=True)
 
 
 def test_a_step_with_a_collective_in_it_is_not_kept() -> None:

@@ -87,7 +87,13 @@ def test_who_comes_in_reads_what_the_others_read_though_they_leave_batches_out(f
 
 
 def test_the_simulation_finds_that_a_step_counts_that_was_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReplicaState, "begins_again", lambda state: None)
+    right = ReplicaState.vote
+
+    def vote(state: ReplicaState, *args: str, **others: object) -> CommitVote:
+        state._is_again = False
+        return right(state, *args, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReplicaState, "vote", vote)
     with pytest.raises(InvariantError, match="have read another batch"):
         run_seeds(range(20), kind="skips")
 

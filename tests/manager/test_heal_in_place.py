@@ -414,7 +414,9 @@ def test_who_holds_the_step_of_another_attempt_keeps_it_whole_if_its_source_dies
     while not late.replica.manager.view().came_in:
         late.step()
     num_attempts = only.replica.manager.statistics().num_discarded + 1
-    wait_until(lambda: only.replica.manager.statistics().num_discarded > num_attempts, "the other has gone on without it")
+    wait_until(
+        lambda: only.replica.manager.statistics().num_discarded > num_attempts, "the other has gone on without it"
+    )
 
     def dies(local: Any) -> BaseException:
         only.close()

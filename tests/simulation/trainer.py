@@ -335,8 +335,7 @@ class Trainer:
         now = self.replica.version
         is_due = now == self._made and now.step % 2 == 0 and Random(f"{now} skips").random() < self._moods.leaves_out
         is_due = is_due and turn == self._turn and not (self._num_left_out or self.is_at_end)
-        if is_due and self.replica.may_keep_step(self._wishes, has_reduced=False, is_loading=False):
-            self.replica.begins_again()
+        if is_due and self.replica.keeps_step(self._wishes, has_reduced=False, is_loading=False):
             self._num_left_out += 1
 
     def _serve(self, *, outlives_step: bool = False) -> None:

@@ -653,7 +653,7 @@ class Steps:
         is_there = quorum.done()
         if is_there and quorum.exception() is not None:
             return False
-        may_keep = self._client.may_keep_step(
+        may_keep = self._client.keeps_step(
             wishes,
             has_reduced=is_there and self._clearing.count > 0,  # there is none before the quorum is there
             is_loading=self._recovery.is_pending or not is_there,

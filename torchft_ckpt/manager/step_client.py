@@ -227,14 +227,11 @@ class StepClient:
             self._raise_if_fatal()
             return replica.waits_for_quorum, replica.wants_capture
 
-    def may_keep_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool, joins_open: bool) -> bool:
-        """See `ReplicaState.may_keep_step`; the loop goes on with it then."""
+    def keeps_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool, joins_open: bool) -> bool:
+        """See `ReplicaState.keeps_step`."""
         with self._lock, self._replica as replica:
             self._raise_if_fatal()
-            keeps = replica.may_keep_step(wishes, has_reduced=has_reduced, is_loading=is_loading, joins_open=joins_open)
-            if keeps and not joins_open:
-                replica.begins_again()
-            return keeps
+            return replica.keeps_step(wishes, has_reduced=has_reduced, is_loading=is_loading, joins_open=joins_open)
 
     def may_begin(self) -> bool:
         """See `ReplicaState.may_begin`."""

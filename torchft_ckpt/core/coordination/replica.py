@@ -60,7 +60,7 @@ class StepEvent(Enum):
     """What `ReplicaState` is told that depends on the phase, by its method, and what follows."""
 
     BEGIN = "begin"
-    """Send the returned `QuorumRequest`. The step that was open is abandoned: ask `may_keep_step` before."""
+    """Send the returned `QuorumRequest`. The step that was open is abandoned: ask `keeps_step` before."""
     LOCATE = "locate"
     """Send the returned `LocateState`. The step that was open is abandoned."""
     FORMED = "formed"
@@ -425,13 +425,13 @@ class ReplicaState:
         """The optimizers have taken the step that was decided, or the loop has left it out."""
         self._held = None
 
-    def may_keep_step(
-        self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool, joins_open: bool = False
-    ) -> bool:
-        """Whether a step that is asked for can be the one that is open, because nothing has happened in it yet.
+    def keeps_step(self, wishes: StepWishes, *, has_reduced: bool, is_loading: bool, joins_open: bool = False) -> bool:
+        """The loop begins a step. Return whether that may be the one that is open, because nothing has happened in it yet.
 
-        A loop that calls `zero_grad` twice, or skips a batch, then costs the others nothing. An outer loop, which says whether
-        it contributes or waits, asks anew on purpose.
+        A loop that calls `zero_grad` twice, or skips a batch, then costs the others nothing. It may have moved its place in the
+        data meanwhile. Whoever was given the state before that begins with another batch, unless the loops do so in each step. So
+        if one comes in with such a step, it does not count: once for each rank, until one counts. An outer loop, which says
+        whether it contributes or waits, asks anew on purpose.
 
         Args:
             wishes: for the step that is asked for.
@@ -445,19 +445,11 @@ class ReplicaState:
             return False
         if joins_open:
             return True
-        if self.warms_up and self.phase is StepPhase.TRAINING and not has_reduced:
-            return True
-        if has_reduced or self.error is not None or self._is_broken:
-            return False
-        return self.phase is StepPhase.ASKING or self.healed or is_loading
-
-    def begins_again(self) -> None:
-        """The loop has begun the open step again, which it keeps. It may have left a batch out, and moved its place in the data.
-
-        Whoever was given the state meanwhile begins with another batch, unless the loops do so in each step. So the step does not
-        count if one comes in with it: once for each rank, until one counts.
-        """
-        self._is_again = True
+        is_alone = self.warms_up and self.phase is StepPhase.TRAINING
+        has_failed = not is_alone and (self.error is not None or self._is_broken)
+        is_ready = is_alone or self.phase is StepPhase.ASKING or self.healed or is_loading
+        self._is_again = is_ready and not (has_reduced or has_failed)
+        return self._is_again
 
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """A step begins. One that is open is abandoned."""
