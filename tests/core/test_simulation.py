@@ -5,7 +5,7 @@ A seed that fails is printed with its log; `Simulation(seed).run()` replays it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -952,7 +952,12 @@ def broken_lateness_of_followers(patch: pytest.MonkeyPatch) -> None:
 
 def broken_lateness_of_corrected_ones(patch: pytest.MonkeyPatch) -> None:
     """Who was given the state before a step, and did not begin that with the others, may begin a later attempt with it."""
-    patch.setattr(Holds, "corrects", lambda *_: None)
+    right = Holds.gives
+
+    def gives(holds: Holds, members: Collection[Member], giving: Collection[Member]) -> None:
+        right(holds, [member for member in members if member.asked.at_end], giving)
+
+    patch.setattr(Holds, "gives", gives)
 
 
 def broken_lateness_of_the_only_one(patch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ fail to come in (`patience.Debt`), and is held for once at a boundary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -110,8 +110,8 @@ class Holds:
         self._giving: dict[str, int] = {}
         """Who gave it to them, or to those that are corrected, by replica id, and with which request it had asked for the step.
         Empty in outer loops: what they give is the same in each attempt."""
-        self._corrected: dict[str, int] = {}
-        """Were given the state of this step since the last quorum formed, as theirs differed."""
+        self._given: dict[str, int] = {}
+        """Who was given it, or corrected, since the last quorum formed, and the state of which step. Likewise."""
         self._late: dict[str, int] = {}
         """Were given the state of this step, and have not begun it with the others, or who gave it has asked anew: it may be that
         of another attempt at it. Also those that have lost their connection since: they may come back with it."""
@@ -178,7 +178,7 @@ class Holds:
             self._awaited.clear()
             self._joining.set_limit(holding, now)
             self._version, self._began, self._stood_before_s = assignment.version, now, 0.0
-        self._giving |= {m.replica_id: m.asked.request_id for m in giving if _moves_between_attempts(m.asked)}
+        self.gives(newcomers, giving)
         usual_top_s = max(other.asked.top_s for other in holding)
         for member in holding:  # if nobody else is there, the job goes on from such a state
             self._late.pop(member.replica_id, None)
@@ -190,33 +190,31 @@ class Holds:
 
     def quorum_forms(self, members: Collection[str], step: int) -> None:
         """A quorum of these forms for a step: what comes now is another boundary."""
-        if self._giving:
-            self._are_late(dict.fromkeys({*self._tried.values()}.difference(members), self._version.step))
-        self._late |= self._corrected
-        self._corrected.clear()
+        self._are_late(members)
         self._late = {m: of_step for m, of_step in self._late.items() if of_step >= step and m not in members}
         self._tried.clear()
-        self._giving.clear()
 
-    def corrects(self, member: Member, giving: Iterable[Member]) -> None:
-        """It is given the state of the step that it has asked for, as its own differs, by some of those that wait: it begins that
-        step with them, or another attempt at it."""
-        if _moves_between_attempts(member.asked):
-            self._corrected[member.replica_id] = member.asked.version.step
-            self._giving |= {m.replica_id: m.asked.request_id for m in giving}
+    def gives(self, members: Collection[Member], giving: Collection[Member]) -> None:
+        """These, which the quorum is held for or whose own differs, are given the state with which the others have asked."""
+        step = max(other.asked.version.step for other in giving)
+        self._given |= {m.replica_id: step for m in members if _moves_between_attempts(m.asked)}
+        self._giving |= {m.replica_id: m.asked.request_id for m in giving if _moves_between_attempts(m.asked)}
 
     def teaches(self, learners: Iterable[Member], step: int) -> None:
         """These receive the state of a step beside the quorum that begins it: whoever asks for that step again is at another
         attempt at it."""
         self._late |= {m.replica_id: step for m in learners if _moves_between_attempts(m.asked)}
 
-    def _are_late(self, given: Mapping[str, int]) -> None:
-        """What these were given, of which step, may be of an attempt that is over; one that waits with it has no name for it."""
+    def _are_late(self, others: Collection[str]) -> None:
+        """What was given, but to the others, may be of an attempt that is over; who waits with it has no name for it."""
+        given = {m: step for m, step in self._given.items() if m not in others}
         self._late |= given
         for replica_id in self._job.waiting.keys() & given.keys():
             member = self._job.members[replica_id]
             if member.version.step == given[replica_id]:
                 member.version = StateVersion(step=member.version.step)
+        self._given.clear()
+        self._giving.clear()
 
     def asks(self, member: Member, request: QuorumRequest, now: float) -> Iterator[Instruction]:
         """A member asks for a step. If it has given its state for that to others, they have the values of the attempt before."""
@@ -225,9 +223,7 @@ class Holds:
             self._late.pop(member.replica_id, None)  # it has the state of now
         if request.request_id == self._giving.get(member.replica_id, request.request_id):
             return
-        corrected = {m: step for m, step in self._corrected.items() if m != member.replica_id}
-        self._are_late(dict.fromkeys(self._tried.values(), self._version.step) | corrected)
-        self._giving.clear()
+        self._are_late([member.replica_id])
         if self._awaited:
             yield Log(f"the others wait no longer for {name_some(self._awaited)}: {member.replica_id} has asked anew")
             for replica_id in self._awaited:
@@ -253,7 +249,6 @@ class Holds:
         """Wait no longer for those that have come, or will not come in time."""
         if not self._awaited:
             return
-        held_up = [member for member in self._waiting() if self._is_held_up(member)]
         stood_s = self._stood(now)
         for replica_id, awaited in list(self._awaited.items()):
             if self._has_come(replica_id):
@@ -266,13 +261,10 @@ class Holds:
                 self._job.beginners.pop(replica_id, None)
                 self._note_failed(replica_id, awaited, end, why, stood_s - awaited.stood_s, now)
                 yield Log(f"the others wait no longer for {replica_id}: {why}")
-        if not held_up:
+        if not any(self._is_held_up(self._job.members[replica_id]) for replica_id in self._job.waiting):
             self._awaited.clear()
         if not self._awaited:
             self._joining.stood_for_hold(stood_s, now)
-
-    def _waiting(self) -> list[Member]:
-        return [self._job.members[replica_id] for replica_id in self._job.waiting]
 
     def _is_held_up(self, member: Member) -> bool:
         return member.asked.version == self._version and not member.asked.at_end

@@ -841,7 +841,7 @@ class LighthouseState:
         places = {member.replica_id: place for place, member in enumerate(members)}
         for replica_id, sources in trial.loads.items():
             member = self.members[replica_id]
-            self._holds.corrects(member, [self.members[source] for source in sources])
+            self._holds.gives([member], [self.members[source] for source in sources])
             request = self._job.take_request(member)
             member.phase, member.version = MemberPhase.BETWEEN, StateVersion(step=request.version.step)
             given = StateGiven(

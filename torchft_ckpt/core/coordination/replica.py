@@ -547,7 +547,7 @@ class ReplicaState:
         is_made = self._last_outcome is Outcome.COMMIT and not self._has_caught_up
         self._last_outcome = None
         if (formed.differs or formed.role is Role.IDLE) and self.version == formed.version:
-            self._lose_name()  # the others hold another state under that name
+            self.version = StateVersion(step=self.version.step)  # the others hold another state under that name
         if formed.role is Role.HEALTHY and self.version != formed.version:
             # A first state, or one that the job goes back to, is this replica's: it gets its name.
             if self.torn or not formed.names_state or self.version.step != formed.version.step:
@@ -593,10 +593,6 @@ class ReplicaState:
         self.torn = True
         self.state_changed()
 
-    def _lose_name(self) -> None:
-        """The state is another than the others have under its name: it is whole, and proven no more."""
-        self.version = StateVersion(step=self.version.step)
-
     def fail(self, reason: str) -> None:
         """This step cannot count. The first reason is kept."""
         if self.error is None:
@@ -641,9 +637,7 @@ class ReplicaState:
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
         if approve and self._is_again and not self._was_again and formed.num_proved < formed.num_contributors:
             approve = False
-            reason = (
-                "its loop has begun this step again, and may have moved on from what a group that comes in was given"
-            )
+            reason = "its loop has begun this step again, and a group comes in that was given what it held before"
         self._was_again = self._was_again or self._is_again  # so no two steps in a row are lost to one rank
         self.speaks = self.speaks and self.participating_rank == 0
         is_known_holder = formed.role is Role.HEALTHY and not formed.names_state
