@@ -256,7 +256,10 @@ class Oracle:
         formed = {
             names[i.connection]: i.message.request_id
             for i in instructions
-            if isinstance(i, Send) and isinstance(i.message, QuorumFormed) and i.message.role is Role.HEALTHY
+            if isinstance(i, Send)
+            and isinstance(i.message, QuorumFormed)
+            and i.message.role is Role.HEALTHY
+            and i.connection in names  # else it is gone in the same moment
         }
         for replica_id, rank in [key for key in self._given if key[0] in formed]:
             source, given_in, epoch = self._given.pop((replica_id, rank))
