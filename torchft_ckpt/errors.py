@@ -253,9 +253,15 @@ class StateDictLoadError(CheckpointError):
     """The user's `load_state_dict` function raised, or twice in a row did not take what it was given; the state is undefined."""
 
     @classmethod
-    def of(cls, key: str, error: Exception) -> StateDictLoadError:
-        """Return the error for what the function of a key raised. The state counts as torn: nobody knows how far it came."""
-        failure = cls(f"load_state_dict of {key!r} raised {type(error).__name__}: {error}", party=key)
+    def of(cls, key: str, error: Exception, lacks: str = "") -> StateDictLoadError:
+        """Return the error for what the function of a key raised. The state counts as torn: nobody knows how far it came.
+
+        `lacks`: what is in the state, and was not here.
+        """
+        grown = f"; the state has {lacks}, and this group has not"
+        helps = ": if its loop adds that as it trains, let load_state_dict add it first"
+        raised = f"load_state_dict of {key!r} raised {type(error).__name__}: {error}"
+        failure = cls(f"{raised}{grown}{helps}" if lacks else raised, party=key)
         failure.mark_torn()
         return failure
 

@@ -4,6 +4,7 @@ back."""
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 import weakref
@@ -24,7 +25,7 @@ from torchft_ckpt import DistributedDataParallel, LighthouseServer, Optimizer
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.core.coordination.hold import BEGINS_WITHIN_S
 from torchft_ckpt.ddp import PureDistributedDataParallel
-from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.errors import ConfigError, StateDictLoadError
 from torchft_ckpt.manager import coming_in
 from torchft_ckpt.manager.coming_in import CameIn
 from torchft_ckpt.manager.saving import Onlooking, SaveIdentity, save_identity
@@ -361,6 +362,33 @@ class Unfreezing(Replica):
         if len(state["sgd"]["param_groups"]) > 1:
             self.unfreeze()
         super().load(state)
+
+
+class Forgetting(Unfreezing):
+    """Loads by the functions of torch alone."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        Replica.load(self, state)
+
+
+def test_a_group_whose_load_function_adds_no_parameter_group_is_told_which_one_and_what_helps() -> None:
+    run = Run(Unfreezing)
+    step = max(replica.manager.current_step() for replica in run.at_work) + 10
+    for replica in run.at_work:
+        replica.unfreezes_at = step
+    run.wait_for_steps(12)
+    joined = Forgetting(run.server, "c", seed=7)
+    with pytest.raises(StateDictLoadError) as error:
+        for _ in range(100):
+            joined.step()
+    assert re.search(
+        r"different number of parameter groups; the state has default\.sgd\.param_groups\.1, and this group has not: if its loop"
+        r" adds that as it trains, let load_state_dict add it first",
+        str(error.value),
+    )
+    run.last_step = 0
+    run._pool.shutdown()
+    run.close(joined)
 
 
 def test_a_group_that_unfreezes_in_an_iteration_that_did_not_count_comes_in_again_with_the_others_groups(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchft_ckpt.checkpointing import StateDictLock
+from torchft_ckpt.checkpointing.state.containers import not_here
 from torchft_ckpt.checkpointing.state.local_state import tensors_but_optimizer_state
 from torchft_ckpt.checkpointing.state.optimizer_state import dtypes_kept, with_optimizer_state
 from torchft_ckpt.checkpointing.state.parameters import (
@@ -453,6 +454,8 @@ class StateRegistry:
 
     def take_settings(self, own: Mapping[str, Any]) -> list[str]:
         """Give optimizers the settings of the source for the same parameters, and say what differed. On the training thread."""
+        if self._layout is None or self._layout[0] is not self._parameters():
+            self.layout()  # the load functions have given them more parameters
         return take_settings(self._known(), own.get("settings"), here=self._groups, there=own.get("groups"))
 
     def not_returned(self, user: dict[str, Any], *, twice: bool = False) -> Differences:
@@ -546,7 +549,10 @@ class StateRegistry:
             try:
                 self._load[key](user[key])
             except Exception as error:
-                raise StateDictLoadError.of(key, error) from error
+                lacks: list[str] = []
+                with contextlib.suppress(Exception):  # it may return nothing in this state
+                    lacks += not_here(self._get[key](), user[key], key)
+                raise StateDictLoadError.of(key, error, name_some(lacks)) from error
 
 
 class OwnState:

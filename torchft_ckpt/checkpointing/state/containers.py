@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchft_ckpt.checkpointing.state.classes import is_named_tuple
-from torchft_ckpt.checkpointing.state.tree import FLAT, MANY_LEAVES, in_words, is_flat
+from torchft_ckpt.checkpointing.state.tree import FLAT, MANY_LEAVES, in_words, is_flat, join_path
 from torchft_ckpt.errors import StateFormatError, StateMismatchError
 
 _MANAGERS_KEYS = {"user", "torchft"}
@@ -81,6 +81,21 @@ def optimizer_states(state: object, path: Path = (), num_beside: int = 0) -> Ite
     for key, item in () if is_one_leaf(state, num_beside) else items_of(state):
         if not isinstance(item, torch.Tensor):
             yield from optimizer_states(item, (*path, key), len(state))  # type: ignore[arg-type]  # a container
+
+
+def not_here(here: object, there: object, path: str = "") -> Iterator[str]:
+    """Yield the paths of what a state from there has and that which is here has not, but of what optimizers make as they step.
+
+    Of what is longer there the first item is named.
+    """
+    mine = dict(items_of(here))
+    for key, item in items_of(there):
+        if key not in mine:
+            yield join_path(path, key)
+            if isinstance(there, SEQUENCES):
+                return
+        elif key != "state" or "param_groups" not in mine:
+            yield from not_here(mine[key], item, join_path(path, key))
 
 
 def flattened(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

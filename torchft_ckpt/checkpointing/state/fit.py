@@ -200,7 +200,13 @@ def _of_other_parameters(local: LocalState, tree: Node, owners: object) -> list[
         for path, owned, groups in found
         if isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
         for why in why_not_of(
-            path, groups, names_from(said, path), here=owned, is_checkpoint=owners is not None, may_grow=True
+            path,
+            groups,
+            names_from(said, path),
+            here=owned,
+            is_checkpoint=owners is not None,
+            may_grow=True,
+            may_lengthen=not local.shared,  # else it may be another model, of which less is tied
         )
     ]
 

@@ -188,6 +188,7 @@ def why_not_of(
     here: Owned | Sequence[Mapping[str, Any]],
     is_checkpoint: bool = True,
     may_grow: bool = False,
+    may_lengthen: bool = False,
 ) -> list[str]:
     """Return in sentences why the state of an optimizer is not one of the parameters that are here.
 
@@ -198,6 +199,7 @@ def why_not_of(
         here: the same here; or, of a state dict of which it is not known whose it is, its groups: then there may be fewer.
         is_checkpoint: it comes from one, and not from a replica.
         may_grow: more groups may be there than here: whoever loads the state may add them before.
+        may_lengthen: so may more parameters be in a group. Which of them are here is not known then.
     """
     own = here.owner.param_groups if isinstance(here, Owned) else here
     ids = _ids(groups)
@@ -207,6 +209,8 @@ def why_not_of(
         return [f"{path} has {len(groups)} parameter groups there, {len(own)} here"]
     for number, (group, mine) in enumerate(zip(ids, own, strict=False)):
         if len(group) != (num_here := len(mine.get("params", group))):
+            if may_lengthen and len(group) > num_here:
+                return []
             return [f"{path}.param_groups.{number} has {len(group)} parameters there, {num_here} here"]
     # A path in the state says more than the name that the optimizer was given.
     given, given_there = ([_texts(group.get("param_names")) for group in some] for some in (own, groups))
