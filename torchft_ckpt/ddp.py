@@ -128,6 +128,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self._is_known_to_work = True
         if torch.is_grad_enabled():
             self._manager.hooks.open_graphs.opens(id(self._reduction))
+            self._manager.hooks.last_forward = self
             if self._reached is not None and self.require_backward_grad_sync:
                 self._reached.is_awaited = True
             elif self._reached is not None:

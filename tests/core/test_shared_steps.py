@@ -91,3 +91,11 @@ def test_a_loop_that_clears_first_is_one_still_if_a_forward_pass_begins_a_step_i
     shared.begins()
     shared.clears("a", is_decided=False)
     assert not shared.clears_first
+
+
+def test_one_that_the_loop_has_put_another_in_place_of_holds_up_no_step() -> None:
+    shared = SharedStep()
+    shared.clears("old", is_decided=True)
+    assert shared.steps("new"), "it was made as a state was loaded, in the middle of the old one's step"
+    shared.keep(["new"])
+    assert shared.clears("new", is_decided=True) and shared.joined == {"new"}

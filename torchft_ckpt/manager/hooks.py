@@ -52,6 +52,9 @@ class Hooks:
         """The one that the Manager was given, or made."""
         self.open_graphs = steps.graphs
         """The forward passes whose backward passes are still to come: no state is loaded meanwhile."""
+        self.last_forward: object = None
+        """The DDP that computed it. A load function that was called in it may have put another one in its place, and the backward
+        pass is through this one."""
         # A step of several optimizers
         self.begins_step = steps.clears_gradients
         self.takes_step = steps.takes

@@ -103,6 +103,8 @@ class StateRegistry:
         """They step when groups that train apart agree, and only then."""
         self._moving: set[str] = set()
         self._unguarded: list[torch.optim.Optimizer] = []
+        self._placed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Those whose state the functions have returned."""
         self._layout: tuple[list[torch.Tensor], ParameterLayout] | None = None
         """Of these parameters."""
         self._marks: list[tuple[int, int, int]] | None = None
@@ -255,9 +257,17 @@ class StateRegistry:
         return self._layout[1]
 
     def _number(self, captured: dict[str, Any]) -> StatePlaces:
-        """Number the optimizers by where their parameters and their state are in the state, not by the order of guarding."""
+        """Number the optimizers by where their parameters and their state are in the state, not by the order of guarding.
+
+        One whose state the functions have returned, and that they return another one in place of, is guarded no more: the loop
+        has made a new one, and a group that comes in has never had it.
+        """
         places = StatePlaces(captured)
-        paths = {id(one.owner): path for path, one in places.owned(returned_by(self._known())).items()}
+        owned = places.owned(returned_by(self._known()))
+        paths = {id(one.owner): path for path, one in owned.items()}
+        if any(one.owner not in self._placed for one in owned.values()):
+            self._optimizers[:] = [one for one in self._optimizers if id(one) in paths or one not in self._placed]
+            self._placed.update(one.owner for one in owned.values())
 
         def place(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
             names = [name for group in places.names(optimizer) for name in group if name]

@@ -431,6 +431,58 @@ def unfreeze_by_flag(job: Job) -> None:
         optimizer.step()
 
 
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([nn.Linear(6, 6)]), nn.Linear(6, 3)
+
+    def grow(self) -> None:
+        layer = nn.utils.skip_init(nn.Linear, 6, 6)
+        nn.init.eye_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        self.layers.append(layer)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        return self.head(inputs)
+
+
+@idiom(
+    "Progressive growing: a new layer at a step, with a new DDP and a new optimizer in place of the old one",
+    MODEL,
+    "Your `load_state_dict` has to grow the model and make the optimizer too, if the state that it gets is of a larger one. The"
+    " new weights have to be the same in all groups: seed them by the step.",
+    was="the group that came back was refused before its `load_state_dict` was called, at every restart",
+)
+def progressive_growing(job: Job) -> None:
+    model, now = Growing(), SimpleNamespace()
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        if len(state["model"]) > len(model.state_dict()):
+            grow()
+        model.load_state_dict(state["model"])
+        now.adam.load_state_dict(state["adam"])
+
+    def wrap() -> None:
+        now.adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+        now.ddp, now.optimizer = job.ddp(model), job.optimizer(now.adam)
+
+    def grow() -> None:
+        model.grow()
+        wrap()
+
+    manager = job.manager(load_state_dict, lambda: {"model": model.state_dict(), "adam": now.adam.state_dict()})
+    wrap()
+    while job.goes_on():
+        if manager.current_step() >= 3 and len(model.layers) == 1:
+            grow()
+        loss = error(now.ddp, job.batch())
+        now.optimizer.zero_grad()
+        loss.backward()
+        now.optimizer.step()
+
+
 @idiom(
     "Sparse gradients: Embedding(sparse=True)",
     MODEL,

@@ -74,6 +74,11 @@ class SharedStep:
         self._joined, self._is_by_forward = joined, True
         return joined
 
+    def keep(self, known: Collection[Hashable]) -> None:
+        """The others take part in no step any more: the loop has made new ones in their place."""
+        for those in (self._joined, self._stepped, self._ahead):
+            those.intersection_update(known)
+
     def has_stepped(self, optimizer: Hashable) -> bool:
         """Whether an optimizer has stepped since the last step began."""
         return optimizer in self._stepped
