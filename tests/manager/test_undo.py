@@ -309,6 +309,23 @@ def test_a_number_that_makes_each_step_be_discarded_may_change_in_the_end() -> N
     assert loop.scale == 2.0
 
 
+def test_a_count_that_goes_on_behind_the_vote_goes_back_once_more_as_the_next_try_begins() -> None:
+    """Else the loop counts one batch more at each discard: its windows begin at another one, and in each group at its own."""
+
+    def counts(loop: Loop) -> None:
+        loop.batches += 1
+
+    loop = Loop(batches=0, skipped=0)
+    loop.trains()
+    for _ in range(3):
+        loop.step(counts)
+        assert loop.batches == 0
+        loop.batches += 1
+        loop.skipped += 1  # it moves there alone: so many tries there were
+    loop.step(lambda loop: counts(loop) or counts(loop), counts=True)
+    assert (loop.batches, loop.skipped) == (2, 3)
+
+
 def test_the_place_in_the_data_stays() -> None:
     class Loader:
         def __init__(self) -> None:

@@ -245,6 +245,7 @@ class Steps:
         self._follows_decision = self._is_committed is not None
         self.leave()
         self._put_back()
+        self._undo.tries_again()
         # Each thread has a current device of its own, and the process group is connected on the quorum's.
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._events.deliver()  # between two steps, so what a listener saves is whole

@@ -205,6 +205,9 @@ class Undo:
         """Where the open step may have found something in what belongs to the loop, if it began with a look; else empty."""
         self._paths: set[str] = set()
         """In the state, at that look."""
+        self._again: list[_Place] = []
+        """Plain values that went back at a discard. A loop may count there and behind its vote, so they go back once more as the
+        next try begins."""
         self._written: set[str] = set()
         """Of what is large, what the loop was seen to write to; it is copied, also if it was loaded since."""
 
@@ -213,11 +216,17 @@ class Undo:
         """Whether the loop was seen to write before a vote to parameters, or to something else that is large."""
         return bool(self._written)
 
+    def tries_again(self) -> None:
+        """A step begins in place of a discarded one, with what that began with: before anybody looks at it."""
+        for place in self._again if self._num_changes == self._registry.num_changes else ():
+            place.put_back()
+
     def begin(self) -> None:
         """A step begins with a state that is whole. What is held already stays so."""
         if self._num_changes != self._registry.num_changes:
             self._num_changes = self._registry.num_changes
             self._parameters, self._others = _Part([], copies_all=False), _Part([], copies_all=False)
+            self._again = []
             self._try(self._look)
         self._parameters.hold()
         if not self._sees_forward:
@@ -232,6 +241,8 @@ class Undo:
         self._hold_others()
 
     def _hold_others(self) -> None:
+        if not self._others.is_held:
+            self.tries_again()
         if self._looks_again and not self._others.is_held:
             self._looks_again = False
             self._try(self._look_again)
@@ -246,7 +257,7 @@ class Undo:
 
     def end(self, *, counts: bool) -> None:
         """The step is decided or left. Its collectives have ended, and no optimizer has taken it yet."""
-        parts = [part for part in (self._parameters, self._others) if part.is_held]
+        parts, self._again = [part for part in (self._parameters, self._others) if part.is_held], []
         if self._parameters not in parts or self._num_changes != self._registry.num_changes:
             self._parameters.is_held = self._others.is_held = False
             return  # what was loaded meanwhile is of no step
@@ -303,6 +314,7 @@ class Undo:
         is_late = self._num_in_a_row > _MAX_IN_A_ROW
         with torch.no_grad():
             back = [place for place in places if not is_late or type(place.held) in _OF_TORCH]
+            self._again = [p for p in back if isinstance(p.held, _PLAIN) and p.here is not p.held]
             pairs = [pair for place in back for pair in place.put_back()]
             if pairs:
                 with self._registry.lock.write():

@@ -304,3 +304,30 @@ def diffusion(job: Job) -> None:
                 average.model.load_state_dict(model.state_dict())
                 average.initted.copy_(torch.tensor(True))
             lerp(average.model, model, min(0.9, 1 - (1 + step) ** -0.7))
+
+
+@idiom(
+    "A count of batches at the top of the iteration, which says when a window is over (`if count % 2: continue`)",
+    ORDER,
+    "Register it. If a step is discarded, it goes back to what it was as the step's first forward pass began.",
+    was="it went back at the discard, and the loop counted on: the next window was shorter; three groups discarded ten steps for"
+    " one that counted, as another one came in",
+    num_discards=3,
+)
+@idiom("The same with a count at the end of the iteration", ORDER, num_discards=3)
+def count_of_batches(job: Job) -> None:
+    model, counter = mlp(), Counter(at_top=0, at_end=0)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    job.manager(*states(model=model, adam=adam, counter=counter))
+    ddp, optimizer = job.ddp(model), job.optimizer(adam)
+    discards = Discards(job)
+    while job.goes_on():
+        counter.at_top += 1
+        loss = error(ddp, job.batch()) / 2
+        if counter.at_end % 2:
+            discards()
+        loss.backward()
+        if counter.at_top % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        counter.at_end += 1
