@@ -81,6 +81,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _SAMPLED = 3
 """In so many deferred steps it is seen whether the loop writes to the memory of parameters."""
+_OFTEN = 8
+"""A loop that writes to parameters before its forward pass twice within so many steps does so for the step that begins."""
 _UNVOTED = 8
 """So often a loop may clear its gradients in an iteration, for several tasks: then it is taken to skip iterations."""
 _OWED = 8
@@ -208,8 +210,10 @@ class Steps:
         """The versions of parameters as the step was deferred."""
         self._samples: list[bytes] = []
         self._num_to_sample = _SAMPLED + 1
-        self._writes_first = self._has_written = False
-        """The loop writes to parameters between clearing gradients and its forward pass; and it has done so in the open step."""
+        self._writes_first, self._wrote_at = False, -1 - _OFTEN
+        self._has_written = False
+        """The loop writes to parameters between clearing gradients and its forward pass: often; last before this step; and in the
+        open one."""
         self._follows_decision = False
         """The step before the open one was decided, as far as this rank knows."""
         self._late = _Late()
@@ -230,7 +234,11 @@ class Steps:
         self._last_wishes, self._limit = wishes, limit
         was_deferred, self.is_deferred = self.is_deferred, False
         self._has_written = was_deferred and (is_changed(self._counted) or self._samples != self._sampled())
-        self._writes_first = self._writes_first or self._has_written
+        # Now and then that is the tail of the step before: averaged weights, which are swapped in to validate.
+        if self._has_written:
+            step = self._client.view().version.step
+            is_often = self._came_in.is_held or step - self._wrote_at <= _OFTEN
+            self._writes_first, self._wrote_at = self._writes_first or is_often, step
         if self._ended_at is not None:
             self._top_s, self._ended_at = time.monotonic() - self._ended_at, None
         loads_here = self._loads_unvoted()

@@ -241,6 +241,40 @@ def ema_after_zero_grad(job: Job) -> None:
 
 
 @idiom(
+    "The same, with the averaged weights swapped in to validate now and then, and with weights made anew (ReLoRA)",
+    ORDER,
+    TAIL + " So may lines that write to the weights now and then.",
+    was="from the first such write on `zero_grad` began each step, so a group that came back lacked what follows it for ever: it"
+    " ended with a ReplicasDifferError, and three groups discarded ten steps for one that counted",
+)
+def validation_after_zero_grad(job: Job) -> None:
+    model, counter = mlp(), Counter(global_step=0)
+    ema = copy.deepcopy(model).requires_grad_(False)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = job.manager(*states(model=model, adamw=adamw, counter=counter, ema=ema))
+    ddp, optimizer = job.ddp(model), job.optimizer(adamw)
+    while job.goes_on():
+        error(ddp, job.batch()).backward()
+        counts = optimizer.step()
+        optimizer.zero_grad()
+        if not counts:
+            continue
+        counter.global_step += 1
+        lerp(ema, model, 0.9)
+        if counter.global_step == 2:
+            kept = copy.deepcopy(model.state_dict())
+            with manager.state_dict_lock.write():
+                model.load_state_dict(ema.state_dict())
+            with torch.no_grad():
+                error(model, job.batch())
+            with manager.state_dict_lock.write():
+                model.load_state_dict(kept)
+        if counter.global_step in (2, 12):
+            with manager.state_dict_lock.write(), torch.no_grad():
+                model[0].weight[2].zero_()
+
+
+@idiom(
     "DINO's order: rates by its own count, teacher, student, a loss that averages its centre, `zero_grad`, the teacher's step",
     ORDER,
     "The forward pass of `DistributedDataParallel` begins the step, so what the loss averages belongs to it.",
