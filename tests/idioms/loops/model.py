@@ -216,6 +216,36 @@ def batch_norm_frozen_first(job: Job) -> None:
             count.steps += 1
 
 
+class Scaled(nn.Module):
+    """Fake quantisation's scale, which follows the statistics of the step before."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.scale.copy_(self.norm.running_var.mean())
+        return torch.tanh(self.norm(inputs)) * self.scale
+
+
+@idiom(
+    "Quantisation-aware training, whose scales follow BatchNorm's statistics",
+    MODEL,
+    "They are equal in the first step, and each group's own from the next one on. That is found out as they are compared, with a"
+    " warning.",
+    was="all but one group ended with a ReplicasDifferError in their first steps",
+    says="(?s)came to another state of step .*scale changes in other steps in some groups",
+    compare="groups",
+    own=("running_", "num_batches_tracked", "scale"),
+    num_groups=3,
+)
+def quantisation_aware(job: Job) -> None:
+    train(job, nn.Sequential(nn.Linear(6, 8), Scaled(), nn.Linear(8, 3)))
+
+
 class Symmetric(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.triu() + weight.triu(1).mT

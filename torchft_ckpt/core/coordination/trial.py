@@ -27,7 +27,9 @@ Both lists are kept by the groups, and travel with the state.
 A codebook that each group makes of its own data in its first step, and all move alike later, is own to each group at first. So
 own leaves are looked at whenever groups are compared: one that most groups with a voice have alike at two looks in a row, with
 another value at the second one, is common from then on. One look says little: what is set back to zero is equal now and then.
-It may have been by chance, or by the same data in some groups: if a group that has loaded differs again at once, it is own again.
+It may have been by chance, or by the same data in some groups, or the leaf follows what is own a step later, as scales of fake
+quantisation follow BatchNorm's statistics. So if a group that has loaded differs again at once, before what was found common was
+found so once more, it is own again.
 """
 
 from __future__ import annotations
@@ -144,8 +146,9 @@ class Trials:
         self._own_before: dict[str, object] = {}
         self._own_at = -1
         """The step at which it was looked at last. `_own_before`: as it was at the look before."""
-        self._regained: set[str] = set()
-        """Leaves that were each group's own, and that were found common."""
+        self._young: dict[str, bool] = {}
+        """Leaves that were found common, and that were not found so once more, as it may have been by chance: whether each was
+        own to each group before."""
         self._given_up: set[str] = set()
         """Of these, which are each group's own again, and the next quorum is to be told so."""
         self._parted: set[str] = set()
@@ -221,7 +224,7 @@ class Trials:
             self._left_out.clear()
             self._own.clear()
             self._parted.clear()
-            self._regained.clear()
+            self._young.clear()
         by_kind: dict[tuple[str, int], list[Member]] = {}
         silent = {member.replica_id for member in members if not member.asked.shown}
         for member in members:
@@ -275,7 +278,10 @@ class Trials:
         if wrong:
             self._decide(members, right, wrong, step, verdict)
         elif is_proof and len(members) > 1 and step > self._same_at:  # what was just loaded is equal, and says nothing
+            self._young.clear()
             self._learn(members, right, step, verdict)
+            for name in verdict.common:
+                self._young.setdefault(name, False)
 
     def _decide(
         self, members: dict[str, Member], right: Sequence[str], wrong: list[str], step: int, verdict: Verdict
@@ -288,9 +294,12 @@ class Trials:
             what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
             verdict.said.append(f"{what}. on_replicas_differ is {policy.value!r}")
             wrong = [m for m in wrong if m not in drifted]
-        if self._regained and any(self._loaded.get(m, -1) >= step - 1 for m in wrong):
-            self._part(sorted(self._regained), step, verdict)
-            self._given_up, self._regained = self._regained, set()
+        if self._young and any(self._loaded.get(m, -1) >= step - 1 for m in wrong):
+            self._part(sorted(self._young), step, verdict)
+            self._parted -= {
+                name for name, was_own in self._young.items() if not was_own
+            }  # another one may have differed
+            self._given_up, self._young = {*self._young}, {}
         if wrong and not verdict.stops:
             what = self._what(wrong, right, members, step)
             verdict.said.append(self._give(members, right, wrong, step, verdict, what, is_known=True))
@@ -413,7 +422,7 @@ class Trials:
             self._own[name] = value
             if self._own_before.get(name, value) != value:
                 verdict.common.append(name)
-                self._regained.add(name)
+                self._young[name] = True
                 if num_alike < len(self._voices) and self._differed[0] != step:
                     self._differed = step, Shows.SAMPLES  # those in which it differs load it after this step
 
