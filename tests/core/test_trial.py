@@ -888,6 +888,7 @@ def test_a_rank_ends_when_the_same_leaf_differs_at_three_boundaries_in_a_row() -
     assert not any(apart.note(step, ["w"]) for step in (5, 6, 9, 10, 20))
     other = Corrections()
     assert not any(other.note(step, [f"w{step}"]) for step in range(5))
+    assert [other.count(names) for names in (["w"], ["w", "v"], ["w", "v"], ["w"], [])] == [1, 1, 2, 4, 1]
 
 
 def test_nobody_is_asked_for_a_leaf_that_those_who_are_right_do_not_show() -> None:

@@ -173,6 +173,58 @@ def test_a_group_that_comes_in_and_sets_a_rate_of_its_own_in_each_step_ends_at_t
     server.shutdown()
 
 
+class Scaled(Normed):
+    """Has a scale that it sets by itself."""
+
+    def step(self) -> bool:
+        counts = super().step()
+        if counts:
+            self.scale = self.python.random()
+        return counts
+
+
+def test_the_error_names_plain_values_of_the_groups_own_that_differ_as_well() -> None:
+    """A raw loop's own learning rate is each group's own by then, and the weights that differ by it say nothing of that."""
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=30_000)
+    replicas = [Scaled(server, name, seed) for seed, name in enumerate(("group_a", "group_b"))]
+    train_to(replicas, EVERY + 3)  # type: ignore[arg-type]
+    has_ended = threading.Event()
+
+    def train(replica: Scaled) -> str:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(has_ended.set)
+            while not has_ended.is_set():
+                try:
+                    if replica.step() and replica is replicas[1]:
+                        replica.sgd.param_groups[0]["lr"] = replica.scale
+                except ReplicasDifferError as error:
+                    shutdown(replica)  # as its process would end
+                    return str(error)
+        return ""
+
+    ended = together(replicas, train)[1]  # type: ignore[arg-type]
+    assert (
+        "for the third time in a row" in ended and "Each group has its own default.scale, and no step may be" in ended
+    )
+    shutdown(replicas[0])
+    server.shutdown()
+
+
+def test_what_differs_again_and_again_is_warned_of_the_first_time_and_at_powers_of_two(
+    lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    replicas = groups(lighthouse)
+    train_to(replicas, EVERY)
+    with caplog.at_level(logging.INFO):
+        for number in range(4):
+            replicas[1].sgd.param_groups[0]["lr"] = 0.2 + number
+            train_to(replicas, replicas[1].manager.current_step() + 4)
+    loaded = [record for record in caplog.records if "It has loaded theirs" in record.getMessage()]
+    assert [record.levelname for record in loaded] == ["WARNING", "WARNING", "INFO", "WARNING"]
+    assert "4 times by now (a warning at each power of two)" in loaded[-1].getMessage()
+    shutdown(*replicas)
+
+
 def test_stop_raises_in_all_groups_and_leaves_each_with_the_state_that_differs(lighthouse: LighthouseServer) -> None:
     replicas = groups(lighthouse, on_replicas_differ="stop")
     train_to(replicas, EVERY)

@@ -257,7 +257,7 @@ class Recovery:
             )
             self.client.note_error(error)
             return
-        user, paths, of_all = self._registry.keeping_own(state["user"], found.paths, self._own.known)
+        user, paths, of_all, own = self._registry.keeping_own(state["user"], found.paths, self._own.known)
         # Else another rank of this group holds another state, or what differs may be each group's own.
         is_concerned = bool(of_all) or (self.is_alone and not paths)
         again = self._corrections.note(step, of_all) if is_concerned else ""
@@ -266,10 +266,10 @@ class Recovery:
             " change it if loop.round_counted() is True, and read manager.current_step() there"
             if self._registry.trains_apart
             else "Its training loop used something that it had read before it had this state (read the step after zero_grad), or"
-            " changes what belongs to a step after zero_grad, in this group alone, or by random numbers of its own (weights that"
-            " it moves to evaluate and back, as an optimizer's eval() and train() do, are rounded by that: do so in all groups,"
-            " by manager.current_step())"
-        )
+            " changes what belongs to a step after zero_grad, in this group alone, or by a count that no state_dict function"
+            " returns (take manager.current_step()), or by random numbers of its own (weights that it moves to evaluate and back,"
+            " as an optimizer's eval() and train() do, are rounded by that: do so in all groups, by manager.current_step())"
+        ) + (f". Each group has its own {name_some(own)}, and no step may be computed with that" if own else "")
         if again:
             differs = ReplicasDifferError(
                 f"{name} came to another state of step {step} than {sources}, for the third time in a row, in {again}. {why}:"
@@ -288,12 +288,15 @@ class Recovery:
             logger.info("%s takes what differs before step %d from %s: %s", name, step, sources, what)
             return
         self.note_healed(formed)
-        logger.warning(
-            "%s came to another state of step %d than %s: %s differed. It has loaded theirs before this step is computed. %s",
+        times = self._corrections.count(of_all)
+        logger.log(
+            logging.WARNING if times.bit_count() == 1 else logging.INFO,
+            "%s came to another state of step %d than %s: %s differed. It has loaded theirs before this step is computed%s. %s",
             name,
             step,
             sources,
             name_some(paths) if paths else NOWHERE,
+            f", {times} times by now (a warning at each power of two)" if times > 1 else "",
             why,
         )
 

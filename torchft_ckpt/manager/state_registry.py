@@ -443,9 +443,9 @@ class StateRegistry:
 
     def keeping_own(
         self, user: dict[str, Any], differing: Sequence[str], known: KnownLeaves
-    ) -> tuple[dict[str, Any], list[str], list[str]]:
-        """Return a received state with this group's own leaves in place of the source's; what differs but for these; and what of
-        that has to be equal, as far as is known.
+    ) -> tuple[dict[str, Any], list[str], list[str], list[str]]:
+        """Return a received state with this group's own leaves in place of the source's; what differs but for these; what of that
+        has to be equal, as far as is known; and which plain values of its own differ.
         """
         here = self.capture()
         kept = {key: keeping(item, here[key], known.own, key) for key, item in user.items()}
@@ -460,7 +460,8 @@ class StateRegistry:
             for path, leaf in there.items()
             if known.counts(leaf) or leaf.key in known.late or (has_settings and ".param_groups." in path)
         ]
-        return kept, list(there), of_all
+        own = [leaf.name for leaf in compared if leaf.key in known.own and isinstance(leaf.value, str)]
+        return kept, list(there), of_all, sorted({*own}.intersection(differing))
 
     def take_settings(self, own: Mapping[str, Any]) -> list[str]:
         """Give optimizers the settings of the source for the same parameters, and say what differed. On the training thread."""

@@ -464,6 +464,12 @@ class Corrections:
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int]] = {}
         """By leaf: at which step it was loaded last, and for how many boundaries in a row."""
+        self._times: Counter[str] = Counter()
+
+    def count(self, leaves: Iterable[str]) -> int:
+        """These leaves are loaded. Return how often that one of them was by now that was so the seldomest."""
+        self._times.update(names := list(leaves) or [""])
+        return min(self._times[name] for name in names)
 
     def note(self, step: int, leaves: Iterable[str]) -> str:
         """These leaves differ at a step. Return the first that does so for the third time in a row; empty: none does."""
