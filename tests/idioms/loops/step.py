@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -436,6 +437,41 @@ def own_noise_of_the_optimizer(job: Job) -> None:
         optimizer.step()
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Holds another optimizer, whose groups and state it shares; it counts in the groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, every: int) -> None:
+        super().__init__(inner.param_groups, {"every": every, "num_steps": 0})
+        self.inner, self.state = inner, inner.state
+        inner.param_groups = self.param_groups
+        for group in self.param_groups:
+            group |= {"every": every, "num_steps": 0}
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["num_steps"] += 1
+                for parameter in group["params"] if group["num_steps"] % group["every"] == 0 else ():
+                    slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+@idiom("Lookahead as an optimizer that holds another one, whose groups and state it shares (timm)", STEP)
+def lookahead_of_an_optimizer(job: Job) -> None:
+    model = mlp()
+    lookahead = Lookahead(torch.optim.RAdam(model.parameters(), lr=1e-2), every=2)
+    job.manager(*states(model=model, lookahead=lookahead))
+    make_steps(job, job.ddp(model), job.optimizer(lookahead))
+
+
 @idiom(
     "Weights made anew now and then by random numbers of the group's own (dead neurons, ReLoRA, shrink and perturb)",
     STEP,
@@ -667,6 +703,42 @@ def wgan(job: Job) -> None:
             optimizer_g.zero_grad()
             (-critic(ddp_g(noise))).mean().backward()
             optimizer_g.step()
+
+
+@idiom(
+    "StyleGAN2's order: both forward passes, then `zero_grad`; a penalty in each fourth iteration, and spectral norm",
+    STEP,
+    "As above. The buffers of a spectral norm follow from the weights, so they are equal in all groups.",
+    compare="groups",  # as above
+)
+def stylegan(job: Job) -> None:
+    generator = mlp()
+    critic = nn.Sequential(nn.Linear(3, 8), nn.Softplus(), nn.utils.spectral_norm(nn.Linear(8, 1)))
+    ema = copy.deepcopy(generator).requires_grad_(False)
+    adam_g, adam_c = (torch.optim.Adam(one.parameters(), lr=1e-2, betas=(0.0, 0.99)) for one in (generator, critic))
+    job.manager(*states(generator=generator, critic=critic, ema=ema, adam_g=adam_g, adam_c=adam_c))
+    ddp_g, ddp_c = job.ddp(generator), job.ddp(critic)
+    optimizer_g, optimizer_c = job.optimizer(adam_g), job.optimizer(adam_c)
+    for number in itertools.count():
+        if not job.goes_on():
+            break
+        noise, real = job.batch()
+        scores = ddp_c(ddp_g(noise).detach()), ddp_c(real)
+        ddp_c.zero_grad()
+        (F.softplus(scores[0]) + F.softplus(-scores[1])).mean().backward()
+        optimizer_c.step()
+        if number % 4 == 0:
+            real.requires_grad_(True)
+            (slope,) = torch.autograd.grad(ddp_c(real).sum(), real, create_graph=True)
+            ddp_c.zero_grad()
+            slope.square().sum(1).mean().backward()
+            optimizer_c.step()
+        loss = F.softplus(-critic(ddp_g(noise))).mean()
+        ddp_g.zero_grad()
+        loss.backward()
+        if optimizer_g.step():
+            for kept, parameter in zip(ema.parameters(), generator.parameters(), strict=True):
+                kept.lerp_(parameter.detach(), 0.1)
 
 
 class Temperature(nn.Module):

@@ -11,6 +11,7 @@ from idioms.harness import Job, states
 from idioms.models import Box, error, mlp, set_up
 from idioms.table import Category, idiom
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 WEIGHTS = Category.WEIGHTS
@@ -331,3 +332,47 @@ def reset_optimizer(job: Job) -> None:
         optimizer.step()
         if manager.current_step() > before and manager.current_step() % 4 == 3:
             adamw.load_state_dict(fresh)
+
+
+@idiom(
+    "Prune by masks (torch.nn.utils.prune), more in each third step, by `manager.current_step()`",
+    WEIGHTS,
+    "Make the masks before the loop (`prune.identity`): a group that comes back has them then, and its `load_state_dict` takes"
+    " the others'.",
+)
+def prune_by_masks(job: Job) -> None:
+    model = mlp()
+    for layer in (model[0], model[2]):
+        prune.identity(layer, "weight")
+    _, _, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.1, momentum=0.9, model=model)
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step() and job.step % 3 == 0:
+            for layer in (model[0], model[2]):
+                prune.l1_unstructured(layer, "weight", amount=0.1)
+
+
+@idiom(
+    "Go back to the best weights after some bad looks, by variables that are not registered",
+    WEIGHTS,
+    "A group that comes back has seen other looks, so it goes back in another step, and loads the others' weights, with a"
+    " warning. Register the best weights, and how many looks were bad.",
+    says="came to another state of step .* It has loaded theirs .* by a count that no state_dict function returns",
+    compare="groups",
+    late=("/model/", "/optimizer/"),
+)
+def back_to_the_best(job: Job) -> None:
+    model, inner, ddp, optimizer = set_up(job, torch.optim.SGD, lr=0.3, momentum=0.9)
+    kept, num_looks = copy.deepcopy(model.state_dict()), 0
+    while job.goes_on():
+        optimizer.zero_grad()
+        error(ddp, job.batch()).backward()
+        if optimizer.step():
+            num_looks += 1
+            if num_looks % 5 == 1:
+                kept = copy.deepcopy(model.state_dict())
+            elif num_looks % 5 == 0:
+                model.load_state_dict(kept)
+                for group in inner.param_groups:
+                    group["lr"] *= 0.9
