@@ -219,3 +219,62 @@ def test_the_dead_are_not_compared():
         member.has_the_sum()
         member.votes(state=state)
     assert [b.outcomes[-1], c.outcomes[-1]] == [Outcome.COMMIT, Outcome.COMMIT]
+
+
+# ------------------------------------------------------------------------------------------- what votes have found
+
+
+def have_found(members: list[Member], what: str) -> None:
+    for member in members:
+        member.asks()
+    for member in members:
+        member.replica.found = what
+        member.votes(state="x")
+
+
+@pytest.mark.parametrize(
+    ("policy", "after", "shows"),
+    [
+        (OnReplicasDiffer.WARN, "They train on (on_replicas_differ is 'warn')", Shows.SAMPLES),
+        (OnReplicasDiffer.HEAL, "Their states are compared before the next step", Shows.ALL),
+    ],
+)
+def test_what_groups_have_found_of_what_they_compute_is_told_to_all_once_and_the_step_counts(
+    policy: OnReplicasDiffer, after: str, shows: Shows
+):
+    job, members = started(policy)
+    have_found(members, "b computes 4 for 2 + 1")
+    assert [member.step for member in members] == [3] * 3
+    assert [member.replica.shows for member in members] == [shows] * 3
+    said = f"b computes 4 for 2 + 1. {after}"
+    assert [line for line in job.log if "computes" in line] == [said]
+    assert all(f"differ: {said}" in member.hears() for member in members)
+    assert job.lighthouse.last_said_to_differ == said
+    have_found(members, "c computes 5 for 2 + 1")
+    assert not any("c computes" in line for line in job.log), "whole states are not compared in each step"
+    assert job.lighthouse.last_said_to_differ == "c computes 5 for 2 + 1"
+    job.passes(61.0)
+    have_found(members, "c computes 5 for 2 + 1")
+    assert sum("c computes" in line for line in job.log) == 1
+    for member in members:
+        member.asks()
+    assert [member.replica.found for member in members] == [""] * 3
+
+
+def test_stop_discards_a_step_in_which_groups_have_found_that_they_compute_differently():
+    job, members = started(OnReplicasDiffer.STOP)
+    have_found(members, "b computes 4 for 2 + 1")
+    assert [member.outcomes[-1] for member in members] == [Outcome.DISCARD] * 3
+    said = "stop: b computes 4 for 2 + 1. None of them trains on (on_replicas_differ is 'stop')"
+    assert all(said in member.hears() for member in members)
+    assert sum("None of them trains on" in line for line in job.log) == 1
+
+
+def test_a_step_that_counts_for_nobody_says_nothing_of_what_was_found():
+    job, (a, b, c) = started(OnReplicasDiffer.STOP)
+    for member in (a, b, c):
+        member.asks()
+    a.replica.found = "b computes 4 for 2 + 1"
+    a.votes(state="x")
+    b.votes(error="it went wrong")
+    assert not any("computes" in line for line in job.log)

@@ -168,6 +168,13 @@ def test_one_rank_against_is_enough_and_is_named_and_the_others_stop() -> None:
     assert told(out) == [(0, "QuorumBroken")]
 
 
+def test_what_one_rank_has_found_goes_with_the_vote_of_its_group() -> None:
+    group = open_step()
+    group.handle(RankMessage(0, msgspec.structs.replace(vote(), reason="rank 0 has found it")))
+    (cast,) = up(group.handle(RankMessage(1, vote())))
+    assert isinstance(cast, CommitVote) and cast.approve and cast.reason == "rank 0 has found it"
+
+
 def test_votes_of_another_step_quorum_or_life_do_not_count() -> None:
     group = open_step()
     for other in (vote(step=3), vote(quorum_id=1), vote(epoch="old")):

@@ -286,6 +286,7 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
         "members": members,
         "lost": _lost(state, now),
         "allows_step_loss": state.allow_step_loss,
+        "differed": state.last_said_to_differ,
     }
 
 

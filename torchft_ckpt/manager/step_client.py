@@ -507,6 +507,11 @@ class StepClient:
             replica.collectives_failed()
         return True
 
+    def note_found(self, what: str) -> None:
+        """The vote on the open step is to say this, whatever the vote is."""
+        with self._lock, self._replica as replica:
+            replica.found = what
+
     def note_error(self, error: Exception) -> None:
         """Something went wrong that ends the step."""
         with self._lock, self._replica as replica:

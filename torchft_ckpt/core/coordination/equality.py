@@ -7,16 +7,20 @@ voters have approved; the lost have no part in it. What follows is the strictest
 - heal: they are compared before the next quorum forms, and one of them loads what is right: see `trial`;
 - stop: the step is discarded, and none of the compared groups trains on.
 
+So it is if a vote says that groups have computed one microbatch and have found other bits (`CommitVote.reason`): their states are
+compared then, which tells a group whose state has changed from one that computes wrongly.
+
 Which of the tensors differ is asked of two to four groups, and of one rank of each whose digests differ. What they answer is
 bounded (`runs_of`). Nothing waits for it but the message that names the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from torchft_ckpt.core.coordination.commit import CommitDecision
 from torchft_ckpt.core.coordination.layouts import without_places
 from torchft_ckpt.core.coordination.lighthouse_events import Instruction, Log, Send
 from torchft_ckpt.core.coordination.lighthouse_records import Member, Round
@@ -61,6 +65,12 @@ def alike(digests: Mapping[str, Sequence[str]]) -> list[list[str]]:
     for replica_id in sorted(digests):
         by_state.setdefault(tuple(digests[replica_id]), []).append(replica_id)
     return sorted(by_state.values(), key=lambda groups: (-len(groups), groups))
+
+
+def strictest(members: Iterable[Member]) -> OnReplicasDiffer:
+    """Return the strictest policy that one of the members wishes for: each lists them from the mildest on."""
+    wishes = {member.hello.on_replicas_differ for member in members}
+    return max(wishes, key=list(OnReplicasDiffer).index, default=OnReplicasDiffer.WARN)
 
 
 def runs_of(
@@ -112,9 +122,12 @@ class Equality:
         self._question: _Question | None = None
         self._last_logged: tuple[list[list[str]], float] | None = None
         """The last difference that was named, and when."""
+        self._pass_on_from = 0.0
         self._wishes: dict[str, tuple[int, OnReplicasDiffer]] = {}
         self.differed_at = -1
         """The step in which votes differed last, and of which the boundary after it has to make out who is right."""
+        self.last_said = ""
+        """What was said last of groups that differ, for people."""
 
     # ----------------------------------------------------------------------------------------------------- comparison
 
@@ -138,6 +151,11 @@ class Equality:
     def judge(self, current: Round, now: float) -> Iterator[Instruction]:
         """Compare the states that voters began a step with, which all of them approve. It may discard the step."""
         tally = current.tally
+        found = next((v.reason for v in tally.votes.values() if v.approve and v.counts and v.reason), "")
+        if found:
+            yield from self._pass_on(current, clip(found), now)
+            if tally.verdict is not CommitDecision.COMMIT:
+                return
         votes: dict[str, CommitVote] = {
             replica_id: vote
             for replica_id, vote in tally.votes.items()
@@ -158,8 +176,7 @@ class Equality:
             self._last_logged = None
             return
         version = current.assignment.version
-        wishes = {self._members[replica_id].hello.on_replicas_differ for replica_id in votes}
-        policy = max(wishes, key=list(OnReplicasDiffer).index)
+        policy = strictest(self._members[replica_id] for replica_id in votes)
         what = f"replica groups hold different states of step {version.step}: {_in_words(groups)}"
         if policy is OnReplicasDiffer.HEAL:
             self.differed_at = version.step
@@ -176,10 +193,36 @@ class Equality:
             said = f"{what}. They are compared before the next step"
         else:
             said = f"{what}. They train on (on_replicas_differ is 'warn')"
-        self._last_logged = groups, now
+        self._last_logged, self.last_said = (groups, now), said
         yield Log(said, is_warning=True)
         if policy is not OnReplicasDiffer.HEAL or length > GLANCE_CHARS:  # else who loads says what differed
             yield from self._ask(groups, votes, version, said, stops=policy is OnReplicasDiffer.STOP)
+
+    def _pass_on(self, current: Round, found: str, now: float) -> Iterator[Instruction]:
+        """Groups have found that they compute differently: tell all of them, and do what the strictest wishes for.
+
+        What does not end the job is not done again for a while: it may be found in each step, and whole states are compared.
+        """
+        tally, version = current.tally, current.assignment.version
+        voters = [self._members[m] for m in tally.votes if m in self._members and m not in tally.lost]
+        policy = strictest(voters)
+        after = {
+            OnReplicasDiffer.WARN: "They train on (on_replicas_differ is 'warn')",
+            OnReplicasDiffer.HEAL: "Their states are compared before the next step",
+            OnReplicasDiffer.STOP: "None of them trains on (on_replicas_differ is 'stop')",
+        }[policy]
+        if policy is OnReplicasDiffer.STOP:
+            tally.discard_all(found)
+        self.last_said = found
+        if policy is not OnReplicasDiffer.STOP and now < self._pass_on_from:
+            return
+        self.last_said, self._pass_on_from = f"{found}. {after}", now + SAY_AGAIN_S
+        if policy is OnReplicasDiffer.HEAL:
+            self.differed_at = version.step
+        yield Log(self.last_said, is_warning=True)
+        message = ReplicasDiffer(version=version, stops=policy is OnReplicasDiffer.STOP, reason=self.last_said)
+        for member in voters:
+            yield Send(member.connection, message)
 
     # ------------------------------------------------------------------------------------------------- what differs
 

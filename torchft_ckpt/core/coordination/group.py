@@ -602,11 +602,16 @@ class GroupState:
             issued=_by_rank([self._votes[rank].issued for rank in range(self.world_size) if rank in self._votes]),
             collectives=self._collectives(),
             state_digests=self._state_digests(),
-            reason=clip(vote.reason if self.world_size == 1 or vote.approve else f"group rank {rank}: {vote.reason}"),
+            reason=clip(self._reason_of(rank, vote)),
         )
         yield SendToLighthouse(self._voted)
         if self._voted.broken and self._voted.counts:
             yield from self._break_off(vote.quorum_id, self._voted.reason)
+
+    def _reason_of(self, rank: int, vote: CommitVote) -> str:
+        if vote.approve:  # as all ranks do: what one of them has found
+            return next((self._votes[one].reason for one in sorted(self._votes) if self._votes[one].reason), "")
+        return vote.reason if self.world_size == 1 else f"group rank {rank}: {vote.reason}"
 
     def _collectives(self) -> str:
         """Return a word for what all ranks issued; empty where none issued anything."""

@@ -215,6 +215,11 @@ class LighthouseState:
         return self._joining.why_failed(member)
 
     @property
+    def last_said_to_differ(self) -> str:
+        """See `Equality.last_said`."""
+        return self._equality.last_said
+
+    @property
     def allow_step_loss(self) -> bool:
         """See `JobRecord.allows_step_loss`."""
         return self._job.allows_step_loss

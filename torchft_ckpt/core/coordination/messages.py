@@ -416,6 +416,7 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     connects: bool = True
     """False: the members of the quorum could not connect to each other, so its process group was not made."""
     reason: Text = ""
+    """Why it does not approve; of one that approves, what was found of how the groups compute: see `equality`."""
 
 
 class ConnectedBeside(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -232,6 +232,8 @@ class ReplicaState:
         """The last state that this replica was told to serve is for learners, too. No step waits for them, so it is served on
         when its step is committed."""
         self.error: str | None = None
+        self.found = ""
+        """What was found of the open step that the lighthouse is to know, and that is no reason to vote against it."""
         self.configured: tuple[int, str] | None = None
         """Quorum id and epoch that the process group was made for; None: it cannot be used."""
         self._request_id = 0
@@ -523,7 +525,7 @@ class ReplicaState:
             self._last_outcome = Outcome.DISCARD if voter and self.phase is StepPhase.TRAINING else None
             self.configured = None
         self._request_id += 1
-        self.error = None
+        self.error, self.found = None, ""
         self._is_broken = self._is_unconnected = False
         self._wishes, self._is_changed, self._is_again = None, False, False
 
@@ -631,7 +633,7 @@ class ReplicaState:
             raise RuntimeError(f"internal error: there is no step to vote on in phase {self.phase.value}")
         formed = self.quorum
         approve = self.error is None and self.healed
-        reason = self.error or ("" if self.healed else "its state is not loaded yet")
+        reason = self.error or (self.found if self.healed else "its state is not loaded yet")
         if approve and self.num_participants < self.settings.min_replica_size:
             approve = False
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"

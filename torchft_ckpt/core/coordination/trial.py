@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import accumulate
 
-from torchft_ckpt.core.coordination.equality import alike
+from torchft_ckpt.core.coordination.equality import alike, strictest
 from torchft_ckpt.core.coordination.layouts import without_places
 from torchft_ckpt.core.coordination.lighthouse_records import Member
 from torchft_ckpt.core.coordination.messages import (
@@ -286,7 +286,7 @@ class Trials:
     def _decide(
         self, members: dict[str, Member], right: Sequence[str], wrong: list[str], step: int, verdict: Verdict
     ) -> None:
-        policy = _strictest(members.values())
+        policy = strictest(members.values())
         proved = self._voices.keys() - self._joined_at.keys()
         drifted = [m for m in wrong if m in proved and _owned(members[m]) != _owned(members[right[0]])]
         if drifted and policy is not OnReplicasDiffer.HEAL:
@@ -512,11 +512,6 @@ def _stood(member: Member) -> set[str]:
 
 def _owned(member: Member) -> list[str]:
     return [of_rank.owned for of_rank in member.asked.shown]
-
-
-def _strictest(members: Iterable[Member]) -> OnReplicasDiffer:
-    """Return the strictest policy that one of the members wishes for: each lists them from the mildest on."""
-    return max((member.hello.on_replicas_differ for member in members), key=list(OnReplicasDiffer).index)
 
 
 def _told(names: Iterable[str]) -> list[str]:
