@@ -98,3 +98,20 @@ class CheckpointSaved(Event):
 
     name: str
     is_closed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicrobatchDiffers(Event):
+    """Groups that have computed one microbatch of a step have found other bits: see `check_microbatches_every` of `StepLoader`.
+
+    Attributes:
+        microbatch: its number in the step.
+        groups: the `replica_id` of each group that has computed it.
+        wrong: that of the one that differs from two others, which are equal; None if nobody can say who is right.
+        first: the first parameter or buffer that differs.
+    """
+
+    microbatch: int
+    groups: tuple[str, ...]
+    wrong: str | None
+    first: str

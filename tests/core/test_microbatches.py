@@ -14,6 +14,8 @@ from support.thoroughness import by_default
 from torchft_ckpt.core.training.microbatches import (
     Node,
     accept,
+    audited,
+    auditors,
     cover,
     deal,
     family,
@@ -146,3 +148,32 @@ def test_with_deaths_returns_and_cut_offs_each_microbatch_is_counted_once_and_th
     assert tally.num_computed <= 1.01 * steps * 32
     rough = run(by_default(500, thorough=20_000), 5, 16, death_rate=0.1, seed=6)
     assert rough.most_held <= 5
+
+
+@given(st.integers(0, 10**9), st.integers(1, 50), st.integers(1, 300))
+def test_one_microbatch_of_one_in_so_many_steps_is_audited(first: int, every: int, size: int) -> None:
+    found = [audited(step, every, size) for step in range(first, first + 2 * every)]
+    assert sum(one is not None for one in found) == 2
+    assert all(one is None or 0 <= one < size for one in found)
+    assert audited(first, 0, size) is None
+
+
+@given(st.integers(0, 10**9), st.integers(0, 20), st.sets(st.integers(0, 20)))
+def test_who_has_a_microbatch_is_audited_by_two_others_or_as_many_as_there_are(
+    step: int, owner: int, able: set[int]
+) -> None:
+    first, *others = auditors(step, owner, able)
+    assert first == owner and {*others} <= able - {owner}
+    assert len({*others}) == len(others) == min(2, len(able - {owner}))
+
+
+def test_each_microbatch_and_each_pair_of_groups_has_its_turn() -> None:
+    size, groups = 12, 4
+    dealt = {one: group for group, own in enumerate(deal(size, [[]] * groups)) for one in own}
+    seen = Counter(
+        (one, auditors(step, dealt[one], range(groups))[1])
+        for step in range(4000)
+        for one in [audited(step, 1, size)]
+        if one is not None
+    )
+    assert len(seen) == size * (groups - 1) and min(seen.values()) > 50

@@ -35,6 +35,7 @@ def run(directory: Path, num_groups: int, num_kills: int, num_steps: int) -> dic
                 assert rank.end(120) == 0, rank.log()
                 assert rank.done()["step"] == num_steps
                 found[number].add(rank.done()["digest"])
+                assert rank.done()["differ"] == [], "each second step is audited"
         return {number: ", ".join(sorted(digests)) for number, digests in found.items()}
     finally:
         job.close()

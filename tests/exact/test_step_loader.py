@@ -108,6 +108,7 @@ def test_microbatches_that_weigh_unequally_count_by_their_weight(make_group: Mak
         ({"dataset": iter([1])}, "no access by index"),
         ({"dataset": []}, "is empty"),
         ({"num_epochs": 1, "num_steps": 1}, "num_epochs"),
+        ({"check_microbatches_every": -1}, "a number of steps, or 0"),
         ({"read": lambda step, number: 0, "num_epochs": 1}, "num_epochs"),
         ({"read": lambda step, number: 0, "dataset": Rows()}, "one of them"),
     ],

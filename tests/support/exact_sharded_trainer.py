@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from support.trainer_process import begin, make_manager, report, state_functions
 from torchft_ckpt import HTTPTransport, Optimizer, StepLoader, set_all_reduce_hook
+from torchft_ckpt.events import MicrobatchDiffers
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -40,7 +41,9 @@ def main() -> None:
         fully_shard(part)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     transport: HTTPTransport[Any] = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-    manager = make_manager(options, transport, *state_functions(model, inner))
+    differ: list[str] = []
+    hear = {"on_event": lambda event: differ.append(repr(event)) if isinstance(event, MicrobatchDiffers) else None}
+    manager = make_manager(options, transport, *state_functions(model, inner), **hear)
     set_all_reduce_hook(manager, model)  # of a loop that had none of this; it does nothing here
     rows = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     steps = StepLoader(
@@ -50,6 +53,7 @@ def main() -> None:
         microbatch_size=4,
         num_steps=options["num_steps"],
         rank_in_microbatch=(dist.get_rank(), dist.get_world_size()),
+        check_microbatches_every=2,
     )
     optimizer = Optimizer(manager, inner)
     report("ready")
@@ -65,7 +69,7 @@ def main() -> None:
         counts = optimizer.step()
         loss_text = step.means["loss"].hex() if counts else ""
         report("step", step=manager.current_step(), committed=counts, loss=loss_text)
-    report("done", step=manager.current_step(), digest=digest(model, inner))
+    report("done", step=manager.current_step(), digest=digest(model, inner), differ=differ)
     dist.barrier()
     manager.shutdown()
     transport.shutdown()

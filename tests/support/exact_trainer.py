@@ -1,6 +1,7 @@
 """One replica group that trains by a `StepLoader`; a process of its own. Told so by a file `die`, it kills itself.
 
-The places: `microbatch N`, `sum`, `exchange`, `gather`, `summed`, `vote`, `voted`, `decided`; or `after S`, in so many seconds.
+The places: `microbatch N`, `sum`, `exchange`, `gather`, `audit`, `summed`, `vote`, `voted`, `decided`;
+or `after S`, in so many seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from support.exact_models import CLIP, GLOBAL_BATCH_SIZE, MICROBATCH_SIZE, SEED, Noisy, digest, loss_of, make
 from support.trainer_process import begin, is_over, make_manager, report, state_functions
 from torchft_ckpt import Checkpointer, HTTPTransport, Optimizer, StepLoader
+from torchft_ckpt.events import MicrobatchDiffers
 from torchft_ckpt.exact import tree_sum
+from torchft_ckpt.exact.audit import Audit
 from torchft_ckpt.manager.step import Steps
 
 place = ""
@@ -33,11 +36,12 @@ def dies(here: str) -> None:
 
 def watch() -> None:
     """Have the places in the sum and in the vote looked at."""
-    exchange, gather, wait, send_vote = (
+    exchange, gather, wait, send_vote, compare = (
         tree_sum.TreeSum._exchange,
         tree_sum.TreeSum._gather,
         tree_sum._wait,
         Steps._send_vote,
+        Audit.compare,
     )
     now = ["exchange"]
 
@@ -54,6 +58,10 @@ def watch() -> None:
         dies(now[0])
         wait(*arguments)
 
+    def compares(*arguments: Any) -> None:
+        dies("audit")
+        compare(*arguments)
+
     def votes(steps: Steps) -> Any:
         dies("vote")
         vote = send_vote(steps)
@@ -61,7 +69,7 @@ def watch() -> None:
         return vote
 
     tree_sum.TreeSum._exchange, tree_sum.TreeSum._gather, tree_sum._wait = exchanges, gathers, waits  # type: ignore[method-assign]
-    Steps._send_vote = votes  # type: ignore[method-assign]
+    Steps._send_vote, Audit.compare = votes, compares  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -75,7 +83,9 @@ def main() -> None:
             for parameter in model.parameters():
                 parameter.add_(1.0)
     transport = HTTPTransport(timeout=timedelta(seconds=30), num_chunks=0, hostname="127.0.0.1")
-    manager = make_manager(options, transport, *state_functions(model, inner), job=options.get("job"))
+    differ: list[str] = []
+    hear = {"on_event": lambda event: differ.append(repr(event)) if isinstance(event, MicrobatchDiffers) else None}
+    manager = make_manager(options, transport, *state_functions(model, inner), job=options.get("job"), **hear)
     num_groups, num_computed = options["num_groups"], 0
     steps = StepLoader(
         manager,
@@ -84,6 +94,7 @@ def main() -> None:
         microbatch_size=MICROBATCH_SIZE,
         seed=SEED,
         num_workers=options.get("workers", 0),
+        check_microbatches_every=options.get("checks_every", 0),
     )
     optimizer = Optimizer(manager, inner)
     scheduler = manager.scheduler(schedule)
@@ -137,7 +148,7 @@ def main() -> None:
             saver.save()
         if num < num_groups:
             time.sleep(0.03)  # a pace at which those who come back find the job still at work
-    report("done", step=manager.current_step(), digest=digest(model, inner))
+    report("done", step=manager.current_step(), digest=digest(model, inner), differ=differ)
     if saver is not None:
         saver.shutdown()
     manager.shutdown()

@@ -56,15 +56,16 @@ class Layout:
     """Where everything lies in the flat tensors.
 
     Args:
-        parameters: that need a gradient.
+        parameters: that need a gradient; `names`: of each of them.
         places: of the buffers that a forward pass may write to.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[Place], names: Sequence[str]) -> None:
         self.parameters = parameters
         self.places = sorted(places, key=lambda place: place.tensor().dtype == torch.bool)
         self.num_averaged = sum(place.tensor().dtype != torch.bool for place in places)
         """They come first in `places`; the others have no mean."""
+        self.names = [*names, *(place.name for place in self.places[: self.num_averaged])]
         self.device = local(parameters[0]).device
         self._sizes: dict[torch.dtype, int] = {}
         self._parameters = [self._reserve(local(p).shape, local(p).dtype, _strides(local(p))) for p in parameters]

@@ -26,6 +26,7 @@ from torchft_ckpt import config
 from torchft_ckpt.core.coordination.messages import MAX_MICROBATCHES, Answer, Role, StateVersion
 from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members, slowdown
 from torchft_ckpt.errors import ConfigError
+from torchft_ckpt.exact.audit import Audit
 from torchft_ckpt.exact.captured import (
     MAX_LOGGED,
     MAX_NAME_BYTES,
@@ -77,6 +78,8 @@ class StepLoader:
             many these are: with FSDP all. What they log, average in the group before.
         deterministic: on an accelerator, run the inner loop under torch's deterministic algorithms. False, for whom these are too
             slow: samples, order and sums are the same, and bits are as the kernels give them.
+        check_microbatches_every: in each so many steps two further groups compute one of the microbatches too, and all three are
+            compared bit by bit; 0: in none. All groups give the same. What follows from a difference is `on_replicas_differ`'s.
         collate_fn: makes a batch of a list of samples, or of what `__getitems__` returned.
         options: further ones of `DataLoader`: `num_workers`, `pin_memory`, `prefetch_factor`, ...
 
@@ -99,6 +102,7 @@ class StepLoader:
         read: Callable[[int, int], Any] | None = None,
         rank_in_microbatch: tuple[int, int] = (0, 1),
         deterministic: bool = True,
+        check_microbatches_every: int = 0,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         **options: Any,
     ) -> None:
@@ -118,6 +122,11 @@ class StepLoader:
             raise ConfigError(
                 "num_epochs needs a data set with a length, and no num_steps beside it", party="num_epochs"
             )
+        if check_microbatches_every < 0:
+            raise ConfigError(
+                f"check_microbatches_every={check_microbatches_every}: a number of steps, or 0",
+                party="check_microbatches_every",
+            )
         self.num_microbatches = global_batch_size // microbatch_size
         if self.num_microbatches > MAX_MICROBATCHES:
             raise ConfigError(
@@ -126,6 +135,8 @@ class StepLoader:
             )
         self.num_steps = num_epochs * num_samples // global_batch_size if num_epochs and num_samples else num_steps
         self._manager, self._is_deterministic = manager, deterministic
+        self._checks_every = check_microbatches_every
+        self._audit = Audit(manager, check_microbatches_every, self.num_microbatches)
         if deterministic:
             prepare_cublas()
         sizes = num_samples, global_batch_size, microbatch_size
@@ -202,6 +213,7 @@ class StepLoader:
         kind = torch.cuda.get_device_name(where) if where.type == "cuda" else torch.backends.cpu.get_cpu_capability()
         parts = f", read in {samples.part[1]} parts" if samples.part[1] > 1 else ""
         bits = "" if self._is_deterministic else ", any kernels"
+        bits += f", checked every {self._checks_every} steps" if self._checks_every else ""
         memory = f"; {self._find_layout().in_words}" if parameters else ""
         return (
             f"steps of {self.num_microbatches} microbatches of {samples.microbatch_size} of {source} {how}, seed {samples.seed}"
@@ -284,7 +296,7 @@ class StepLoader:
         step.number = formed.version.step
         # Who lacks the state and may not load it is in the group of those who sum, and adds nothing.
         is_alone = now.is_learner or (now.version != formed.version and formed.role is Role.HEALTHY)
-        todo, nodes = [0], list[list[Node]]()
+        todo, nodes, auditors, checked = [0], list[list[Node]](), list[int](), None
         self._usual = []
         if told != step.number and not is_alone:
             # The state was loaded just now. What the loop has set at its top, by number or by chance, is of another step.
@@ -298,6 +310,9 @@ class StepLoader:
             nodes = self._deal(formed, now, early)
             here = {*members(self._nodes.by_node)}
             todo = [number for number in members(nodes[formed.replica_rank]) if number not in here]
+            auditors = self._audit.groups(formed, nodes)
+            checked = self._audit.microbatch(step.number) if formed.replica_rank in auditors[1:] else None
+            todo[len(todo) // 2 : len(todo) // 2] = [] if checked is None else [checked]
         self._reader.will_want(step.number, todo, self._usual)
         if not todo:
             self._manager.hooks.prepare_scalers(layout.device)
@@ -306,7 +321,7 @@ class StepLoader:
             still = Still(registry.capture(), [place.tensor() for place in layout.places])
         for number in todo:
             left = yield from self._compute(step, number, layout, before)
-            if not is_alone:
+            if not is_alone and number != checked:
                 self._nodes.take(left, before.values, self.num_microbatches)
         before.check_moved()
         if still is not None:
@@ -315,6 +330,8 @@ class StepLoader:
         self._drop_others()
         if not is_alone:
             self._sum(step, layout, nodes)
+        if auditors:
+            self._audit.compare(formed, layout, auditors)
         set_random_state(self._samples.random_key(step.number, "after"))
         step.phase = _Phase.SUMMED
 
@@ -338,7 +355,9 @@ class StepLoader:
             self.microbatch = None
         check_kinds(self._kinds, self._modules)
         before.note_moved()
-        return Left(layout, number, step._weight, step._logged)
+        left = Left(layout, number, step._weight, step._logged)
+        self._audit.note(step.number, left)
+        return left
 
     def _drop_others(self) -> None:
         dropped = [parameter for parameter in self._others if parameter.grad is not None]
@@ -429,7 +448,10 @@ class StepLoader:
             self._kinds = kinds_of(self._modules)
             others = [one for _, root in named for one in root.parameters()] + self._all_parameters()
             self._others = [*{id(one): one for one in others if id(one) not in {*own}}.values()]
-            self._marks, self._layout = marks, Layout(parameters, places_of_buffers(named))
+            # A module comes before those in it.
+            paths = {id(one): f"{key}.{path}" for key, root in reversed(named) for path, one in root.named_parameters()}
+            names = [paths.get(id(one), f"parameter {n}") for n, one in enumerate(parameters)]
+            self._marks, self._layout = marks, Layout(parameters, places_of_buffers(named), names)
         self._nodes.of(self._layout)
         return self._layout
 

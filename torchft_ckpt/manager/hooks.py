@@ -61,6 +61,8 @@ class Hooks:
         self.ends_step = steps.end_taking
         self.wraps_optimizer = parts.followers.wraps
         self.check_followed = parts.followers.check
+        # A step by microbatches
+        self.note_found = parts.client.note_found
         # An outer loop
         self.first_inner_step = steps.first_inner_step
         # A save

@@ -6,7 +6,8 @@ the sum of its left half plus that of its right one, whoever computed them. So a
 that has all microbatches of a node has to show one gradient for them.
 
 Who computes what follows from what each group says that it has computed. A node counts for the first group that has it. What
-nobody has is dealt in nodes as large as fit, so that the most loaded group has as little as possible.
+nobody has is dealt in nodes as large as fit, so that the most loaded group has as little as possible. In some steps two further
+groups compute one microbatch too (`audited`): what they have computed is compared, and not summed.
 
 Samples and random numbers are functions of a seed, the step and the microbatch alone. An epoch is a permutation that is worked
 out at one place, so it needs no table.
@@ -135,6 +136,18 @@ def _room(loads: Sequence[int | None], num_free: int) -> list[int]:
         room[group] += 1
         heapq.heapreplace(heap, (load + 1, group))
     return room
+
+
+def audited(step: int, every: int, num_microbatches: int) -> int | None:
+    """Return which microbatch of a step further groups compute too: one in each so many steps; 0: in none."""
+    return random_key(0, step, "audited") % num_microbatches if every and (step + 1) % every == 0 else None
+
+
+def auditors(step: int, owner: int, able: Collection[int]) -> list[int]:
+    """Return which groups compute that microbatch: the one that it was dealt to, then up to two others of those that are able."""
+    others = sorted({*able} - {owner})
+    at = random_key(0, step, "auditors") % max(1, len(others))
+    return [owner, *(others[at:] + others[:at])[:2]]
 
 
 def slowdown(num_microbatches: int, num_groups: int) -> float:
