@@ -1,17 +1,23 @@
-"""A script as a user writes it: it restores from a folder, trains a small model by a `StepLoader`, and saves once."""
+"""A script as a user writes it: it restores from a folder, trains a small model by a `StepLoader`, and saves once.
+
+Several ranks of a group shard the model.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from torchft_ckpt import Checkpointer, Manager, Optimizer, ProcessGroupGloo, StepLoader
 
-SAVED_AT, NUM_STEPS = 5, 12
+MOVED_AT, SAVED_AT, NUM_STEPS = 2, 6, 12
 
 
 def main() -> None:
@@ -22,23 +28,32 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    norm = nn.BatchNorm1d(8) if num_ranks == 1 else nn.LayerNorm(8)  # buffers would be each rank's own
+    model = nn.Sequential(nn.Linear(2, 8), norm, nn.Dropout(0.1), nn.Linear(8, 1))
+    if num_ranks > 1:
+        dist.init_process_group("gloo")
+        for part in (model[0], model[3], model):
+            fully_shard(part)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = {"scale": 1.0}
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
+        found.update(state["found"])
 
     # A job of two groups, with a digest of all of its state at each fourth step.
     manager = Manager(
         ProcessGroupGloo(),
         load,
-        lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        lambda: {"model": model.state_dict(), "optimizer": inner.state_dict(), "found": dict(found)},
         min_replica_size=2,
         check_equal_every=4,
     )
     rows = torch.randn(64, 2, generator=torch.Generator().manual_seed(1))
-    steps = StepLoader(manager, rows, global_batch_size=16, microbatch_size=4, num_steps=NUM_STEPS)
+    sizes = {"global_batch_size": 16, "microbatch_size": 4, "num_steps": NUM_STEPS}
+    steps = StepLoader(manager, rows, **sizes, rank_in_microbatch=(rank, num_ranks))
     optimizer = Optimizer(manager, inner)
     scheduler = manager.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(inner, len(steps)))
     saver = Checkpointer(options.checkpoints, manager=manager)
@@ -51,10 +66,14 @@ def main() -> None:
             loss.backward()
         if optimizer.step():
             scheduler.step()
+            if manager.current_step() == MOVED_AT:
+                found["scale"] = 0.5  # it moves before the checkpoint, and never again
             if manager.current_step() == SAVED_AT:
                 saver.save().result()
     saver.save().result()
     saver.shutdown()
+    if num_ranks > 1:
+        dist.barrier()
     manager.shutdown(finished=True)
 
 

@@ -447,7 +447,9 @@ class Manager:
         is_before = now.held != now.version
         if is_before and not now.held.proven:
             raise CheckpointError(f"the state is not to be saved: {IN_STEP}", self.replica_id())
-        return self._own.saved(now.held.step, is_before=is_before) | self._registry.microbatches.geometry()
+        geometry = self._registry.microbatches.geometry()
+        of_replay = geometry and geometry | self._own.known.saved()
+        return self._own.saved(now.held.step, is_before=is_before) | of_replay
 
     # --------------------------------------------------------------------------------------------------------- quorum
 

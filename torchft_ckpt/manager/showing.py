@@ -35,6 +35,7 @@ MAX_STATE_BYTES = 256 << 20
 """So is a state: it takes some 20 ms."""
 _DIGEST_CHARS = 16
 _NUM_FIRST = 1024
+_COMMON = "common "
 _PLAIN = (bool, int, float, str, type(None))
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -97,7 +98,7 @@ class KnownLeaves:
     late: set[str] = field(default_factory=set)
     """Those that have moved here since a state was loaded, in another step than the first."""
     is_replay: bool = False
-    """There is one group, in which nobody finds what is common: what has moved is taken to be."""
+    """There is one group, in which nobody finds what is common: what has moved is taken to be, and what a checkpoint says."""
     has_news: bool = False
     """One has moved of which nobody has found out whether it has to be equal: the next exchange shows it."""
     _loose: set[str] = field(default_factory=set)
@@ -115,6 +116,14 @@ class KnownLeaves:
         self.own = (self.own | set(news)).difference(common)
         self.common = (self.common | set(common)) - self.own
         return news, no_more
+
+    def saved(self) -> dict[str, int]:
+        """Return what a checkpoint says of it, for who replays the steps after that."""
+        return {f"{_COMMON}{key}": 1 for key in sorted(self.common)}
+
+    def take_saved(self, saved: Iterable[str]) -> None:
+        if self.is_replay:
+            self.moved |= {key.removeprefix(_COMMON) for key in saved if key.startswith(_COMMON)}
 
     def counts(self, leaf: CheckedLeaf) -> bool:
         """Whether a leaf has to be equal in all groups, as far as is known."""

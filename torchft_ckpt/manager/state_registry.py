@@ -637,6 +637,7 @@ class OwnState:
         if step < 0 or batches < 0:
             raise ConfigError(f"a Manager's state dict holds no negative counts: {state_dict!r}", party="state_dict")
         self.batches_committed, self.restored = batches, state_dict
+        self.known.take_saved(state_dict)
         return step
 
 
