@@ -1,0 +1,179 @@
+"""A job's accounts, of what its ranks have written (`Line`): what counts in the end, what was lost, and who was down.
+
+    goodput = productive / (the time that each group had, summed)
+
+A group's time is that of the training thread of its first rank, from the first line of its first life to the last line of its
+last one, or to the job's last line if it was lost and did not come back. Each life's accounts are what its own lines say, and:
+
+    a step counts here, and a later quorum made it again, or one before it    lost
+    from the last line of a life that was lost to the loss, as others saw it  discarded: the step in flight
+    from a loss to the first line of the group's next life                    down
+    what no line speaks of                                                    unaccounted
+
+Which quorum is later its number says. These begin anew if all groups and the lighthouse do: then no two lives overlap. Clocks of
+machines may differ by less than a group takes to start.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from torchft_ckpt.core.coordination.messages import group_name
+from torchft_ckpt.core.training.ledger import Account
+
+BEGAN, ENDED = "Began", "Ended"
+"""The first line of a rank's life, and the last one."""
+FINISHED, LEFT, SHUT_DOWN = "finished", "left", "shut down"
+"""How a life ended that has said so. Nobody waits for one of the first two."""
+
+_OF_GOOGLE = {
+    "(goodput)": {Account.PRODUCTIVE},
+    "TRAINING_PREP": {Account.STARTING},
+    "PROGRAM_STARTUP": {Account.CONNECTING, Account.OUTSIDE},
+    "DATA_LOADING_SYNC": {Account.BETWEEN},
+    "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME": {Account.SAVING},
+    "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME": {Account.LOADING},
+    "WASTED_PROGRESS_FROM_DISRUPTION": {Account.LOST, Account.DISCARDED},
+    "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION": {Account.BELOW_MINIMUM, Account.LIGHTHOUSE_AWAY, Account.DOWN},
+    "OTHER": {Account.QUORUM, Account.HELD, Account.COMPARING, Account.SPARE, Account.UNACCOUNTED},
+}
+GOOGLES: Mapping[Account, str] = {account: name for name, accounts in _OF_GOOGLE.items() for account in accounts}
+"""The category of Google's ml-goodput-measurement (`BadputType`) that comes closest."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a line that a rank has written; what else is in it says nothing of time."""
+
+    event: str
+    time: float
+    """Seconds since 1970, by the rank's own clock."""
+    replica_id: str
+    rank: int = 0
+    job: str = ""
+    step: int = 0
+    quorum_id: int = 0
+    spent: dict[str, float] = {}
+    """Seconds by account, since the last line that has some."""
+    peer: str = ""
+    how: str = ""
+
+
+@dataclass(slots=True)
+class _Life:
+    """One life of a group, as its first rank has written of it."""
+
+    replica_id: str
+    began: float
+    last: float
+    """So far its lines say what the time was spent on."""
+    how: str = ""
+    era: int = 0
+    seconds: dict[Account, float] = field(default_factory=lambda: dict.fromkeys(Account, 0.0))
+    steps: list[tuple[int, int, float]] = field(default_factory=list)
+    """Of each step that counts: its quorum, its number, and the productive seconds until then."""
+
+    def take(self, line: Line) -> None:
+        if line.spent or line.event == ENDED:  # other lines do not say what came before them
+            self.last = max(self.last, line.time)
+        self.how = line.how if line.event == ENDED else self.how
+        for name, seconds in line.spent.items():
+            self.seconds[_BY_NAME.get(name, Account.UNACCOUNTED)] += seconds
+        if line.event == "StepCommitted":
+            self.steps.append((line.quorum_id, line.step, line.spent.get(Account.PRODUCTIVE.value, 0.0)))
+
+
+_BY_NAME = {account.value: account for account in Account}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobGoodput:
+    """A job's accounts, in seconds, by its groups."""
+
+    job: str
+    groups: Mapping[str, Mapping[Account, float]]
+
+    @property
+    def total(self) -> dict[Account, float]:
+        """The accounts of all groups together."""
+        return {account: sum(one[account] for one in self.groups.values()) for account in Account}
+
+    @property
+    def wall_s(self) -> float:
+        """The time that the groups had."""
+        return sum(self.total.values())
+
+    @property
+    def goodput(self) -> float:
+        """Which part of it was productive."""
+        return self.total[Account.PRODUCTIVE] / self.wall_s if self.wall_s else 0.0
+
+
+def account_for(lines: Iterable[Line]) -> list[JobGoodput]:
+    """Return the accounts of the jobs of which these are lines, in any order, by the jobs' names."""
+    jobs: dict[str, list[Line]] = defaultdict(list)
+    for line in lines:
+        jobs[line.job].append(line)
+    return [JobGoodput(job=job, groups=_groups(of_job)) for job, of_job in sorted(jobs.items())]
+
+
+def _groups(lines: list[Line]) -> dict[str, dict[Account, float]]:
+    lines.sort(key=lambda line: line.time)
+    first_rank: dict[str, int] = {}
+    for line in lines:
+        first_rank[line.replica_id] = min(first_rank.get(line.replica_id, line.rank), line.rank)
+    lives: dict[str, _Life] = {}
+    losses: dict[str, float] = {}
+    for line in lines:
+        if line.peer and line.event == "PeerLost":
+            losses.setdefault(line.peer, line.time)
+        if line.rank == first_rank[line.replica_id]:
+            lives.setdefault(line.replica_id, _Life(line.replica_id, line.time, line.time)).take(line)
+    _find_lost(list(lives.values()))
+    by_group: dict[str, list[_Life]] = defaultdict(list)
+    for life in lives.values():
+        by_group[group_name(life.replica_id)].append(life)
+    end = lines[-1].time if lines else 0.0
+    return {group: _of_group(by_group[group], losses, end) for group in sorted(by_group)}
+
+
+def _find_lost(lives: Sequence[_Life]) -> None:
+    """Take from what is productive what a later quorum made again; `lives` as they began."""
+    era, until = 0, float("-inf")
+    for life in lives:
+        era += life.began > until > float("-inf")
+        life.era, until = era, max(until, life.last)
+    steps = [(life.era, *step, life) for life in lives for step in life.steps]
+    steps.sort(key=lambda one: one[:3], reverse=True)
+    later, lowest, lowest_here = (-1, -1), float("inf"), float("inf")
+    for era, quorum_id, number, seconds, life in steps:
+        if (era, quorum_id) != later:  # the steps so far are of later quorums than this one
+            later, lowest = (era, quorum_id), lowest_here
+        lowest_here = min(lowest_here, number)
+        if number >= lowest:
+            life.seconds[Account.PRODUCTIVE] -= seconds
+            life.seconds[Account.LOST] += seconds
+
+
+def _of_group(lives: Sequence[_Life], losses: Mapping[str, float], end: float) -> dict[Account, float]:
+    found, wall_s = dict.fromkeys(Account, 0.0), 0.0
+    for number, life in enumerate(lives):
+        later = lives[number + 1] if number + 1 < len(lives) else None
+        until = life.last
+        if not life.how and (later is not None or life.replica_id in losses):
+            lost_at = min(max(losses.get(life.replica_id, life.last), life.last), end if later is None else later.began)
+            life.seconds[Account.DISCARDED] += max(lost_at - life.last, 0.0)
+            lost_at, is_waited_for = max(lost_at, life.last), True
+        else:
+            lost_at, is_waited_for = life.last, life.how == SHUT_DOWN and later is not None
+        if is_waited_for:
+            until = max(end if later is None else later.began, lost_at)
+            life.seconds[Account.DOWN] += until - lost_at
+        wall_s += until - life.began
+        for account, seconds in life.seconds.items():
+            found[account] += seconds
+    found[Account.UNACCOUNTED] += max(wall_s - sum(found.values()), 0.0)
+    return found
