@@ -64,6 +64,7 @@ from torchft_ckpt.config import not_negative, replay
 from torchft_ckpt.core.durable.restore_source import RestoreSource, choose_restore_source
 from torchft_ckpt.core.durable.retention import plan_removals
 from torchft_ckpt.core.durable.saving import SavingRank, Writers
+from torchft_ckpt.core.training.ledger import Waits
 from torchft_ckpt.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -339,7 +340,13 @@ class Checkpointer:
             return self._save_later(lambda: self.save(state_dict, step=step, rank_state=rank_state, tier=tier))
         self._is_saving = True
         try:
-            return self._save(state_dict, step, rank_state, tier)
+            if self._manager is None:
+                return self._save(state_dict, step, rank_state, tier)
+            timekeeper = self._manager.hooks.timekeeper
+            with timekeeper.waiting(Waits.SAVE):
+                future = self._save(state_dict, step, rank_state, tier)
+            timekeeper.saves(future)
+            return future
         finally:
             self._is_saving = False
 
@@ -771,6 +778,10 @@ class Checkpointer:
         manager = self._manager
         if manager is None:
             raise ConfigError("restore needs a Manager; use load", "manager")
+        with manager.hooks.timekeeper.waiting(Waits.STATE):
+            return self._restore(manager, step, timeout)
+
+    def _restore(self, manager: Manager, step: SupportsIndex | None, timeout: timedelta | None) -> Restored:
         step = plain_step(step) if self._replay is None else self._replay.step
         check_optimizers_known(manager)
         check_state(manager)

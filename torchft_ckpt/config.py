@@ -21,6 +21,8 @@
 | `TORCHFT_CKPT_QUORUM_RETRIES`       | `TORCHFT_QUORUM_RETRIES`      | attempts at a quorum after the first             |
 | `TORCHFT_CKPT_LOG_EVERY_SEC`        |                               | fewest seconds between lines of committed steps  |
 |                                     |                               | that tell nothing new; 2; with 0 each has a line |
+| `TORCHFT_CKPT_EVENTS`               |                               | where each rank writes its events: a directory,  |
+|                                     |                               | or a path with `{replica_id}` and `{rank}`       |
 | `TORCHFT_CKPT_USE_BUCKETIZATION`    | `TORCHFT_USE_BUCKETIZATION`   | DiLoCo exchanges buckets, not single parameters  |
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
 |                                     |                               | find each other, as torchrun sets them           |
@@ -68,6 +70,7 @@ QUORUM_TIMEOUT = ("TORCHFT_CKPT_QUORUM_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC
 CONNECT_TIMEOUT = ("TORCHFT_CKPT_CONNECT_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 QUORUM_RETRIES = ("TORCHFT_CKPT_QUORUM_RETRIES", "TORCHFT_QUORUM_RETRIES")
 LOG_EVERY = ("TORCHFT_CKPT_LOG_EVERY_SEC",)
+EVENTS = ("TORCHFT_CKPT_EVENTS",)
 USE_BUCKETIZATION = ("TORCHFT_CKPT_USE_BUCKETIZATION", "TORCHFT_USE_BUCKETIZATION")
 STORE_ADDR = ("MASTER_ADDR",)
 STORE_PORT = ("MASTER_PORT",)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +28,12 @@ class StepCommitted(Event):
     Attributes:
         num_participants: number of replica groups that contributed.
         took_s: seconds from `start_quorum` to the decision.
+        spent: seconds of the training thread since the event of the step before, by account (see Operating, Goodput).
     """
 
     num_participants: int
     took_s: float
+    spent: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +43,12 @@ class StepDiscarded(Event):
     Attributes:
         reason: names the group at fault and its error.
         took_s: seconds from `start_quorum` to the decision.
+        spent: as of `StepCommitted`.
     """
 
     reason: str
     took_s: float
+    spent: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

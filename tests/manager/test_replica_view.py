@@ -10,6 +10,7 @@ from torchft_ckpt.core.coordination.messages import LeafDigests, LeavesWanted
 from torchft_ckpt.core.coordination.replica import ReplicaSettings
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.timekeeping import Timekeeper
 
 
 def no_leaves(wanted: LeavesWanted) -> LeafDigests:
@@ -25,6 +26,7 @@ def client() -> StepClient:
         cancel=lambda: None,
         events=EventQueue(None, "group"),
         answer_leaves=no_leaves,
+        timekeeper=Timekeeper(),
     )
 
 

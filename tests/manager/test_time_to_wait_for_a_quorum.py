@@ -29,7 +29,9 @@ FORMED = answers.formed(
 def waits(monkeypatch: pytest.MonkeyPatch, heard: dict[float, QuorumPending | QuorumFormed]) -> StepPlan:
     """Wait for a quorum at most twice for five seconds, and hear what is heard after so many seconds."""
     one, now, coming = client(), 100.0, sorted(heard)
-    monkeypatch.setattr(one, "link", SimpleNamespace(waiting_for=lambda: "the lighthouse"), raising=False)
+    monkeypatch.setattr(
+        one, "link", SimpleNamespace(waiting_for=lambda: "the lighthouse", is_lighthouse_away=False), raising=False
+    )
     monkeypatch.setattr(step_client, "time", SimpleNamespace(monotonic=lambda: now))
 
     def wait(seconds: float) -> None:

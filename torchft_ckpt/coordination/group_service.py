@@ -149,6 +149,11 @@ class GroupService:
         """Say who has not asked for the next quorum yet. Any thread."""
         return self._state.waiting_for() or f"the lighthouse at {self._client.address} has not answered"
 
+    @property
+    def is_lighthouse_away(self) -> bool:
+        """Whether there is no connection to the lighthouse. Any thread."""
+        return self._client.is_away
+
     def schedule(self, delay_s: float, function: Callable[[], object]) -> None:
         """Call a function on the event-loop thread after a while; it must not block. Any thread."""
         self._thread.call_later(delay_s, function)

@@ -153,6 +153,11 @@ class LighthouseConnection:
                 raise
         self._task = loop.create_task(self._keep(channel))
 
+    @property
+    def is_away(self) -> bool:
+        """Whether there is no connection. Any thread."""
+        return self._channel is None
+
     def send(self, message: ToLighthouse) -> None:
         """Send, or drop if there is no connection. After a `Leave` this group does not connect again."""
         if self._channel is not None:

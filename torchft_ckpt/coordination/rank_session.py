@@ -100,6 +100,11 @@ class RankSession:
         """Say who has not asked for the next quorum yet. Any thread."""
         return f"group rank 0 at {self._address} has not answered"
 
+    @property
+    def is_lighthouse_away(self) -> bool:
+        """Not known here: rank 0 knows it."""
+        return False
+
     def schedule(self, delay_s: float, function: Callable[[], object]) -> None:
         """Call a function on the event-loop thread after a while; it must not block. Any thread."""
         self._thread.call_later(delay_s, function)

@@ -24,6 +24,7 @@ from torch.utils.data import default_collate
 
 from torchft_ckpt import config
 from torchft_ckpt.core.coordination.messages import MAX_MICROBATCHES, Answer, Role, StateVersion
+from torchft_ckpt.core.training.ledger import Waits
 from torchft_ckpt.core.training.microbatches import Node, accept, cover, deal, members, slowdown
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.exact.audit import Audit
@@ -284,7 +285,7 @@ class StepLoader:
         early = self._early
         if early is not None:
             # Whatever was heard since: the others of the group compute it, too, and the ranks may wait for each other in it.
-            left = yield from self._compute(step, early, layout, before)
+            left = yield from self._compute(step, early, layout, before, keeps=True)
             self._early = None
             if now.version.step == told:
                 self._state = self._state_of(now.version)
@@ -320,8 +321,9 @@ class StepLoader:
         if todo and not is_alone and self._num_watched < _WATCHED:
             still = Still(registry.capture(), [place.tensor() for place in layout.places])
         for number in todo:
-            left = yield from self._compute(step, number, layout, before)
-            if not is_alone and number != checked:
+            keeps = not is_alone and number != checked
+            left = yield from self._compute(step, number, layout, before, keeps=keeps)
+            if keeps:
                 self._nodes.take(left, before.values, self.num_microbatches)
         before.check_moved()
         if still is not None:
@@ -335,8 +337,14 @@ class StepLoader:
         set_random_state(self._samples.random_key(step.number, "after"))
         step.phase = _Phase.SUMMED
 
-    def _compute(self, step: Step, number: int, layout: Layout, before: Buffers) -> Generator[Any, None, Left]:
-        """Yield the batch of a microbatch; return what the loop leaves behind. `before`: the buffers as the step began."""
+    def _compute(
+        self, step: Step, number: int, layout: Layout, before: Buffers, *, keeps: bool
+    ) -> Generator[Any, None, Left]:
+        """Yield the batch of a microbatch; return what the loop leaves behind.
+
+        `before`: the buffers as the step began. `keeps`: a discard does not take that.
+        """
+        computes = self._manager.hooks.timekeeper.waiting(Waits.MICROBATCH) if keeps else nullcontext()
         batch = self._reader.get(step.number, number)
         before.put_back()
         for parameter in (*layout.parameters, *self._others):
@@ -348,7 +356,7 @@ class StepLoader:
             with same_bits(layout.device if self._is_deterministic else torch.device("cpu")):
                 # The first one shows whether anything is compiled.
                 known = {*map(id, self._modules)} if self._num_computed == 1 else None
-                with nullcontext() if known is None else strangers_stay(known):
+                with computes, nullcontext() if known is None else strangers_stay(known):
                     yield batch
             self._num_computed += 1
         finally:
@@ -397,7 +405,10 @@ class StepLoader:
             kept, own = self.held(now.version), accepted[formed.replica_rank]
             if early is not None and early in members(nodes[formed.replica_rank]):
                 own = [*own, (early, early + 1)]
+            num_held = len(members(self._nodes.by_node))
             self._nodes.keep([node for node in own if node in kept])
+            if num_held:
+                self._manager.hooks.timekeeper.keeps(len(members(self._nodes.by_node)) / num_held)
         self._formed, self._state = formed, self._state_of(now.version)
         self._tell_of_absent(num_groups)
         return nodes

@@ -12,6 +12,7 @@ starting           what a rank says, hears, gives and receives that starts witho
 restoring          has its group read a checkpoint, or receive what another one has read
 collectives        allreduce whose errors end the step and nothing else
 clearing           all groups issue the same collective
+timekeeping        what the training thread spends its time on; event_file writes it down
 state_registry     the state that replicas have in common
 guarding           optimizers' steps take the lock of the state
 optimizer_settings guards optimizers' steps, carries their settings

@@ -14,6 +14,7 @@ import logging
 import time
 from datetime import timedelta
 
+from torchft_ckpt.core.training.ledger import Waits
 from torchft_ckpt.errors import TransferTimeoutError
 from torchft_ckpt.manager.rank_config import RankConfig
 from torchft_ckpt.manager.recovery import Recovery
@@ -21,6 +22,7 @@ from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.step import Steps
 from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.timekeeping import Timekeeper
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class BetweenSteps:
         registry: StateRegistry,
         serving: StateServing,
         recovery: Recovery,
+        timekeeper: Timekeeper,
         rank_config: RankConfig,
     ) -> None:
         self._client = client
@@ -51,6 +54,9 @@ class BetweenSteps:
         self._registry = registry
         self._serving = serving
         self._recovery = recovery
+        self._timekeeper = timekeeper
+        self.has_finished = False
+        """This group has said that it has made its last step."""
         self._rank_config = rank_config
 
     def catch_up(self, limit: timedelta, *, moving: bool = False) -> bool:
@@ -63,6 +69,10 @@ class BetweenSteps:
         self._steps.leave()
         if not (self._registry.is_explicitly_locked or moving):
             return False  # in the second case nobody offers it
+        with self._timekeeper.waiting(Waits.STATE_BESIDE):
+            return self._catch_up(limit, moving)
+
+    def _catch_up(self, limit: timedelta, moving: bool) -> bool:
         client = self._client
         until = time.monotonic() + limit.total_seconds()
         why: object = "the lighthouse does not answer"
@@ -107,10 +117,15 @@ class BetweenSteps:
     def hand_over(self, limit: timedelta) -> bool:
         """Serve the state of now until another group has taken it over; return whether one has."""
         self._steps.leave()
-        client, now = self._client, self._client.view()
+        now = self._client.view()
         if not now.version.proven or now.is_behind or now.is_on_trial:
             return False
         self._serving.offer(now.version, moving=True)
+        with self._timekeeper.waiting(Waits.NEWCOMER):
+            return self._is_taken_over(limit)
+
+    def _is_taken_over(self, limit: timedelta) -> bool:
+        client, now = self._client, self._client.view()
         until = time.monotonic() + limit.total_seconds()
         is_over = False
         while not is_over:
@@ -141,6 +156,7 @@ class BetweenSteps:
         self._steps.leave()
         client, limit_s = self._client, limit.total_seconds()
         located = client.locate(time.monotonic() + limit_s, has_finished=True)
+        self.has_finished = True
         if located is None:
             logger.warning(
                 "%s has finished, and the lighthouse did not answer within %g s (%s): a group that comes late waits",

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 
 from torchft_ckpt.events import Event
+from torchft_ckpt.manager.event_file import EventFile
 
 logger = logging.getLogger(__name__)
 
 
 class EventQueue:
-    """Events that happened, until the training thread hands them over to `on_event`. Any thread may add one.
+    """Events that happened, until the training thread writes them to a file and hands them over to `on_event`. Any thread may
+    add one.
 
     What `on_event` raises is logged the first time, and ends no step.
     """
 
-    def __init__(self, on_event: Callable[[Event], None] | None, party: str) -> None:
+    def __init__(self, on_event: Callable[[Event], None] | None, party: str, file: EventFile | None = None) -> None:
         self._on_event = on_event
         self._party = party
-        self._pending: deque[Event] = deque()
+        self.file = file
+        self._pending: deque[tuple[float, Event]] = deque()
         self._later: deque[Callable[[], None]] = deque()
         self._is_delivering = False
         self._has_warned = False
@@ -36,8 +41,8 @@ class EventQueue:
 
     def add(self, event: Event) -> None:
         """Note that something happened. Waits for nothing."""
-        if self._on_event is not None:
-            self._pending.append(event)
+        if self._on_event is not None or self.file is not None:
+            self._pending.append((time.time(), event))
 
     def deliver(self) -> None:
         """Hand over what happened, in order. On the training thread, under no lock."""
@@ -47,8 +52,12 @@ class EventQueue:
         try:
             while self._later:
                 self._later.popleft()()
-            while self._pending and self._on_event is not None:
-                self._hand_over(self._on_event, self._pending.popleft())
+            while self._pending:
+                at, event = self._pending.popleft()
+                if self.file is not None:
+                    self.file.write(type(event).__name__, at, asdict(event))
+                if self._on_event is not None:
+                    self._hand_over(self._on_event, event)
         finally:
             self._is_delivering = False
 

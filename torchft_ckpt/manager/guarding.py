@@ -11,6 +11,7 @@ from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import StateRegistry
 from torchft_ckpt.manager.step import Steps
 from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.timekeeping import Timekeeper
 
 logger = logging.getLogger(__name__)
 
@@ -18,18 +19,27 @@ logger = logging.getLogger(__name__)
 class StepGuard:
     """Guards the steps of optimizers, and other changes of the state. On the training thread."""
 
-    def __init__(self, client: StepClient, registry: StateRegistry, serving: StateServing, steps: Steps) -> None:
+    def __init__(
+        self,
+        client: StepClient,
+        registry: StateRegistry,
+        serving: StateServing,
+        steps: Steps,
+        timekeeper: Timekeeper,
+    ) -> None:
         self._client = client
         self._registry = registry
         self._serving = serving
         self._steps = steps
+        self._timekeeper = timekeeper
         self._has_warned_of_steps = False
 
     def begins_change(self, *, by_optimizer: bool = False) -> None:
         """The state is about to change: take the write lock, once what is being served has been copied aside."""
         self._client.changes_state(by_optimizer=by_optimizer)
-        self._serving.end_offer()
-        self._registry.lock.acquire_write()
+        with self._timekeeper.copying():
+            self._serving.end_offer()
+            self._registry.lock.acquire_write()
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """See `Manager.guard_optimizer`."""

@@ -66,6 +66,7 @@ class Hooks:
         # An outer loop
         self.first_inner_step = steps.first_inner_step
         # A save
+        self.timekeeper = parts.timekeeper
         self.lost_contributors = parts.client.lost_contributors
         self.contributor_names = parts.client.contributor_names
         self.leaves_on = parts.way_out.leaves_on

@@ -23,9 +23,11 @@ from types import FrameType
 from typing import Any
 
 from torchft_ckpt.core.coordination.messages import GroupBroken, GroupToRank, LeaveAt, LeaveWish, LetGo
+from torchft_ckpt.core.training.ledger import Waits
 from torchft_ckpt.errors import ConfigError, GroupLeftError
 from torchft_ckpt.manager.clearing import Clearing
 from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.timekeeping import Timekeeper
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,9 @@ class WayOut:
         clearing: knows how many collectives this rank has issued since its last step began.
     """
 
-    def __init__(self, client: StepClient, clearing: Clearing) -> None:
+    def __init__(self, client: StepClient, clearing: Clearing, timekeeper: Timekeeper) -> None:
         self._client = client
+        self._timekeeper = timekeeper
         self._clearing = clearing
         self._owner = os.getpid()
         self._save: Callable[[], object] | None = None
@@ -255,9 +258,10 @@ class WayOut:
             return
         self.is_saving = True
         try:
-            saved = self._save()
-            if isinstance(saved, Future) and self._is_there(saved, until):
-                saved.result()
+            with self._timekeeper.waiting(Waits.SAVE):
+                saved = self._save()
+                if isinstance(saved, Future) and self._is_there(saved, until):
+                    saved.result()
         except GroupLeftError:
             raise
         except Exception:

@@ -921,4 +921,4 @@ class Manager:
         self._parts.transport.shutdown(wait=wait)
         self._pg.shutdown()
         self._is_shut_down = True  # not before: an interrupt in the middle leaves the rest to the process's end
-        self._parts.events.deliver()
+        self._parts.end_events()

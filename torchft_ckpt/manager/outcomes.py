@@ -11,6 +11,7 @@ from pathlib import Path
 from torchft_ckpt.core.coordination.messages import CommitVote, Outcome, Role
 from torchft_ckpt.core.coordination.replica import ReplicaView
 from torchft_ckpt.core.training.discards import DiscardRun
+from torchft_ckpt.core.training.ledger import Account, decide_fate
 from torchft_ckpt.errors import MaxRetriesExceededError
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class StepOutcomes:
 
     A committed step has no line within `log_every` of the last one, if the same groups committed that one and nobody healed.
     A long reason is folded. `tells`: a file for what the votes show of the state at each step that counts.
+    `is_spare`: a group that contributes nothing does so as a spare.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class StepOutcomes:
         max_retries: int | None,
         log_every: timedelta = timedelta(0),
         tells: Path | None = None,
+        is_spare: bool = False,
     ) -> None:
         self.counts = {outcome: 0 for outcome in Outcome}
         self._party = party
         self._min_replica_size = min_replica_size
         self._max_retries = max_retries
+        self._is_spare = is_spare
         self._num_failed_in_a_row = 0
         self._discards = DiscardRun()
         self._too_few_since: float | None = None
@@ -78,6 +82,16 @@ class StepOutcomes:
                 f"{self._num_failed_in_a_row} steps in a row were discarded, max_retries is {self._max_retries};"
                 f" the last, step {vote.step}, because of: {reason}"
             )
+
+    def fate(self, outcome: Outcome, now: ReplicaView) -> Account:
+        """Return the account of a step of this replica that has ended so."""
+        return decide_fate(
+            outcome,
+            is_learner=now.is_learner,
+            contributes=now.participating_rank is not None,
+            has_enough=now.num_participants >= self._min_replica_size,
+            is_spare=self._is_spare,
+        )
 
     def _log(self, vote: CommitVote, outcome: Outcome, reason: str, now: ReplicaView, took_s: float) -> None:
         formed = now.quorum

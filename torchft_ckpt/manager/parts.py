@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
 from torchft_ckpt.core.coordination.replica import ReplicaSettings
+from torchft_ckpt.core.training.goodput import FINISHED, LEFT, SHUT_DOWN
 from torchft_ckpt.events import Event
 from torchft_ckpt.manager.between_steps import BetweenSteps
 from torchft_ckpt.manager.checking import EqualityCheck
 from torchft_ckpt.manager.clearing import Clearing
+from torchft_ckpt.manager.event_file import EventFile
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.followers import Followers
 from torchft_ckpt.manager.foreign_transport import as_ours
@@ -41,6 +43,7 @@ from torchft_ckpt.manager.starting import StartingRank
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step import Steps
 from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.timekeeping import Timekeeper
 
 if TYPE_CHECKING:
     from torchft_ckpt.process_group import ProcessGroup
@@ -70,6 +73,7 @@ class Parts:
         on_event: Callable[[Event], None] | None,
         heartbeat_interval: timedelta,
     ) -> None:
+        self.timekeeper = Timekeeper(is_spare=settings.spare)
         rank_0 = rank_config.find_rank_0()
         party = rank_config.replica_id if rank_0 is None else rank_0.replica_id
         replay = config.replay()
@@ -79,7 +83,12 @@ class Parts:
             max_retries=max_retries,
             log_every=config.resolve(None, config.LOG_EVERY, timedelta(seconds=2), config.parse_pause),
             tells=None if replay is None else Path(replay.told_in) / str(rank_config.group_rank),
+            is_spare=settings.spare or settings.fixed_with_spares,
         )
+        place = config.resolve(None, config.EVENTS, "", str)
+        file = None
+        if place:
+            file = EventFile(place, replica_id=party, rank=rank_config.group_rank, job=rank_config.job)
         ours = None if given is None else as_ours(given, party)
         self.lock = (ours.state_lock if ours is not None else None) or StateDictLock(timeouts.collective)
         transport: CheckpointTransport[Any] = ours or HTTPTransport(
@@ -96,7 +105,7 @@ class Parts:
         self.registry = StateRegistry(self.lock)
         self.followers = Followers(self.registry)
         self.own = OwnState()
-        self.events = EventQueue(on_event, party)
+        self.events = EventQueue(on_event, party, file)
         self.own.known.is_replay = replay is not None
         self.check = EqualityCheck(self.lock, self.own.known)
         self.healing = Healing(
@@ -114,6 +123,7 @@ class Parts:
             cancel=self.healing.cancel,
             events=self.events,
             answer_leaves=self.check.answer,
+            timekeeper=self.timekeeper,
         )
         serving = StateServing(transport, self.registry, self.own, self.lock, lease=timeouts.transfer, party=party)
         self.recovery = Recovery(
@@ -123,11 +133,12 @@ class Parts:
             self.own,
             self.client,
             events=self.events,
+            timekeeper=self.timekeeper,
             is_alone=rank_config.group_world_size == 1,
             limit=timeouts.transfer,
         )
         clearing = Clearing(pg, name=party, ask=self.client.ask_to_start)
-        self.way_out = WayOut(self.client, clearing)
+        self.way_out = WayOut(self.client, clearing, self.timekeeper)
         self.steps = Steps(
             pg,
             transport,
@@ -145,6 +156,7 @@ class Parts:
             outcomes=self.outcomes,
             followers=self.followers,
             events=self.events,
+            timekeeper=self.timekeeper,
             use_async_quorum=use_async_quorum,
             quorum_retries=quorum_retries,
             follows=settings.spare or settings.join_stall_limit_s is not None,
@@ -155,6 +167,7 @@ class Parts:
             registry=self.registry,
             serving=serving,
             recovery=self.recovery,
+            timekeeper=self.timekeeper,
             rank_config=rank_config,
         )
         self.starting = StartingRank(
@@ -166,7 +179,7 @@ class Parts:
             address=address,
             limit=timeouts.quorum,
         )
-        self.guard = StepGuard(self.client, self.registry, serving, self.steps)
+        self.guard = StepGuard(self.client, self.registry, serving, self.steps, self.timekeeper)
         try:
             self.client.connect(
                 rank_config,
@@ -182,4 +195,12 @@ class Parts:
                 link.shutdown(f"its Manager could not be made: {error!r}")
             if given is None:
                 transport.shutdown()
+            self.end_events()
             raise
+
+    def end_events(self) -> None:
+        """Hand over the last events, and write how this life has ended."""
+        self.events.deliver()
+        if self.events.file is not None:
+            ended = FINISHED if self.between_steps.has_finished else SHUT_DOWN
+            self.events.file.end(LEFT if self.client.has_left else ended, self.timekeeper.close())

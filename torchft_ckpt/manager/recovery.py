@@ -31,6 +31,7 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.coordination.replica import StepPlan
 from torchft_ckpt.core.coordination.trial import NOWHERE, Corrections
+from torchft_ckpt.core.training.ledger import Waits
 from torchft_ckpt.errors import (
     CheckpointError,
     ReplicasDifferError,
@@ -45,6 +46,7 @@ from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.timekeeping import Timekeeper
 from torchft_ckpt.manager.volatile import StateToServe
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Recovery:
         client: StepClient,
         *,
         events: EventQueue,
+        timekeeper: Timekeeper,
         is_alone: bool,
         limit: timedelta,
     ) -> None:
@@ -99,6 +102,7 @@ class Recovery:
         self._own = own
         self.client = client
         self._events = events
+        self._timekeeper = timekeeper
         self.is_alone = is_alone
         self._limit = limit
         self.is_pending = False
@@ -196,10 +200,11 @@ class Recovery:
         if formed.why is not Given.TO_STAY or client.view().version != formed.version or client.rest(now):
             return  # it could not be had, or loaded; or one of the others was lost meanwhile
         logger.info("%s: this spare is ready: it has the state of step %d", client.replica_id, formed.version.step)
-        while (now := time.monotonic()) < until:
-            self._tell(formed, 0.0, Receives.NOTHING)  # again, as a lighthouse may have been started again
-            if client.rest(min(until, now + SAY_EVERY_S)):
-                return
+        with self._timekeeper.waiting(Waits.CALL):
+            while (now := time.monotonic()) < until:
+                self._tell(formed, 0.0, Receives.NOTHING)  # again, as a lighthouse may have been started again
+                if client.rest(min(until, now + SAY_EVERY_S)):
+                    return
 
     def load(self) -> None:
         """Wait for the state, if one is fetched, and load it; a transfer that fails costs this replica the step and no more.
@@ -214,8 +219,15 @@ class Recovery:
             return
         self.is_pending = False
         if plan.formed.differs:
-            self._correct(plan.formed)
+            with self._timekeeper.waiting(Waits.COMPARISON):
+                self._correct(plan.formed)
             return
+        with self._timekeeper.waiting(
+            Waits.STATE_BESIDE if plan.formed.follows and not plan.formed.held else Waits.STATE
+        ):
+            self._load(plan)
+
+    def _load(self, plan: StepPlan) -> None:
         step = plan.formed.version.step
         try:
             self.take_state(as_group=not self.is_alone)

@@ -44,6 +44,7 @@ from torchft_ckpt.core.coordination.messages import (
 )
 from torchft_ckpt.core.coordination.replica import ReplicaView, StepFacts, StepWishes
 from torchft_ckpt.core.training.graphs import OpenGraphs
+from torchft_ckpt.core.training.ledger import Waits
 from torchft_ckpt.core.training.shared_step import SharedStep
 from torchft_ckpt.core.training.taking import StepTaking
 from torchft_ckpt.errors import (
@@ -72,6 +73,7 @@ from torchft_ckpt.manager.serving import StateServing
 from torchft_ckpt.manager.showing import CheckedLeaf, shown
 from torchft_ckpt.manager.state_registry import OwnState, StateRegistry
 from torchft_ckpt.manager.step_client import StepClient
+from torchft_ckpt.manager.timekeeping import Timekeeper
 from torchft_ckpt.manager.undo import Undo
 from torchft_ckpt.threads import Event, Thread, Threads, new_future
 
@@ -123,6 +125,7 @@ class Steps:
         outcomes: StepOutcomes,
         followers: Followers,
         events: EventQueue,
+        timekeeper: Timekeeper,
         use_async_quorum: bool,
         quorum_retries: int | None,
         follows: bool,
@@ -144,6 +147,7 @@ class Steps:
         self._follows = follows
         self._followers = followers
         self._events = events
+        self._timekeeper = timekeeper
         self._use_async_quorum = use_async_quorum
         self._quorum_retries = quorum_retries
         self._sharing = SharedStep()
@@ -259,9 +263,12 @@ class Steps:
         self._events.deliver()  # between two steps, so what a listener saves is whole
         if self._store_prepared is not None:
             # Who asks is waited for, so what may take long comes before asking.
-            self._store_prepared.wait(self._timeouts.connect.total_seconds())
+            with self._timekeeper.waiting(Waits.CONNECTION):
+                self._store_prepared.wait(self._timeouts.connect.total_seconds())
             self._store_prepared = None
         self._started_at = time.monotonic()
+        is_outer = wishes.patience_s > 0 or wishes.waits is not None
+        self._timekeeper.begins_step(is_round=is_outer)
         if loads_here:
             logger.warning(
                 "%s: gradients were cleared %d times, and should_commit was not called: the state of the other groups is loaded"
@@ -288,10 +295,11 @@ class Steps:
                 break
             self._way_out.check()
             self.leave()
+            self._timekeeper.goes_outside()
             self._begin(wishes, limit)
+            self._timekeeper.begins_step(is_round=is_outer)
         while self._reported:
             self._client.note_error(self._reported.pop(0))
-        is_outer = wishes.patience_s or wishes.waits is not None
         is_begun = not (now.is_learner or self._has_written)  # else the state is not that of before the step any more
         if self._registry.is_used_by_loops and not is_outer and is_begun:
             self._undo.begin()
@@ -410,6 +418,7 @@ class Steps:
         if self._registry.lock.held_for_step():
             self._registry.lock.release_write()
         self._is_at_end, started = True, time.monotonic()
+        self._timekeeper.goes_outside()
         try:
             while (now := self._client.view()).is_behind and not now.is_leaving:
                 self._way_out.check()
@@ -424,6 +433,7 @@ class Steps:
                     break
         finally:
             self._is_at_end = False
+            self._timekeeper.goes_between()
         now = self._client.view()
         if now.came_in:
             took_s = time.monotonic() - started
@@ -480,7 +490,8 @@ class Steps:
         with self._recovery.comes_in():
             self._learn_leaves()
             layout = self._registry.layout()
-            has_to_wait, prepared, parts = self._prepare(wishes)
+            with self._timekeeper.waiting(Waits.COMPARISON):
+                has_to_wait, prepared, parts = self._prepare(wishes)
         self._is_planned = is_planned = Event()
         self._quorum = quorum = new_future()  # what is on its way is never left without its step
         try:
@@ -773,12 +784,16 @@ class Steps:
         """A guarded optimizer, or an `Optimizer`, has done its part of the step."""
         self._taking.ends(who)
         if self._taking.is_taken([(optimizer,) for optimizer in self._sharing.joined]):
-            self._client.took_step()
+            self._took_step()
 
     def took_all(self) -> None:
         """What takes the step that counts is over, whoever has stepped in it."""
-        self._client.took_step()
+        self._took_step()
         self._taking.closes()
+
+    def _took_step(self) -> None:
+        self._client.took_step()
+        self._timekeeper.took_step()
 
     def broke_off(self) -> None:
         """A step that counts is not taken to its end."""
@@ -808,6 +823,7 @@ class Steps:
             # All groups have left it out alike, or the next votes differ.
             logger.info("%s: not all optimizers have taken step %d, which counts", self._client.replica_id, step)
         self._taking.closes()
+        self._timekeeper.took_step()
 
     def leave(self) -> None:
         """Abandon the step that is open, if there is one. What was issued after the decision ends first."""
@@ -847,7 +863,8 @@ class Steps:
     def wait_plan(self) -> None:
         """Wait until it is known who trains together; the process group may be connected beside what is computed then."""
         if self._quorum is not None:
-            self._is_planned.wait()
+            with self._timekeeper.waiting(Waits.QUORUM):
+                self._is_planned.wait()
         if self._quorum is None or self._quorum.done():
             self.wait_quorum()
 
@@ -857,7 +874,8 @@ class Steps:
                 "there is no quorum before the first start_quorum (Optimizer.zero_grad calls it)", "manager"
             )
         try:
-            self._quorum.result()
+            with self._timekeeper.waiting(Waits.QUORUM):
+                self._quorum.result()
         except GroupLeftError:  # raised on the quorum's thread, and here for the script
             self._client.tells_that_it_left()
             raise
@@ -870,7 +888,10 @@ class Steps:
                 is_first = version != prepared.version  # it has got its name since
                 self._serving.serve(version, prepared.captured, prepared.counted, range(num_held), is_first=is_first)
 
-            plan = self._client.await_plan(limit, self._quorum_retries, serve_held)
+            try:
+                plan = self._client.await_plan(limit, self._quorum_retries, serve_held)
+            finally:
+                self._timekeeper.quorum_is_at(None)
         formed = plan.formed
         self._own.found = formed.leaves.common, formed.leaves.own
         self._note_quorum(formed)
@@ -916,8 +937,12 @@ class Steps:
         )
 
     def _configure(self, formed: QuorumFormed) -> None:
-        with record_function("torchft::manager::_pg::configure"):
-            self._connect_group(formed)
+        self._timekeeper.quorum_is_at(Waits.CONNECTION)
+        try:
+            with record_function("torchft::manager::_pg::configure"):
+                self._connect_group(formed)
+        finally:
+            self._timekeeper.quorum_is_at(None)
 
     def _connect_group(self, formed: QuorumFormed) -> None:
         rank_config = self._rank_config
@@ -1031,7 +1056,8 @@ class Steps:
         if now.is_learner:
             outcome, reason = self._client.learned()
         else:
-            outcome, reason = self._client.await_decision(vote, _as_long_as_others(limit, now))
+            with self._timekeeper.waiting(Waits.VOTE):
+                outcome, reason = self._client.await_decision(vote, _as_long_as_others(limit, now))
         self._is_committed = outcome is Outcome.COMMIT
         self._end(vote, outcome, reason)
         self._taking.leaves(self)
@@ -1072,12 +1098,14 @@ class Steps:
             self._cast_vote(synchronize=False)
 
     def _cast_vote(self, *, synchronize: bool) -> CommitVote:
-        self._collectives.wait_all()
-        self._ask_device(synchronize=synchronize)
+        with self._timekeeper.waiting(Waits.COLLECTIVE):
+            self._collectives.wait_all()
+            self._ask_device(synchronize=synchronize)
         return self._send_vote()
 
     def _send_vote(self) -> CommitVote:
-        digest = "" if self._client.has_failed() else self._check.digest()
+        with self._timekeeper.waiting(Waits.COMPARISON):
+            digest = "" if self._client.has_failed() else self._check.digest()
         vote = self._vote = self._client.vote(*self._clearing.vote(), digest)
         return vote
 
@@ -1098,6 +1126,8 @@ class Steps:
             if not now.serves_learners:
                 self._serving.withdraw()  # who has not received this state by now gets a later one
         took_s, name = time.monotonic() - self._started_at, self._client.replica_id
+        fate, is_to_take = self._outcomes.fate(outcome, now), self._client.has_to_take_step()
+        spent = self._timekeeper.ends_step(fate, is_to_take=is_to_take)
         self._events.add(
             StepCommitted(
                 step=vote.step,
@@ -1105,9 +1135,12 @@ class Steps:
                 replica_id=name,
                 num_participants=now.num_participants,
                 took_s=took_s,
+                spent=spent,
             )
             if outcome is Outcome.COMMIT
-            else StepDiscarded(step=vote.step, quorum_id=vote.quorum_id, replica_id=name, reason=reason, took_s=took_s)
+            else StepDiscarded(
+                step=vote.step, quorum_id=vote.quorum_id, replica_id=name, reason=reason, took_s=took_s, spent=spent
+            )
         )
         self._outcomes.ended(vote, outcome, reason, now, took_s)
 

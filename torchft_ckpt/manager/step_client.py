@@ -62,6 +62,7 @@ from torchft_ckpt.core.coordination.replica import (
     StepPlan,
     StepWishes,
 )
+from torchft_ckpt.core.training.ledger import Waits
 from torchft_ckpt.errors import (
     CollectiveFailedError,
     CommitUnknownError,
@@ -81,12 +82,15 @@ from torchft_ckpt.manager.clearing import Issued
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
 from torchft_ckpt.manager.event_queue import EventQueue
 from torchft_ckpt.manager.rank_config import Link, RankConfig, open_link
+from torchft_ckpt.manager.timekeeping import Timekeeper
 from torchft_ckpt.threads import Condition
 
 logger = logging.getLogger(__name__)
 
 PENDING_LOG_S = 10.0
 """How often to say what is waited for; the first time after a fifth of it."""
+_LOOK_S = 0.1
+"""How often who waits for a quorum looks whether the lighthouse is there."""
 MORE, LAST, FAILS = "+.!"
 """At the begin of a word of a rank: another piece follows, or none; it does not go on."""
 _WORDS_CHARS = 1 << 20
@@ -135,6 +139,7 @@ class StepClient:
         cancel: Callable[[], None],
         events: EventQueue,
         answer_leaves: Callable[[LeavesWanted], LeafDigests],
+        timekeeper: Timekeeper,
     ) -> None:
         self.replica_id = replica_id
         self._job = job
@@ -142,6 +147,7 @@ class StepClient:
         self._cancel = cancel
         self._events = events
         self._answer_leaves = answer_leaves
+        self._timekeeper = timekeeper
         self._on_leaving: Callable[[GroupToRank], None]
         self._connect_beside: Callable[[ConnectBeside], None]
         self._lock = self._changed = Condition()
@@ -380,6 +386,7 @@ class StepClient:
                     finally:
                         self._lock.acquire()
                     continue
+                self._timekeeper.quorum_is_at(self._waits_for())
                 now, held_s = time.monotonic(), self._held_s
                 reason = self._pending.reason if self._pending is not None else self.link.waiting_for()
                 give_up_at = started + most_s + held_s
@@ -401,8 +408,17 @@ class StepClient:
                         reason,
                     )
                     say_at = now + PENDING_LOG_S
-                self._changed.wait(min(say_at, give_up_at) - now)
+                self._changed.wait(min(say_at, give_up_at, now + _LOOK_S) - now)
             return self._plan
+
+    def _waits_for(self) -> Waits:
+        """Return why there is no quorum yet. With the lock held."""
+        pending = self._pending
+        if self.link.is_lighthouse_away:
+            return Waits.LIGHTHOUSE
+        if pending is not None and pending.is_below_minimum:
+            return Waits.MINIMUM
+        return Waits.NEWCOMER if time.monotonic() < self._held_until else Waits.QUORUM
 
     def plan(self) -> StepPlan | None:
         """Return the plan of the open step, once there is one."""

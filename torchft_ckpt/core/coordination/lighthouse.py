@@ -721,7 +721,8 @@ class LighthouseState:
             elif self.newest_step and not newest:
                 gone = name_some(list(self.lost_members)[-5:])
                 reason += f". No group here holds step {self.newest_step}, which was committed; gone are: {gone or 'not known'}"
-            yield from self._notify_pending(reason, now, verdict.deadline, is_warning=bool(others), exclude=out)
+            told, is_few = (reason, now, verdict.deadline), verdict.is_below_minimum
+            yield from self._notify_pending(*told, is_warning=bool(others), exclude=out, is_below_minimum=is_few)
             return
         members = [self.members[m] for m in verdict.members if m not in coming]
         if late := self._beside.out_of_turn(members, now):
@@ -969,6 +970,7 @@ class LighthouseState:
         is_warning: bool = False,
         exclude: Collection[str] = (),
         is_held: bool = False,
+        is_below_minimum: bool = False,
     ) -> Iterator[Instruction]:
         """Tell the members that wait why, now and then; the operator hears each new reason.
 
@@ -986,7 +988,7 @@ class LighthouseState:
             is_due = reason != member.notified_reason or now - member.notified_at >= NOTICE_AGAIN_S
             has_waited = now - member.asked_at >= PENDING_NOTICE_S / 2
             if (has_waited and is_due) or is_held is not member.is_told_of_hold:
-                yield _notify(member, reason, now, is_held=is_held)
+                yield _notify(member, reason, now, is_held=is_held, is_below_minimum=is_below_minimum)
 
     def _form_quorum(
         self,
@@ -1240,12 +1242,15 @@ class LighthouseState:
             yield from self._evaluate(now)
 
 
-def _notify(member: Member, reason: str, now: float, *, is_held: bool = False) -> Send:
+def _notify(member: Member, reason: str, now: float, *, is_held: bool = False, is_below_minimum: bool = False) -> Send:
     """Tell a member why it waits."""
     member.notified_reason, member.notified_at, member.is_told_of_hold = reason, now, is_held
     held_s = 2 * NOTICE_AGAIN_S if is_held else 0.0  # it is told again before that is over
     said = clip(reason, MAX_TEXT_CHARS)
-    return Send(member.connection, QuorumPending(reason=said, waited_s=now - member.asked_at, held_s=held_s))
+    pending = QuorumPending(
+        reason=said, waited_s=now - member.asked_at, held_s=held_s, is_below_minimum=is_below_minimum
+    )
+    return Send(member.connection, pending)
 
 
 def _refuse_superseded(name: str) -> Refused:

@@ -50,6 +50,8 @@ class QuorumVerdict:
     members: tuple[str, ...]
     reason: str
     deadline: float | None = None
+    is_below_minimum: bool = False
+    """Fewer have asked than may train."""
 
     @property
     def formed(self) -> bool:
@@ -90,6 +92,7 @@ def decide_quorum(
         return QuorumVerdict(
             members=(),
             reason=f"{len(candidates)} of at least {min_replicas} replica groups are here ({name_some(candidates)})",
+            is_below_minimum=True,
         )
 
     survivors = [replica_id for replica_id in last_quorum if replica_id in living]
