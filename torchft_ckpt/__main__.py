@@ -9,6 +9,7 @@ allow-step-loss   let a job whose newest state is lost go on from an older one
 inspect           print what a live peer serves
 pull              save the state of a live peer to a file
 checkpoints       list, verify or export durable checkpoints
+goodput           print what a job's time was spent on
 certificates      make certificates for TLS
 """
 
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Sequence
 
 from torchft_ckpt import __version__
-from torchft_ckpt.cli import certificates, checkpoints, lighthouse, peer, replay, run
+from torchft_ckpt.cli import certificates, checkpoints, goodput, lighthouse, peer, replay, run
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ConfigError, TorchftCkptError
 
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     lighthouse.add_commands(commands)
     peer.add_commands(commands)
     checkpoints.add_commands(commands)
+    goodput.add_commands(commands)
     certificates.add_commands(commands)
     return parser
 

@@ -487,11 +487,10 @@ class Steps:
 
     def _begin(self, wishes: StepWishes, limit: timedelta) -> None:
         """Ask for a quorum, and do what comes before the forward pass."""
-        with self._recovery.comes_in():
+        with self._recovery.comes_in(), self._timekeeper.waiting(Waits.COMPARISON):
             self._learn_leaves()
             layout = self._registry.layout()
-            with self._timekeeper.waiting(Waits.COMPARISON):
-                has_to_wait, prepared, parts = self._prepare(wishes)
+            has_to_wait, prepared, parts = self._prepare(wishes)
         self._is_planned = is_planned = Event()
         self._quorum = quorum = new_future()  # what is on its way is never left without its step
         try:

@@ -105,6 +105,13 @@ class Timekeeper:
             self._ledger.goes(State.TAKING if is_to_take else self._between, now)
             return self._ledger.take()
 
+    def seconds(self) -> dict[Account, float]:
+        """Return what was spent on each account so far; the open step is in none yet."""
+        with self._lock:
+            self._ledger.passes(self._clock())
+            self._ledger.validate()
+            return dict(self._ledger.seconds)
+
     def close(self) -> dict[str, float]:
         """This life ends. Returns what was spent since the last time."""
         with self._lock:

@@ -94,7 +94,7 @@ class JobGoodput:
     """A job's accounts, in seconds, by its groups."""
 
     job: str
-    groups: Mapping[str, Mapping[Account, float]]
+    groups: Mapping[str, dict[Account, float]]
 
     @property
     def total(self) -> dict[Account, float]:
