@@ -18,6 +18,7 @@ from demo.display import Display
 from demo.report import build_report, compare, print_report, write_json
 from demo.supervisor import RunFailedError, RunOptions, Supervisor
 from demo.timeline import Timeline, judge
+from torchft_ckpt.cli.goodput import read_accounts
 
 _INTERRUPTED = 130
 
@@ -80,6 +81,7 @@ def main(arguments: list[str]) -> int:
     try:
         run = _run_options(options, out)
         timeline = _train(run, console)
+        (goodput,) = read_accounts([run.goodput])
         verdict, plain = judge(timeline, num_planned_kills=options.kills), None
         if verdict.is_bit_equal and options.kills and not options.slow_link:
             console.print(f"the same {verdict.step} steps once more, without a kill", highlight=False)
@@ -104,6 +106,7 @@ def main(arguments: list[str]) -> int:
         duration_s=duration_s,
         picture=picture,
         without_kills=plain,
+        goodput=goodput,
     )
     if options.json is not None:
         write_json(report, options.json)
@@ -111,7 +114,7 @@ def main(arguments: list[str]) -> int:
     from demo.plot import draw  # matplotlib takes a second to import: not before the groups are started
 
     draw(timeline, report, picture, shows_step_times=options.slow_link)
-    print_report(report, console)
+    print_report(report, goodput, console)
     return 0 if report.verdict.is_bit_equal and compare(report) is None else 1
 
 

@@ -22,6 +22,8 @@ from demo.timeline import (
     measure_kills,
     typical_step_s,
 )
+from torchft_ckpt.cli.goodput import as_text
+from torchft_ckpt.core.training.goodput import JobGoodput
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +41,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
     ledger: Ledger
     without_kills: Ended | None
+    goodput: float
+    accounts: dict[str, dict[str, float]]
     sample: str
     picture: str
 
@@ -74,6 +78,7 @@ def build_report(
     duration_s: float,
     picture: Path,
     without_kills: Timeline | None,
+    goodput: JobGoodput,
 ) -> Report:
     """Work out every figure of a finished run, of so many samples a step, and of how it ends without kills."""
     verdict = judge(timeline, num_planned_kills=num_planned_kills)
@@ -92,6 +97,11 @@ def build_report(
         verdict=verdict,
         ledger=keep_ledger(timeline, num_in_step=num_in_step),
         without_kills=None if without_kills is None else _ended(without_kills, num_in_step),
+        goodput=goodput.goodput,
+        accounts={
+            group: {account.value: seconds for account, seconds in accounts.items()}
+            for group, accounts in goodput.groups.items()
+        },
         sample=samples[0] if samples else "",
         picture=str(picture),
     )
@@ -109,8 +119,8 @@ def write_json(report: Report, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
 
 
-def print_report(report: Report, console: Console) -> None:
-    """Print the table of the kills, the run in a few lines, and the verdict."""
+def print_report(report: Report, goodput: JobGoodput, console: Console) -> None:
+    """Print the table of the kills, the run in a few lines, what time was spent on, and the verdict."""
     if report.kills:
         console.print(_table_of_kills(report.kills))
         console.print(
@@ -132,6 +142,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(
             "\n".join("    " + line for line in report.sample.splitlines()), style="dim", markup=False, highlight=False
         )
+    console.print(as_text(goodput), markup=False, highlight=False)
     console.print(f"picture: {report.picture}", highlight=False, soft_wrap=True)
     for group, digest in sorted(report.verdict.digests.items()):
         console.print(f"group_{group}  {digest}", highlight=False)

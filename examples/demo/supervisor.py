@@ -76,6 +76,11 @@ class RunOptions:
         return self.folder / "events"
 
     @property
+    def goodput(self) -> Path:
+        """The folder for the library's own events: what time was spent on."""
+        return self.folder / "goodput"
+
+    @property
     def global_batch_size(self) -> int:
         """Samples in a step, of two microbatches for each group."""
         return self.num_groups * 2 * self.microbatch_size
@@ -129,14 +134,15 @@ class Supervisor:
             RunFailedError: a group ended by itself, or nothing happened for `patience_s`.
         """
         options = self._options
-        shutil.rmtree(options.events, ignore_errors=True)
-        options.events.mkdir(parents=True)
+        for folder in (options.events, options.goodput):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
         if options.stop_step is not None:
             events.order_stop(options.events, options.stop_step)
         with options.log.open("wb") as log:
             launcher = subprocess.Popen(
                 options.command(),
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHFT_CKPT_EVENTS": str(options.goodput)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

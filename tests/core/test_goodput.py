@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +28,10 @@ def accounts(lines: list[Line], group: str) -> dict[str, float]:
     return {account.value: seconds for account, seconds in job.groups[group].items() if seconds}
 
 
-def test_every_account_has_a_category_of_googles() -> None:
-    assert {*GOOGLES} == {*Account}
+def test_every_account_has_a_category_of_googles_and_the_page_says_which() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "goodput.md").read_text()
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [[account.value, GOOGLES[account]] for account in Account]
 
 
 def test_a_group_that_was_lost_is_down_until_its_next_life_speaks_and_its_step_in_flight_was_for_nothing() -> None:

@@ -45,7 +45,7 @@ class EventFile:
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(
-                f"{config.EVENTS[0]}={place!r} cannot be used: {self.path}: {error.strerror}; give a directory that this process"
+                f"TORCHFT_CKPT_EVENTS={place!r} cannot be used: {self.path}: {error.strerror}; give a directory that this process"
                 " may write to",
                 party=config.EVENTS[0],
             ) from error
