@@ -23,7 +23,7 @@ from support.waiting import wait_until
 from test_joining_a_running_job import Run
 from test_manager_in_process import Replica
 
-from torchft_ckpt import Checkpointer, LighthouseServer, ProcessGroupGloo
+from torchft_ckpt import Checkpointer, LighthouseServer, LocalSGD, ProcessGroupGloo
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.cli.goodput import read_accounts
 from torchft_ckpt.core.training.ledger import Account, Waits
@@ -268,6 +268,20 @@ def test_a_spare_stands_by() -> None:
     for of_group in run._loops:
         of_group.result(60)
     run.close()
+
+
+def test_a_round_of_an_outer_loop_is_all_of_its_inner_steps() -> None:
+    with lighthouse() as server:
+        one = Timed(server, "a")
+        with LocalSGD(one.manager, one.model, one.sgd, sync_every=2):
+            for _ in range(4):
+                one.passes(1.0)
+                one.sgd.zero_grad()
+                one.model(torch.ones(2, 8)).square().mean().backward()
+                one.sgd.step()
+        assert one.manager.current_step() == 2
+        assert one.spent() == {"starting": 1.0, "productive": 3.0}
+        one.manager.shutdown()
 
 
 def test_an_event_of_a_step_says_what_was_spent_until_then() -> None:

@@ -986,9 +986,7 @@ class LighthouseState:
                 continue
             member = self.members[replica_id]
             is_due = reason != member.notified_reason or now - member.notified_at >= NOTICE_AGAIN_S
-            has_waited = now - member.asked_at >= PENDING_NOTICE_S / 2 or (
-                is_below_minimum and not member.notified_reason  # it counts this time apart
-            )
+            has_waited = now - member.asked_at >= PENDING_NOTICE_S / 2
             if (has_waited and is_due) or is_held is not member.is_told_of_hold:
                 yield _notify(member, reason, now, is_held=is_held, is_below_minimum=is_below_minimum)
 

@@ -166,6 +166,8 @@ class Ledger:
         """What is waited for, by whom; the last one is the innermost."""
         self._quorum: Waits | None = None
         """What the quorum's thread is at."""
+        self._unexplained = 0.0
+        """Of this wait for a quorum, while nothing was said of why."""
         self._open = 0.0
         self._kept = 0.0
         """Spent on microbatches of the open step, or of attempts at it that did not count."""
@@ -182,15 +184,17 @@ class Ledger:
         account = ACCOUNTS[self.state, waits]
         if account is not None:
             self.seconds[account] += past
+            self._unexplained += past if account is Account.QUORUM and self._quorum is Waits.QUORUM else 0.0
         elif waits is Waits.MICROBATCH:
             self._kept += past
         else:
             self._open += past
 
     def goes(self, state: State, now: float) -> None:
-        """Go to another state. An open step that is left so was abandoned."""
+        """Go to another state. An open step that is left so was abandoned, or was none, if this rank is outside from now on."""
         if self.state is State.STEP and state is not State.STEP:
-            self.settles(Account.DISCARDED, now)
+            is_none = state in (State.OUTSIDE, State.SPARE)
+            self.settles(_ALONE[state] if is_none else Account.DISCARDED, now)
         self.passes(now)
         self.state = state
 
@@ -205,8 +209,16 @@ class Ledger:
         self._waits = [(other, what) for other, what in self._waits if other is not who]
 
     def quorum_is_at(self, what: Waits | None, now: float) -> None:
-        """Say what the quorum's thread is at: who waits for the quorum waits for that. None: it has ended."""
+        """Say what the quorum's thread is at: who waits for the quorum waits for that. None: it has ended.
+
+        That too few are there is told after a while, of all of the wait.
+        """
         self.passes(now)
+        if what is Waits.MINIMUM:
+            self.seconds[Account.QUORUM] -= self._unexplained
+            self.seconds[Account.BELOW_MINIMUM] += self._unexplained
+        if what is not Waits.QUORUM:
+            self._unexplained = 0.0
         self._quorum = what
 
     def settles(self, fate: Account, now: float) -> None:
