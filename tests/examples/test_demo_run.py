@@ -93,7 +93,7 @@ def test_a_killed_group_comes_back_and_all_end_bit_equal(tmp_path: Path) -> None
     wall_s = sum(sum(one.values()) for one in accounts.values())
     assert sum(one["unaccounted"] for one in accounts.values()) <= 0.005 * wall_s
     assert accounts[f"group_{kill['group']}"]["down"] >= 0.9 * kill["start_s"]
-    assert 0.0 < figures["goodput"] < 1.0 and "job default: goodput" in output
+    assert 0.0 < figures["goodput"] < 1.0 and ": goodput " in output
     plain = figures["without_kills"]
     assert {plain["digest"]} == {*figures["verdict"]["digests"].values()} and plain["ledger"] == figures["ledger"]
     assert (plain["ledger"]["num_missing"], plain["ledger"]["num_twice"]) == (0, 0)

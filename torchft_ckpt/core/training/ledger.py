@@ -243,8 +243,8 @@ class Ledger:
         self.keeps(0.0)
 
     def take(self) -> dict[str, float]:
-        """Return what was settled since the last time, by the accounts' names."""
-        news = {account.value: at - self._told[account] for account, at in self.seconds.items()}
+        """Return what was settled since the last time, by the accounts' names, to the microsecond."""
+        news = {account.value: round(at - self._told[account], 6) for account, at in self.seconds.items()}
         self._told = dict(self.seconds)
         return {name: seconds for name, seconds in news.items() if seconds > 0.0}
 
