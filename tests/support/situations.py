@@ -41,6 +41,7 @@ from torchft_ckpt import (
 from torchft_ckpt.cli.checkpoint_places import find_checkpoints, open_checkpoint
 from torchft_ckpt.coordination import LighthouseServer
 from torchft_ckpt.errors import GroupLeftError
+from torchft_ckpt.manager.event_file import EventFile
 from torchft_ckpt.process_group import ProcessGroupDummy
 
 REPO = Path(__file__).resolve().parents[2]
@@ -659,6 +660,14 @@ def _job_at_host() -> Iterator[Situation]:
 def _empty_directory() -> Iterator[Situation]:
     with tempfile.TemporaryDirectory() as name:
         yield Situation(directory=Path(name))
+
+
+@_situation
+def _directory_of_events() -> Iterator[Situation]:
+    """A rank has lived there."""
+    with tempfile.TemporaryDirectory() as name:
+        EventFile(name, replica_id="group_0:1", rank=0, job="default").end("finished", {"starting": 0.1})
+        yield Situation(replaced={"/shared/job-7/events": name}, directory=Path(name))
 
 
 @_situation
