@@ -95,20 +95,8 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _as_json(job: JobGoodput) -> dict[str, object]:
-    by_name = {name: _named(accounts) for name, accounts in job.groups.items()}
-    return {
-        "job": job.job,
-        "goodput": job.goodput,
-        "wall_s": job.wall_s,
-        "accounts": _named(job.total),
-        "ml_goodput": {name: _of_google(job, name) for name in dict.fromkeys(GOOGLES.values())},
-        "groups": by_name,
-    }
-
-
-def _named(accounts: dict[Account, float]) -> dict[str, float]:
-    return {account.value: seconds for account, seconds in accounts.items()}
-
-
-def _of_google(job: JobGoodput, name: str) -> float:
-    return sum(seconds for account, seconds in job.total.items() if GOOGLES[account] == name)
+    google = dict.fromkeys(GOOGLES.values(), 0.0)
+    for account, seconds in job.total.items():
+        google[GOOGLES[account]] += seconds
+    named = {group: {account.value: s for account, s in accounts.items()} for group, accounts in job.groups.items()}
+    return {"job": job.job, "goodput": job.goodput, "wall_s": job.wall_s, "ml_goodput": google, "groups": named}
