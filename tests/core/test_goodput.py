@@ -39,6 +39,7 @@ def test_a_group_that_was_lost_is_down_until_its_next_life_speaks_and_its_step_i
         *steps("a:1", 0.0, range(12), 1),
         *steps("a:1", 12.0, range(12, 20), 2),
         *steps("b:1", 0.0, range(5), 1),
+        line(2.5, "a:1", "PeerLost", peer="b:1"),  # it has connected anew
         line(5.5, "a:1", "PeerLost", peer="b:1"),
         *steps("b:2", 12.0, range(12, 20), 2),
     ]

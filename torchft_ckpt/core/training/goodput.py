@@ -129,7 +129,7 @@ def _groups(lines: list[Line]) -> dict[str, dict[Account, float]]:
     losses: dict[str, float] = {}
     for line in lines:
         if line.peer and line.event == "PeerLost":
-            losses.setdefault(line.peer, line.time)
+            losses[line.peer] = line.time  # the last one: it may have connected anew before
         if line.rank == first_rank[line.replica_id]:
             lives.setdefault(line.replica_id, _Life(line.replica_id, line.time, line.time)).take(line)
     _find_lost(list(lives.values()))
