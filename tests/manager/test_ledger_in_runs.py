@@ -23,7 +23,7 @@ from support.waiting import wait_until
 from test_joining_a_running_job import Run
 from test_manager_in_process import Replica
 
-from torchft_ckpt import Checkpointer, LighthouseServer, LocalSGD, ProcessGroupGloo
+from torchft_ckpt import Checkpointer, LighthouseServer, LocalSGD, ProcessGroupGloo, StepLoader
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.cli.goodput import read_accounts
 from torchft_ckpt.core.training.ledger import Account, Waits
@@ -281,6 +281,25 @@ def test_a_round_of_an_outer_loop_is_all_of_its_inner_steps() -> None:
                 one.sgd.step()
         assert one.manager.current_step() == 2
         assert one.spent() == {"starting": 1.0, "productive": 3.0}
+        one.manager.shutdown()
+
+
+def test_microbatches_that_a_discarded_attempt_keeps_are_productive_with_the_next_one() -> None:
+    with lighthouse() as server:
+        one = Timed(server, "a")
+        samples = [torch.ones(8) * number for number in range(8)]
+        is_first = True
+        for step in StepLoader(one.manager, samples, global_batch_size=4, microbatch_size=1, num_steps=2):
+            one.optimizer.zero_grad()
+            for batch in step:
+                one.passes(1.0)
+                one.model(batch).square().mean().backward()
+            one.passes(0.5)
+            if is_first:
+                one.manager.report_error(RuntimeError("the first attempt fails"))
+            is_first = False
+            one.optimizer.step()
+        assert one.spent() == {"productive": 9.0, "discarded": 0.5}
         one.manager.shutdown()
 
 
