@@ -259,6 +259,8 @@ def test_a_step_in_which_nothing_has_happened_may_be_kept_until_it_is_voted_on()
         ("counts, again, again counts", [1]),
         ("counts, again, once, again, again", [1]),
         ("counts, again, once counts, again", [1, 3]),
+        ("counts, again alone, again", [2]),  # nobody came in with the attempt before
+        ("counts, again fails, again", []),  # as a rule another rank was against that attempt
     ],
 )
 def test_a_step_that_a_loop_begins_again_now_and_then_does_not_count_if_a_group_comes_in_with_it(
@@ -274,14 +276,17 @@ def test_a_step_that_a_loop_begins_again_now_and_then_does_not_count_if_a_group_
         if "again" in attempt:
             assert state.keeps_step(StepWishes(), has_reduced=False, is_loading=False)
         answer = formed(request.request_id, version=state.version, contributors=3)
-        state.formed(msgspec.structs.replace(answer, num_proved=3 - newcomers))
+        num_new = 0 if "alone" in attempt else newcomers
+        state.formed(msgspec.structs.replace(answer, num_proved=3 - num_new))
+        if "fails" in attempt:
+            state.fail("a loss that is not a number")
         votes.append(state.vote())
         outcome = Outcome.COMMIT if "counts" in attempt else Outcome.DISCARD
         state.decided(decision(outcome, step=state.version.step))
         state.took_step()
-    those = [number for number, vote in enumerate(votes) if not vote.approve]
+    those = [number for number, vote in enumerate(votes) if "begun this step again" in vote.reason]
     assert those == (against if newcomers else [])
-    assert all("begun this step again" in votes[number].reason and not votes[number].broken for number in those)
+    assert not any(votes[number].approve or votes[number].broken for number in those)
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ class ReplicaState:
         self._is_changed = False
         """The state has changed since, otherwise than by a load before the forward pass."""
         self._is_again, self._was_again = False, True
-        """The loop has begun the open step again; and it did so in the last one that counts, or since, or none counts yet."""
+        """The loop has begun the open step again; and did so in the last that counts, or with newcomers since, or none counts."""
         self._shows = Shows.SAMPLES
         """How much the next request shows, if the state has a name then."""
         self.is_leaving = False
@@ -640,7 +640,7 @@ class ReplicaState:
         if approve and self._is_again and not self._was_again and formed.num_proved < formed.num_contributors:
             approve = False
             reason = "its loop has begun this step again, and a group comes in that was given what it held before"
-        self._was_again = self._was_again or self._is_again  # so no two steps in a row are lost to one rank
+        self._was_again |= self._is_again and formed.num_proved < formed.num_contributors  # one attempt a rank
         self.speaks = self.speaks and self.participating_rank == 0
         is_known_holder = formed.role is Role.HEALTHY and not formed.names_state
         self._vote = CommitVote(
