@@ -58,7 +58,7 @@ class Reading(Replica):
     def step(self) -> bool:
         step, before = self.manager.current_step(), self.manager.statistics().num_committed
         if self.case.votes.is_set() and not self.case.has_loaded:
-            self.case.is_on.wait(0.02)
+            self.case.is_on.wait(0.1)  # so the other two come together long before the groups are compared again
         self.optimizer.zero_grad()
         if self.case.how == "clears twice":
             self.forward()
