@@ -246,8 +246,9 @@ class Member:
         own: Collection[str] = (),
         **leaves: str,
     ) -> None:
-        """Begins a step; one that is open is abandoned. `shows`: what optimizers own; then each of these leaves by itself;
-        `still`: which of these have not moved; `own`: which are its own. `at_end`: an iteration ends instead, that did not count.
+        """Begins a step; one that is open is abandoned. `shows`: what optimizers own, after a slash what is common; then each of
+        these leaves by itself; `still`: which of these have not moved; `own`: which are its own. `at_end`: an iteration ends
+        instead, that did not count.
         """
         asked = {name: value for name, value in locals().items() if name not in ("self", "leaves")}
         self.is_at_end = at_end
@@ -255,7 +256,8 @@ class Member:
         serve = (self.replica.capture_wanted or bool(shows)) if can_serve is None else can_serve
         found = {name: Leaf(name=name, digest=leaves[name]) for name in sorted(leaves, key=lambda name: name in still)}
         of_own = [found.pop(name) for name in own]
-        of_rank = StateShown(owned=shows, open=[*found.values()], num_still=len(still), own=of_own)
+        owned, _, common = shows.partition("/")
+        of_rank = StateShown(owned=owned, common=common, open=[*found.values()], num_still=len(still), own=of_own)
         request = self.replica.begin(
             StepWishes(allow_heal=allow_heal, shrink_only=shrink_only, waits=waits, patience_s=patience_s),
             StepFacts(

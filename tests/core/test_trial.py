@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from lighthouse_script import Job, Member
@@ -24,7 +26,7 @@ def at_work(names: str = "abc", policy: OnReplicasDiffer = OnReplicasDiffer.HEAL
     return job, members
 
 
-def ask(members: list[Member], states: str, **leaves: str) -> None:
+def ask(members: list[Member], states: Sequence[str], **leaves: str) -> None:
     for place, (member, state) in enumerate(zip(members, states, strict=True)):
         member.asks(shows=state, **{name: values[place] for name, values in leaves.items()})
 
@@ -542,7 +544,7 @@ def test_a_group_whose_data_are_its_own_beside_two_with_the_same_loads_twice_and
     for _ in range(2):  # it is compared with what has to be equal, and moves it at once to its own
         for member in members:
             member.votes()
-        ask(members, "xxy")
+        ask(members, ("x", "x", "x/y"))
         assert told_to_load(members) == {"c": {"a", "b"}}
         load(members[2], "x")
     assert {learnt(member)[1][0] for member in members} == {"codebook"}
@@ -562,7 +564,7 @@ def test_a_leaf_that_is_equal_in_the_first_step_and_follows_what_is_own_from_the
         member.votes()
     discards(members)
     for _ in range(2):
-        ask(members, "xyz")
+        ask(members, ("x", "x/y", "x/z"))
         assert told_to_load(members) == {"b": {"a"}, "c": {"a"}}
         load(members[1], "x")
         load(members[2], "x")
@@ -573,6 +575,25 @@ def test_a_leaf_that_is_equal_in_the_first_step_and_follows_what_is_own_from_the
     )
     assert sum("codebook, scale changes in other steps" in line for line in job.log) == 1
     assert [look(members, of)[0] for of in ("777", "888")] == [[], ["codebook"]]
+
+
+def test_what_was_found_common_once_stays_so_if_a_group_differs_again_in_what_optimizers_own() -> None:
+    """A rate of its own, say: an average of the weights was given up with that, and nobody compared it from then on."""
+    job = Job(least=1)
+    members = [job.join(name, on_replicas_differ=OnReplicasDiffer.HEAL) for name in "ab"]
+    job.step(*members)
+    ask(members, "xx", ema="11")
+    for member in members:
+        member.votes()
+    discards(members)
+    for _ in range(3):
+        ask(members, "xy")
+        assert told_to_load(members) == {"b": {"a"}}
+        load(members[1], "x")
+        assert {*map(str, map(learnt, members))} == {"([], [])"}
+        for member in members:
+            member.votes()
+    assert not any("changes in other steps" in line for line in job.log)
 
 
 def test_a_quorum_that_is_tried_twice_is_one_look_at_what_each_group_has_of_its_own() -> None:

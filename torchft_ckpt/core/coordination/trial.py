@@ -29,7 +29,7 @@ own leaves are looked at whenever groups are compared: one that most groups with
 another value at the second one, is common from then on. One look says little: what is set back to zero is equal now and then.
 It may have been by chance, or by the same data in some groups, or the leaf follows what is own a step later, as scales of fake
 quantisation follow BatchNorm's statistics. So if a group that has loaded differs again at once, before what was found common was
-found so once more, it is own again.
+found so once more, it is own again; but if it differs in what optimizers own, that is it.
 """
 
 from __future__ import annotations
@@ -294,7 +294,9 @@ class Trials:
             what = f"{name_some(wrong)} came to another state of step {step} than {name_some(right)}"
             verdict.said.append(f"{what}. on_replicas_differ is {policy.value!r}")
             wrong = [m for m in wrong if m not in drifted]
-        if self._young and any(self._loaded.get(m, -1) >= step - 1 for m in wrong):
+        # What optimizers own follows from averaged gradients alone, so if that differs it is none of these.
+        again = [m for m in wrong if self._loaded.get(m, -1) >= step - 1]
+        if self._young and any(_owned(members[m]) == _owned(members[right[0]]) for m in again):
             self._part(sorted(self._young), step, verdict)
             self._parted -= {
                 name for name, was_own in self._young.items() if not was_own
