@@ -315,8 +315,9 @@ def test_a_count_that_goes_on_behind_the_vote_goes_back_once_more_as_the_next_tr
     def counts(loop: Loop) -> None:
         loop.batches += 1
 
-    loop = Loop(batches=0, skipped=0)
+    loop = Loop(batches=-1, skipped=0)
     loop.trains()
+    loop.batches += 1
     for _ in range(3):
         loop.step(counts)
         assert loop.batches == 0
@@ -324,6 +325,27 @@ def test_a_count_that_goes_on_behind_the_vote_goes_back_once_more_as_the_next_tr
         loop.skipped += 1  # it moves there alone: so many tries there were
     loop.step(lambda loop: counts(loop) or counts(loop), counts=True)
     assert (loop.batches, loop.skipped) == (2, 3)
+
+
+def test_what_the_loop_sets_in_answer_to_a_discard_stays_if_it_does_not_move_behind_a_vote_that_counts() -> None:
+    """A loss scale of one's own grows after so many good steps in a row: counted in the step, and begun anew at a discard."""
+
+    def counts(loop: Loop) -> None:
+        loop.good += 1
+        loop.batches += 1
+
+    loop = Loop(good=1000, batches=2000)
+    loop.trains()
+    for number in range(2):
+        loop.step(counts, counts=True)
+        loop.batches += 1
+        assert (loop.good, loop.batches) == (1001 + number, 2002 + 2 * number)
+    loop.step(counts)
+    assert loop.good == 1002
+    loop.good = 0
+    loop.batches += 1
+    loop.step(counts, counts=True)
+    assert (loop.good, loop.batches) == (1, 2005)
 
 
 def test_the_place_in_the_data_stays() -> None:

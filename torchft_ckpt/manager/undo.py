@@ -208,6 +208,11 @@ class Undo:
         self._again: list[_Place] = []
         """Plain values that went back at a discard. A loop may count there and behind its vote, so they go back once more as the
         next try begins."""
+        self._voted: list[tuple[_Place, Any]] = []
+        """Plain values, each as it was at the last vote, if that counted."""
+        self._stays: set[tuple[int, Any]] = set()
+        """Where of these the loop has changed nothing from there to the next forward pass. What it changes there after a discard
+        is its answer to that, such as a count of good steps that begins anew: it stays."""
         self._written: set[str] = set()
         """Of what is large, what the loop was seen to write to; it is copied, also if it was loaded since."""
 
@@ -226,7 +231,7 @@ class Undo:
         if self._num_changes != self._registry.num_changes:
             self._num_changes = self._registry.num_changes
             self._parameters, self._others = _Part([], copies_all=False), _Part([], copies_all=False)
-            self._again = []
+            self._again, self._voted, self._stays = [], [], set()
             self._try(self._look)
         self._parameters.hold()
         if not self._sees_forward:
@@ -243,6 +248,8 @@ class Undo:
     def _hold_others(self) -> None:
         if not self._others.is_held:
             self.tries_again()
+            if self._voted:  # perhaps more than once: a forward pass may be a look at the model
+                self._stays = {(id(place.holder), place.key) for place, value in self._voted if place.here is value}
         if self._looks_again and not self._others.is_held:
             self._looks_again = False
             self._try(self._look_again)
@@ -265,6 +272,7 @@ class Undo:
         self._looks_again = self._looks_again or not (counts and self._has_looked_again)
         self._has_looked_again = self._has_looked_again or counts
         places = [place for part in parts for place in part.copied + part.watched]
+        self._voted = [(place, place.here) for place in places if counts and isinstance(place.held, _PLAIN)]
         written = [place for part in parts for place in part.end(counts=counts)]
         self._written |= {place.name for place in written}
         if not counts:
@@ -314,7 +322,8 @@ class Undo:
         is_late = self._num_in_a_row > _MAX_IN_A_ROW
         with torch.no_grad():
             back = [place for place in places if not is_late or type(place.held) in _OF_TORCH]
-            self._again = [p for p in back if isinstance(p.held, _PLAIN) and p.here is not p.held]
+            moved = [place for place in back if isinstance(place.held, _PLAIN) and place.here is not place.held]
+            self._again = [place for place in moved if (id(place.holder), place.key) not in self._stays]
             pairs = [pair for place in back for pair in place.put_back()]
             if pairs:
                 with self._registry.lock.write():
