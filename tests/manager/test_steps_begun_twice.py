@@ -15,7 +15,7 @@ from support.fake_process_group import FakeFabric, FakeProcessGroup
 from support.stores import hosted_store
 from torch import nn
 
-from torchft_ckpt import LighthouseServer, Manager, Optimizer
+from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer
 from torchft_ckpt.errors import GroupBrokenError, QuorumTimeoutError
 
 SHORT = timedelta(seconds=20)
@@ -214,3 +214,39 @@ def test_a_group_that_was_shut_down_says_so_in_an_open_step_too(group: Group) ->
     group.manager.shutdown()
     with pytest.raises(GroupBrokenError, match="was shut down"):
         group.optimizer.zero_grad()
+
+
+class Deferring(Group):
+    """Its forward pass is seen, so that begins its steps."""
+
+    def __init__(self, job: Job, name: str, **options: Any) -> None:
+        super().__init__(job, name, **options)
+        self.ddp = DistributedDataParallel(self.manager, self.model)
+
+    def tries(self, *, writes: bool, counts: bool = True) -> bool:
+        """Make a step, and write to weights before its forward pass; return whether `zero_grad` had begun it."""
+        self.optimizer.zero_grad()
+        is_begun = not self.manager._steps.is_deferred
+        if writes:
+            with torch.no_grad():
+                self.model.weight.mul_(0.5)
+        self.ddp(torch.ones(2, 8)).square().mean().backward()
+        if not counts:
+            self.manager.report_error(ValueError("the batch cannot be read"))
+        assert self.optimizer.step() is counts
+        return is_begun
+
+
+def test_a_loop_that_writes_to_weights_before_its_forward_pass_again_as_a_step_is_tried_again_does_so_seldom() -> None:
+    """`if manager.current_step() % 100 == 0: validate()`, and that step is discarded: from then on `zero_grad` began each step,
+    and who came in ended with a ReplicasDifferError."""
+    with running(1) as job:
+        group = Deferring(job, "group")
+        job.groups.append(group)
+        for _ in range(3):
+            group.tries(writes=False)
+        group.tries(writes=True, counts=False)
+        group.tries(writes=True)
+        assert [group.tries(writes=False) for _ in range(3)] == [False] * 3
+        group.tries(writes=True)
+        assert group.tries(writes=False), "in another step soon after that: it writes for the step that begins"

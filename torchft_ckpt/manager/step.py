@@ -241,7 +241,8 @@ class Steps:
         # Now and then that is the tail of the step before: averaged weights, which are swapped in to validate.
         if self._has_written:
             step = self._client.view().version.step
-            is_often = self._came_in.is_held or step - self._wrote_at <= _OFTEN
+            # Not twice in one step: a loop that writes as `current_step` says does so again in the next try.
+            is_often = self._came_in.is_held or 0 < step - self._wrote_at <= _OFTEN
             self._writes_first, self._wrote_at = self._writes_first or is_often, step
         if self._ended_at is not None:
             self._top_s, self._ended_at = time.monotonic() - self._ended_at, None
