@@ -250,3 +250,37 @@ def test_a_loop_that_writes_to_weights_before_its_forward_pass_again_as_a_step_i
         assert [group.tries(writes=False) for _ in range(3)] == [False] * 3
         group.tries(writes=True)
         assert group.tries(writes=False), "in another step soon after that: it writes for the step that begins"
+
+
+def test_an_optimizer_that_the_loop_trains_on_with_is_guarded_again_though_its_state_is_returned_no_more() -> None:
+    """Two of a GAN, and the state function returned the first alone until it came to return the second alone."""
+
+    class Two(Group):
+        is_late = False
+
+        def __init__(self, job: Job, name: str, **options: Any) -> None:
+            self.other = nn.Linear(8, 8)
+            self.adam = torch.optim.Adam(self.other.parameters())
+            super().__init__(job, name, **options)
+            self.optimizers = [self.optimizer, Optimizer(self.manager, self.adam)]
+
+        def state(self) -> dict[str, Any]:
+            now = self.adam if self.is_late else self.sgd
+            return {"model": self.model.state_dict(), "other": self.other.state_dict(), "now": now.state_dict()}
+
+        def tries(self) -> list[str]:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self.other(self.model(torch.ones(2, 8))).square().mean().backward()
+            assert [optimizer.step() for optimizer in self.optimizers] == [True, True]
+            return sorted(type(one).__name__ for one in self.manager.hooks.registry.guarded())
+
+    with running(1) as job:
+        group = Two(job, "group")
+        job.groups.append(group)
+        assert group.tries() == ["Adam", "SGD"]
+        group.is_late = True
+        group.adam.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})  # so it is looked anew whose state is returned
+        assert group.tries() == ["Adam"]
+        assert [group.tries() for _ in range(3)][-1] == ["Adam", "SGD"]
+        assert group.manager.current_step() == 5

@@ -105,6 +105,8 @@ class StateRegistry:
         self._unguarded: list[torch.optim.Optimizer] = []
         self._placed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Those whose state the functions have returned."""
+        self._let_go: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Those that are guarded no more: whether the loop has cleared their gradients since."""
         self._layout: tuple[list[torch.Tensor], ParameterLayout] | None = None
         """Of these parameters."""
         self._marks: list[tuple[int, int, int]] | None = None
@@ -266,7 +268,9 @@ class StateRegistry:
         owned = places.owned(returned_by(self._known()))
         paths = {id(one.owner): path for path, one in owned.items()}
         if any(one.owner not in self._placed for one in owned.values()):
-            self._optimizers[:] = [one for one in self._optimizers if id(one) in paths or one not in self._placed]
+            for one in [one for one in self._optimizers if id(one) not in paths and one in self._placed]:
+                self._optimizers.remove(one)
+                self._let_go[one] = False
             self._placed.update(one.owner for one in owned.values())
 
         def place(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
@@ -362,6 +366,17 @@ class StateRegistry:
         self.num_changes += 1
         self._optimizers.append(optimizer)
         self._layout = None
+
+    def clears(self, optimizer: torch.optim.Optimizer) -> None:
+        """The loop clears an optimizer's gradients. One that was let go is guarded again as it does so twice: it trains on.
+
+        Once it may do so at the end of the iteration in which the new one was made.
+        """
+        if self._let_go.get(optimizer):
+            del self._let_go[optimizer]
+            self.guard(optimizer)
+        elif optimizer in self._let_go:
+            self._let_go[optimizer] = True
 
     def capture_to_serve(self, captured: dict[str, Any] | None = None) -> StateToServe:
         """Capture the state with copies of the small tensors that a forward pass may change while they are served.

@@ -729,6 +729,7 @@ class Steps:
         """
         self._registry.microbatches.refuse("zero_grad")
         is_decided = self._client.view().is_between_steps and not self.is_deferred
+        self._registry.clears(optimizer)
         self._sharing.keep(self._registry.guarded())
         return self._sharing.clears(optimizer, is_decided=is_decided)
 
