@@ -252,6 +252,33 @@ def test_a_loop_that_writes_to_weights_before_its_forward_pass_again_as_a_step_i
         assert group.tries(writes=False), "in another step soon after that: it writes for the step that begins"
 
 
+def test_what_a_discarded_step_wrote_goes_back_also_if_weights_were_written_to_before_its_forward_pass() -> None:
+    """Weights as they were written to stay: they may be the tail of the step before."""
+
+    class Centred(Deferring):
+        def __init__(self, job: Job, name: str, **options: Any) -> None:
+            self.center, self.count = torch.zeros(2), 1000
+            super().__init__(job, name, **options)
+
+        def state(self) -> dict[str, Any]:
+            return {**super().state(), "center": self.center, "count": self.count}
+
+        def sees(self, *_: object) -> None:
+            self.center.add_(1)
+            self.count += 1
+
+    with running(1) as job:
+        group = Centred(job, "group")
+        job.groups.append(group)
+        for _ in range(3):
+            group.tries(writes=False)
+        group.model.register_forward_hook(group.sees)
+        before = group.model.weight.detach().clone()
+        group.tries(writes=True, counts=False)
+        assert (group.center.tolist(), group.count) == ([0.0, 0.0], 1000)
+        assert torch.equal(group.model.weight, before * 0.5)
+
+
 def test_an_optimizer_that_the_loop_trains_on_with_is_guarded_again_though_its_state_is_returned_no_more() -> None:
     """Two of a GAN, and the state function returned the first alone until it came to return the second alone."""
 
@@ -280,7 +307,8 @@ def test_an_optimizer_that_the_loop_trains_on_with_is_guarded_again_though_its_s
         job.groups.append(group)
         assert group.tries() == ["Adam", "SGD"]
         group.is_late = True
-        group.adam.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})  # so it is looked anew whose state is returned
+        # So it is looked anew whose state is returned.
+        group.adam.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         assert group.tries() == ["Adam"]
         assert [group.tries() for _ in range(3)][-1] == ["Adam", "SGD"]
         assert group.manager.current_step() == 5

@@ -301,9 +301,8 @@ class Steps:
             self._timekeeper.begins_step(is_round=is_outer)
         while self._reported:
             self._client.note_error(self._reported.pop(0))
-        is_begun = not (now.is_learner or self._has_written)  # else the state is not that of before the step any more
-        if self._registry.is_used_by_loops and not is_outer and is_begun:
-            self._undo.begin()
+        if self._registry.is_used_by_loops and not (is_outer or now.is_learner):
+            self._undo.begin(has_written=self._has_written)
 
     def defers(self) -> bool:
         """Gradients are cleared. Return whether the step begins later, with what is computed or asked for first.

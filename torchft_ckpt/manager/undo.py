@@ -199,7 +199,7 @@ class Undo:
         self._num_changes = -1
         """The registry's when the state was looked for."""
         self._num_in_a_row = 0
-        self._sees_forward = self._is_early = False
+        self._sees_forward = self._is_early = self._is_begun = False
         self._looks_again = self._has_looked_again = False
         self._slots: set[tuple[int, Any]] = set()
         """Where the open step may have found something in what belongs to the loop, if it began with a look; else empty."""
@@ -226,14 +226,19 @@ class Undo:
         for place in self._again if self._num_changes == self._registry.num_changes else ():
             place.put_back()
 
-    def begin(self) -> None:
-        """A step begins with a state that is whole. What is held already stays so."""
+    def begin(self, *, has_written: bool = False) -> None:
+        """A step begins with a state that is whole. What is held already stays so.
+
+        `has_written`: but for parameters, which the loop has written to since the last step: they do not go back.
+        """
+        self._is_begun = True
         if self._num_changes != self._registry.num_changes:
             self._num_changes = self._registry.num_changes
             self._parameters, self._others = _Part([], copies_all=False), _Part([], copies_all=False)
             self._again, self._voted, self._stays = [], [], set()
             self._try(self._look)
-        self._parameters.hold()
+        if not has_written:
+            self._parameters.hold()
         if not self._sees_forward:
             self._hold_others()
 
@@ -265,7 +270,8 @@ class Undo:
     def end(self, *, counts: bool) -> None:
         """The step is decided or left. Its collectives have ended, and no optimizer has taken it yet."""
         parts, self._again = [part for part in (self._parameters, self._others) if part.is_held], []
-        if self._parameters not in parts or self._num_changes != self._registry.num_changes:
+        is_begun, self._is_begun = self._is_begun, False
+        if not is_begun or self._num_changes != self._registry.num_changes:
             self._parameters.is_held = self._others.is_held = False
             return  # what was loaded meanwhile is of no step
         self._num_in_a_row = 0 if counts else self._num_in_a_row + 1
