@@ -50,7 +50,7 @@ from torchft_ckpt import (
     ProcessGroupGloo,
     checkpoints_in,
 )
-from torchft_ckpt.launcher.orphans import signal_at_parents_death
+from torchft_ckpt.launcher.agent import signal_at_parents_death
 
 NUM_CHARACTERS = 200_000
 PATIENCE_S = 120.0

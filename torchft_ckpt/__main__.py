@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     try:
         status = int(options.run(options))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where it was closed
+            sys.stdout.flush()
         return status
     except ConfigError as error:
         print(f"torchft_ckpt: {printable(str(error))}", file=sys.stderr)

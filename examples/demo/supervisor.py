@@ -25,7 +25,7 @@ from demo import events
 from demo.chaos import PlannedKill, decide_kill, decide_stop_step
 from demo.lines import LineReader
 from demo.timeline import Kill, Life, Phase, Timeline, typical_step_s
-from torchft_ckpt.launcher.orphans import signal_at_parents_death
+from torchft_ckpt.launcher.agent import signal_at_parents_death
 
 _NOTICE_STEPS = 20
 _LOOK_EVERY_S = 0.02

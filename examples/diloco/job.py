@@ -23,7 +23,7 @@ from typing import Any
 
 from diloco.links import Network
 from diloco.records import BEGIN, Finished, Reader, Record, Step, pid_file, sent_bytes
-from torchft_ckpt.launcher.orphans import signal_at_parents_death
+from torchft_ckpt.launcher.agent import signal_at_parents_death
 
 _LOOK_EVERY_S = 0.05
 _PATIENCE_S = 120.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trustme
 from support.certificates import Files
-from support.processes import run, start
+from support.processes import lives, run, start
 from support.waiting import wait_until
 
 from torchft_ckpt import config
@@ -71,22 +71,46 @@ if group == "1" and is_first:
 
 
 @pytest.mark.processes
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the streams")
+@pytest.mark.parametrize("streams", ["nobody reads them", "they are closed"])
+def test_the_status_is_that_of_the_ranks_though_nobody_reads_what_they_say(tmp_path: Path, streams: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print('unheard'); sys.exit(7)")
+    readable, writable = os.pipe()
+    os.close(readable)
+    close = [] if streams == "nobody reads them" else ["sh", "-c", 'exec "$@" >&- 2>&-', "sh"]
+    try:
+        done = run(
+            [*close, *RUN, "--groups", "1", "--restarts", "0", "--", str(script)],
+            stdout=writable,
+            stderr=writable,
+            timeout=300,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        )
+    finally:
+        os.close(writable)
+    assert done.returncode == 7
+
+
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells a process of its parent's death on Linux alone")
-def test_a_launcher_that_is_killed_leaves_no_group_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", ["the launcher", "its torchrun"])
+def test_a_launcher_or_torchrun_that_is_killed_leaves_no_rank_behind(tmp_path: Path, killed: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(1000)"
+        f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} {{os.getppid()}} '); time.sleep(1000)"
     )
     launcher = start(
-        [*RUN, "--groups", "1", "--", str(script)],
+        [*RUN, "--groups", "1", "--restarts", "0", "--", str(script)],
         stdout=subprocess.DEVNULL,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     pid = tmp_path / "pid"
     wait_until(lambda: pid.exists() and pid.read_text().endswith(" "), "the rank runs")
-    launcher.send_signal(signal.SIGKILL)
-    launcher.wait()
-    wait_until(lambda: not Path(f"/proc/{pid.read_text().strip()}").exists(), "the rank is gone")
+    rank, torchrun = pid.read_text().split()
+    os.kill(launcher.pid if killed == "the launcher" else int(torchrun), signal.SIGKILL)
+    launcher.wait(120)
+    wait_until(lambda: not lives(int(rank)), "the rank is gone")
 
 
 @pytest.mark.processes

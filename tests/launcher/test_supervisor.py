@@ -1,7 +1,8 @@
-"""The launcher's processes, with a small program for torchrun: restarts, output, signals, what a killed group leaves behind."""
+"""The launcher's processes, with a small program for torchrun: restarts, signals, status; and how torchrun's lines are marked."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import start
+from support.processes import lives, start
 from support.waiting import wait_until
+
+from torchft_ckpt.launcher import agent
 
 LAUNCHER = Path(__file__).parents[1] / "support" / "launched_groups.py"
 
@@ -89,13 +92,6 @@ def launch(tmp_path: Path) -> Iterator[Any]:
                 os.kill(int(life.read_text()), signal.SIGKILL)
 
 
-def lives(pid: int) -> bool:
-    with suppress(ProcessLookupError, FileNotFoundError):
-        os.kill(pid, 0)
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    return False
-
-
 def test_a_group_that_fails_starts_again_alone_and_all_end_well(launch: Any) -> None:
     launcher = launch("sys.exit(3 if (group, life) == ('1', 0) else 0)", restarts=1)
     status, _, errors = launcher.end()
@@ -117,31 +113,11 @@ print(*sys.argv[1:-3], *sys.argv[-2:])
     assert status == 0
     options = "--standalone --nnodes=1 --nproc-per-node=1 --max-restarts=0 --tee=3 train.py --option"
     assert sorted(out) == [
-        f"[g0] {options}",
-        "[g0] 2 http://127.0.0.1:1 http://127.0.0.1:1 job 0",
-        f"[g1] {options}",
-        "[g1] 2 http://127.0.0.1:1 http://127.0.0.1:1 job 5",
+        options,
+        options,
+        "2 http://127.0.0.1:1 http://127.0.0.1:1 job 0",
+        "2 http://127.0.0.1:1 http://127.0.0.1:1 job 5",
     ]
-
-
-def test_whole_lines_are_copied_and_those_of_ranks_keep_their_marks(launch: Any) -> None:
-    launcher = launch(
-        """
-sys.stdout.write(f"[g{group}/r0] of a rank\\n" + 70_000 * group + "\\nhalf")
-sys.stdout.flush()
-time.sleep(0.05)
-sys.stdout.write(" a line")
-sys.stderr.write("an error\\n")
-"""
-    )
-    status, out, errors = launcher.end()
-    assert status == 0
-    for group in "01":
-        assert [line for line in out if line.startswith(f"[g{group}/")] == [f"[g{group}/r0] of a rank"]
-        mine = [line.removeprefix(f"[g{group}] ") for line in out if line.startswith(f"[g{group}]")]
-        assert "".join(mine[:-1]) == 70_000 * group
-        assert mine[-1] == "half a line"
-        assert f"[g{group}] an error" in errors
 
 
 def test_the_others_end_where_too_few_are_left(launch: Any) -> None:
@@ -209,42 +185,6 @@ def test_a_second_signal_kills_at_once(launch: Any) -> None:
     assert "SIGTERM: killing the groups that still run" in errors
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="orphans are found on Linux alone")
-def test_a_killed_group_leaves_nothing_behind_and_no_other_group_is_touched(launch: Any) -> None:
-    """As where torchrun itself is killed: its ranks are in sessions of their own, and keep its output open."""
-    launcher = launch(
-        """
-if life == 0:
-    rank = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
-    (folder / f"rank_{group}").write_text(str(rank.pid))
-while not (folder / "life_1_1").exists():
-    time.sleep(0.01)
-while not (folder / "go").exists():
-    time.sleep(0.01)
-if life == 0:
-    rank.kill()
-""",
-        restarts=1,
-    )
-    ranks = [launcher.pid_in(f"rank_{group}") for group in range(2)]
-    os.kill(launcher.pid_in("life_1_0"), signal.SIGKILL)
-    launcher.wait_for("life_1_1")
-    assert [lives(rank) for rank in ranks] == [True, False]
-    (launcher.folder / "go").touch()
-    status, _, errors = launcher.end()
-    assert status == 0
-    assert "group 1 left processes behind (1); they were killed" in errors
-
-
-def test_a_job_whose_output_nobody_reads_ends(launch: Any) -> None:
-    """Standard output is buffered here, as it is for users: what could not be written is not tried again at the end."""
-    launcher = launch("print(1, flush=True)\ntime.sleep(60)", end_patience_s=30.0)
-    launcher.process.stdout.close()
-    _, errors = launcher.process.communicate(timeout=200)
-    assert launcher.process.returncode == 128 + signal.SIGPIPE
-    assert "SIGPIPE: ending the groups that run" in errors
-
-
 def test_a_signal_ends_a_job_whose_reader_reads_nothing(launch: Any) -> None:
     """As in `run | less`."""
     readable, writable = os.pipe()
@@ -265,14 +205,6 @@ while True: os.write(1, (b"x" * 99 + b"\\n") * 100)
         os.close(writable)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-def test_a_job_whose_log_cannot_be_written_goes_on(launch: Any) -> None:
-    with Path("/dev/full").open("w") as full:
-        status, _, errors = launch("print(1, flush=True)", stdout=full).end()
-    assert status == 0
-    assert any("standard output cannot be written any more" in line for line in errors)
-
-
 def test_a_job_that_ignores_the_end_of_its_terminal_goes_on(launch: Any) -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -284,3 +216,19 @@ def test_a_job_that_ignores_the_end_of_its_terminal_goes_on(launch: Any) -> None
     launcher.process.send_signal(signal.SIGHUP)
     (launcher.folder / "go").touch()
     assert launcher.end()[0] == 0
+
+
+def test_lines_of_torchrun_itself_get_the_mark_of_the_group_and_those_of_ranks_keep_theirs() -> None:
+    said = io.StringIO()
+    stream = agent._Marked(said, "1")
+    for text in ("W torchrun\n", "[g1/r0] of a\f\u2028rank\n", "half", "", " a line\nand a whole one\n", "\n"):
+        assert stream.write(text) == len(text)
+    stream.flush()
+    assert said.getvalue().split("\n") == [
+        "[g1] W torchrun",
+        "[g1/r0] of a\f\u2028rank",
+        "[g1] half a line",
+        "[g1] and a whole one",
+        "[g1] ",
+        "",
+    ]

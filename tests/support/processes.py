@@ -10,6 +10,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,11 @@ def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
     done = subprocess.run(command, check=False, **options)
     note(" ".join(command)[:100], done, lambda: "\n".join(filter(None, [done.stdout, done.stderr])))
     return done
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        os.kill(pid, 0)
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    return False

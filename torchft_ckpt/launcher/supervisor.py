@@ -7,29 +7,21 @@ import contextlib
 import logging
 import math
 import os
-import select
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchft_ckpt import config
 from torchft_ckpt.core.services.launching import LaunchedJob, LaunchPlan, shell_status
 from torchft_ckpt.launcher.agent import LAUNCHER
-from torchft_ckpt.launcher.orphans import adopt_orphans, kill_orphans
-from torchft_ckpt.threads import Thread
 
 END_PATIENCE_S = 30.0
 """The time that a group may take to end after SIGTERM."""
 
 _TORCHRUN = (sys.executable, "-m", "torchft_ckpt.launcher.agent")
-_MAX_LINE_BYTES = 1 << 16
-_LAST_WORDS_S = 5.0
-"""So long a group's end waits until what it has said is written."""
-_ORPHANS_END_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +53,6 @@ class Supervisor:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._copying: set[Thread] = set()
-        """They copy what groups say, those that have ended among them."""
         self._job = LaunchedJob(launch.plan)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         """Of the groups that run: their torchruns."""
@@ -72,17 +62,12 @@ class Supervisor:
 
     async def run(self) -> int:
         """Run until no group runs and none will; return the exit status."""
-        adopt_orphans()
         loop = asyncio.get_running_loop()
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has the job outlive its terminal
             numbers.append(signal.SIGHUP)
         for number in numbers:
             loop.add_signal_handler(number, self._interrupt, number)
-        self._streams = [
-            OutputStream(name, stream.fileno(), lambda: loop.call_soon_threadsafe(self._see_readers_end))
-            for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr))
-        ]
         try:
             while True:
                 for group in self._job.to_start(time.monotonic()):
@@ -100,9 +85,6 @@ class Supervisor:
             await asyncio.gather(*self._waiting.values(), return_exceptions=True)
             for number in numbers:
                 loop.remove_signal_handler(number)
-            for thread in self._copying:
-                if thread.is_alive():
-                    thread.let_go()
 
     def _interrupt(self, number: signal.Signals) -> None:
         """End all groups; at once, if they are asked to end already."""
@@ -141,62 +123,38 @@ class Supervisor:
 
     async def _start(self, group: int) -> None:
         launch = self._launch
-        (out, out_end), (errors, errors_end) = os.pipe(), os.pipe()
-        try:
-            # Not asyncio's pipes: a reader that does not read would hold up the event loop, or what is not read would pile up.
-            process = await asyncio.create_subprocess_exec(
-                *launch.torchrun,
-                "--standalone",
-                "--nnodes=1",
-                f"--nproc-per-node={launch.plan.ranks_per_group}",
-                "--max-restarts=0",
-                "--tee=3",
-                f"--log-dir={launch.log_folder / f'group_{group}'}",
-                *launch.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=out_end,
-                stderr=errors_end,
-                start_new_session=True,  # a terminal sends Ctrl-C to the launcher alone
-                env={**os.environ, **self._marks(group), **self._settings(group)},
-            )
-        finally:
-            os.close(out_end)
-            os.close(errors_end)
+        process = await asyncio.create_subprocess_exec(
+            *launch.torchrun,
+            "--standalone",
+            "--nnodes=1",
+            f"--nproc-per-node={launch.plan.ranks_per_group}",
+            "--max-restarts=0",
+            "--tee=3",
+            f"--log-dir={launch.log_folder / f'group_{group}'}",
+            *launch.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # a terminal sends Ctrl-C to the launcher alone
+            env={**os.environ, **self._settings(group)},
+        )
         self._processes[group] = process
-        copying = [
-            Thread(_copy_lines, f"copies what group {group} says", (source, target, f"[g{group}".encode()))
-            for source, target in zip((out, errors), self._streams, strict=True)
-        ]
-        for thread in copying:
-            thread.start()
-        self._copying.update(copying)
-        self._waiting[group] = asyncio.create_task(self._see_end(group, process, copying))
-
-    def _marks(self, group: int) -> dict[str, str]:
-        """Return the variables that tell a group's processes from all others."""
-        return {**dict.fromkeys(config.JOB, self._launch.job), "REPLICA_GROUP_ID": str(group)}
+        self._waiting[group] = asyncio.create_task(self._see_end(group, process))
 
     def _settings(self, group: int) -> dict[str, str]:
         launch = self._launch
         devices = launch.plan.devices_of(group, launch.devices)
         return {
+            **dict.fromkeys(config.JOB, launch.job),
+            "REPLICA_GROUP_ID": str(group),
             "NUM_REPLICA_GROUPS": str(launch.plan.num_all_groups),
             **dict.fromkeys(config.LIGHTHOUSE, launch.lighthouse),
-            "SPT_NOENV": "1",  # setproctitle would write over the variables that a group's processes are known by
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[g{group}/r${{rank}}] ",
             "PYTHONUNBUFFERED": "1",  # torchrun copies its ranks' lines to its own output without flushing it
             LAUNCHER: str(os.getpid()),
         } | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
 
-    async def _see_end(self, group: int, process: asyncio.subprocess.Process, copying: Sequence[Thread]) -> None:
+    async def _see_end(self, group: int, process: asyncio.subprocess.Process) -> None:
         try:
             status = await process.wait()
-            if status != 0:
-                await self._kill_orphans(group)  # they may keep the pipes open
-            until = time.monotonic() + _LAST_WORDS_S
-            for thread in copying:
-                await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic()))
-            self._copying = {thread for thread in self._copying if thread.is_alive()}
             del self._processes[group]
             was_stopping = self._job.is_stopping
             delay_s = self._job.ended(group, status, time.monotonic())
@@ -230,66 +188,3 @@ class Supervisor:
     def _kill(self, group: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._processes[group].kill()
-
-    async def _kill_orphans(self, group: int) -> None:
-        """Kill what a group's torchrun left behind: the ranks, if it was killed itself."""
-        known = {process.pid for process in self._processes.values()}
-        num_killed, num_stuck = await kill_orphans(self._marks(group), known, _ORPHANS_END_S)
-        if num_killed:
-            _log.warning("group %d left processes behind (%d); they were killed", group, num_killed)
-        if num_stuck:
-            _log.error("processes of group %d (%d) do not end: they hang in the kernel", group, num_stuck)
-
-    def _see_readers_end(self) -> None:
-        """Nobody reads what the groups say: the job ends, as a command in a pipe does."""
-        if not self._job.is_stopping:
-            self._interrupt(signal.SIGPIPE)
-
-
-class OutputStream:
-    """A standard stream of this process. A line waits while nobody reads, as that of any program in a pipe does. Any thread.
-
-    Args:
-        at_readers_end: called once, on a thread that writes, when nobody can read the stream any more.
-    """
-
-    def __init__(self, name: str, descriptor: int, at_readers_end: Callable[[], object]) -> None:
-        self._name = name
-        self._descriptor = descriptor
-        self._at_readers_end = at_readers_end
-        self._lock = threading.Lock()
-
-    def write(self, line: bytes) -> None:
-        """Write a line with its end. After an error, which is said once, it and all that follow go nowhere."""
-        with self._lock:
-            rest = memoryview(line)
-            try:
-                while rest:
-                    try:
-                        rest = rest[os.write(self._descriptor, rest) :]
-                    except BlockingIOError:  # whoever gave us the stream has made it so
-                        select.select([], [self._descriptor], [])
-            except OSError as error:
-                self._lead_nowhere()
-                if isinstance(error, BrokenPipeError):
-                    self._at_readers_end()
-                else:
-                    _log.error("%s cannot be written any more: %s; the job goes on", self._name, error)
-
-    def _lead_nowhere(self) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._descriptor)
-        os.close(nowhere)
-
-
-def _copy_lines(source: int, target: OutputStream, mark: bytes) -> None:
-    """Copy a group's output; a line that torchrun itself says gets `mark`, which is `[g1`, and a bracket. On its own thread.
-
-    Args:
-        source: descriptor of a pipe, which is closed at its end.
-        target: where to. While it is not read, the pipe is not read.
-    """
-    with os.fdopen(source, "rb") as pipe:
-        while line := pipe.readline(_MAX_LINE_BYTES):
-            marked = line if line.startswith(mark + b"/") else mark + b"] " + line
-            target.write(marked if marked.endswith(b"\n") else marked + b"\n")
