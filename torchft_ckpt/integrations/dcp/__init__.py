@@ -3,6 +3,5 @@
 planners         DCP's planners for SPMD tensors that have an adapter
 peer_reader      DCP's storage reader that reads a running job
 reader           checkpoints that DCP wrote
-claims           whether a record claims more than it has
 metadata         their `.metadata`, unpickled without executing anything
 """
