@@ -18,7 +18,7 @@ from torch import nn
 
 from support.device import USES_NCCL
 from torchft_ckpt import HTTPTransport, Manager, ProcessGroupGloo, ProcessGroupNCCL
-from torchft_ckpt.manager.manager import ManagerStatistics
+from torchft_ckpt.manager.outcomes import ManagerStatistics
 
 TIMEOUT_S = 30
 State = dict[str, Any]

@@ -30,7 +30,8 @@ saving             what a durable checkpoint needs
 
 from torchft_ckpt.compat.names import lookup
 from torchft_ckpt.manager.collectives import ExceptionWithTraceback
-from torchft_ckpt.manager.manager import Manager, ManagerStatistics, WorldSizeMode
+from torchft_ckpt.manager.manager import Manager, WorldSizeMode
+from torchft_ckpt.manager.outcomes import ManagerStatistics
 
 __all__ = ["ExceptionWithTraceback", "Manager", "ManagerStatistics", "WorldSizeMode"]
 

@@ -17,7 +17,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -28,7 +27,7 @@ from torch.profiler import record_function
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, StateDictLock
-from torchft_ckpt.core.coordination.messages import OnReplicasDiffer, Outcome
+from torchft_ckpt.core.coordination.messages import OnReplicasDiffer
 from torchft_ckpt.core.coordination.replica import ReplicaSettings, ReplicaView, StepWishes
 from torchft_ckpt.errors import CheckpointError, ConfigError, CoordinationError, GroupBrokenError
 from torchft_ckpt.events import Event
@@ -36,6 +35,7 @@ from torchft_ckpt.manager.collectives import ExceptionWithTraceback, first_of
 from torchft_ckpt.manager.followers import G, S
 from torchft_ckpt.manager.hooks import Hooks
 from torchft_ckpt.manager.leaving import DEADLINE
+from torchft_ckpt.manager.outcomes import ManagerStatistics
 from torchft_ckpt.manager.parts import Parts
 from torchft_ckpt.manager.rank_config import Timeouts, resolve_rank_config
 from torchft_ckpt.manager.saving import IN_STEP
@@ -57,21 +57,6 @@ class WorldSizeMode(Enum):
     """All replica groups that are there contribute; the divisor is their number."""
     FIXED_WITH_SPARES = 1
     """`min_replica_size` groups contribute; the others are spares, which train along and contribute zeros."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManagerStatistics:
-    """Counts of the events in this process so far. Durations in seconds."""
-
-    step: int
-    quorum_id: int
-    num_committed: int
-    num_discarded: int
-    num_left_behind: int
-    num_healed: int
-    last_heal_s: float
-    num_corrected: int
-    """Times that the others' state was loaded because what came out of a step differed from it."""
 
 
 class Manager:
@@ -819,17 +804,7 @@ class Manager:
 
     def statistics(self) -> ManagerStatistics:
         """Return what happened so far."""
-        now, parts, counts = self._client.view(), self._parts, self._parts.outcomes.counts
-        return ManagerStatistics(
-            step=now.version.step,
-            quorum_id=now.quorum.quorum_id if now.quorum else 0,
-            num_committed=counts[Outcome.COMMIT],
-            num_discarded=counts[Outcome.DISCARD],
-            num_left_behind=counts[Outcome.LEFT_BEHIND],
-            num_healed=parts.recovery.num_healed,
-            last_heal_s=parts.healing.took_s,
-            num_corrected=parts.recovery.num_corrected,
-        )
+        return self._parts.statistics()
 
     def __repr__(self) -> str:
         return f"Manager(replica_id={self.replica_id()!r}, rank={self._rank_config.group_rank}, step={self.current_step()})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import textwrap
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +22,21 @@ SILENT_LOG_S = 10.0
 """A group that would speak for the job says so for the first time after this, and then again in each minute."""
 SILENT_AGAIN_S = 60.0
 _MAX_LINE_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerStatistics:
+    """Counts of the events in this process so far. Durations in seconds."""
+
+    step: int
+    quorum_id: int
+    num_committed: int
+    num_discarded: int
+    num_left_behind: int
+    num_healed: int
+    last_heal_s: float
+    num_corrected: int
+    """Times that the others' state was loaded because what came out of a step differed from it."""
 
 
 class StepOutcomes:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchft_ckpt import config
 from torchft_ckpt.checkpointing import CheckpointTransport, HTTPTransport, StateDictLock
+from torchft_ckpt.core.coordination.messages import Outcome
 from torchft_ckpt.core.coordination.replica import ReplicaSettings
 from torchft_ckpt.core.training.goodput import FINISHED, LEFT, SHUT_DOWN
 from torchft_ckpt.events import Event
@@ -35,7 +36,7 @@ from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.guarding import StepGuard
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.leaving import WayOut
-from torchft_ckpt.manager.outcomes import StepOutcomes
+from torchft_ckpt.manager.outcomes import ManagerStatistics, StepOutcomes
 from torchft_ckpt.manager.rank_config import RankConfig, Timeouts
 from torchft_ckpt.manager.recovery import Recovery
 from torchft_ckpt.manager.serving import StateServing
@@ -204,3 +205,17 @@ class Parts:
         if self.events.file is not None:
             ended = FINISHED if self.between_steps.has_finished else SHUT_DOWN
             self.events.file.end(LEFT if self.client.has_left else ended, self.timekeeper.close())
+
+    def statistics(self) -> ManagerStatistics:
+        """See `Manager.statistics`."""
+        now, counts = self.client.view(), self.outcomes.counts
+        return ManagerStatistics(
+            step=now.version.step,
+            quorum_id=now.quorum.quorum_id if now.quorum else 0,
+            num_committed=counts[Outcome.COMMIT],
+            num_discarded=counts[Outcome.DISCARD],
+            num_left_behind=counts[Outcome.LEFT_BEHIND],
+            num_healed=self.recovery.num_healed,
+            last_heal_s=self.healing.took_s,
+            num_corrected=self.recovery.num_corrected,
+        )
