@@ -12,7 +12,6 @@ from support import answers
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination.group import (
-    GroupEvent,
     GroupInstruction,
     GroupState,
     LighthouseMessage,
@@ -307,39 +306,6 @@ EVENTS = st.one_of(
 )
 
 
-ANY_RANK_MESSAGE = st.one_of(
-    st.builds(request, st.integers(1, 3), version=st.sampled_from([PROVEN, UNNAMED, StateVersion()])),
-    st.builds(vote, st.booleans(), broken=st.booleans(), quorum_id=st.integers(2, 3)),
-    st.builds(CommitUnknown, quorum_id=st.integers(2, 3), epoch=st.just("e"), step=st.just(4)),
-    st.builds(LocateState, request_id=st.integers(1, 3), version=st.just(PROVEN), has_finished=st.booleans()),
-    st.builds(JoinProgress, quorum_id=st.just(2), step=st.just(4), reach_s=st.sampled_from([0.0, 2.0, 9.0])),
-    st.builds(
-        StateArrived,
-        request_id=st.integers(1, 3),
-        failure=st.sampled_from(["", "the source is gone"]),
-        again=st.booleans(),
-    ),
-    st.builds(LeaveWish, is_told=st.booleans(), reason=st.just("SIGTERM")),
-    st.builds(Leave, as_wished=st.booleans()),
-    st.builds(LeaveAt, call=st.integers(1, 9)),
-)
-ANY_EVENT = st.one_of(
-    st.builds(RankMessage, st.integers(0, 2), ANY_RANK_MESSAGE),
-    st.builds(RankMessage, st.integers(0, 2), st.builds(request, st.integers(1, 3), torn=st.booleans())),
-    st.builds(
-        LighthouseMessage,
-        st.builds(formed, st.just(0), role=st.sampled_from(Role), quorum_id=st.integers(2, 3)),
-    ),
-    st.builds(LighthouseMessage, st.builds(decided, st.sampled_from(Outcome), st.integers(2, 3))),
-    st.builds(LighthouseMessage, st.builds(StateLocated, request_id=st.just(0), version=st.just(PROVEN))),
-    st.builds(
-        LighthouseMessage,
-        st.builds(JoinerWaiting, request_id=st.just(0), names=st.sampled_from([PROVEN, StateVersion()])),
-    ),
-    st.sampled_from([LighthouseMessage(LetGo(reason="SIGTERM")), RankLost(1, "its connection closed"), LighthouseUp()]),
-)
-
-
 @settings(max_examples=by_default(100, thorough=400), deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_whatever_comes_no_two_ranks_are_told_different_outcomes_and_no_one_commits_what_not_all_approved(
@@ -364,26 +330,6 @@ def test_whatever_comes_no_two_ranks_are_told_different_outcomes_and_no_one_comm
                     assert not {"commit", "unknown"} <= outcomes[key]
             elif isinstance(message, CommitVote) and isinstance(instruction, SendToLighthouse) and message.approve:
                 assert approvals == {0, 1, 2}
-
-
-@pytest.mark.slow
-@settings(max_examples=by_default(200, thorough=1500), deadline=None)
-@given(st.integers(1, 3), st.lists(st.tuples(ANY_EVENT, st.booleans(), st.booleans()), min_size=10, max_size=50))
-def test_whatever_comes_what_a_group_knows_agrees(world_size: int, events: list[tuple[GroupEvent, bool, bool]]) -> None:
-    """`of_all`: each rank says it. `is_answered`: the lighthouse answers what the group asked last."""
-    group, asked = GroupState(world_size), 0
-    for event, of_all, is_answered in events:
-        told: list[GroupEvent] = [event]
-        if isinstance(event, RankMessage) and of_all:
-            told = [RankMessage(rank, event.message) for rank in range(world_size)]
-        elif isinstance(event, RankMessage | RankLost) and event.rank >= world_size:
-            continue
-        elif isinstance(event, LighthouseMessage) and isinstance(event.message, Answer | StateLocated | JoinerWaiting):
-            told = [LighthouseMessage(msgspec.structs.replace(event.message, request_id=asked if is_answered else 0))]
-        for one in told:
-            for message in up(group.handle(one)):
-                asked = message.request_id if isinstance(message, QuorumRequest | LocateState) else asked
-            group.validate()
 
 
 def test_a_group_that_is_broken_says_so_to_every_rank_that_speaks() -> None:

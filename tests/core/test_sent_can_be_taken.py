@@ -188,7 +188,7 @@ def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: i
     kinds = [kind for kind in kinds if kind not in (messages.ForgetJob, messages.LostAsked)]
     if seed == 0:
         kinds = [kind for kind in kinds if kind not in (messages.Drain, messages.LeaveWish)]
-    now, seen = 0.0, set[str]()
+    now, seen, highest = 0.0, set[str](), 0
     connections: list[str] = []
     for number in range(NUM_EVENTS // 4):
         now += rng.choice([0.0, 0.0, 0.01, 0.01, 0.5, 4.0])
@@ -196,7 +196,7 @@ def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: i
         pending: list[Any] = []
         if rng.random() < 0.002:
             jobs = Jobs(jobs.settings, epoch=f"life{number}")  # it was restarted
-            connections, epochs[1:3], ids[1], steps[1] = [], epochs[:2], ids[0], steps[0]
+            connections, epochs[1:3], ids[1], steps[1], highest = [], epochs[:2], ids[0], steps[0], 0
         if len(connections) < 4 or rng.random() < 0.02:
             connections = [*connections[-7:], f"c{number}"]
             pending = [
@@ -243,7 +243,8 @@ def test_what_the_lighthouse_sends_can_be_taken_whatever_its_members_say(seed: i
                 seen.add(type(message).__name__)
                 check(message, decode_from_lighthouse)
                 if isinstance(message, messages.Answer):
-                    ids[0] = message.quorum_id
+                    assert message.quorum_id >= highest
+                    ids[0] = highest = message.quorum_id
                     epochs[0] = message.epoch
                     steps[0] = min(message.version.step, 2**52)
                     if message.role is not Role.LEARNER and rng.random() < 0.8:
@@ -330,6 +331,7 @@ def test_what_a_group_sends_can_be_taken_whatever_its_ranks_and_the_lighthouse_s
                 check(done.message, decode_to_lighthouse)
             elif isinstance(done, SendToRank):
                 check(done.message, decode_group_to_rank)
+        state.validate()
     missing = {
         "QuorumRequest",
         "CommitVote",
