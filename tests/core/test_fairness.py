@@ -31,37 +31,6 @@ def test_a_client_that_asks_for_one_thing_waits_for_one_turn_of_another_that_ask
     assert begin_all(queue) == ["greedy 1"]
 
 
-def test_threads_are_shared_out_by_client_and_not_by_how_much_each_asks_for() -> None:
-    queue: FairQueue[str] = FairQueue(num_at_once=4, num_long_at_once=4)
-    for number in range(100):
-        queue.put("greedy", f"greedy {number}", is_long=False)
-    for number in range(3):
-        queue.put("honest", f"honest {number}", is_long=False)
-    assert begin_all(queue) == ["greedy 0", "honest 0", "greedy 1", "honest 1"]
-
-
-def test_long_turns_never_have_all_threads_and_what_is_short_goes_past_them() -> None:
-    queue: FairQueue[str] = FairQueue(num_at_once=4, num_long_at_once=2)
-    for number in range(3):
-        queue.put("a", f"long {number}", is_long=True)
-    for number in range(3):
-        queue.put("a", f"short {number}", is_long=False)
-    assert begin_all(queue) == ["long 0", "long 1", "short 0", "short 1"]
-    queue.end("a", is_long=True)
-    assert begin_all(queue) == ["long 2"]
-
-
-def test_a_clients_own_long_turns_do_not_wait_for_all_of_its_short_ones() -> None:
-    queue: FairQueue[str] = FairQueue(num_at_once=1, num_long_at_once=1)
-    for turn, is_long in (("short 0", False), ("long", True), ("short 1", False)):
-        queue.put("a", turn, is_long=is_long)
-    order = []
-    for is_long in (False, True, False):
-        order += begin_all(queue)
-        queue.end("a", is_long=is_long)
-    assert order == ["short 0", "long", "short 1"]
-
-
 def test_who_asks_for_much_has_its_turns_among_many_who_ask_for_one_thing_after_another() -> None:
     """Eight clients ask again when their only turn is over. One that has eight turns waiting had one of 900 turns."""
     queue: FairQueue[str] = FairQueue(num_at_once=4, num_long_at_once=2)

@@ -29,32 +29,6 @@ def test_a_state_comes_from_whoever_stands_still_for_it_and_both_are_told() -> N
     assert not asks(other).is_finished
 
 
-def test_who_has_taken_a_state_need_not_have_asked_for_a_quorum() -> None:
-    """It may be busy for minutes before its first step: compiling, validating, going through its data."""
-    job, (old,) = job_in_a_phase("old")
-    new = look(job, "new")
-    asks(old, hands_over=True)
-    new.replica.caught_up(asks(new, takes_over=True).version)
-    assert asks(new, takes_over=True).is_held
-    assert asks(old).taken_by == "new:1", "also where that was the last question of one that stands still no more"
-
-
-@pytest.mark.parametrize("ends", ["its time is up", "it trains on"])
-def test_who_comes_to_hold_a_state_that_is_handed_over_no_more_is_told_so(ends: str) -> None:
-    job, (old,) = job_in_a_phase("old")
-    new = look(job, "new")
-    asks(old, hands_over=True)
-    new.replica.caught_up(asks(new, takes_over=True).version)
-    if ends == "its time is up":
-        assert not asks(old).taken_by
-    else:
-        old.asks_as()
-    told = asks(new, takes_over=True)
-    assert (told.is_held, told.sources) == (False, [])
-    asks(old, hands_over=True)
-    assert asks(new, takes_over=True).is_held, "it has changed its mind"
-
-
 def test_one_that_is_alone_with_what_it_took_holds_it() -> None:
     job, (old,) = job_in_a_phase("old")
     new = look(job, "new")

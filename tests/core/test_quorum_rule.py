@@ -9,13 +9,11 @@ from support.thoroughness import by_default
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumVerdict, decide_quorum
 
 
-def decide(
-    asked: str, *, alive: str = "", last: str = "", least: int = 1, now: float = 1.0, shrink: str = ""
-) -> QuorumVerdict:
+def decide(asked: str, *, alive: str = "", last: str = "", least: int = 1, now: float = 1.0) -> QuorumVerdict:
     """Each letter is a member; all who asked did so at time 0."""
     return decide_quorum(
         alive=alive or asked,
-        asked={name: Asked(at=0.0, shrink_only=name in shrink) for name in asked},
+        asked={name: Asked(at=0.0) for name in asked},
         last_quorum=last,
         min_replicas=least,
         join_timeout_s=60.0,
@@ -26,10 +24,6 @@ def decide(
 def test_nobody_asked() -> None:
     verdict = decide("", alive="ab")
     assert (verdict.formed, verdict.reason) == (False, "no replica group has asked for a quorum")
-
-
-def test_all_living_have_asked() -> None:
-    assert decide("ba").members == ("a", "b")
 
 
 def test_first_quorum_waits_for_the_living_until_the_join_timeout() -> None:
@@ -44,22 +38,9 @@ def test_survivors_need_not_wait_for_anybody() -> None:
     assert (verdict.members, verdict.reason) == (("a", "b"), "all living members of the last quorum are back")
 
 
-def test_who_waits_comes_in_with_the_fast_quorum() -> None:
-    assert decide("abd", alive="abde", last="abc").members == ("a", "b", "d")
-
-
-def test_a_living_member_of_the_last_quorum_is_waited_for() -> None:
-    assert not decide("ab", alive="abc", last="abc").formed
-
-
 def test_fewer_than_the_least_say_who_is_here() -> None:
     verdict = decide("a", alive="a", last="ab", least=2)
     assert (verdict.formed, verdict.reason) == (False, "1 of at least 2 replica groups are here (a)")
-
-
-def test_half_of_the_living_are_not_enough_even_after_the_timeout() -> None:
-    assert not decide("ab", alive="abcd", now=1e6).formed
-    assert decide("abc", alive="abcd", now=1e6).members == ("a", "b", "c")
 
 
 def test_one_of_two_waits_for_one_that_hangs_until_it_is_dead() -> None:
@@ -67,22 +48,6 @@ def test_one_of_two_waits_for_one_that_hangs_until_it_is_dead() -> None:
     assert (verdict.formed, verdict.deadline) == (False, None), "time alone changes nothing"
     assert verdict.reason == "1 of 2 living replica groups have asked, more than half are needed; waiting for b"
     assert decide("a", alive="a", last="ab", now=1e6).members == ("a",)
-
-
-def test_shrink_only_lets_nobody_join() -> None:
-    assert decide("abd", last="abc", shrink="a").members == ("a", "b")
-
-
-def test_shrink_only_without_a_last_quorum_does_not_lock_everybody_out() -> None:
-    assert decide("ab", shrink="ab").members == ("a", "b")
-
-
-def test_shrink_only_with_nobody_of_the_last_quorum_waits() -> None:
-    assert not decide("d", alive="abd", last="ab", shrink="d", now=1e6).formed
-
-
-def test_the_dead_are_not_in_it_though_they_asked() -> None:
-    assert decide("abc", alive="ab").members == ("a", "b")
 
 
 def test_long_lists_of_names_are_cut() -> None:
