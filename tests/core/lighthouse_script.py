@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
@@ -115,6 +116,24 @@ class Job:
         member.connects()
         return member
 
+    @classmethod
+    def of(
+        cls,
+        names: Collection[str],
+        num_steps: int = 0,
+        *,
+        least: int = 1,
+        join_timeout_s: float = 60.0,
+        allow_step_loss: bool = False,
+        **settings: object,
+    ) -> tuple[Any, ...]:
+        """Return a job, and its groups, which have made so many steps together."""
+        job = cls(least, join_timeout_s=join_timeout_s, allow_step_loss=allow_step_loss)
+        members = [job.join(name, **settings) for name in names]  # type: ignore[arg-type]
+        for _ in range(num_steps):
+            job.step(*members)
+        return job, *members
+
     def handle(self, event: Event) -> None:
         instructions = self.lighthouse.handle(event, self.now)
         self.lighthouse.validate()
@@ -164,18 +183,15 @@ class Job:
         """Groups that lack the state come into the next quorum of the others, which wait until these have it."""
         for member in newcomers:
             member.warms_up(**facts)
-        for member in others:
-            member.asks(can_serve=True)
+        they_ask(*others, can_serve=True)
         for member in newcomers:
             member.comes_in()
             member.asks(**facts)  # type: ignore[arg-type]
 
     def step(self, *members: Member) -> None:
         """A step of these members that ends well."""
-        for member in members:
-            member.asks()
-        for member in members:
-            member.votes()
+        they_ask(*members)
+        they_vote(*members)
         for member in members:
             member.hears()
 
@@ -463,6 +479,22 @@ class Member:
 
     def heard_joiner(self) -> bool:
         return "joiner waiting" in self._heard
+
+
+def they_ask(*members: Member, **wishes: Any) -> None:
+    """Each of them asks, one after another; so do they vote, and connect."""
+    for member in members:
+        member.asks(**wishes)
+
+
+def they_vote(*members: Member, **how: Any) -> None:
+    for member in members:
+        member.votes(**how)
+
+
+def they_connect(*members: Member, **hello: object) -> None:
+    for member in members:
+        member.connects(**hello)
 
 
 def _words(message: FromLighthouse) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_vote
 
 from torchft_ckpt.core.coordination.group import (
     GroupState,
@@ -79,8 +79,7 @@ def job_in_a_phase(*names: str, **settings: float) -> tuple[Job, list[Looker]]:
     for _ in range(2):
         for member in members:
             member.asks_as()
-        for member in members:
-            member.votes()
+        they_vote(*members)
     for member in members:
         member.hears()
     return job, members
@@ -130,8 +129,7 @@ def test_an_older_state_is_not_named_when_the_newest_is_gone() -> None:
     late.catches_up()
     for member in (a, b):
         member.asks_as()
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     a.dies()
     b.dies()
 
@@ -170,8 +168,7 @@ def test_who_caught_up_enters_with_the_next_round_adds_nothing_and_ends_equal() 
     for member in (a, b):
         member.asks_as()
     assert (a.formed.num_contributors, c.formed.contributor_rank, c.formed.sources) == (2, None, [])  # type: ignore[union-attr]
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     assert {member.replica.version for member in (a, b, c)} == {a.replica.version}
 
     for member in (a, b, c):

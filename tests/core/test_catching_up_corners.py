@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lighthouse_script import Job
+from lighthouse_script import Job, they_connect
 from test_catching_up import NEWEST, Looker, job_in_a_phase, look
 
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage
@@ -86,8 +86,7 @@ def test_spectators_wait_for_who_holds_the_state_also_when_the_lighthouse_forgot
     for looker in lookers:
         looker.catches_up()
     job.restart()
-    for member in (a, b, *lookers):
-        member.connects()
+    they_connect(a, b, *lookers)
     for looker in lookers:
         looker.asks_as(contributes=False)
     job.passes(3000.0)
@@ -175,8 +174,7 @@ def test_one_that_is_fetching_is_not_waited_for_where_the_last_quorum_is_forgott
     job, (a,) = job_in_a_phase("a")
     c = look(job, "c")
     job.restart()
-    a.connects()
-    c.connects()
+    they_connect(a, c)
     assert not c.looks().is_held
     a.asks_as()
     job.passes(1.5)

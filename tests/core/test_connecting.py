@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_vote
 
 from torchft_ckpt.core.coordination.connecting import ANSWERS_WITHIN_S, PAUSE_S, TAKEN_WITHIN_S
 from torchft_ckpt.core.coordination.messages import ConnectedBeside
 
 
-def at_work(job: Job, *names: str) -> list[Member]:
-    """Groups that have made two steps together, and are in the third."""
-    members = [joins(job, name) for name in names]
-    job.step(*members)
-    job.step(*members)
+def at_work(names: str, **settings: Any) -> tuple[Any, ...]:
+    """Return a job, and its groups, which have made two steps together, and are in the third."""
+    job, *members = Job.of(names, 2, connects_beside=True, **settings)
     for member in members:
         member.asks(can_serve=True)
         member.hears()
-    return members
+    return job, *members
 
 
 def joins(job: Job, name: str, **settings: int) -> Member:
@@ -42,10 +42,8 @@ def ends_alone(*members: Member) -> None:
 
 def are_asked(members: list[Member]) -> None:
     """They make the open step, and ask for the next one with what they have captured."""
-    for member in members:
-        member.votes()
-    for member in members:
-        member.asks(can_serve=True)
+    they_vote(*members)
+    they_ask(*members, can_serve=True)
 
 
 def comes_in(member: Member) -> str:
@@ -55,8 +53,7 @@ def comes_in(member: Member) -> str:
 
 
 def test_a_newcomer_is_connected_while_it_computes_alone_and_the_quorum_takes_what_was_made() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = comes(job, "c")
     told = [m.connect for m in (a, b, c)]
     assert all(told) and len({one.place for one in told if one}) == 1
@@ -70,18 +67,15 @@ def test_a_newcomer_is_connected_while_it_computes_alone_and_the_quorum_takes_wh
     assert a.outcomes[-1].value == b.outcomes[-1].value == "commit"
     are_asked([a, b, c])
     c.votes(error="its loop raised")
-    for member in (a, b):
-        member.votes(broken=True)
-    for member in (a, b, c):
-        member.asks()
+    they_vote(a, b, broken=True)
+    they_ask(a, b, c)
     assert a.formed is not None and (a.formed.quorum_id, a.formed.meets.place) == (3, ""), (
         "none is made twice at one place"
     )
 
 
 def test_no_quorum_is_held_for_one_that_is_not_connected_yet_and_those_who_train_go_on() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = comes(job, "c")
     ends_alone(c)
     for _ in range(3):
@@ -99,8 +93,7 @@ def test_no_quorum_is_held_for_one_that_is_not_connected_yet_and_those_who_train
     "who", ["the newcomer cannot", "one of the others cannot", "the newcomer says nothing", "all wait in vain"]
 )
 def test_one_that_cannot_be_connected_stays_outside_and_costs_the_others_neither_a_step_nor_time(who: str) -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = comes(job, "c")
     ends_alone(c)
     num_tries, places = 0, {""}
@@ -137,8 +130,7 @@ def test_one_that_cannot_be_connected_stays_outside_and_costs_the_others_neither
 
 
 def test_one_whose_connections_hang_longer_than_an_answer_may_take_keeps_no_other_newcomer_outside() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c, d = (comes(job, name) for name in "cd")
     ends_alone(c)
     ends_alone(d)
@@ -153,8 +145,7 @@ def test_one_whose_connections_hang_longer_than_an_answer_may_take_keeps_no_othe
 
 
 def test_one_that_comes_while_another_is_connected_is_next_also_if_the_other_dies() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c, d = comes(job, "c"), comes(job, "d")
     assert d.connect is None
     c.dies()
@@ -168,8 +159,7 @@ def test_one_that_comes_while_another_is_connected_is_next_also_if_the_other_die
 
 
 def test_newcomers_that_come_together_meet_each_other_too() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = comes(job, "c")
     d, e = comes(job, "d"), comes(job, "e")
     for member in (a, b, c):
@@ -197,8 +187,7 @@ def test_newcomers_that_come_together_meet_each_other_too() -> None:
 
 
 def test_a_meeting_whose_party_dies_is_over_and_nobody_is_to_blame() -> None:
-    job = Job(least=2)
-    a, b, x = at_work(job, "a", "b", "x")
+    job, a, b, x = at_work("abx", least=2)
     c = comes(job, "c")
     before = c.connect
     for member in (a, b, c):
@@ -217,16 +206,14 @@ def test_a_meeting_whose_party_dies_is_over_and_nobody_is_to_blame() -> None:
 
 
 def test_one_that_has_met_them_comes_in_without_meeting_those_who_are_left_again() -> None:
-    job = Job(least=2)
-    a, b, x = at_work(job, "a", "b", "x")
+    job, a, b, x = at_work("abx", least=2)
     c = comes(job, "c")
     for member in (a, b, x, c):
         member.is_connected()
     met_at = c.connect
     ends_alone(c)
     x.dies()
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     assert c.connect is met_at
     assert comes_in(c).endswith("healthy") and a.formed is not None and a.formed.meets.place == "", (
         "x is not among them"
@@ -234,49 +221,40 @@ def test_one_that_has_met_them_comes_in_without_meeting_those_who_are_left_again
 
 
 def test_who_is_left_behind_has_met_them() -> None:
-    job = Job(least=2)
-    a, b, c = at_work(job, "a", "b", "c")
-    c.votes()
-    a.votes()
+    _, a, b, c = at_work("abc", least=2)
+    they_vote(c, a)
     c.replica.decision_unknown()
     c.asks(at_end=True, reach_s=0.1)
     b.votes()
     assert (a.step, c.step) == (3, 2)
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     assert c.connect is None and comes_in(c).endswith("step 3 healthy")
 
 
 def test_one_that_has_caught_up_between_two_rounds_is_connected_before_it_is_in_a_quorum() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
-    for member in (a, b):
-        member.votes()
+    job, a, b = at_work("ab", least=2)
+    they_vote(a, b)
     c = joins(job, "c")
     c.says(c.replica.locate())
     assert c.connect is not None and a.connect is not None, "it has not asked for a step yet"
     c.replica.caught_up(a.replica.version)
     for member in (a, b, c):
         member.is_connected()
-    for member in (c, a, b):
-        member.asks(can_serve=True)
+    they_ask(c, a, b, can_serve=True)
     assert [m.hears()[-1] for m in (a, b, c)] == ["quorum 2 step 3 healthy"] * 3
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     job.passes(PAUSE_S)
     d = joins(job, "d")
     d.says(d.replica.locate())
     d.replica.caught_up(a.replica.version)
-    for member in (d, a, b, c):
-        member.asks(can_serve=True)
+    they_ask(d, a, b, c, can_serve=True)
     d.is_connected("connect timeout")
     assert [m.hears()[-1] for m in (a, b, c)] == ["quorum 2 step 4 healthy"] * 3
     assert any("d:1: it cannot be connected with those who train" in line for line in job.log)
 
 
 def test_where_one_process_group_cannot_be_connected_beside_all_connect_as_the_quorum_begins() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = job.join("c")
     c.asks()
     ends_alone(c)
@@ -285,8 +263,7 @@ def test_where_one_process_group_cannot_be_connected_beside_all_connect_as_the_q
 
 
 def test_those_who_are_too_few_wait_for_nobody_to_be_connected_first() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = comes(job, "c")
     b.dies()
     a.asks(can_serve=True)
@@ -296,8 +273,7 @@ def test_those_who_are_too_few_wait_for_nobody_to_be_connected_first() -> None:
 
 
 def test_a_meeting_that_one_at_work_does_not_answer_is_named_and_begun_anew_and_blames_nobody() -> None:
-    job = Job(least=2)
-    _, b = at_work(job, "a", "b")
+    job, _, b = at_work("ab", least=2)
     c = comes(job, "c")
     before = c.connect
     c.is_connected()
@@ -312,8 +288,7 @@ def test_those_who_have_made_no_step_that_counts_together_meet_nobody_as_it_coul
 ):
     job = Job(least=2)
     a, b = joins(job, "a"), joins(job, "b")
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     c = comes(job, "c")
     assert c.connect is None
     are_asked([a, b])
@@ -321,8 +296,7 @@ def test_those_who_have_made_no_step_that_counts_together_meet_nobody_as_it_coul
 
 
 def test_one_that_could_not_be_connected_keeps_nobody_outside_who_comes_after_it() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = comes(job, "c")
     c.is_connected("connect timeout")
     job.passes(30.0)
@@ -336,8 +310,7 @@ def test_one_that_could_not_be_connected_keeps_nobody_outside_who_comes_after_it
 
 
 def test_one_that_comes_again_and_again_keeps_the_others_busy_only_now_and_then() -> None:
-    job = Job(least=2)
-    a, _ = at_work(job, "a", "b")
+    job, a, _ = at_work("ab", least=2)
     places = set()
     for life in range(1, 101):
         member = joins(job, "c", life=life)
@@ -349,8 +322,7 @@ def test_one_that_comes_again_and_again_keeps_the_others_busy_only_now_and_then(
 
 
 def test_an_answer_that_nobody_was_asked_for_changes_nothing() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c, d = comes(job, "c"), comes(job, "d")
     assert c.connect is not None
     for place in (c.connect.place, "", "life1/beside-9"):
@@ -369,8 +341,7 @@ def test_an_answer_that_nobody_was_asked_for_changes_nothing() -> None:
 
 
 def test_a_group_of_another_number_of_ranks_is_not_connected_beside_and_is_not_kept_outside_for_that() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = comes(job, "c", ranks=2)
     ends_alone(c)
     are_asked([a, b])
@@ -378,8 +349,7 @@ def test_a_group_of_another_number_of_ranks_is_not_connected_beside_and_is_not_k
 
 
 def test_one_that_failed_alone_is_tried_again_after_those_that_have_not_been_tried_alone() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     newcomers = [comes(job, name) for name in ("first", "x", "d", "e", "f")]
     for member in (a, b, newcomers.pop(0)):
         member.is_connected()
@@ -396,8 +366,7 @@ def test_one_that_failed_alone_is_tried_again_after_those_that_have_not_been_tri
 
 
 def test_what_was_connected_long_ago_is_connected_anew_as_the_quorum_begins() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = comes(job, "c")
     for member in (a, b, c):
         member.is_connected()
@@ -409,8 +378,7 @@ def test_what_was_connected_long_ago_is_connected_anew_as_the_quorum_begins() ->
 
 
 def test_a_lighthouse_that_starts_again_in_a_meeting_begins_another_one() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = at_work("ab", least=2)
     c = comes(job, "c")
     before = c.connect
     assert before is not None

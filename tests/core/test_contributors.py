@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_vote
 
 from torchft_ckpt.core.coordination.group import (
     GroupState,
@@ -73,9 +73,7 @@ def asks(member: Member) -> list[str]:
 
 
 def test_a_member_is_told_who_of_its_step_is_gone() -> None:
-    job = Job(least=2)
-    a, b, c = (job.join(name) for name in "abc")
-    job.step(a, b, c)
+    job, a, b, c = Job.of("abc", 1, least=2)
     assert asks(a) == ["gone: []"]
     b.dies()
     assert asks(a) == ["gone: [1]"]
@@ -84,13 +82,10 @@ def test_a_member_is_told_who_of_its_step_is_gone() -> None:
 
 
 def test_who_came_in_for_a_step_writes_nothing_of_it_so_nobody_is_told_of_its_loss() -> None:
-    job = Job(least=1)
-    b, c = job.join("b"), job.join("c")
-    job.step(b, c)
+    job, b, c = Job.of("bc", 1, least=1)
     a = job.join("a")
     job.lets_in(a, others=[b, c])
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     a.dies()
     assert asks(b) == ["gone: []"]
     job.step(b, c)
@@ -99,9 +94,7 @@ def test_who_came_in_for_a_step_writes_nothing_of_it_so_nobody_is_told_of_its_lo
 
 
 def test_a_lighthouse_that_was_restarted_says_nothing() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
-    job.step(a, b)
+    job, a, _ = Job.of("ab", 1, least=2)
     job.restart()
     a.connects()
     assert asks(a) == []

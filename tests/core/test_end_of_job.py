@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect
 
 
 def trained(*names: str, least: int = 1) -> tuple[Job, list[Member]]:
@@ -77,8 +77,7 @@ def test_two_groups_that_go_on_train_on_and_the_operator_hears_so() -> None:
     finishes(a)
     assert job.lighthouse.finished_step is None
     for _ in range(2):  # the first is discarded
-        b.asks()
-        c.asks()
+        they_ask(b, c)
         assert (b.formed.version.step, b.formed.replica_world_size) == (3, 2)  # type: ignore[union-attr]
         b.votes(error="its loss is not finite")
         c.votes()
@@ -121,8 +120,7 @@ def test_that_a_group_has_finished_is_remembered_when_another_is_lost_before_a_r
 ):
     job, (a, b, c) = trained("a", "b", "c")
     job.restart()
-    for member in (a, b, c):
-        member.connects()
+    they_connect(a, b, c)
     finishes(a)
     b.leaves()
     finishes(c)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_vote
 
 from torchft_ckpt.core.coordination.hold import FIRST_WITHIN_S
 from torchft_ckpt.core.coordination.joining import SILENT_S
@@ -17,8 +17,7 @@ def begins(least: int = 2, names: str = "abc", **settings: object) -> tuple[Job,
     job = Job(least=least)
     job.gives_first = False
     members = [job.join(name, **settings) for name in names]
-    for member in members:
-        member.asks(can_serve=True)
+    they_ask(*members, can_serve=True)
     return job, members
 
 
@@ -65,8 +64,7 @@ def test_all_begin_with_the_highest_step_that_one_of_them_has_restored() -> None
     job.gives_first = False
     a, b = job.join("a"), job.join("b")
     b.replica.restore(5)
-    a.asks(can_serve=True)
-    b.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     assert a.formed is not None and a.formed.held and b.replica.version.step == a.formed.version.step == 5
     receives(a)
     assert a.replica.is_on_trial, (
@@ -95,8 +93,7 @@ def test_a_newcomer_that_does_not_get_the_first_state_is_waited_for_no_more(how:
         c.asks_again()
         assert c.replica.warms_up, "it comes in as all do that come later"
     assert in_quorum(job) == {"a:1", "b:1"}
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     assert a.outcomes == b.outcomes == [Outcome.COMMIT]
 
 
@@ -114,13 +111,11 @@ def test_one_that_hangs_before_it_begins_the_job_keeps_the_others_for_a_minute_a
     assert in_quorum(job) == {"a:1", "b:1"}
     assert any("wait no longer for c:1: it has said nothing for 6" in line for line in job.log)
     receives(c)
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     assert (a.step, c.replica.warms_up) == (1, True)
     c.ends()
     c.asks(at_end=True, reach_s=0.1)
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     c.comes_in()
     c.asks()
     assert in_quorum(job) == {"a:1", "b:1", "c:1"}
@@ -196,10 +191,8 @@ def test_a_group_that_comes_while_the_first_state_is_given_is_none_of_those_who_
     receives(b)
     assert in_quorum(job) == {"a:1", "b:1", "d:1"}
     assert a.formed is not None and (a.formed.num_proved, d.replica.is_on_trial) == (2, True)
-    for member in (a, b, d):
-        member.votes()
-    for member in (a, b):
-        member.asks(can_serve=True, shows="w", ema="as all")
+    they_vote(a, b, d)
+    they_ask(a, b, can_serve=True, shows="w", ema="as all")
     d.asks(can_serve=True, shows="w", ema="its own")
     assert d.formed is not None and d.formed.differs, "else this would count as each group's own for good"
 
@@ -222,8 +215,7 @@ def test_who_has_computed_an_iteration_alone_is_no_beginner_if_the_state_is_name
     receives(d)
     assert in_quorum(job) == {"b:1", "d:1"}
     assert b.formed is not None and (b.formed.num_proved, d.replica.is_on_trial) == (1, True)
-    for member in (b, d):
-        member.votes()
+    they_vote(b, d)
     b.asks(can_serve=True, shows="w", ema="as all")
     d.asks(can_serve=True, shows="w", ema="its own")
     assert d.formed is not None and d.formed.differs, "else this would count as each group's own for good"
@@ -244,8 +236,7 @@ def test_who_has_computed_alone_is_right_if_the_first_state_is_its_own() -> None
     b.asks(can_serve=True)
     a.comes_in()
     a.asks()
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     b.asks(can_serve=True, shows="w")
     a.asks(can_serve=True, shows="another")
     assert a.formed is not None and a.formed.differs
@@ -253,8 +244,7 @@ def test_who_has_computed_alone_is_right_if_the_first_state_is_its_own() -> None
 
 def test_who_has_trained_and_restores_the_step_that_another_one_has_restored_is_no_beginner() -> None:
     """Its loop has read other steps, and may count by them: what it made of the state counted as each group's own for good."""
-    job = Job(least=1)
-    a = job.join("a")
+    job, a = Job.of("a", least=1)
     for _ in range(3):
         job.step(a)
     job.restart()
@@ -263,11 +253,9 @@ def test_who_has_trained_and_restores_the_step_that_another_one_has_restored_is_
     b = job.join("b")
     b.replica.restore(2)
     job.operator_allows_loss()
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     assert in_quorum(job) == {"a:1", "b:1"}
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     a.asks(can_serve=True, shows="w", ema="as it counts")
     b.asks(can_serve=True, shows="w", ema="another")
     assert b.formed is not None and b.formed.differs, "the state is that of a"
@@ -317,8 +305,7 @@ def test_a_row_of_those_who_come_later_keeps_a_job_from_its_first_step_for_one_a
 
 
 def test_a_job_that_goes_back_to_a_checkpoint_begins_with_it_as_with_a_first_state() -> None:
-    job = Job(least=2, join_timeout_s=1.0)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=2, join_timeout_s=1.0)
     for _ in range(3):
         job.step(a, b)
     a.dies(), b.dies()
@@ -329,8 +316,7 @@ def test_a_job_that_goes_back_to_a_checkpoint_begins_with_it_as_with_a_first_sta
     job.passes(5.0)
     assert b.formed is not None and b.formed.held and b.formed.version == a.replica.version
     receives(b)
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     assert (a.step, b.step) == (3, 3)
     assert sum("steps 3 to 3 are lost" in line for line in job.log) == 1
     assert sum(line.startswith(f"quorum {a.replica.version.quorum_id} at step 2: ") for line in job.log) == 1
@@ -348,8 +334,7 @@ def test_a_spare_that_comes_while_the_first_state_is_given_stays_a_spare() -> No
 
 
 def test_a_group_that_does_not_wait_for_its_first_quorum_comes_in_at_the_end_of_its_iteration() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=2)
     a.asks(can_serve=True, waits=False)
     b.asks(waits=False)
     assert (a.replica.version.step, a.replica.version.proven, b.replica.warms_up) == (0, True, True)
@@ -390,8 +375,7 @@ def test_who_was_given_the_first_state_began_the_job_also_if_the_lighthouse_rest
     b.comes_in()
     b.asks()
     assert in_quorum(job) == {"b:1", "z:1"} and z.replica.version.quorum_id == 1
-    for member in (b, z):
-        member.votes()
+    they_vote(b, z)
     z.asks(can_serve=True, shows="w")
     b.asks(can_serve=True, shows="of an older state")
     assert b.formed is not None and b.formed.differs, "else the one that has come in decides by its name"
@@ -399,19 +383,14 @@ def test_who_was_given_the_first_state_began_the_job_also_if_the_lighthouse_rest
 
 def test_one_that_comes_back_with_a_state_that_is_void_computes_alone_with_none_of_that_name() -> None:
     """The others have gone back to a checkpoint, and begun no step since: one of them is yet to receive it."""
-    job = Job()
-    a, b = job.join("a"), job.join("b")
-    job.step(a, b)
-    job.step(a, b)
-    for member in (a, b):
-        member.asks()
+    job, a, b = Job.of("ab", 2)
+    they_ask(a, b)
     b.leaves()
     a.is_cut_off()
     job.gives_first = False
     c, d = job.join("c"), job.join("d")
     c.replica.restore(1)
-    c.asks()
-    d.asks()
+    they_ask(c, d)
     job.passes(61.0)
     assert d.formed is not None and d.formed.held and d.formed.version.step == 1
     a.connects()

@@ -7,7 +7,7 @@ import random
 
 import msgspec
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect
 
 from torchft_ckpt.core.coordination.group import (
     GroupState,
@@ -64,8 +64,7 @@ def reads(member: Member, step: int = 8, name: str = NEW) -> str:
 
 
 def test_the_first_that_can_read_the_newest_reads_it_and_the_others_receive_it_from_that_one() -> None:
-    job = Job(least=2)
-    a, b, c = job.join("a"), job.join("b"), job.join("c")
+    job, a, b, c = Job.of("abc", least=2)
     assert says(a, OLD) == "meets"
     assert says(b) == "meets"
     assert says(c) == "waits"
@@ -78,16 +77,14 @@ def test_the_first_that_can_read_the_newest_reads_it_and_the_others_receive_it_f
     assert reads(a) == "waits"
     assert says(c) == "receives step 8 from a:1 from b:1"
     assert reads(c) == reads(a) == reads(b) == "begins"
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     job.passes(1.0)
     assert {member.replica.version.step for member in (a, b, c)} == {8}
     assert job.lighthouse.round is not None and len(job.lighthouse.round.tally.roles) == 3
 
 
 def test_a_reader_that_dies_is_followed_by_the_next_one() -> None:
-    job = Job(least=2)
-    a, b, c = (job.join(name) for name in "abc")
+    _, a, b, c = Job.of("abc", least=2)
     for member in (a, b, c):
         says(member)
     assert says(a) == "reads"
@@ -97,8 +94,7 @@ def test_a_reader_that_dies_is_followed_by_the_next_one() -> None:
 
 
 def test_a_reader_that_dies_after_it_has_read_is_followed_by_those_who_have_the_state_or_by_the_next_one() -> None:
-    job = Job(least=2)
-    a, b, c = (job.join(name) for name in "abc")
+    _, a, b, c = Job.of("abc", least=2)
     for member in (a, b, c):
         says(member)
     says(a), reads(a)
@@ -112,8 +108,7 @@ def test_a_reader_that_dies_after_it_has_read_is_followed_by_those_who_have_the_
 
 
 def test_a_reader_that_has_no_more_bytes_is_followed_by_the_next_one_and_heals_when_it_is_back() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=2)
     says(a), says(b)
     assert says(a) == "reads"
     for number in range(3):
@@ -134,8 +129,7 @@ def test_a_reader_that_has_no_more_bytes_is_followed_by_the_next_one_and_heals_w
 
 
 def test_bytes_that_come_again_are_no_progress() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=2)
     says(a), says(b), says(a)
     for number in range(2):
         says(a, is_at_work=True, done_bytes=7 - number)
@@ -144,8 +138,7 @@ def test_bytes_that_come_again_are_no_progress() -> None:
 
 
 def test_one_that_receives_and_stands_still_keeps_nobody_from_beginning() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=2)
     says(a), says(b), says(a)
     assert reads(a) == "waits"
     assert says(b).startswith("receives")
@@ -155,8 +148,7 @@ def test_one_that_receives_and_stands_still_keeps_nobody_from_beginning() -> Non
 
 
 def test_damage_is_told_to_the_others_who_do_not_read_it_and_all_go_back_to_the_one_before() -> None:
-    job = Job(least=2)
-    a, b, c = (job.join(name) for name in "abc")
+    _, a, b, c = Job.of("abc", least=2)
     says(a), says(b), says(c)
     assert says(a) == "reads"
     damaged = {NEW: "a bit is flipped"}
@@ -174,8 +166,7 @@ def test_damage_is_told_to_the_others_who_do_not_read_it_and_all_go_back_to_the_
 
 
 def test_damage_that_one_alone_finds_is_its_own() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
+    _, a, b = Job.of("ab", least=2)
     says(a), says(b)
     every = {f"step-{step:012d}.q1-a": "they are all damaged" for step in range(60)}
     assert says(a, "", damaged=every) == "waits"
@@ -185,8 +176,7 @@ def test_damage_that_one_alone_finds_is_its_own() -> None:
 
 
 def test_one_that_gets_a_state_from_nobody_who_has_it_reads_it_or_begins() -> None:
-    job = Job(least=2)
-    a, b, c = (job.join(name) for name in "abc")
+    _, a, b, c = Job.of("abc", least=2)
     says(a), says(b), says(c)
     assert says(a) == "reads"
     reads(a)
@@ -205,8 +195,7 @@ def test_one_that_gets_a_state_from_nobody_who_has_it_reads_it_or_begins() -> No
 
 
 def test_one_that_says_it_has_a_later_state_and_gives_it_to_nobody_holds_nobody_up() -> None:
-    job = Job(least=2)
-    a, b, liar = job.join("a"), job.join("b"), job.join("z")
+    _, a, b, liar = Job.of("abz", least=2)
     late = f"step-{2**39:012d}.q1-a"
     says(a), says(b), reads(liar, 2**39, late)
     assert says(a).startswith("receives") and says(b).startswith("receives")
@@ -222,8 +211,7 @@ def test_one_that_says_it_has_a_later_state_and_gives_it_to_nobody_holds_nobody_
 @pytest.mark.parametrize("is_at_work", [False, True])
 def test_one_that_is_told_to_read_and_never_has_anything_holds_the_others_up_for_a_time_only(is_at_work: bool) -> None:
     """It says that it can read one that nobody else has, or goes on to report the bytes that it had before."""
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=2)
     late = "step-000000000099.q1-a"
     says(a, late), says(b)
     heard = []
@@ -239,8 +227,7 @@ def test_one_that_is_told_to_read_and_never_has_anything_holds_the_others_up_for
 
 
 def test_a_checkpoint_whose_only_owner_dies_is_not_forgotten_also_by_a_lighthouse_that_restarts() -> None:
-    job = Job(least=1)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=1)
     says(a), says(b, "")
     a.dies()
     assert says(b, "") == "begins" and told(b).named == NEW
@@ -254,8 +241,7 @@ def test_a_checkpoint_whose_only_owner_dies_is_not_forgotten_also_by_a_lighthous
 
 
 def test_no_quorum_begins_with_fresh_weights_while_one_reads_a_checkpoint_or_has_just_read_it() -> None:
-    job = Job(least=1, join_timeout_s=2.0)
-    a, b, c = job.join("a"), job.join("b"), job.join("c")
+    job, a, b, c = Job.of("abc", least=1, join_timeout_s=2.0)
     a.asks(), b.asks()
     assert says(c) == "reads"
     for number in range(4):
@@ -271,8 +257,7 @@ def test_no_quorum_begins_with_fresh_weights_while_one_reads_a_checkpoint_or_has
 
 
 def test_who_reads_a_checkpoint_and_stands_still_keeps_no_job_from_beginning() -> None:
-    job = Job(least=1, join_timeout_s=2.0)
-    a, b, c = (job.join(name) for name in "abc")
+    job, a, b, c = Job.of("abc", least=1, join_timeout_s=2.0)
     a.asks(), b.asks()
     assert says(c) == "reads"
     job.passes(STALLS_S + 1.0)
@@ -341,8 +326,7 @@ def test_whatever_happens_those_who_are_left_begin_with_one_state(seed: int) -> 
 
 
 def test_where_all_are_damaged_everybody_hears_of_it() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
+    _, a, b = Job.of("ab", least=2)
     damaged = {NEW: "a bit is flipped"}
     says(a), says(b, "")
     assert says(a) == "reads"
@@ -351,8 +335,7 @@ def test_where_all_are_damaged_everybody_hears_of_it() -> None:
 
 
 def test_where_nobody_can_read_anything_all_begin_also_when_one_is_gone() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
+    _, a, b = Job.of("ab", least=2)
     says(a, ""), says(b, "")
     assert says(a, "") == "begins"
     a.dies()
@@ -360,8 +343,7 @@ def test_where_nobody_can_read_anything_all_begin_also_when_one_is_gone() -> Non
 
 
 def test_who_is_late_is_not_waited_for_beyond_the_join_timeout() -> None:
-    job = Job(least=2, join_timeout_s=60.0)
-    a, b, _ = job.join("a"), job.join("b"), job.join("c")
+    job, a, b, _ = Job.of("abc", least=2, join_timeout_s=60.0)
     says(a), says(b)
     for _ in range(3):
         job.passes(19.0)
@@ -371,9 +353,7 @@ def test_who_is_late_is_not_waited_for_beyond_the_join_timeout() -> None:
 
 
 def test_who_comes_after_the_others_have_a_state_is_told_so_and_costs_them_no_step() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
-    job.step(a, b)
+    job, a, b = Job.of("ab", 1, least=2)
     a.asks(), b.asks()
     a.hears(), b.hears()
     c = job.join("c")
@@ -383,16 +363,14 @@ def test_who_comes_after_the_others_have_a_state_is_told_so_and_costs_them_no_st
 
 
 def test_who_comes_while_others_ask_with_a_restored_state_heals_from_that() -> None:
-    job = Job(least=3)
-    a = job.join("a")
+    job, a = Job.of("a", least=3)
     a.replica.restore(120)
     a.asks()
     assert says(job.join("c")) == "heals step 120"
 
 
 def test_who_comes_while_others_ask_with_fresh_weights_reads_and_they_heal_from_it() -> None:
-    job = Job(least=3)
-    a, b, c = job.join("a"), job.join("b"), job.join("c")
+    job, a, b, c = Job.of("abc", least=3)
     a.asks(), b.asks()
     assert says(c) == "reads"
     assert reads(c) == "begins"
@@ -402,13 +380,10 @@ def test_who_comes_while_others_ask_with_fresh_weights_reads_and_they_heal_from_
 
 
 def test_a_lighthouse_that_restarts_is_told_again_and_gives_nobody_away_before_the_others_may_be_back() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
-    job.step(a, b)
+    job, a, b = Job.of("ab", 1, least=2)
     c = job.join("c")
     job.restart()
-    c.connects()
-    a.connects()
+    they_connect(c, a)
     assert says(c) == "waits"
     b.connects()
     job.passes(60.0)
@@ -416,9 +391,7 @@ def test_a_lighthouse_that_restarts_is_told_again_and_gives_nobody_away_before_t
 
 
 def test_a_job_that_is_finished_refuses_who_starts() -> None:
-    job = Job(least=1)
-    a = job.join("a")
-    job.step(a)
+    job, a = Job.of("a", 1, least=1)
     a.says(a.replica.locate(has_finished=True))
     late = job.join("b")
     late.says(late.replica.locate(starts=Starts()))
@@ -482,8 +455,7 @@ def test_a_rank_that_asks_for_a_step_is_waited_for_by_no_word() -> None:
 
 def test_a_job_that_may_begin_beside_a_named_checkpoint_is_not_kept_from_it_again() -> None:
     """It may die before its own first checkpoint."""
-    job = Job(least=1)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=1)
     says(a), says(b, "")
     a.dies()
     assert says(b, "") == "begins" and told(b).named == NEW

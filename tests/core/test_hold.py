@@ -5,19 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect, they_vote
 
 from torchft_ckpt.core.coordination.joining import SILENT_S
 from torchft_ckpt.core.coordination.lighthouse import SHRINKS
 from torchft_ckpt.core.coordination.messages import JoinProgress, Receives, Role, StateVersion
 
-
-def at_work(job: Job, *names: str, **settings: object) -> list[Member]:
-    """Groups that have made two steps together."""
-    members = [job.join(name, **settings) for name in names]
-    job.step(*members)
-    job.step(*members)
-    return members
+Scene = tuple[Job, Member, Member, Member]
 
 
 def warms_up(job: Job, name: str, **settings: object) -> Member:
@@ -36,9 +30,17 @@ def are_asked(members: list[Member]) -> None:
         member.hears()
 
 
+def waits_for_c(*, reach_s: float = 0.5, least: int = 2, allow_step_loss: bool = False, **settings: object) -> Scene:
+    """Two groups have made two steps, and a third has computed an iteration alone: now they wait until it has their state."""
+    job, a, b = Job.of("ab", 2, least=least, allow_step_loss=allow_step_loss, **settings)
+    c = warms_up(job, "c")
+    c.asks(at_end=True, reach_s=reach_s)
+    are_asked([a, b])
+    return job, a, b, c
+
+
 def test_a_group_that_lacks_the_state_gets_it_before_the_quorum_and_is_in_it_as_a_holder() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.5)
     assert c.hears() == []
@@ -61,14 +63,12 @@ def test_a_group_that_lacks_the_state_gets_it_before_the_quorum_and_is_in_it_as_
 def trains(job: Job, members: list[Member]) -> None:
     """They make the open step, in a second, and ask for the next one with what they have captured."""
     job.passes(1.0)
-    for member in members:
-        member.votes()
+    they_vote(*members)
     are_asked(members)
 
 
 def test_those_who_wait_hear_at_once_when_a_hold_begins_and_ends_and_again_while_it_lasts() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     c = warms_up(job, "c")
     b.dies()
     a.asks()
@@ -89,8 +89,7 @@ def test_those_who_wait_hear_at_once_when_a_hold_begins_and_ends_and_again_while
     "how", ["dies", "fails", "fails at one rank", "is silent", "does not begin", "is slower than allowed"]
 )
 def test_a_hold_that_fails_costs_its_own_time_and_no_step_and_no_quorum_id(how: str) -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=9.0)
+    job, a, b = Job.of("ab", 2, least=2, join_stall_limit_s=9.0)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.5, top_s=1.0)
     are_asked([a, b])
@@ -121,11 +120,7 @@ def test_a_hold_that_fails_costs_its_own_time_and_no_step_and_no_quorum_id(how: 
 
 
 def test_a_group_is_held_for_once_at_a_boundary_and_later_again() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.1)
-    are_asked([a, b])
+    job, a, b, c = waits_for_c(reach_s=0.1)
     c.comes_in(load=False)
     c.asks(at_end=True, reach_s=0.1)
     assert not job.lighthouse._holds.is_on and a.formed is not None and a.formed.version.step == 2
@@ -140,8 +135,7 @@ def test_a_group_is_held_for_once_at_a_boundary_and_later_again() -> None:
 
 def test_a_group_that_has_the_state_and_computes_by_itself_once_more_is_not_waited_for_and_owes_nothing() -> None:
     """It was given the state in the middle of an iteration, perhaps."""
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.5)
     are_asked([a])
@@ -151,8 +145,7 @@ def test_a_group_that_has_the_state_and_computes_by_itself_once_more_is_not_wait
     assert c.replica.warms_up and c.replica.is_behind
     assert not job.lighthouse._holds.is_on
     assert [m.hears()[-1] for m in (a, b)] == ["quorum 1 step 2 healthy"] * 2
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     c.ends()
     c.asks(at_end=True, reach_s=0.1)
     are_asked([a, b])
@@ -166,11 +159,7 @@ def test_a_group_that_has_the_state_and_computes_by_itself_once_more_is_not_wait
 def test_a_group_that_computes_by_itself_with_a_state_that_nobody_else_holds_any_more_goes_on_with_it(
     min_replica_size: int,
 ) -> None:
-    job = Job(least=1)
-    a, b = at_work(job, "a", "b", min_replica_size=min_replica_size)
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
+    job, a, b, c = waits_for_c(least=1, min_replica_size=min_replica_size)
     c.comes_in()
     c.asks(computes_alone=True)
     a.dies()
@@ -184,8 +173,7 @@ def test_a_group_that_computes_by_itself_with_a_state_that_nobody_else_holds_any
 
 
 def test_those_who_are_too_few_wait_without_a_limit() -> None:
-    job = Job(least=1)
-    a, b = at_work(job, "a", "b", min_replica_size=2, join_stall_limit_s=1.0)
+    job, a, b = Job.of("ab", 2, least=1, min_replica_size=2, join_stall_limit_s=1.0)
     b.dies()
     a.asks()
     c = warms_up(job, "c", min_replica_size=2)
@@ -201,16 +189,11 @@ def test_those_who_are_too_few_wait_without_a_limit() -> None:
 
 
 def test_a_need_beyond_the_allowance_is_not_held_for() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=10.0)
-    are_asked([a, b])
+    job, a, b, c = waits_for_c(reach_s=10.0, join_stall_limit_s=3.0)
     assert not job.lighthouse._holds.is_on
     for _ in range(3):
         job.passes(1.0)
-        for member in (a, b):
-            member.votes()
+        they_vote(a, b)
         are_asked([a, b])
     assert "join_stall_limit allows 3 s at most" in c.hears()[-1]
 
@@ -219,8 +202,7 @@ def test_a_need_beyond_the_allowance_is_not_held_for() -> None:
     "why", ["it needs too long", "it has just failed", "it is a spare", "nobody else is let in", ""]
 )
 def test_those_who_train_capture_their_state_only_if_somebody_may_come_in_next(why: str) -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
+    job, a, b = Job.of("ab", 2, least=2, join_stall_limit_s=3.0)
     c = warms_up(job, "c", spare=why == "it is a spare")
     captured = [trains_capturing(job, [a, b]) for _ in range(2)]
     assert captured == [True, False], "it had come; and nobody knows when it is through with its iteration"
@@ -231,8 +213,7 @@ def test_those_who_train_capture_their_state_only_if_somebody_may_come_in_next(w
         c.comes_in(load=False)
         c.asks(at_end=True, reach_s=0.1)
     shrink_only = why == "nobody else is let in"
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     a.asks(shrink_only=shrink_only)
     c.asks(at_end=True, reach_s=10.0 if why == "it needs too long" else 0.1)
     b.asks(can_serve=False)
@@ -244,17 +225,14 @@ def test_those_who_train_capture_their_state_only_if_somebody_may_come_in_next(w
 def trains_capturing(job: Job, members: list[Member], *, shrink_only: bool = False) -> bool:
     """They make the open step, and ask for the next one. Return whether they have captured their state for that."""
     are_capturing = [member.replica.capture_wanted for member in members]
-    for member in members:
-        member.votes()
-    for member in members:
-        member.asks(shrink_only=shrink_only)
+    they_vote(*members)
+    they_ask(*members, shrink_only=shrink_only)
     return any(are_capturing)
 
 
 @pytest.mark.parametrize("who", ["a:1", "c:1"])
 def test_a_group_that_the_quorum_would_leave_out_is_not_held_for(who: str) -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.1, shrink_only=who == "c:1")
     for member in (a, b):
@@ -264,16 +242,13 @@ def test_a_group_that_the_quorum_would_leave_out_is_not_held_for(who: str) -> No
         job.passes(1.0)
         assert c.hears() == [f"pending: {SHRINKS}"]
         c.asks(at_end=True, reach_s=0.1)
-    for member in (a, b):
-        member.votes()
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_vote(a, b)
+    they_ask(a, b, can_serve=True)
     assert job.lighthouse._holds.is_on
 
 
 def test_one_that_waits_for_the_allowance_comes_in_once_there_is_enough() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
+    job, a, b = Job.of("ab", 2, least=2, join_stall_limit_s=3.0)
     c, d = warms_up(job, "c"), warms_up(job, "d")
     c.asks(at_end=True, reach_s=2.0)
     are_asked([a, b])
@@ -291,11 +266,7 @@ def test_one_that_waits_for_the_allowance_comes_in_once_there_is_enough() -> Non
 
 
 def test_what_holds_take_is_taken_from_the_allowance() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
+    job, _, _, c = waits_for_c(join_stall_limit_s=3.0)
     for _ in range(5):
         job.passes(0.5)
         c.still_needs(0.3)
@@ -305,11 +276,9 @@ def test_what_holds_take_is_taken_from_the_allowance() -> None:
 
 
 def test_five_groups_are_held_for_together_one_of_which_asks_meanwhile() -> None:
-    job = Job(least=2)
-    members = at_work(job, "a", "b")
+    job, *members = Job.of("ab", 2, least=2)
     newcomers = [warms_up(job, name) for name in "cdefg"]
-    for member in newcomers[:-1]:
-        member.asks(at_end=True, reach_s=0.5)
+    they_ask(*newcomers[:-1], at_end=True, reach_s=0.5)
     are_asked(members)
     newcomers[-1].asks(at_end=True, reach_s=0.5)
     assert all(m.formed is not None and m.formed.held for m in newcomers)
@@ -320,25 +289,15 @@ def test_five_groups_are_held_for_together_one_of_which_asks_meanwhile() -> None
 
 
 def test_the_lighthouse_is_lost_in_a_hold_and_nobody_waits_for_it_afterwards() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
+    job, a, b, c = waits_for_c()
     job.restart()
-    for member in (a, b, c):
-        member.connects()
-    for member in (a, b):
-        member.asks()
+    they_connect(a, b, c)
+    they_ask(a, b)
     assert [m.hears()[-1] for m in (a, b)] == ["quorum 1000 step 2 healthy"] * 2
 
 
 def test_a_survivor_dies_in_a_hold_and_the_others_go_on() -> None:
-    job = Job(least=1)
-    a, b = at_work(job, "a", "b")
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
+    job, a, b, c = waits_for_c(least=1)
     b.dies()
     assert job.lighthouse._holds.is_on
     c.comes_in()
@@ -347,11 +306,7 @@ def test_a_survivor_dies_in_a_hold_and_the_others_go_on() -> None:
 
 
 def test_one_that_was_not_waited_for_says_what_it_holds_and_asks_for_no_step_in_a_job_that_may_lose_steps() -> None:
-    job = Job(least=1, allow_step_loss=True)
-    a, b = at_work(job, "a", "b")
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
+    job, a, _, c = waits_for_c(least=1, allow_step_loss=True)
     assert job.lighthouse._holds.is_on
     job.passes(30.0)
     assert job.lighthouse._holds.is_late(c.replica_id)
@@ -360,35 +315,27 @@ def test_one_that_was_not_waited_for_says_what_it_holds_and_asks_for_no_step_in_
 
 
 def test_a_loop_that_trains_another_network_than_the_others_comes_in_a_step_later() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     for kind in ("0", "1"):
-        for member in (a, b):
-            member.asks(kind=kind)
-        for member in (a, b):
-            member.votes()
+        they_ask(a, b, kind=kind)
+        they_vote(a, b)
     c = job.join("c")
     c.asks()
     c.ends()
     c.asks(at_end=True, reach_s=0.1, kind="1")
-    for member in (a, b):
-        member.asks(kind="0")
+    they_ask(a, b, kind="0")
     assert not job.lighthouse._holds.is_on
-    for member in (a, b):
-        member.votes()
-    for member in (a, b):
-        member.asks(kind="1")
+    they_vote(a, b)
+    they_ask(a, b, kind="1")
     assert job.lighthouse._holds.is_on
 
 
 def test_one_that_was_needed_is_waited_for_no_longer_than_allowed_once_another_has_come() -> None:
-    job = Job(least=1)
-    a, b = at_work(job, "a", "b", min_replica_size=2, join_stall_limit_s=1.0)
+    job, a, b = Job.of("ab", 2, least=1, min_replica_size=2, join_stall_limit_s=1.0)
     b.dies()
     a.asks()
     c, d = (warms_up(job, name, min_replica_size=2) for name in "cd")
-    for member in (c, d):
-        member.asks(at_end=True, reach_s=0.1)
+    they_ask(c, d, at_end=True, reach_s=0.1)
     a.votes()
     a.asks()
     job.passes(5.0)
@@ -400,8 +347,7 @@ def test_one_that_was_needed_is_waited_for_no_longer_than_allowed_once_another_h
 
 
 def test_one_that_makes_another_needed_by_turns_does_not_stretch_the_time_for_that() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=None)
+    job, a, b = Job.of("ab", 2, least=2, join_stall_limit_s=None)
     b.dies()
     a.asks()
     c = warms_up(job, "c")
@@ -419,8 +365,7 @@ def test_one_that_makes_another_needed_by_turns_does_not_stretch_the_time_for_th
 
 @pytest.mark.parametrize("top_s", [0.0, 0.1])
 def test_a_group_whose_loop_takes_longer_than_anybody_knew_is_excused_for_that_once(top_s: float) -> None:
-    job = Job(least=1)
-    (a,) = at_work(job, "a")
+    job, a = Job.of("a", 2, least=1)
     outs = []
     for life in range(1, 4):
         c = job.join("c", life=life)
@@ -443,8 +388,7 @@ def test_a_group_whose_loop_takes_longer_than_anybody_knew_is_excused_for_that_o
 
 def test_those_who_wait_know_from_their_own_loop_how_long_one_takes_from_the_state_to_its_step() -> None:
     """Else the state would be received twice."""
-    job = Job(least=1)
-    (a,) = at_work(job, "a")
+    job, a = Job.of("a", 2, least=1)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.1)
     a.asks(can_serve=True, top_s=1.0)
@@ -456,8 +400,7 @@ def test_those_who_wait_know_from_their_own_loop_how_long_one_takes_from_the_sta
 
 
 def test_nobody_is_needed_any_more_once_one_has_come_that_must_not_load() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=1.0)
+    job, a, b = Job.of("ab", 2, least=2, join_stall_limit_s=1.0)
     b.dies()
     a.asks()
     c = job.join("c")
@@ -475,12 +418,10 @@ def test_nobody_is_needed_any_more_once_one_has_come_that_must_not_load() -> Non
 
 
 def test_what_a_loop_has_frozen_as_its_iteration_ends_does_not_keep_it_from_coming_in() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.1, frozen="0 to 3")
-    for member in (a, b):
-        member.asks(can_serve=True, frozen="none")
+    they_ask(a, b, can_serve=True, frozen="none")
     assert job.lighthouse._holds.is_on
     c.comes_in()
     c.asks(frozen="none")
@@ -489,16 +430,14 @@ def test_what_a_loop_has_frozen_as_its_iteration_ends_does_not_keep_it_from_comi
 
 def test_who_came_in_counts_for_nothing_but_its_gradients_before_it_is_compared() -> None:
     """It has the last number, and writes no checkpoint, also if its name comes first; and nobody receives a state from it."""
-    job = Job(least=1)
-    b, c = at_work(job, "b", "c")
+    job, b, c = Job.of("bc", 2, least=1)
     a, d = warms_up(job, "a"), warms_up(job, "d")
     a.asks(at_end=True, reach_s=0.1)
     are_asked([b, c])
     a.comes_in()
     a.asks(can_serve=True)
     assert [(m.replica.participating_rank, m.replica.num_writers) for m in (a, b, c)] == [(2, 2), (0, 2), (1, 2)]
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     assert a.step == 3 and a.replica.is_on_trial and not b.replica.is_on_trial
     assert [m.replica.writer_number for m in (a, b, c)] == [None, 0, 1], "it looks on as they write"
     d.asks(at_end=True, reach_s=0.1)
@@ -516,8 +455,7 @@ def test_who_came_in_counts_for_nothing_but_its_gradients_before_it_is_compared(
 
 
 def test_nobody_is_given_its_state_by_one_that_was_just_given_it_itself() -> None:
-    job = Job(least=1)
-    b, c = at_work(job, "b", "c")
+    job, b, c = Job.of("bc", 2, least=1)
     a, d = warms_up(job, "a"), warms_up(job, "d")
     a.asks(at_end=True, reach_s=0.1)
     are_asked([b, c])
@@ -531,8 +469,7 @@ def test_nobody_is_given_its_state_by_one_that_was_just_given_it_itself() -> Non
 
 
 def test_who_is_alone_with_the_state_that_it_was_given_is_the_state_of_the_job() -> None:
-    job = Job(least=1)
-    (a,) = at_work(job, "a")
+    job, a = Job.of("a", 2, least=1)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.1)
     are_asked([a])
@@ -551,8 +488,7 @@ def held_for(job: Job) -> list[str]:
 
 def in_hold(**settings: object) -> tuple[Job, list[Member], Member, Member]:
     """Two groups wait until a third has their state, which it says it needs 2.5 s for; a fourth has made its iteration alone."""
-    job = Job(least=2)
-    members = at_work(job, "a", "b", **{"join_stall_limit_s": 3.0, **settings})
+    job, *members = Job.of("ab", 2, least=2, **{"join_stall_limit_s": 3.0, **settings})
     c, d = warms_up(job, "c"), warms_up(job, "d")
     c.asks(at_end=True, reach_s=2.5, top_s=10.0)
     are_asked(members)
@@ -562,13 +498,11 @@ def in_hold(**settings: object) -> tuple[Job, list[Member], Member, Member]:
 
 def needed(*names: str, **settings: object) -> tuple[Job, Member, list[Member]]:
     """The only one of two that need each other, and newcomers that have asked for its state."""
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", **settings)
+    job, a, b = Job.of("ab", 2, least=2, **settings)
     newcomers = [warms_up(job, name) for name in names]
     b.dies()
     a.asks()
-    for member in newcomers:
-        member.asks(at_end=True, reach_s=0.1)
+    they_ask(*newcomers, at_end=True, reach_s=0.1)
     assert held_for(job) == [member.replica_id for member in newcomers]
     return job, a, newcomers
 
@@ -634,8 +568,7 @@ def test_one_that_could_not_receive_the_state_again_and_again_costs_the_others_a
 
 
 def test_one_whose_sources_die_each_time_is_not_taken_for_one_that_nobody_can_reach() -> None:
-    job = Job(least=1)
-    members = at_work(job, "a", "b", "s", "t")
+    job, *members = Job.of("abst", 2, least=1)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.1)
     are_asked(members)
@@ -681,17 +614,12 @@ def test_one_that_turned_out_to_need_longer_than_it_had_said_is_expected_to_do_s
 
 
 def test_one_whose_loop_takes_long_to_begin_is_forgiven_once_and_says_how_long_that_is_the_next_time() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.1)
-    are_asked([a, b])
+    job, a, b, c = waits_for_c(reach_s=0.1)
     c.comes_in()
     job.passes(1.0)
     assert not held_for(job) and a.formed.version.step == 2
     for top_s in (1.0, 0.0):
-        for member in (a, b):
-            member.votes()
+        they_vote(a, b)
         c.asks()
         c.ends()
         c.asks(at_end=True, reach_s=0.1, top_s=top_s)
@@ -703,15 +631,12 @@ def test_one_whose_loop_takes_long_to_begin_is_forgiven_once_and_says_how_long_t
 
 
 def test_a_limit_holds_from_the_first_quorum_of_a_lighthouse_that_was_started_again() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b", join_stall_limit_s=3.0)
+    job, a, b = Job.of("ab", 2, least=2, join_stall_limit_s=3.0)
     c = warms_up(job, "c")
     job.restart()
-    for member in (a, b, c):
-        member.connects()
+    they_connect(a, b, c)
     c.asks(at_end=True, reach_s=2.0)
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     assert held_for(job) == ["c:1"]
     c.still_needs(20.0)
     job.passes(0.5)
@@ -744,8 +669,7 @@ def test_who_has_the_state_is_not_waited_for_beyond_the_allowance() -> None:
 
 
 def test_that_it_has_the_state_counts_from_the_first_time_that_it_says_so() -> None:
-    job = Job(least=2)
-    members = at_work(job, "a", "b")
+    job, *members = Job.of("ab", 2, least=2)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.1, top_s=1.0)
     are_asked(members)
@@ -756,8 +680,7 @@ def test_that_it_has_the_state_counts_from_the_first_time_that_it_says_so() -> N
 
 
 def test_one_that_does_more_once_it_has_the_state_says_so_and_is_waited_for_within_the_allowance() -> None:
-    job = Job(least=2)
-    members = at_work(job, "a", "b")
+    job, *members = Job.of("ab", 2, least=2)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.1)
     are_asked(members)
@@ -844,22 +767,19 @@ def test_what_has_passed_counts_together_with_what_a_group_measures_that_it_need
 
 
 def test_of_those_that_could_not_come_in_one_is_tried_at_a_time_that_is_not_in_its_pause() -> None:
-    job = Job(least=2)
-    members = at_work(job, "a", "b")
+    job, *members = Job.of("ab", 2, least=2)
     c, d, e = (warms_up(job, name) for name in "cde")
     allowance = job.lighthouse._joining._allowance
     for name, cost_s in (("c", 10.0), ("d", 0.0), ("e", 0.0)):
         allowance.debt(name, job.now).could_not(cost_s, "it cannot connect", job.now, first_pause_s=None, is_alone=True)
     job.passes(1.0)
-    for member in (c, d, e):
-        member.asks(at_end=True, reach_s=0.1)
+    they_ask(c, d, e, at_end=True, reach_s=0.1)
     trains(job, members)
     assert held_for(job) == ["d:1"]
 
 
 def test_of_those_that_could_not_come_in_as_many_are_tried_at_once_as_a_step_needs_to_count() -> None:
-    job = Job(least=3)
-    a, b, c = at_work(job, "a", "b", "c")
+    job, a, b, c = Job.of("abc", 2, least=3)
     others = [warms_up(job, name) for name in "def"]
     b.dies()
     c.dies()
@@ -869,14 +789,12 @@ def test_of_those_that_could_not_come_in_as_many_are_tried_at_once_as_a_step_nee
         debt.could_not(0.0, "it cannot connect", job.now, first_pause_s=None, is_alone=True)
     job.passes(61.0)
     a.asks(can_serve=True)
-    for member in others:
-        member.asks(at_end=True, reach_s=0.1)
+    they_ask(*others, at_end=True, reach_s=0.1)
     assert held_for(job)[:2] == ["d:1", "e:1"]
 
 
 def test_one_that_dies_each_time_when_it_has_the_state_stays_outside_for_longer_and_longer() -> None:
-    job = Job(least=2)
-    members = at_work(job, "a", "b")
+    job, *members = Job.of("ab", 2, least=2)
     stood_s = 0.0
     for life in range(1, 20):
         c = job.join("c", life=life)
@@ -897,11 +815,7 @@ def test_one_that_dies_each_time_when_it_has_the_state_stays_outside_for_longer_
 def test_one_that_was_given_the_state_of_an_attempt_that_was_discarded_does_not_begin_the_next_attempt_with_it(
     how: str,
 ) -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
+    job, a, b, c = waits_for_c()
     assert c.formed is not None and c.formed.held
     given = c.formed.version
     c.still_needs(0.0)
@@ -910,8 +824,7 @@ def test_one_that_was_given_the_state_of_an_attempt_that_was_discarded_does_not_
     else:
         job.passes(6.0)
     assert a.formed is not None and a.formed.role is Role.HEALTHY and not job.lighthouse._holds.is_on
-    for member in (a, b):
-        member.votes(error="a loss that is not a number")
+    they_vote(a, b, error="a loss that is not a number")
     assert a.step == b.step == given.step
     c.loads()
     c.replica.learned()
@@ -927,8 +840,7 @@ def test_one_that_was_given_the_state_of_an_attempt_that_was_discarded_does_not_
 def test_one_that_was_given_values_of_an_attempt_that_its_source_has_left_comes_in_with_those_of_the_next(
     is_late: bool,
 ) -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     c, d = (warms_up(job, name) for name in "cd")
     for member in (c, d) if is_late else (c,):
         member.asks(at_end=True, reach_s=0.5)
@@ -944,8 +856,7 @@ def test_one_that_was_given_values_of_an_attempt_that_its_source_has_left_comes_
         d.comes_in()
         d.asks()
     assert [m.hears()[-1] for m in (a, b)] == ["quorum 1 step 2 healthy"] * 2
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     c.ends()
     c.asks(at_end=True, reach_s=0.5)
     are_asked([a, b])
@@ -957,11 +868,9 @@ def test_one_that_was_given_values_of_an_attempt_that_its_source_has_left_comes_
 def test_of_those_that_hold_values_of_attempts_that_are_over_one_gives_its_own_to_the_others_if_nobody_else_can() -> (
     None
 ):
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     newcomers = _, d = [warms_up(job, name) for name in "cd"]
-    for member in newcomers:
-        member.asks(at_end=True, reach_s=0.5)
+    they_ask(*newcomers, at_end=True, reach_s=0.5)
     are_asked([a, b])
     for member in newcomers:
         member.comes_in()
@@ -993,11 +902,7 @@ def test_of_those_that_hold_values_of_attempts_that_are_over_one_gives_its_own_t
 def test_one_with_values_of_an_attempt_that_is_over_asks_while_its_giver_is_cut_off_and_comes_in_when_that_is_back() -> (
     None
 ):
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
+    job, a, b, c = waits_for_c()
     c.comes_in()
     a.asks(can_serve=True)  # its loss was not a number
     a.is_cut_off()
@@ -1013,13 +918,11 @@ def test_one_with_values_of_an_attempt_that_is_over_asks_while_its_giver_is_cut_
 
 
 def test_one_of_an_outer_loop_asks_anew_with_the_state_that_it_had() -> None:
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.5)
     for _ in range(2):
-        a.asks(can_serve=True, patience_s=9.0)
-        b.asks(can_serve=True, patience_s=9.0)
+        they_ask(a, b, can_serve=True, patience_s=9.0)
     c.comes_in()
     c.asks()
     assert job.lighthouse.round is not None and job.lighthouse.round.tally.roles["c:1"] is Role.HEALTHY
@@ -1030,32 +933,24 @@ def test_one_of_an_outer_loop_begins_a_later_attempt_with_the_state_that_it_was_
     patience_s: float,
 ) -> None:
     """Else it would stay outside for ever, as it holds the state between its rounds, if no round counts without it."""
-    job = Job(least=2)
-    a, b = at_work(job, "a", "b")
+    job, a, b = Job.of("ab", 2, least=2)
     c = warms_up(job, "c")
     c.asks(at_end=True, reach_s=0.5, patience_s=patience_s)
-    for member in (a, b):
-        member.asks(can_serve=True, patience_s=patience_s)
+    they_ask(a, b, can_serve=True, patience_s=patience_s)
     c.is_cut_off()
-    for member in (a, b):
-        member.votes(error="2 replica groups contribute, min_replica_size is 3")
+    they_vote(a, b, error="2 replica groups contribute, min_replica_size is 3")
     c.loads()
     c.replica.learned()
     c.connects()
     c.asks(patience_s=patience_s)
-    for member in (a, b):
-        member.asks(patience_s=patience_s)
+    they_ask(a, b, patience_s=patience_s)
     assert job.lighthouse.round is not None
     assert ("c:1" in job.lighthouse.round.tally.roles) == (patience_s > 0.0)
 
 
 def test_one_with_values_of_an_attempt_that_is_over_waits_with_them_and_goes_on_when_the_others_have_died() -> None:
     """It asks with an iteration begun, so it is not sent to compute alone, and nobody else has the state any more."""
-    job = Job()
-    a, b = at_work(job, "a", "b")
-    c = warms_up(job, "c")
-    c.asks(at_end=True, reach_s=0.5)
-    are_asked([a, b])
+    _, a, b, c = waits_for_c(least=1)
     c.comes_in()
     a.asks(can_serve=True)  # its loss was not a number
     c.asks(allow_heal=False)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect, they_vote
 from test_learning import trains as train_together
 from test_lighthouse_scenarios import trained
 
@@ -151,8 +151,7 @@ def test_nor_does_a_quorum_that_trains_from_it_make_it_one_that_the_job_waits_fo
     version = StateVersion(step=LATER) if restored else of_old(LATER)
     x.connects(version=version)
     x.says(QuorumRequest(request_id=1, version=version, restored=restored, can_serve=True))
-    for member in groups:
-        member.asks(can_serve=True)
+    they_ask(*groups, can_serve=True)
     for _ in range(3):
         job.passes(61.0)
         for member in groups:
@@ -167,8 +166,7 @@ def test_nor_does_a_quorum_that_trains_from_it_make_it_one_that_the_job_waits_fo
     (step,) = {member.step for member in groups}
     assert 3 <= step < 12
     job.restart()
-    for member in groups:
-        member.connects()
+    they_connect(*groups)
     job.step(*groups)
     assert {member.step for member in groups} == {job.lighthouse.newest_step} == {step + 1}
 
@@ -196,14 +194,11 @@ def test_the_others_carry_such_a_step_to_no_restarted_lighthouse() -> None:
     assert (a.formed.held, a.formed.version.step) == (True, LATER)
     x.dies()
     job.restart()
-    for member in (a, b):
-        member.connects()
+    they_connect(a, b)
     assert job.lighthouse.newest_step == 1
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     job.passes(61.0)  # the last quorum had one more
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert (a.step, b.step) == (2, 2)
 
 
@@ -225,8 +220,7 @@ def test_where_one_has_loaded_such_a_state_the_job_goes_on_from_it() -> None:
     assert (b.formed.version.step, [source.replica_id for source in b.formed.sources]) == (8, ["a:1"])
     b.comes_in()
     b.asks()
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert (a.step, b.step, job.lighthouse.newest_step) == (9, 9, 9)
 
 
@@ -249,12 +243,10 @@ def test_two_commits_of_one_step_have_two_names_where_nobody_followed_the_first(
     job, (a, b) = trained("a", "b")
     job.step(a, b)
     before = a.replica.version
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     formed = a.formed
     a.is_stopped = b.is_stopped = True  # what they hear comes too late: they have given up
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert job.lighthouse.newest_step == 3
     a.is_stopped = b.is_stopped = False
     for member in (a, b):
@@ -367,8 +359,7 @@ def test_a_step_that_was_decided_here_counts_on_where_somebody_says_that_the_job
     job = Job(1)
     vote = CommitVote(quorum_id=77, epoch="old", step=3, approve=True, num_voters=1, counts=True)
     x, late = (Member(job, name, 1, ReplicaSettings(min_replica_size=1)) for name in ("x:1", "late:1"))
-    for member in (late, x):
-        member.connects(last_quorum_id=77, last_quorum_size=1, last_epoch="old")
+    they_connect(late, x, last_quorum_id=77, last_quorum_size=1, last_epoch="old")
     x.says(vote)
     x.dies()
     stranger(job, rolled_back_to=StateVersion(step=4, quorum_id=78, epoch="old"), last_quorum_id=77, last_epoch="old")
@@ -380,14 +371,12 @@ def test_a_step_that_was_decided_here_counts_on_where_somebody_says_that_the_job
 def test_who_has_no_part_in_the_open_step_does_not_break_its_collectives_by_a_vote() -> None:
     job, (a, b) = trained("a", "b")
     x = stranger(job)
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     a.hears(), b.hears()
     assert a.formed is not None
     says = CommitVote(quorum_id=a.formed.quorum_id, epoch=a.formed.epoch, step=1, approve=False, broken=True)
     x.says(says)
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert (a.hears(), b.hears(), x.hears()) == (["commit"], ["commit"], [])
     x.says(says)
     assert x.hears() == ["left_behind"]
@@ -395,18 +384,15 @@ def test_who_has_no_part_in_the_open_step_does_not_break_its_collectives_by_a_vo
 
 def test_nor_those_of_a_step_that_is_in_doubt_after_a_restart() -> None:
     job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     job.restart()
-    a.connects()
-    b.connects()
+    they_connect(a, b)
     x = stranger(job)
     assert a.formed is not None
     vote = CommitVote(quorum_id=a.formed.quorum_id, epoch=a.formed.epoch, step=1, approve=False, broken=True)
     a.hears(), b.hears()
     x.says(vote)
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert (a.hears(), b.hears()) == (["commit"], ["commit"])
 
 
@@ -425,8 +411,7 @@ def test_nor_does_it_become_one_when_another_one_brings_the_job_to_its_step_and_
     for member in (y, z):
         member.connects(version=of_old(4))
         member.says(QuorumRequest(request_id=1, version=of_old(4), can_serve=True))
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     job.passes(61.0)
     assert job.lighthouse.round is not None and job.lighthouse.round.step == 4
     y.dies()
@@ -478,8 +463,7 @@ def test_64_ranks_with_eight_addresses_each_are_no_such_group() -> None:
 
 def test_a_word_that_the_job_went_back_in_a_quorum_that_never_was_makes_no_later_state_void() -> None:
     """He says so before the first quorum, and goes. All that was committed after it counted as lost."""
-    job = Job(least=1)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=1)
     liar = job.join("liar")
     liar.is_cut_off()
     liar.connects(rolled_back_to=StateVersion(step=0, quorum_id=2**40, epoch="another life"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect, they_vote
 
 from torchft_ckpt.core.coordination.joining import FIRST_RATE, SILENT_S, Joining, Reception
 from torchft_ckpt.core.coordination.messages import Outcome, Receives
@@ -175,19 +175,16 @@ def test_after_a_whole_transfer_the_next_one_is_expected_to_be_as_large():
 
 def trained(limit_s: float | None = MINUTE, tau_s: float = 1.0, **settings: object) -> tuple[Job, Member, Member]:
     """Two groups whose steps take so long."""
-    job = Job(least=1)
-    a, b = (job.join(name, join_stall_limit_s=limit_s, **settings) for name in "ab")
+    job, a, b = Job.of("ab", least=1, join_stall_limit_s=limit_s, **settings)
     for _ in range(3):
         ask(a, b)
         job.passes(tau_s)
-        for member in (a, b):
-            member.votes()
+        they_vote(a, b)
     return job, a, b
 
 
 def ask(*members: Member) -> None:
-    for member in members:
-        member.asks(can_serve=True)
+    they_ask(*members, can_serve=True)
 
 
 def newcomer(job: Job, name: str = "j", **facts: object) -> Member:
@@ -210,8 +207,7 @@ def why_outside(job: Job, member: Member, *others: Member) -> str:
     """What a member is told of its waiting while the others make two steps."""
     for _ in range(2):
         job.passes(1.0)
-        for other in others:
-            other.votes()
+        they_vote(*others)
         ask(*others)
     assert others[0].formed is not None and others[0].formed.replica_world_size == len(others)
     return [words for words in member.hears() if words.startswith("pending: ")][-1]
@@ -257,8 +253,7 @@ def test_who_waits_outside_is_told_until_when_and_comes_in_then():
     told = why_outside(job, j, a, b)
     assert "receiving and loading the state may keep the others waiting for 11 s, and 5." in told
     assert " are left of join_stall_limit (20 s): enough in " in told
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     job.passes(130.0)
     ask(a, b)
     assert is_held(j)
@@ -294,8 +289,7 @@ def test_one_that_measures_more_than_it_expected_costs_few_holds_until_the_allow
             j.comes_in(load=False)
             j.asks(at_end=True, reach_s=5.6)
         job.passes(0.9)
-        a.votes()
-        b.votes()
+        they_vote(a, b)
     else:
         pytest.fail("it never came in")
     assert attempts <= 3, attempts
@@ -308,8 +302,7 @@ def test_who_has_waited_outside_for_five_minutes_is_admitted_once_more():
         job.passes(until_s - job.now + 3.0)
         ask(a, b)
         assert is_held(j) is is_admitted
-        a.votes()
-        b.votes()
+        they_vote(a, b)
 
 
 def test_nor_is_anybody_after_five_minutes_while_the_allowance_is_below_zero():
@@ -322,8 +315,7 @@ def test_nor_is_anybody_after_five_minutes_while_the_allowance_is_below_zero():
 
 
 def test_what_a_first_quorum_waits_for_is_not_taken_from_the_allowance():
-    job = Job(least=2)
-    a, b = (job.join(name, join_stall_limit_s=MINUTE) for name in "ab")
+    job, a, b = Job.of("ab", least=2, join_stall_limit_s=MINUTE)
     ask(a, b)
     cannot_connect(job, a, b)
     assert purse_s(job) == MINUTE
@@ -358,15 +350,13 @@ def test_deaths_say_nothing_of_how_long_one_needs_and_coming_in_makes_good_what_
         ask(a, b)
         assert is_held(j)
         j.dies()
-        for member in (a, b):
-            member.votes()
+        they_vote(a, b)
         job.passes(30.0)
     assert job.lighthouse._joining._allowance.debts["j"].factor_of_need == 1.0
     job.lighthouse._joining._allowance.debts["j"].times_underestimated = 4
     j = job.join("j")
     job.lets_in(j, others=[a, b])
-    for member in (a, b, j):
-        member.votes()
+    they_vote(a, b, j)
     assert j.outcomes == [Outcome.COMMIT] and "j" not in job.lighthouse._joining._allowance.debts
 
 
@@ -385,8 +375,7 @@ def test_what_those_who_train_stand_still_to_capture_their_state_is_taken_from_t
     job.passes(11.0)
     a.asks(stood_s=14.0)
     assert purse_s(job) == pytest.approx(MINUTE - 14.0)
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     before_s = purse_s(job)
     job.step(a, b)
     assert purse_s(job) >= before_s
@@ -399,14 +388,12 @@ def test_who_comes_in_needs_what_the_others_stand_still_for_it_and_waits_outside
         b.asks()
         job.passes(14.0)
         a.asks(stood_s=14.0)
-        a.votes()
-        b.votes()
+        they_vote(a, b)
     j = newcomer(job, reach_s=0.1)
     ask(a, b)
     told = why_outside(job, j, a, b)
     assert "keep the others waiting for 14 s" in told and "join_stall_limit (30 s)" in told
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     job.passes(240.0)
     ask(a, b)
     assert is_held(j)
@@ -420,11 +407,9 @@ def test_nobody_empties_the_allowance_by_a_word():
     x.comes_in()
     x.asks(stood_s=1e9)
     for _ in range(3):
-        for member in (a, b, x):
-            member.votes()
+        they_vote(a, b, x)
         job.passes(1.0)
-        a.asks(stood_s=0.5)
-        b.asks(stood_s=0.5)
+        they_ask(a, b, stood_s=0.5)
         x.asks(stood_s=1e9)
     assert purse_s(job) == pytest.approx(MINUTE - 1.5, abs=0.2)
     x.dies()
@@ -436,11 +421,9 @@ def test_nobody_empties_the_allowance_by_a_word():
 def test_two_who_lie_empty_it_and_leave_a_debt_of_one_limit_at_most():
     job, a, b = trained()
     for _ in range(5):
-        for member in (a, b):
-            member.votes()
+        they_vote(a, b)
         job.passes(100.0)
-        for member in (a, b):
-            member.asks(stood_s=1e9)
+        they_ask(a, b, stood_s=1e9)
     assert purse_s(job) == pytest.approx(-MINUTE)
 
 
@@ -465,8 +448,7 @@ def test_one_that_trains_alone_pays_for_what_it_stands_still_for_a_group_that_di
             if is_held(b):
                 b.comes_in()
                 b.asks()
-                b.votes()
-                a.votes()
+                they_vote(b, a)
                 break
             a.votes()
         b.dies()
@@ -507,8 +489,7 @@ def test_groups_that_are_restarted_with_a_lower_limit_come_in_at_once():
         assert is_held(j), name
         j.comes_in()
         j.asks()
-        other.votes()
-        j.votes()
+        they_vote(other, j)
         a, b = (j, other) if name == "a" else (other, j)
 
 
@@ -517,8 +498,7 @@ def test_what_takes_long_for_another_reason_is_not_taken_from_the_allowance():
     j = job.join("j")
     job.lets_in(j, others=[a, b])
     job.passes(200.0)  # one of them writes a checkpoint, say
-    a.votes()
-    j.votes()
+    they_vote(a, j)
     b.votes(error="its data loader failed")
     assert a.outcomes[-1] is Outcome.DISCARD and purse_s(job) == MINUTE
 
@@ -542,8 +522,7 @@ def test_five_beyond_the_limit_cost_the_others_nothing_after_their_first_attempt
                 member.follows(load=False)
                 member.asks(at_end=True, reach_s=900.0)
         job.passes(1.0)
-        a.votes()
-        b.votes()
+        they_vote(a, b)
         steps += 1
     assert stood_s <= 0.01 * job.now
     assert steps > 580 and a.outcomes.count(Outcome.DISCARD) == 0
@@ -561,8 +540,7 @@ def test_a_group_that_comes_into_a_running_job_computes_an_iteration_alone():
     assert (j.formed.role.value, j.formed.warms_up, j.plan.load) == ("learner", True, False)
     for _ in range(3):  # its first forward pass takes long
         job.passes(0.5)
-        a.votes()
-        b.votes()
+        they_vote(a, b)
         ask(a, b)
     assert (a.formed.quorum_id, a.outcomes) == (quorum_id, [Outcome.COMMIT] * 6)
     j.ends()
@@ -573,20 +551,15 @@ def test_a_group_that_comes_into_a_running_job_computes_an_iteration_alone():
 def test_nobody_is_waited_for_where_no_state_was_captured_and_those_who_train_are_told_to_do_so():
     job, a, b = trained()
     j = newcomer(job, reach_s=0.2)
-    for member in (a, b):
-        member.asks(can_serve=False)
+    they_ask(a, b, can_serve=False)
     assert a.formed.replica_world_size == 2 and a.heard_joiner() and not is_held(j)
-    for member in (a, b):
-        member.votes()
-    for member in (a, b):
-        member.asks()
+    they_vote(a, b)
+    they_ask(a, b)
     assert is_held(j)
 
 
 def test_where_too_few_train_without_it_a_state_is_served_that_was_not_captured_before():
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
-    job.step(a, b)
+    job, a, b = Job.of("ab", 1, least=2)
     b.dies()
     a.asks(can_serve=False)
     assert not is_held(a)
@@ -608,9 +581,7 @@ def test_who_waits_for_a_group_trains_at_once_when_that_one_computes_an_iteratio
 
 @pytest.mark.parametrize("case", ["first quorum", "must not load", "cannot load", "holds it", "finished"])
 def test_a_group_computes_nothing_alone_where_that_helps_nobody(case: str):
-    job = Job(least=1)
-    a, b = job.join("a"), job.join("b")
-    job.step(a, b)
+    job, a, b = Job.of("ab", 1, least=1)
     if case == "first quorum":
         assert a.step == b.step == 1
         return
@@ -630,11 +601,9 @@ def test_nobody_waits_for_a_group_that_computes_alone_when_the_lighthouse_restar
     j = job.join("j")
     j.asks(reach_s=0.2)
     assert j.formed.warms_up
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     job.restart()
-    for member in (a, b, j):
-        member.connects()
+    they_connect(a, b, j)
     ask(a, b)
     job.passes(5.0)
     assert a.formed.version.step == a.step and a.replica.phase.value == "training"
@@ -650,8 +619,7 @@ def takes_turns(*turns: str) -> Iterator[str]:
 
 def two_networks(least: int = 1) -> tuple[Job, Member, Member, Iterator[str]]:
     """A job of two that have trained each of their networks."""
-    job = Job(least=least)
-    a, b = (job.join(name) for name in "ab")
+    job, a, b = Job.of("ab", least=least)
     turns = takes_turns("critic", "generator")
     for _ in range(3):
         one_step(job, a, b, kind=next(turns))
@@ -659,11 +627,9 @@ def two_networks(least: int = 1) -> tuple[Job, Member, Member, Iterator[str]]:
 
 
 def one_step(job: Job, *members: Member, kind: str) -> None:
-    for member in members:
-        member.asks(can_serve=True, kind=kind)
+    they_ask(*members, can_serve=True, kind=kind)
     job.passes(1.0)
-    for member in members:
-        member.votes()
+    they_vote(*members)
 
 
 def test_a_group_adds_nothing_in_its_first_step_if_its_loop_may_use_there_what_it_computed_in_the_one_before():
@@ -671,16 +637,13 @@ def test_a_group_adds_nothing_in_its_first_step_if_its_loop_may_use_there_what_i
     job, a, b, turns = two_networks()
     kind = next(turns)
     j = newcomer(job, kind=kind)
-    for member in (a, b):
-        member.asks(can_serve=True, kind=kind)
+    they_ask(a, b, can_serve=True, kind=kind)
     j.comes_in()
     j.asks(kind=kind)
     assert (j.formed.role.value, j.formed.contributor_rank, a.formed.num_contributors) == ("healthy", None, 2)
-    for member in (a, b, j):
-        member.votes()
+    they_vote(a, b, j)
     kind = next(turns)
-    for member in (a, b, j):
-        member.asks(can_serve=True, kind=kind)
+    they_ask(a, b, j, can_serve=True, kind=kind)
     assert (j.formed.role.value, a.formed.num_contributors) == ("healthy", 3)
 
 
@@ -716,8 +679,7 @@ def test_of_two_at_work_that_are_out_of_turn_one_goes_out_and_comes_back_in_turn
     b.comes_in()
     b.asks(kind=kind)
     assert (a.formed.replica_world_size, b.formed.role.value) == (2, "healthy")
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert a.step == b.step and Outcome.DISCARD not in a.outcomes + b.outcomes
 
 
@@ -758,8 +720,7 @@ def test_a_group_comes_in_at_the_place_in_the_turns_at_which_its_own_loop_is(tur
 
 
 def test_most_of_those_at_work_say_whose_turn_it_is() -> None:
-    job = Job(least=1)
-    members = [job.join(name) for name in "abc"]
+    job, *members = Job.of("abc", least=1)
     turns = takes_turns("critic", "generator")
     for _ in range(3):
         one_step(job, *members, kind=next(turns))
@@ -790,12 +751,10 @@ def test_one_that_has_gone_out_and_still_holds_the_newest_state_comes_in_in_turn
     c.ends()
     c.asks(at_end=True, kind=kind)
     for trained, comes in ((other, False), (kind, True)):
-        for member in (a, b):
-            member.asks(can_serve=True, kind=trained)
+        they_ask(a, b, can_serve=True, kind=trained)
         assert is_held(c) is comes
         if not comes:
-            a.votes()
-            b.votes()
+            they_vote(a, b)
 
 
 def test_one_that_was_put_out_of_turn_is_in_no_step_before_its_turn_though_it_holds_the_newest_state() -> None:
@@ -809,24 +768,20 @@ def test_one_that_was_put_out_of_turn_is_in_no_step_before_its_turn_though_it_ho
     c.comes_in()
     c.asks(kind=kind)
     assert [m.formed.role.value for m in (a, b, c)] == ["healthy"] * 3
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     assert all(Outcome.DISCARD not in m.outcomes for m in (a, b, c))
 
 
 def test_the_turns_of_a_group_that_is_gone_are_forgotten_with_it() -> None:
-    job = Job(least=1)
-    a, b, other = [job.join(name) for name in "abc"]
+    job, a, b, other = Job.of("abc", least=1)
     one_step(job, a, b, other, kind="both")
     for member, kind in ((a, "both"), (b, "both"), (other, "one of them")):
         member.asks(can_serve=True, kind=kind)
     assert other.replica.warms_up
     other.leaves()
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     j = newcomer(job, kind="another name")
-    for member in (a, b):
-        member.asks(can_serve=True, kind="both")
+    they_ask(a, b, can_serve=True, kind="both")
     assert is_held(j), "else it would wait for a turn that never comes"
 
 
@@ -837,11 +792,9 @@ def test_a_group_whose_loop_never_does_what_the_others_did_is_kept_outside_for_s
     num_alone = 0
     while not is_held(j):
         kind = next(turns)
-        for member in (a, b):
-            member.asks(can_serve=True, kind=kind)
+        they_ask(a, b, can_serve=True, kind=kind)
         job.passes(1.0)
-        a.votes()
-        b.votes()
+        they_vote(a, b)
         num_alone += 1
         assert num_alone < 30
     assert 8 <= num_alone <= 12
@@ -853,8 +806,7 @@ def test_a_group_whose_loop_never_does_what_the_others_did_is_kept_outside_for_s
 def cannot_connect(job: Job, *members: Member, after_s: float = 10.0) -> None:
     """All of a quorum have waited so long for each other: it is discarded."""
     job.passes(after_s)
-    for member in members:
-        member.votes(connects=False)
+    they_vote(*members, connects=False)
 
 
 def test_who_cannot_connect_costs_those_who_train_a_thirtieth_of_their_time():
@@ -871,8 +823,7 @@ def test_who_cannot_connect_costs_those_who_train_a_thirtieth_of_their_time():
             j.goes_on()
             continue
         job.passes(1.0)
-        a.votes()
-        b.votes()
+        they_vote(a, b)
     assert len(tried) == 2, "each of 10 s"
     assert a.step - step >= 570
     said = [line for line in job.log if line.startswith("j:1 could not come in")]
@@ -909,8 +860,7 @@ def test_of_two_newcomers_that_cannot_connect_each_is_tried_alone_and_the_innoce
     cannot_connect(job, a, b, c)
     ask(c, a, b)
     assert (a.formed.replica_world_size, d.formed.replica_world_size) == (3, 3)
-    for member in (a, b, d):
-        member.votes()
+    they_vote(a, b, d)
     assert d.outcomes[-1] is Outcome.COMMIT
     job.passes(100.0)
     ask(a, b, d)
@@ -921,8 +871,7 @@ def test_where_those_who_have_trained_together_cannot_connect_any_more_they_find
     job, a, b = trained()
     c = job.join("c")
     job.lets_in(c, others=[a, b])
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     job.step(a, b, c)
     c.replica.configured = None
     for _ in range(2):  # once, all of them are believed
@@ -956,8 +905,7 @@ def test_one_that_cannot_load_the_state_is_left_out_and_told_why():
     job.passes(0.5)
     j.comes_in(load=False)
     j.asks(at_end=True)
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     ask(a, b)
     told = why_outside(job, j, a, b)
     assert "it could not receive or load the state; it is tried again in " in told

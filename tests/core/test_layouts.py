@@ -6,7 +6,7 @@ import itertools
 
 import msgspec
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_vote
 
 from torchft_ckpt.core.coordination.layouts import (
     combine_layouts,
@@ -26,8 +26,7 @@ def asks_as(member: Member, layout: str, *, frozen: str = "", at_end: bool = Fal
 
 def job_of_two() -> tuple[Job, Member, Member]:
     """Two groups that have trained a step together."""
-    job = Job()
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab")
     for member in (a, b):
         asks_as(member, "two ranks")
     for member in (a, b):
@@ -110,8 +109,7 @@ def test_a_layout_that_changes_in_all_groups_splits_nobody_off() -> None:
 
 
 def test_who_cannot_be_in_a_quorum_is_named_while_there_is_none() -> None:
-    job = Job(least=2)
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab", least=2)
     for member in (a, b):
         asks_as(member, "two ranks")
     for member in (a, b):
@@ -157,8 +155,7 @@ def test_the_same_parameters_in_another_order_are_no_part_that_a_state_could_men
 
 
 def job_that_has_unfrozen() -> tuple[Job, Member, Member]:
-    job = Job()
-    a, b = job.join("a"), job.join("b")
+    job, a, b = Job.of("ab")
     for member in (a, b):
         asks_as(member, "p", frozen="none")
     for member in (a, b):
@@ -177,8 +174,7 @@ def test_a_group_that_comes_back_with_frozen_layers_learns_the_step_and_comes_in
     assert a.hears()[-1] == b.hears()[-1] == "quorum 1 step 1 healthy"
     c.loads()
     assert c.step == 1
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     assert a.hears() == b.hears() == ["commit"]
     asks_as(c, "p", frozen="none")
     c.ends()
@@ -203,8 +199,7 @@ def test_a_group_that_still_has_frozen_layers_learns_again_less_and_less_often_a
         for member in (a, b):
             asks_as(member, "p", frozen="none")
         job.passes(0.5)
-        for member in (a, b):
-            member.votes()
+        they_vote(a, b)
         assert a.hears()[-1] == b.hears()[-1] == "commit"
         heard += c.hears()
     assert heard.count("quorum 1 step 1 learner") == 1
@@ -245,8 +240,7 @@ def test_one_of_another_layout_that_waits_is_nobody_to_train_with() -> None:
     for _ in range(2):
         for member in (a, b):
             asks_as(member, "x")
-        for member in (a, b):
-            member.votes()
+        they_vote(a, b)
     c = job.join("c")
     asks_as(c, "x")
     b.dies()

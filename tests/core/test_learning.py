@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect, they_vote
 from support import answers
 
 from torchft_ckpt.core.coordination.group import (
@@ -40,16 +40,13 @@ from torchft_ckpt.errors import ProtocolError
 
 def trains(job: Job, *members: Member, seconds: float = 1.0) -> None:
     """A step of these members that takes so long."""
-    for member in members:
-        member.asks(can_serve=True)
+    they_ask(*members, can_serve=True)
     job.passes(seconds)
-    for member in members:
-        member.votes()
+    they_vote(*members)
 
 
 def trained(least: int = 1, **settings: object) -> tuple[Job, Member, Member]:
-    job = Job(least=least)
-    a, b = (job.join(name, **settings) for name in "ab")
+    job, a, b = Job.of("ab", least=least, **settings)
     for _ in range(3):
         trains(job, a, b)
     return job, a, b
@@ -59,8 +56,7 @@ def follower(job: Job, a: Member, b: Member, name: str = "j", **settings: object
     """A group that needs a minute comes, and follows."""
     j = job.join(name, **settings)
     j.warms_up(reach_s=60.0, can_follow=True)
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     assert j.formed is not None and j.formed.follows, j.hears()
     return j
 
@@ -74,8 +70,7 @@ def test_it_receives_the_state_while_the_others_train_on_and_comes_in_when_it_is
     assert a.formed.destinations == b.formed.destinations == [2] and a.replica.serves_learners
     followed = j.formed.version
     job.passes(1.0)
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     for _ in range(60):
         trains(job, a, b)
     assert (a.formed.quorum_id, a.outcomes) == (quorum_id, [Outcome.COMMIT] * 64)
@@ -84,8 +79,7 @@ def test_it_receives_the_state_while_the_others_train_on_and_comes_in_when_it_is
     a.hears()
     j.asks(at_end=True, reach_s=0.6, can_follow=True)
     assert a.heard_joiner(), "so that somebody has captured the state at the next step"
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     j.comes_in()
     j.asks()
     assert (j.formed.role, a.formed.replica_world_size, a.formed.quorum_id) == (Role.HEALTHY, 3, quorum_id + 1)
@@ -103,8 +97,7 @@ def test_nobody_follows_whom_that_would_not_help(case: str) -> None:
         j.asks(reach_s=reach_s, can_follow=True, allow_heal=False)
     else:
         j.warms_up(reach_s=reach_s, can_follow=case != "cannot")
-    for member in {a.replica_id: a, b.replica_id: b}.values():
-        member.asks(can_serve=True)
+    they_ask(*{a.replica_id: a, b.replica_id: b}.values(), can_serve=True)
     assert j.formed is not None and (j.formed.role is Role.IDLE if case == "must not heal" else j.formed.held)
 
 
@@ -113,8 +106,7 @@ def test_a_group_that_has_measured_nothing_follows_sooner(guesses: bool) -> None
     job, a, b = trained(min_replica_size=1)
     j = job.join("j")
     j.warms_up(reach_s=0.3, can_follow=True, guesses=guesses)
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     assert j.formed is not None and j.formed.follows and j.formed.held is not guesses
 
 
@@ -122,8 +114,7 @@ def test_one_that_turns_out_to_be_further_behind_than_the_others_wait_follows() 
     job, a, b = trained(join_stall_limit_s=10.0)
     j = job.join("j")
     j.warms_up(reach_s=0.02, can_follow=True, guesses=True)
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     assert j.formed is not None and j.formed.held
     j.still_needs(20.0)
     job.passes(0.3)
@@ -143,14 +134,12 @@ def test_a_learner_that_dies_or_is_cut_off_costs_the_others_nothing() -> None:
     j = follower(job, a, b)
     a.hears()
     j.dies()
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     trains(job, a, b)
     k = follower(job, a, b, "k")
     k.is_cut_off()
     k.connects()
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     trains(job, a, b)
     assert all(words.startswith(("quorum 1", "commit")) for words in a.hears())
     assert a.outcomes[3:] == [Outcome.COMMIT] * 4
@@ -158,10 +147,8 @@ def test_a_learner_that_dies_or_is_cut_off_costs_the_others_nothing() -> None:
 
 
 def test_at_first_nobody_follows() -> None:
-    job = Job(least=1)
-    a, b = job.join("a"), job.join("b")
-    for member in (a, b):
-        member.asks(reach_s=60.0, can_follow=True)
+    _, a, b = Job.of("ab", least=1)
+    they_ask(a, b, reach_s=60.0, can_follow=True)
     assert [a.formed.role, b.formed.role] == [Role.HEALTHY, Role.HEALTHY]
 
 
@@ -177,11 +164,9 @@ def after_a_restart(num_learners: int, num_survivors: int, num_asking: int) -> t
     trains(job, *survivors)
     assert all(learner.formed is not None and learner.formed.follows for learner in learners)
     job.restart()
-    for member in (*learners, *survivors):
-        member.connects()
+    they_connect(*learners, *survivors)
     began = job.now
-    for member in survivors[:num_asking]:
-        member.asks(can_serve=True)
+    they_ask(*survivors[:num_asking], can_serve=True)
     while survivors[0].replica.phase.value == "asking" and job.now < began + 30.0:
         job.passes(0.1)
     return job.now - began, survivors[0].formed.replica_world_size
@@ -215,14 +200,12 @@ def test_one_that_comes_later_waits_until_the_first_has_the_state_or_says_nothin
     k.warms_up(reach_s=60.0, can_follow=True)
     for second in range(20):
         job.passes(1.0)
-        a.votes()
-        b.votes()
+        they_vote(a, b)
         if second < 5:
             j.still_needs(50.0)
         if k.formed.follows:
             break
-        for member in (a, b):
-            member.asks(can_serve=True)
+        they_ask(a, b, can_serve=True)
     assert 14 <= second <= 16
 
 
@@ -243,8 +226,7 @@ def test_those_who_become_too_few_wait_for_the_rest_of_what_it_receives(has_it: 
     j.comes_in()
     j.asks()
     assert (j.formed.role, a.formed.replica_world_size) == (Role.HEALTHY, 2)
-    for member in (a, j):
-        member.votes()
+    they_vote(a, j)
     assert j.step == a.step
 
 
@@ -262,8 +244,7 @@ def test_what_it_says_on_the_way_is_kept_for_the_operator_and_decides_nothing() 
     assert learner_in_words(job.lighthouse.members["j:1"], 7) == f"follows: it {said}, 4 steps behind"
     assert learner_in_words(job.lighthouse.members["a:1"], 7) == ""
     j.says(j.replica.vote())  # of a script gone wrong
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert a.outcomes[-1] is Outcome.COMMIT
 
 
@@ -277,10 +258,8 @@ def test_attempts_that_fail_are_further_and_further_apart() -> None:
             j.follows(load=False)
             j.asks(at_end=True, reach_s=60.0, can_follow=True)
         job.passes(0.1)
-        a.votes()
-        b.votes()
-        for member in (a, b):
-            member.asks(can_serve=True)
+        they_vote(a, b)
+        they_ask(a, b, can_serve=True)
     assert 4 <= count <= 7
 
 

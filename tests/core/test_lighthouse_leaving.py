@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lighthouse_script import Job
+from lighthouse_script import Job, they_ask, they_connect, they_vote
 
 from torchft_ckpt.core.coordination.jobs import Jobs
 from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings, Opened, Received, Send
@@ -28,21 +28,17 @@ def three(least: int = 1) -> Job:
 def test_a_group_leaves_with_its_step_and_the_others_wait_for_it_no_more() -> None:
     job = three()
     a, b, c = job.members.values()
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     a.wishes_to_leave()
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     assert (a.hears(), b.hears()) == (
         ["quorum 1 step 1 healthy", "commit, leaving"],
         ["quorum 1 step 1 healthy", "commit"],
     )
     assert a.replica.is_leaving
-    b.asks()
-    c.asks()
+    they_ask(b, c)
     assert b.hears() == c.hears()[-1:] == ["quorum 2 step 2 healthy"], "at once, while a saves"
-    b.votes()
-    c.votes()
+    they_vote(b, c)
     a.leaves()
     assert b.hears() == c.hears() == ["commit"]
     assert b.step == c.step == 3
@@ -54,13 +50,11 @@ def test_whenever_the_wish_comes_nobody_discards_a_step(when: str) -> None:
     a, b, c = job.members.values()
     if when == "between two steps":
         a.wishes_to_leave()
-    for member in (b, c, a):
-        member.asks()
+    they_ask(b, c, a)
     if when == "when it has voted":
         a.votes()
         a.wishes_to_leave()
-    b.votes()
-    c.votes()
+    they_vote(b, c)
     if when == "when the others have voted":
         a.wishes_to_leave()
     a.votes()
@@ -72,8 +66,7 @@ def test_whenever_the_wish_comes_nobody_discards_a_step(when: str) -> None:
 def test_a_discarded_step_is_the_last_one_too() -> None:
     job = three()
     a, b, c = job.members.values()
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     a.wishes_to_leave()
     b.votes(error="it failed")
     assert "discard" not in a.hears()[-1], "it has not voted yet"
@@ -82,8 +75,7 @@ def test_a_discarded_step_is_the_last_one_too() -> None:
 
 
 def test_a_group_that_would_wait_for_a_quorum_goes_without_one() -> None:
-    job = Job(least=2)
-    a = job.join("a")
+    _, a = Job.of("a", least=2)
     a.asks()
     a.wishes_to_leave()
     assert a.hears() == ["no quorum, leaving"]
@@ -93,8 +85,7 @@ def test_a_group_that_would_wait_for_a_quorum_goes_without_one() -> None:
 
 
 def test_a_loop_that_abandons_the_step_for_itself_alone_leaves_with_that() -> None:
-    job = Job(least=2)
-    a = job.join("a")
+    _, a = Job.of("a", least=2)
     a.asks()
     assert a.replica.may_begin(), "it is not told yet"
     a.wishes_to_leave()
@@ -110,8 +101,7 @@ def test_a_group_that_the_others_count_on_waits_a_moment_for_them() -> None:
     assert a.hears() == []
     job.passes(1.5)
     assert a.hears()[-1] == "no quorum, leaving"
-    b.asks()
-    c.asks()
+    they_ask(b, c)
     assert b.hears()[-1] == c.hears()[-1] == "quorum 2 step 1 healthy"
 
 
@@ -124,9 +114,7 @@ def test_one_that_comes_and_is_to_leave_loads_nothing_first() -> None:
 
 
 def test_the_last_holder_of_the_newest_state_stays_while_another_group_heals() -> None:
-    job = Job(least=1)
-    a = job.join("a")
-    job.step(a)
+    job, a = Job.of("a", 1, least=1)
     b = job.join("b")
     a.wishes_to_leave()
     b.asks()
@@ -136,16 +124,13 @@ def test_the_last_holder_of_the_newest_state_stays_while_another_group_heals() -
     assert "letgo" not in a.hears() and b.formed is not None and b.formed.held
     b.comes_in()
     b.asks()
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert a.hears()[-1].startswith("commit, leaving"), "b holds it by now"
     assert b.step == 2
 
 
 def test_the_last_holder_does_not_stay_for_ever() -> None:
-    job = Job(least=1)
-    a = job.join("a")
-    job.step(a)
+    job, a = Job.of("a", 1, least=1)
     job.join("b")  # and it never asks
     a.wishes_to_leave()
     heard = []
@@ -163,12 +148,10 @@ def test_the_last_holder_does_not_stay_for_ever() -> None:
 def test_groups_that_all_leave_wait_for_nobody() -> None:
     job = three()
     members = list(job.members.values())
-    for member in members:
-        member.asks()
+    they_ask(*members)
     for member in members:
         member.wishes_to_leave()
-    for member in members:
-        member.votes()
+    they_vote(*members)
     assert [member.hears()[-1] for member in members] == ["commit, leaving, as all do"] * 3
     assert all(member.replica.all_leave for member in members)
 
@@ -176,12 +159,10 @@ def test_groups_that_all_leave_wait_for_nobody() -> None:
 def test_groups_that_leave_while_another_stays_are_told_that_not_all_leave() -> None:
     job = three()
     a, b, _ = members = list(job.members.values())
-    for member in members:
-        member.asks()
+    they_ask(*members)
     a.wishes_to_leave()
     b.wishes_to_leave()
-    for member in members:
-        member.votes()
+    they_vote(*members)
     assert [member.hears()[-1] for member in members] == ["commit, leaving", "commit, leaving", "commit"]
 
 
@@ -191,8 +172,7 @@ def test_the_log_says_when_too_few_groups_stay() -> None:
     a.wishes_to_leave()
     job.step(a, b, c)
     assert "a:1 leaves at step 2: SIGTERM; 2 replica groups stay, at least 3 have to train" in "".join(job.log)
-    b.asks()
-    c.asks()
+    they_ask(b, c)
     job.passes(2.0)
     assert "2 of at least 3 replica groups are here" in b.hears()[-1]
 
@@ -203,11 +183,9 @@ def test_a_restarted_lighthouse_does_not_wait_for_a_group_that_was_told_before()
     a.wishes_to_leave()
     job.step(a, b, c)
     job.restart()
-    for member in (a, b, c):
-        member.connects()
+    they_connect(a, b, c)
     a.wishes_to_leave(is_told=True)
-    b.asks()
-    c.asks()
+    they_ask(b, c)
     job.passes(1.5)
     assert b.hears()[-1] == c.hears()[-1] == "quorum 1000 step 2 healthy"
 
@@ -215,10 +193,8 @@ def test_a_restarted_lighthouse_does_not_wait_for_a_group_that_was_told_before()
 def test_a_vote_in_doubt_is_answered_with_leaving_by_a_restarted_lighthouse() -> None:
     job = three()
     a, b, c = job.members.values()
-    for member in (a, b, c):
-        member.asks()
-    a.votes()
-    b.votes()
+    they_ask(a, b, c)
+    they_vote(a, b)
     job.restart()
     c.votes()
     for member in (a, b, c):
@@ -235,8 +211,7 @@ def test_a_group_that_was_told_to_leave_may_still_ask_where_the_state_is_and_nob
     a.wishes_to_leave()
     job.step(a, b, c)
     a.says(LocateState(request_id=9, version=a.replica.version))
-    b.asks()
-    c.asks()
+    they_ask(b, c)
     assert b.hears()[-1] == "quorum 2 step 2 healthy"
 
 
@@ -292,30 +267,25 @@ def test_a_group_between_two_steps_that_are_far_apart_leaves_there() -> None:
     assert a.hears() == []
     job.passes(0.2)
     assert a.hears() == ["letgo"]
-    b.asks()
-    c.asks()
+    they_ask(b, c)
     assert b.hears()[-1] == c.hears()[-1] == "quorum 2 step 1 healthy", "nobody waits for it"
 
 
 def test_a_group_that_is_in_a_step_is_let_go_by_its_decision_alone() -> None:
     job = three()
     members = a, b, c = list(job.members.values())
-    for member in members:
-        member.asks()
+    they_ask(*members)
     a.wishes_to_leave()
     job.passes(10.0)
     assert "letgo" not in a.hears()
-    for member in members:
-        member.votes()
+    they_vote(*members)
     assert a.hears() == ["commit, leaving"]
     assert (b.step, c.step) == (2, 2)
 
 
 def test_nobody_waits_for_one_that_was_let_go_before_the_decision_on_its_step() -> None:
     """Seed 892: it had approved the step, did not wait for the decision, and was told to leave when it asked for the next."""
-    job = Job()
-    a = job.join("a")
-    job.step(a)
+    job, a = Job.of("a", 1)
     b = job.join("b")
     job.lets_in(b, others=[a])
     b.votes()
@@ -332,8 +302,7 @@ def test_nobody_waits_for_one_that_was_cut_off_in_a_step_and_let_go_before_that_
     """Seed 64742 of outer loops: it was in no open step any more when it had been cut off, and held what the others hold."""
     job = three()
     members = a, b, c = list(job.members.values())
-    for member in members:
-        member.asks()
+    they_ask(*members)
     a.is_cut_off()
     a.connects()
     a.wishes_to_leave()
@@ -341,6 +310,5 @@ def test_nobody_waits_for_one_that_was_cut_off_in_a_step_and_let_go_before_that_
     assert a.hears()[-1] == "letgo"
     b.votes()
     assert b.hears()[-1] == "discard"
-    b.asks()
-    c.asks()
+    they_ask(b, c)
     assert b.hears()[-1] == c.hears()[-1] == "quorum 2 step 1 healthy", "at once, while a saves"

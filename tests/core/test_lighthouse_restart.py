@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect, they_vote
 from test_lighthouse_scenarios import trained
 
 from torchft_ckpt.core.coordination import restart
@@ -16,8 +16,7 @@ from torchft_ckpt.core.coordination.replica import StepPhase
 def in_doubt(*names: str) -> tuple[Job, list[Member]]:
     """All have voted for step 1, and the lighthouse is gone before anybody heard the decision."""
     job, members = trained(*names)
-    for member in members:
-        member.asks()
+    they_ask(*members)
     job.restart()
     for member in members:
         member.votes()  # into the void
@@ -36,8 +35,7 @@ def test_quorum_ids_rise_by_lives() -> None:
     first = a.formed.quorum_id
     for life in (1, 2, 3):
         job.restart()
-        a.connects()
-        b.connects()
+        they_connect(a, b)
         job.step(a, b)
         assert a.formed.quorum_id == 1000 * life > first
 
@@ -48,8 +46,7 @@ def test_an_id_that_others_have_seen_is_not_given_again_though_who_is_back_first
     job.lighthouse._job.quorum_ids._latest = 990
     job.step(a, b)
     job.restart()
-    a.connects()
-    b.connects()
+    they_connect(a, b)
     job.step(a, b)
     assert a.formed.quorum_id == 2000
 
@@ -57,13 +54,11 @@ def test_an_id_that_others_have_seen_is_not_given_again_though_who_is_back_first
 def test_who_comes_back_after_the_job_went_back_heals_though_only_a_group_beside_its_quorum_told_of_it() -> None:
     """Seed 2046: the quorum was named 1 again, so that going back in it did not concern the states of the old quorum 1."""
     job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     beside = job.join("c")
     beside.asks()
     assert beside.formed.warms_up
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     job.restart()
     beside.connects()
     beside.asks()
@@ -92,8 +87,7 @@ def test_nobody_heard_the_old_decision_and_all_approved() -> None:
 
 def test_some_heard_that_it_was_committed() -> None:
     job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     a.votes()
     b.is_stopped = True  # what it hears comes too late
     b.votes()
@@ -115,8 +109,7 @@ def test_all_heard_the_old_decision() -> None:
 
 def test_some_heard_that_it_was_discarded() -> None:
     job, (a, b, c) = trained("a", "b", "c")
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     a.votes()
     a.is_stopped = True
     b.votes(error="a collective failed", broken=True)
@@ -131,8 +124,7 @@ def test_some_heard_that_it_was_discarded() -> None:
 
 def test_one_was_against_and_nobody_heard() -> None:
     job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     job.restart()
     a.votes()
     b.votes(error="a collective failed", broken=True)
@@ -153,8 +145,7 @@ def test_a_member_died_with_the_lighthouse_and_those_who_have_the_sum_commit_aft
 
 def test_a_commit_that_was_heard_by_one_is_not_undone_by_one_that_was_taken_for_dead() -> None:
     job, (a, b, c) = trained("a", "b", "c")
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     a.votes()
     b.is_stopped = True
     b.votes()
@@ -196,8 +187,7 @@ def test_a_group_that_followed_takes_the_job_no_steps_back_because_it_is_the_fir
     c.connects()
     c.asks(at_end=True, reach_s=30.0, can_follow=True)
     assert "only groups that were in no quorum are back" in job.log[-1]
-    a.connects()
-    b.connects()
+    they_connect(a, b)
     job.step(a, b)
     assert (a.step, a.outcomes[-1]) == (4, Outcome.COMMIT)
     assert c.step == 1, "it is outside, as before"
@@ -241,15 +231,13 @@ def test_a_member_that_dies_soon_after_is_pushed_to_those_who_share_a_collective
     back(a, b, c)
     c.dies()
     assert "broken by a:1, lost" in a.hears()
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert (a.outcomes, b.outcomes) == ([Outcome.DISCARD], [Outcome.DISCARD])
 
 
 def test_who_is_in_a_collective_with_one_that_does_not_come_back_is_told() -> None:
     job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     job.restart()
     back(a)
     a.hears()
@@ -276,8 +264,7 @@ def test_a_vote_in_doubt_that_comes_when_the_job_has_gone_on_does_not_count() ->
 
 def test_one_that_comes_with_a_later_step_ends_the_open_round_that_would_commit_it_twice() -> None:
     job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     a.votes()
     b.is_stopped = True
     b.votes()  # committed; b does not hear of it
@@ -315,14 +302,12 @@ def test_an_id_that_an_earlier_life_gave_is_left_at_once_when_it_is_heard_of() -
     job.step(fresh)
     assert fresh.formed.quorum_id == a.formed.quorum_id == 1
     a.connects()
-    a.asks(can_serve=True)
-    fresh.asks(can_serve=True)
+    they_ask(a, fresh, can_serve=True)
     assert [m.formed.quorum_id for m in (a, fresh) if m.formed.role.value == "healthy"] == [1000]
 
 
 def test_a_vote_in_doubt_of_a_quorum_that_a_later_one_has_overtaken_does_not_count() -> None:
-    job = Job()
-    a = job.join("a")
+    job, a = Job.of("a")
     a.asks()
     a.is_cut_off()  # the step is discarded, nobody is left
     b = job.join("b")
@@ -336,8 +321,7 @@ def test_a_vote_in_doubt_of_a_quorum_that_a_later_one_has_overtaken_does_not_cou
 
 
 def test_of_two_quorums_that_are_in_doubt_about_one_step_only_one_is_committed() -> None:
-    job = Job()
-    a = job.join("a")
+    job, a = Job.of("a")
     a.asks()
     a.votes()  # nobody hears of it any more
     a.replica.version, a.replica.phase = a.formed.version, StepPhase.VOTED
@@ -355,8 +339,7 @@ def test_of_two_quorums_that_are_in_doubt_about_one_step_only_one_is_committed()
 
 def test_a_vote_in_doubt_does_not_count_where_somebody_is_past_the_step() -> None:
     job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     job.start()
     a.connects()
     a.replica.version = StateVersion(step=9, quorum_id=1, epoch="another life")
@@ -374,8 +357,7 @@ def test_after_a_restart_the_job_goes_back_only_when_a_holder_has_had_the_time_t
     b.connects()
     restored = job.join("r")
     restored.replica.restore(2)
-    b.asks()
-    restored.asks()
+    they_ask(b, restored)
     job.passes(19.0)
     assert restored.formed is None
     assert any("waiting at most 20 s for a group that holds it" in words for words in restored.hears())
@@ -386,11 +368,9 @@ def test_after_a_restart_the_job_goes_back_only_when_a_holder_has_had_the_time_t
 
 def test_a_decision_that_nobody_followed_takes_nothing_from_what_others_have_shown() -> None:
     job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     a.is_stopped = True  # what it hears comes too late
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     job.restart()
     a.is_stopped = False
     b.connects()
@@ -412,8 +392,7 @@ def test_a_step_in_doubt_is_discarded_where_a_group_that_was_in_no_quorum_shows_
     c.connects()
     back(a, b)
     assert (a.outcomes[-1], b.outcomes[-1]) == (Outcome.DISCARD, Outcome.DISCARD)
-    for member in (a, b, c):
-        member.asks(can_serve=True)
+    they_ask(a, b, c, can_serve=True)
     assert c.formed is not None and c.formed.version.step == 5
 
 

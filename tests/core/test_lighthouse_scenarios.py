@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect, they_vote
 
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import ConnectionClosed, Log, Received, Send
@@ -35,17 +35,14 @@ def trained(*names: str, least: int = 1, steps: int = 1, **settings: float) -> t
 
 
 def test_all_start_with_the_first_ones_weights() -> None:
-    job = Job(least=3)
-    a, b, c = job.join("a"), job.join("b"), job.join("c")
-    a.asks()
-    b.asks()
+    job, a, b, c = Job.of("abc", least=3)
+    they_ask(a, b)
     assert (a.hears(), b.hears()) == ([], [])
     c.asks()
     assert a.hears() == ["quorum 1 step 0 healthy"]
     assert b.hears() == ["quorum 1 step 0 healthy"]
     assert c.hears() == ["quorum 1 step 0 healthy"]
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     assert (a.hears(), b.hears(), c.hears()) == (["commit"], ["commit"], ["commit"])
     assert {member.replica.version for member in (a, b, c)} == {
         StateVersion(step=1, quorum_id=1, epoch=job.lighthouse.epoch)
@@ -58,8 +55,7 @@ def test_the_next_step_goes_on_in_the_same_quorum() -> None:
 
 
 def test_fewer_than_min_replicas_are_told_who_is_waited_for_and_how_long() -> None:
-    job = Job(least=2)
-    a = job.join("a")
+    job, a = Job.of("a", least=2)
     a.asks()
     job.passes(2.0)
     assert a.hears() == ["pending: 1 of at least 2 replica groups are here (a:1)"]
@@ -70,37 +66,30 @@ def test_fewer_than_min_replicas_are_told_who_is_waited_for_and_how_long() -> No
 
 def test_kill_in_the_step_is_pushed_at_once_and_survivors_discard_one_step() -> None:
     _job, (a, b, c) = trained("a", "b", "c")
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     first = a.formed.quorum_id
     a.hears(), b.hears()
     c.dies()
     assert a.hears() == b.hears() == ["broken by c:1, lost"]
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert (a.outcomes, b.outcomes) == ([Outcome.DISCARD], [Outcome.DISCARD])
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     assert a.formed.quorum_id > first
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert (a.step, b.step) == (2, 2)
 
 
 def test_kill_after_all_survivors_voted_costs_nothing() -> None:
     _job, (a, b, c) = trained("a", "b", "c")
-    for member in (a, b, c):
-        member.asks()
-    a.votes()
-    b.votes()
+    they_ask(a, b, c)
+    they_vote(a, b)
     c.dies()
     assert (a.outcomes, b.outcomes) == ([Outcome.COMMIT], [Outcome.COMMIT])
 
 
 def test_a_survivor_that_has_the_sum_commits_with_those_that_have_it() -> None:
     _job, (a, b, c) = trained("a", "b", "c")
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     a.votes()
     c.dies()
     assert a.outcomes == []
@@ -111,8 +100,7 @@ def test_a_survivor_that_has_the_sum_commits_with_those_that_have_it() -> None:
 
 def test_one_that_leaves_on_purpose_is_gone_at_once() -> None:
     _job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     b.leaves()
     assert a.hears()[-1] == "broken by b:1, lost"
     a.votes()
@@ -122,8 +110,7 @@ def test_one_that_leaves_on_purpose_is_gone_at_once() -> None:
 
 def test_a_stopped_group_is_dropped_and_finds_itself_dead_when_it_wakes() -> None:
     job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     b.is_stopped = True
     b.hears()
     job.passes(6.0)
@@ -139,15 +126,13 @@ def test_a_stopped_group_is_dropped_and_finds_itself_dead_when_it_wakes() -> Non
     assert b.outcomes == [Outcome.DISCARD]
     job.lets_in(b, others=[a])
     assert (b.formed.role.value, b.formed.version.step) == ("healthy", 2)
-    b.votes()
-    a.votes()
+    they_vote(b, a)
     assert a.replica.version == b.replica.version
 
 
 def test_who_lost_its_connection_after_its_vote_still_hears_the_decision() -> None:
     _job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     b.votes()
     b.is_cut_off()
     a.has_the_sum()
@@ -160,8 +145,7 @@ def test_who_lost_its_connection_after_its_vote_still_hears_the_decision() -> No
 
 def test_a_late_approval_of_one_taken_for_dead_commits_only_what_was_committed() -> None:
     _job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     b.is_cut_off()
     a.votes()  # its collective was aborted
     b.votes()
@@ -172,8 +156,7 @@ def test_a_late_approval_of_one_taken_for_dead_commits_only_what_was_committed()
 
 def test_one_that_was_cut_off_and_asks_anew_does_not_spoil_the_others_step() -> None:
     _job, (a, b, c) = trained("a", "b", "c")
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     a.votes()
     c.is_cut_off()
     c.connects()
@@ -186,8 +169,7 @@ def test_one_that_was_cut_off_and_asks_anew_does_not_spoil_the_others_step() -> 
 def test_a_lighthouse_that_slept_drops_nobody_for_its_own_silence() -> None:
     job, (a, b) = trained("a", "b")
     job.now += 60.0
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     assert len(job.lighthouse.members) == 2
     assert any("paused" in line for line in job.log)
 
@@ -200,8 +182,7 @@ def sits_out() -> tuple[Job, Member, Member, Member]:
     job, (a, b) = trained("a", "b")
     j = job.join("j")
     j.asks(allow_heal=False)
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     assert (a.formed.role.value, j.formed.role.value) == ("healthy", "idle")
     for member in (a, b, j):
         member.hears()
@@ -219,16 +200,14 @@ def test_the_death_of_one_that_sits_out_costs_one_step_at_most() -> None:
     job, a, b, j = sits_out()
     j.dies()
     assert a.hears() == ["broken by j:1, lost"]
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     job.step(a, b)
     assert (a.outcomes, a.step) == ([Outcome.DISCARD, Outcome.COMMIT], 2)
 
 
 def test_nobody_waits_for_the_vote_of_one_that_sits_out() -> None:
     _job, a, b, j = sits_out()
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert (a.outcomes, b.outcomes, j.hears()) == ([Outcome.COMMIT], [Outcome.COMMIT], ["left_behind"])
     j.votes()
     assert j.outcomes == [Outcome.LEFT_BEHIND] and j.step == 0
@@ -240,15 +219,13 @@ def test_one_that_sits_out_and_abandons_the_step_breaks_the_collectives() -> Non
     assert a.hears() == b.hears() == ["broken by j:1"] and j.formed.warms_up
     a.has_the_sum()
     b.has_the_sum()
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert (a.outcomes, b.outcomes) == ([Outcome.COMMIT], [Outcome.COMMIT]), "they had what they waited for"
 
 
 def test_a_healthy_member_that_abandons_the_step_ends_it_for_all() -> None:
     _job, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     a.hears()
     b.asks()
     assert a.hears() == ["broken by b:1"]
@@ -263,10 +240,8 @@ def test_one_that_could_not_connect_trains_where_it_alone_is_left_with_the_newes
     job.lets_in(j, others=[a, b])
     for _ in range(2):
         job.passes(10.0)
-        for member in (a, b, j):
-            member.votes(connects=False)
-        for member in (a, b, j):
-            member.asks(can_serve=True)
+        they_vote(a, b, j, connects=False)
+        they_ask(a, b, j, can_serve=True)
     assert j.replica.phase.value == "asking" and a.formed.replica_world_size == 2, "it is not tried for a while"
     a.dies()
     b.dies()
@@ -282,8 +257,7 @@ def test_one_that_could_not_connect_trains_where_it_alone_is_left_with_the_newes
 def lost_newest_step() -> tuple[Job, Member, Member]:
     """`a` committed step 3 and is gone; `old` holds step 1."""
     job, (a, old) = trained("a", "old", join_timeout_s=10.0)
-    old.asks()
-    a.asks()
+    they_ask(old, a)
     old.is_cut_off()
     a.votes()
     job.step(a)
@@ -297,8 +271,7 @@ def lost_newest_step() -> tuple[Job, Member, Member]:
 def test_when_all_holders_are_gone_there_is_no_quorum_and_a_line_names_the_step_and_the_remedies() -> None:
     job, _a, old = lost_newest_step()
     fresh = job.join("f")
-    old.asks()
-    fresh.asks()
+    they_ask(old, fresh)
     job.passes(120.0)
     pending = old.hears()[-1]
     assert old.formed.version.step == 1
@@ -325,8 +298,7 @@ def test_a_group_whose_own_state_is_torn_hears_that_nobody_else_is_to_blame() ->
     job, (a,) = trained("a", steps=2)
     fresh = job.join("f")
     a.replica.load_torn()
-    a.asks()
-    fresh.asks()
+    they_ask(a, fresh)
     job.passes(120.0)
     assert "(the state of a:1 is torn, by an interrupt or an error)" in a.hears()[-1]
 
@@ -336,8 +308,7 @@ def test_the_job_goes_on_with_a_state_that_was_restored_on_purpose() -> None:
     restored = job.join("r")
     restored.replica.restore(2)
     job.passes(11.0)
-    old.asks()
-    restored.asks()
+    they_ask(old, restored)
     assert (restored.formed.role.value, restored.formed.version.step) == ("healthy", 2)
     assert (old.formed.role.value, old.formed.version) == ("healthy", restored.formed.version)
     assert any("steps 3 to 3 are lost" in line for line in job.log)
@@ -347,8 +318,7 @@ def test_before_it_goes_back_it_waits_for_holders_that_were_cut_off_a_moment_ago
     job, a, old = lost_newest_step()
     restored = job.join("r")
     restored.replica.restore(2)
-    old.asks()
-    restored.asks()
+    they_ask(old, restored)
     assert restored.formed is None
     job.passes(9.0)
     assert restored.formed is None
@@ -366,8 +336,7 @@ def test_it_does_not_wait_for_a_holder_whose_group_has_started_anew() -> None:
     job, _a, old = lost_newest_step()
     again = job.join("a", life=2)
     again.replica.restore(2)
-    old.asks()
-    again.asks()
+    they_ask(old, again)
     assert again.formed.role.value == "healthy"
 
 
@@ -388,8 +357,7 @@ def test_it_never_goes_back_while_a_holder_lives_and_trains() -> None:
 def test_the_operators_word_lets_the_job_go_on_from_the_best_state_left() -> None:
     job, _a, old = lost_newest_step()
     fresh = job.join("f")
-    old.asks()
-    fresh.asks()
+    they_ask(old, fresh)
     job.operator_allows_loss()
     assert (old.formed.role.value, old.formed.version.step) == ("healthy", 1)
 
@@ -406,8 +374,7 @@ def test_the_same_groups_go_back_in_a_new_quorum_so_that_lost_steps_have_other_n
     before = a.replica.version
     a.asks(can_serve=True)
     b.asks()
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     b.replica.version = before  # it comes with the state of before, and does not load
     a.asks(can_serve=True)
     b.asks()
@@ -445,8 +412,7 @@ def test_nor_after_a_restart_of_the_lighthouse_in_between() -> None:
     old.votes()
     job.restart()
     a.is_stopped = False
-    a.connects()
-    old.connects()
+    they_connect(a, old)
     a.asks()
     old.asks(can_serve=True)
     job.passes(6.0)
@@ -466,8 +432,7 @@ def test_a_commit_that_nobody_waited_for_is_none() -> None:
 
 def test_a_commit_whose_last_missing_vote_is_of_one_that_died_is_none_if_the_others_gave_up_waiting() -> None:
     job, (a, b) = trained("a", "b", least=2)
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     a.votes()
     a.replica.decision_unknown()
     a.asks(can_serve=True)
@@ -489,8 +454,7 @@ def test_a_torn_state_is_not_trained_from_and_the_line_says_what_to_do() -> None
 
 def test_a_step_whose_collective_failed_names_the_group_that_had_not_come_to_it() -> None:
     job, (a, b, c) = trained("a", "b", "c")
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     a.waits_in(0)
     b.waits_in(0)
     a.votes(error="CollectiveFailedError: timed out", broken=True)
@@ -500,12 +464,10 @@ def test_a_step_whose_collective_failed_names_the_group_that_had_not_come_to_it(
 
 def test_a_step_that_ended_by_a_death_blames_nobody_else() -> None:
     job, (a, b, c) = trained("a", "b", "c")
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     a.waits_in(0)
     c.dies()
-    a.votes(error="c:1: its connection closed", broken=True)
-    b.votes(error="c:1: its connection closed", broken=True)
+    they_vote(a, b, error="c:1: its connection closed", broken=True)
     assert job.log[-1] == "step 1 of quorum 1 is discarded: a:1: c:1: its connection closed"
 
 
@@ -639,8 +601,7 @@ def test_one_that_sits_out_and_breaks_the_collectives_is_named_to_those_who_wait
     job, a, b, j = sits_out()
     j.votes(error="a collective failed", broken=True)
     assert (a.hears(), b.hears()) == (["broken by j:1"], ["broken by j:1"])
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     job.step(a, b)
     assert a.outcomes == [Outcome.DISCARD, Outcome.COMMIT]
 
@@ -653,13 +614,11 @@ def test_the_quorum_stays_at_its_store_while_the_host_lives_and_then_moves_to_th
     assert (b.formed.meets.store_address, b.formed.meets.standby_store_address) == ("store-b:1", "store-c:1")
     a = job.join("a")
     job.lets_in(a, others=[b, c])
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     job.step(a, b, c)
     assert {m.formed.meets.store_address for m in (a, b, c)} == {"store-b:1"}, "not the first one's, the one it was"
     b.dies()
-    for member in (a, c):
-        member.votes(error="aborted")
+    they_vote(a, c, error="aborted")
     job.step(a, c)
     assert (a.formed.meets.store_address, a.formed.meets.standby_store_address) == ("store-c:1", "store-a:1")
 
@@ -679,32 +638,27 @@ def test_one_that_came_in_and_asks_before_the_decision_holds_no_quorum_up_when_t
 def test_several_groups_that_would_have_to_heal_and_can_load_nothing_are_refused_and_the_others_train_on() -> None:
     job, (a,) = trained("a")
     newcomers = [job.join(name) for name in "bc"]
-    for member in newcomers:
-        member.asks(can_load=False)
+    they_ask(*newcomers, can_load=False)
     a.asks(can_serve=True)
     assert [member.hears() for member in newcomers] == [["refused: no state"]] * 2
     assert a.hears() == ["quorum 1 step 1 healthy"]
 
 
 def test_who_would_have_to_heal_and_can_load_nothing_is_refused_by_name_and_the_others_train_on() -> None:
-    job = Job(least=1)
-    a = job.join("a")
+    job, a = Job.of("a", least=1)
     a.asks(can_load=False)
     a.votes()
     assert a.hears() == ["quorum 1 step 0 healthy", "commit"]
     b = job.join("b")
-    b.asks(can_load=False)
-    a.asks(can_load=False)
+    they_ask(b, a, can_load=False)
     assert b.hears() == ["refused: no state"]
     assert b.connection is None
     assert a.hears() == ["quorum 1 step 1 healthy"], "with its process group"
 
 
 def test_groups_that_start_with_equal_weights_can_do_without_loading() -> None:
-    job = Job(least=2)
-    a, b = (job.join(name, init_sync=False) for name in "ab")
-    for member in (a, b):
-        member.asks(can_load=False)
+    _, a, b = Job.of("ab", least=2, init_sync=False)
+    they_ask(a, b, can_load=False)
     assert a.hears() == b.hears() == ["quorum 1 step 0 healthy"]
 
 
@@ -717,11 +671,9 @@ def test_a_vote_costs_the_same_however_many_were_cast_before() -> None:
             return super().items()
 
     job, members = trained(*(f"g{number}" for number in range(40)))
-    for member in members:
-        member.asks()
+    they_ask(*members)
     assert job.lighthouse.round is not None
     job.lighthouse.round.tally.votes = Votes()  # type: ignore[assignment]
-    for member in members:
-        member.votes()
+    they_vote(*members)
     assert {member.hears()[-1] for member in members} == {"commit"}
     assert Votes.num_read <= len(members)

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from lighthouse_script import Job
+from lighthouse_script import Job, they_ask, they_vote
 from test_group_state import request
 from test_lighthouse_scenarios import trained
 
@@ -26,25 +26,21 @@ from torchft_ckpt.errors import ProtocolError
 
 def test_a_step_in_which_nobody_has_computed_anything_tells_nothing() -> None:
     _, (a, b) = trained("a", "b")
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     assert a.formed is not None and b.formed is not None
     assert a.formed.nodes == b.formed.nodes == []
 
 
 def test_those_who_try_a_step_again_are_all_told_what_each_has_of_it() -> None:
     _, (a, b, c) = trained("a", "b", "c")
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     c.dies()
-    for member in (a, b):
-        member.votes(error="a collective failed")
+    they_vote(a, b, error="a collective failed")
     a.asks(nodes=[(0, 4)])
     b.asks(nodes=[(8, 10), (4, 8)])
     assert a.formed is not None and b.formed is not None
     assert a.formed.nodes == b.formed.nodes == [[(0, 4)], [(4, 8), (8, 10)]]
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     assert [member.outcomes[-1] for member in (a, b)] == [Outcome.COMMIT] * 2
 
 
@@ -88,8 +84,7 @@ def test_nodes_that_overlap_or_are_too_many_or_too_large_are_refused_where_they_
 
 
 def test_a_lighthouse_that_tells_of_others_than_the_members_or_of_too_much_is_not_believed() -> None:
-    job = Job(least=1)
-    a = job.join("a")
+    _, a = Job.of("a", least=1)
     a.asks()
     assert a.formed is not None
     plain = json.loads(encode(a.formed))
@@ -108,15 +103,12 @@ def test_a_lighthouse_that_tells_of_others_than_the_members_or_of_too_much_is_no
 def test_where_more_was_computed_than_can_be_told_nobodys_counts() -> None:
     names = [f"g{number}" for number in range(4)]
     _, members = trained(*names)
-    for member in members:
-        member.asks()
+    they_ask(*members)
     members[0].dies()
-    for member in members[1:]:
-        member.votes(error="a collective failed")
+    they_vote(*members[1:], error="a collective failed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchft_ckpt.core.coordination.lighthouse.MAX_NODES_TOLD", 2)
-        for member in members[1:]:
-            member.asks(nodes=[(0, 1)])
+        they_ask(*members[1:], nodes=[(0, 1)])
     assert {member.formed is not None and member.formed.nodes == [] for member in members[1:]} == {True}
 
 
@@ -126,14 +118,12 @@ def test_what_all_begin_with_is_told_only_if_the_quorum_is_another_one() -> None
         for place, member in enumerate((a, b, c)):
             member.asks(nodes=[(4 * place, 4 * place + 1)])
         assert a.formed is not None and a.formed.nodes == []
-        for member in (a, b, c):
-            member.votes()
+        they_vote(a, b, c)
     b.dies()
     a.asks(nodes=[(0, 1)])
     c.asks(nodes=[(8, 9)])
     assert a.formed.nodes == [[(0, 1)], [(8, 9)]]
-    for member in (a, c):
-        member.votes(error="an error of its own")
+    they_vote(a, c, error="an error of its own")
     a.asks(nodes=[(0, 2)])
     c.asks(nodes=[(8, 9)])
     assert a.formed.nodes == [[(0, 2)], [(8, 9)]]  # the same quorum, and a step that is tried again

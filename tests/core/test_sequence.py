@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect, they_vote
 
 from torchft_ckpt.core.coordination.messages import CollectiveWait
 from torchft_ckpt.core.coordination.sequence import Clearance, KnownSequences, may_start, why_apart
@@ -114,10 +114,8 @@ def test_a_collective_that_was_never_there_starts_when_all_ask_for_it() -> None:
 
 
 def three_in_a_step(*, least: int = 3) -> tuple[Job, list[Member]]:
-    job = Job(least=least)
-    members = [job.join(name) for name in "abc"]
-    for member in members:
-        member.asks()
+    job, *members = Job.of("abc", least=least)
+    they_ask(*members)
     for member in members:
         member.hears()
     return job, members
@@ -142,8 +140,7 @@ def test_it_is_all_the_same_whether_the_vote_comes_first_or_the_wait() -> None:
 
 def test_different_collectives_of_voters_discard_the_step_and_name_both() -> None:
     job, (a, b, c) = three_in_a_step()
-    a.votes(collectives="one")
-    c.votes(collectives="one")
+    they_vote(a, c, collectives="one")
     b.votes(collectives="other")
     assert a.hears() == b.hears() == c.hears() == ["discard"]
     assert "a:1 and b:1 issued different collectives" in " ".join(job.log)
@@ -182,8 +179,7 @@ def test_of_one_that_asks_ahead_both_collectives_are_compared_with_those_of_the_
 
 def three_after_a_step(*, least: int = 3) -> tuple[Job, list[Member]]:
     job, members = three_in_a_step(least=least)
-    for member in members:
-        member.votes(num_collectives=2)
+    they_vote(*members, num_collectives=2)
     for member in members:
         assert member.hears() == ["commit"]
     return job, members
@@ -212,8 +208,7 @@ def test_who_has_finished_a_collective_first_and_goes_on_is_not_to_blame_for_tho
     b.asks(num_collectives=3)
     a.waits_in(2)
     assert a.hears() == []
-    a.asks(num_collectives=3)
-    c.asks(num_collectives=3)
+    they_ask(a, c, num_collectives=3)
     assert a.hears() == ["quorum 1 step 1 healthy"], "with the same process group"
 
 
@@ -228,16 +223,14 @@ def test_whose_process_group_failed_meets_nobody_in_it_any_more() -> None:
 def test_what_was_waited_for_before_the_vote_is_forgotten_after_it() -> None:
     _, (a, b, c) = three_in_a_step()
     a.waits_in(1)
-    for member in (a, b, c):
-        member.votes(num_collectives=2)
+    they_vote(a, b, c, num_collectives=2)
     b.asks(num_collectives=2)
     assert a.hears() == ["commit"]
 
 
 def test_one_that_waits_in_a_collective_after_its_vote_blames_nobody_before_the_decision() -> None:
     _, (a, b, c) = three_in_a_step()
-    a.votes(num_collectives=2)
-    b.votes(num_collectives=2)
+    they_vote(a, b, num_collectives=2)
     a.waits_in(2)
     assert a.hears() == []
     c.votes(num_collectives=2)
@@ -271,10 +264,8 @@ def test_who_was_cut_off_after_the_decision_hears_that_nobody_waits_for_it() -> 
 def test_a_decision_says_whether_collectives_can_follow_it() -> None:
     _, (a, b, c) = three_after_a_step()
     assert a.replica.can_reduce
-    for member in (a, b, c):
-        member.asks()
-    a.votes()
-    b.votes()
+    they_ask(a, b, c)
+    they_vote(a, b)
     c.votes(error="the loss is not a number")
     assert a.hears()[-1] == b.hears()[-1] == "discard"
     assert not a.replica.can_reduce, "its sums would be waited for in vain: c has left them"
@@ -282,12 +273,9 @@ def test_a_decision_says_whether_collectives_can_follow_it() -> None:
 
 def test_each_rank_is_compared_with_the_same_rank_of_the_others() -> None:
     """Rank 1 averages something after each step, rank 0 nothing."""
-    job = Job(least=2)
-    a, b = (job.join(name, ranks=2) for name in "ab")
-    for member in (a, b):
-        member.asks()
-    for member in (a, b):
-        member.votes(num_collectives=2)
+    _, a, b = Job.of("ab", least=2, ranks=2)
+    they_ask(a, b)
+    they_vote(a, b, num_collectives=2)
     a.hears()
     a.waits_in(2, rank=1)
     b.asks(num_collectives=3, by_rank=(2, 3))
@@ -312,8 +300,7 @@ def test_a_report_of_a_quorum_that_others_have_replaced_is_answered() -> None:
 def test_after_a_restart_of_the_lighthouse_who_waits_between_two_steps_hears_of_those_who_are_lost() -> None:
     job, (a, b, c) = three_after_a_step()
     job.restart()
-    for member in (a, b, c):
-        member.connects()
+    they_connect(a, b, c)
     assert [words for words in (*a.hears(), *b.hears(), *c.hears()) if "broken" in words] == []
     c.dies()
     assert [words for words in a.hears() if "broken" in words] == ["broken by a:1, lost"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_vote
 from test_learning import trains
 
 from torchft_ckpt.core.coordination.messages import Given, JoinProgress, Receives, Role, StateVersion
@@ -45,21 +45,18 @@ def steps_in(spare: Member) -> None:
 
 def comes_in(job: Job, newcomer: Member, *at_work: Member) -> None:
     """One that has asked is given the state, and trains with the others from then on."""
-    for member in at_work:
-        member.asks(can_serve=True)
+    they_ask(*at_work, can_serve=True)
     job.passes(0.1)  # so long they wait for a spare that was called
     newcomer.comes_in()
     trains(job, newcomer)
-    for member in at_work:
-        member.votes()
+    they_vote(*at_work)
 
 
 def receives_newest(spare: Member, *at_work: Member) -> None:
     """It begins to receive the state of the step that these begin."""
     spare.follows()
     spare.asks(at_end=True, reach_s=0.1, can_follow=True)
-    for member in at_work:
-        member.asks(can_serve=True)
+    they_ask(*at_work, can_serve=True)
     assert spare.formed is not None and spare.formed.follows and spare.formed.version == at_work[0].replica.version
 
 
@@ -73,11 +70,9 @@ def test_the_first_quorum_forms_without_a_spare_and_a_spare_follows_from_there(h
     a, b, spare = job.join("a"), job.join("b"), job.join("s", spare=True)
     if has_asked:
         spare.asks()
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     assert a.formed is not None and a.formed.replica_world_size == 2
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     if not has_asked:
         spare.asks()
     trains(job, a, b)
@@ -90,8 +85,7 @@ def test_the_first_quorum_forms_without_a_spare_and_a_spare_follows_from_there(h
 
 def test_it_is_called_at_once_when_a_group_is_lost_and_contributes_when_its_step_is_repeated() -> None:
     _, (a, b), (spare,) = with_spares()
-    a.asks()
-    b.asks()
+    they_ask(a, b)
     b.dies()
     assert needed(spare) == ["needed: 1 of 2 replica groups train (a:1), and it is a spare"]
     steps_in(spare)
@@ -206,8 +200,7 @@ def test_where_the_others_are_too_few_to_train_a_spare_trains(when: str) -> None
     if when == "at the start":
         job = Job(least=2)
         a, spare = job.join("a"), job.join("s", spare=True)
-        a.asks()
-        spare.asks()
+        they_ask(a, spare)
     else:
         job, (a, b), (spare,) = with_spares(least=2)
         b.dies()
@@ -222,9 +215,7 @@ def test_where_the_others_are_too_few_to_train_a_spare_trains(when: str) -> None
 
 def test_a_spare_that_may_load_nothing_in_a_step_computes_it_alone_and_follows_after_it() -> None:
     """Its loop owes a backward pass through the weights that are here, as that of a GAN: it waited in that step for ever."""
-    job = Job(least=1)
-    a, b = job.join("a"), job.join("b")
-    job.step(a, b)
+    job, a, b = Job.of("ab", 1, least=1)
     spare = job.join("s", spare=True)
     spare.asks(can_follow=True, reach_s=1.0)
     spare.ends()
@@ -233,8 +224,7 @@ def test_a_spare_that_may_load_nothing_in_a_step_computes_it_alone_and_follows_a
     spare.ends()
     spare.asks(at_end=True, can_follow=True, reach_s=1.0)
     job.step(a, b)
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     assert spare.formed is not None and spare.formed.why is Given.TO_STAY
 
 
@@ -303,8 +293,7 @@ def test_a_job_is_started_from_the_newest_checkpoint_also_where_a_spare_has_it(
         a.replica.restore(restored[0])
         b.replica.restore(restored[0])
     spare.replica.restore(restored[1])
-    for member in (spare, a, b):
-        member.asks(can_serve=True)
+    they_ask(spare, a, b, can_serve=True)
     newest = max(restored[0] or 0, restored[1])
     assert a.formed is not None and a.formed.version.step == newest
     assert a.formed.replica_world_size == (3 if restored[1] > (restored[0] or 0) else 2)
@@ -324,8 +313,7 @@ def test_a_job_goes_on_from_a_spare_that_alone_holds_the_newest_state() -> None:
     job.lighthouse._job.quorum_members["a:1"] = (
         None  # where its vote came at last, as in plain seed 1034 of the simulation
     )
-    for member in (spare, a):
-        member.asks(can_serve=True)
+    they_ask(spare, a, can_serve=True)
     job.passes(10.0)
     assert spare.formed is not None and (spare.formed.role, spare.formed.version.step) == (Role.HEALTHY, 8)
     assert a.formed is not None and a.formed.warms_up
@@ -340,8 +328,7 @@ def test_a_spare_whose_call_was_taken_back_follows_again() -> None:
     a.asks(can_serve=True)
     spare.follows()
     spare.asks(at_end=True, reach_s=0.1, can_follow=True)
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     for _ in range(3):
         job.passes(30.0)
         trains(job, a, b)
@@ -349,14 +336,12 @@ def test_a_spare_whose_call_was_taken_back_follows_again() -> None:
 
 
 def test_a_called_spare_that_is_still_starting_counts_in_no_majority() -> None:
-    job = Job(join_timeout_s=10.0)
-    a, b, c, d = (job.join(name) for name in "abcd")
+    job, a, b, c, d = Job.of("abcd", join_timeout_s=10.0)
     for _ in range(3):
         trains(job, a, b, c, d)
     job.join("s", spare=True)
     d.dies()
-    for member in (a, b):
-        member.asks(can_serve=True)
+    they_ask(a, b, can_serve=True)
     job.passes(11.0)  # c hangs, with its heart beating
     assert a.formed is not None and (a.formed.replica_world_size, a.formed.quorum_id) == (2, 2)
 
@@ -377,8 +362,7 @@ def test_a_spare_that_stepped_in_and_comes_back_with_the_newest_state_trains_on(
     job.passes(10.0)
     assert a.formed is not None and a.formed.version.step == a.step, "it is the first that comes back"
     spare.connects()
-    for member in (a, spare):
-        member.asks(can_serve=True)
+    they_ask(a, spare, can_serve=True)
     assert spare.formed is not None and spare.formed.role is Role.HEALTHY
     assert (spare.formed.version.step, a.formed.warms_up) == (spare.step, True)
 

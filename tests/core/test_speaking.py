@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect, they_vote
 from test_learning import trains
 
 from torchft_ckpt.core.coordination.group import GroupState, RankMessage, SendToLighthouse
@@ -13,9 +13,7 @@ from torchft_ckpt.core.coordination.replica import ReplicaSettings
 
 def three() -> tuple[Job, Member, Member, Member]:
     """A job of a, b and c, which have made a step together; a speaks."""
-    job = Job(join_timeout_s=10.0)
-    members = job.join("a"), job.join("b"), job.join("c")
-    job.step(*members)
+    job, *members = Job.of("abc", 1, join_timeout_s=10.0)
     assert speak(*members) == ["a:1"]
     return job, *members
 
@@ -26,11 +24,9 @@ def speak(*members: Member) -> list[str]:
 
 def go_on_without(job: Job, late: Member, *others: Member) -> None:
     """A group does not come to the next step, and its heart beats; the others wait until the join timeout, and make it."""
-    for member in others:
-        member.asks()
+    they_ask(*others)
     job.passes(11.0)
-    for member in others:
-        member.votes()
+    they_vote(*others)
     assert {member.step for member in others} == {late.step + 1}
 
 
@@ -52,11 +48,9 @@ def test_a_group_speaks_until_it_votes_as_another_than_the_first() -> None:
     assert speak(b, c) == ["b:1"]
     a = job.join("a", life=2)
     job.lets_in(a, others=[b, c])
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     assert speak(a, b, c) == ["b:1"], "what a has made of the state is not compared yet"
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     for member in (a, b, c):
         assert speak(a, b, c) == ([] if member is c else ["b:1"])
         member.votes()
@@ -75,8 +69,7 @@ def test_when_the_group_that_may_write_is_gone_the_next_one_speaks(end: str) -> 
 
 def test_one_that_hears_late_of_its_step_is_silent_for_nobody_who_is_gone_by_then() -> None:
     job, a, b, c = three()
-    for member in (b, c):
-        member.asks()
+    they_ask(b, c)
     job.passes(11.0)
     b.votes()
     b.is_stopped = True
@@ -126,13 +119,10 @@ def test_a_group_beside_the_quorum_speaks_until_it_has_computed_its_step() -> No
 def test_a_restarted_lighthouse_learns_who_may_write() -> None:
     job, a, b, c = three()
     job.restart()
-    for member in (b, c, a):
-        member.connects()
-    b.asks()
-    c.asks()
+    they_connect(b, c, a)
+    they_ask(b, c)
     job.passes(120.0)
-    b.votes()
-    c.votes()
+    they_vote(b, c)
     assert b.step == 2
     assert speak(a, b, c) == ["a:1"]
 
@@ -169,10 +159,8 @@ def test_of_two_that_may_write_none_goes_on_to_speak() -> None:
 def test_the_first_that_gave_up_waiting_for_a_decision_may_write_all_the_same() -> None:
     """It has approved the step, and goes on before it hears that the step counts."""
     job, a, b, c = three()
-    for member in (a, b, c):
-        member.asks()
-    a.votes()
-    b.votes()
+    they_ask(a, b, c)
+    they_vote(a, b)
     a.replica.decision_unknown()
     a.asks()
     c.votes()
@@ -183,8 +171,7 @@ def test_the_first_that_gave_up_waiting_for_a_decision_may_write_all_the_same() 
 
 def test_a_discarded_step_changes_nothing() -> None:
     _, a, b, c = three()
-    for member in (a, b, c):
-        member.asks()
+    they_ask(a, b, c)
     a.votes()
     b.votes(error="it failed")
     c.votes()

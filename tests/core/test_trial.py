@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from lighthouse_script import Job, Member
+from lighthouse_script import Job, Member, they_ask, they_connect, they_vote
 
 from torchft_ckpt.core.coordination.messages import MAX_NAMES_BYTES, OnReplicasDiffer, Outcome, Role, Shows, size_of
 from torchft_ckpt.core.coordination.trial import LEAF_FATES, MAX_IN_A_ROW, Came, Corrections, LeafFate, Moved
@@ -32,11 +32,9 @@ def ask(members: list[Member], states: Sequence[str], **leaves: str) -> None:
 
 
 def discards(members: list[Member]) -> None:
-    for member in members:
-        member.asks()
+    they_ask(*members)
     members[0].votes(error="a batch was of no use")
-    for member in members[1:]:
-        member.votes()
+    they_vote(*members[1:])
     assert {member.outcomes[-1] for member in members} == {Outcome.DISCARD}
 
 
@@ -47,8 +45,7 @@ def two_have_come_in() -> tuple[Job, tuple[Member, Member, Member]]:
     c.dies()
     b, c = job.join("b", life=2), job.join("c", life=2)
     job.lets_in(b, c, others=[a])
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     return job, (a, b, c)
 
 
@@ -80,8 +77,7 @@ def test_after_a_discarded_step_who_differs_from_most_loads_their_state_and_the_
     assert not any(words.startswith("quorum") for member in (a, c) for words in member.hears()), "they wait"
     load(b, "x")
     assert roles(members) == [Role.HEALTHY] * 3 and job.lighthouse.quorum_id == quorum_id + 1
-    for member in members:
-        member.votes()
+    they_vote(*members)
     assert [member.step for member in members] == [3, 3, 3]
     assert {member.replica.shows for member in members} == {Shows.SAMPLES}, "whether it stays so is looked at"
 
@@ -97,8 +93,7 @@ def tried_at(members: list[Member], until: int, differs_at: int = -1) -> list[in
             ask(members, "x" * (len(members) - 1) + "y")
             load(members[-1], "x")
         elif not is_tried:
-            for member in members:
-                member.asks()
+            they_ask(*members)
         for member in members:
             member.votes()
             member.hears()
@@ -136,9 +131,7 @@ def test_they_are_compared_so_anew_after_the_lighthouse_was_started_again() -> N
 
 
 def test_a_group_that_trains_alone_is_compared_with_nobody() -> None:
-    job = Job(least=1)
-    a = job.join("a")
-    job.step(a)
+    _, a = Job.of("a", 1, least=1)
     tried = tried_at([a], 40)
     assert all(step < 4 for step in tried)
 
@@ -179,8 +172,7 @@ def test_two_that_come_in_before_the_first_step_counts_do_not_outvote_the_one_th
         member.comes_in()
         member.asks()
     assert roles([a, b, c]) == [Role.HEALTHY] * 3
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
 
@@ -188,8 +180,7 @@ def test_two_that_come_in_before_the_first_step_counts_do_not_outvote_the_one_th
 def test_two_that_went_on_from_what_they_were_given_do_not_outvote_the_giver_that_is_back_before_a_step_counts() -> (
     None
 ):
-    job = Job(least=1)
-    a = job.join("a")
+    job, a = Job.of("a", least=1)
     a.asks()
     a.votes(error="a batch was of no use")
     b, c = job.join("b"), job.join("c")
@@ -199,14 +190,12 @@ def test_two_that_went_on_from_what_they_were_given_do_not_outvote_the_giver_tha
     for member in (b, c):
         member.comes_in()
     a.is_cut_off()
-    for member in (b, c):
-        member.asks()
+    they_ask(b, c)
     assert roles([b, c]) == [Role.HEALTHY] * 2
     discards([b, c])
     a.connects()
     ask([a, b, c], "xxx")
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
 
@@ -217,8 +206,7 @@ def test_newcomers_are_made_equal_although_the_only_one_with_a_voice_shows_nothi
     others = [job.join(name) for name in "bcde"]
     job.lets_in(*others, others=[a])
     members = [a, *others]
-    for member in members:
-        member.votes()
+    they_vote(*members)
     a.asks()
     ask(others, "yxxx", ema="1111")
     assert told_to_load(members) == {"b": {"c", "d", "e"}}
@@ -226,8 +214,7 @@ def test_newcomers_are_made_equal_although_the_only_one_with_a_voice_shows_nothi
     assert roles(members) == [Role.HEALTHY] * 5
     assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [([], [])] * 5
     assert not any("nobody is left" in line for line in job.log)
-    for member in members:
-        member.votes()
+    they_vote(*members)
     ask(members, "wxxxx")
     assert told_to_load(members) == {name: {"a"} for name in "bcde"}
 
@@ -269,8 +256,7 @@ def test_a_newcomer_loads_whatever_becomes_of_those_that_were_equal() -> None:
     job, members = at_work("ab", OnReplicasDiffer.WARN)
     c = job.join("c", on_replicas_differ=OnReplicasDiffer.WARN)
     job.lets_in(c, others=members)
-    for member in (*members, c):
-        member.votes()
+    they_vote(*members, c)
     ask([*members, c], "xxy")
     assert told_to_load([*members, c]) == {"c": {"a", "b"}}
 
@@ -282,8 +268,7 @@ def test_who_differs_although_it_has_just_loaded_trains_on_and_is_looked_at_agai
     load(members[1], "y")
     assert roles(members) == [Role.HEALTHY] * 3
     assert any("cannot load it before this step" in line for line in job.log)
-    for member in members:
-        member.votes()
+    they_vote(*members)
     assert members[0].replica.shows is Shows.ALL
 
 
@@ -332,8 +317,7 @@ def test_who_loads_before_a_step_writes_no_checkpoint_until_it_is_compared_after
     assert told_to_load([a, b]) == {"b": {"a"}}
     load(b, "x")
     assert (b.replica.is_on_trial, a.replica.is_on_trial, a.replica.num_writers) == (True, False, 1)
-    a.votes()
-    b.votes()
+    they_vote(a, b)
     assert b.outcomes[-1] is Outcome.COMMIT and b.replica.is_on_trial
     ask([a, b], "zz")
     assert (b.replica.is_on_trial, a.replica.num_writers) == (False, 2)
@@ -348,16 +332,13 @@ def test_who_differs_and_asks_not_to_heal_takes_no_part_in_the_step() -> None:
     c.asks(shows="x")
     assert roles(members) == [Role.HEALTHY, Role.IDLE, Role.HEALTHY]
     assert any("B:1 asked for a quorum without healing, and takes no part in this step" in line for line in job.log)
-    for member in members:
-        member.votes()
+    they_vote(*members)
     assert (a.step, b.step, c.step) == (3, 2, 3)
     assert not b.replica.version.proven, "it comes in as all do that lack the state"
 
 
 def test_a_leaf_that_differs_after_a_step_that_all_began_alike_is_each_groups_own_and_the_others_are_common() -> None:
-    job = Job(least=1)
-    members = [job.join(name) for name in "ab"]
-    job.step(*members)
+    _, *members = Job.of("ab", 1, least=1)
     ask(members, "xx", mean="12", ema="33")
     assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
     assert roles(members) == [Role.HEALTHY] * 2
@@ -365,12 +346,9 @@ def test_a_leaf_that_differs_after_a_step_that_all_began_alike_is_each_groups_ow
 
 def test_who_receives_the_state_of_another_life_is_not_told_what_was_found_in_the_one_before() -> None:
     """The source does not know it, and the two would be compared by different leaves: one loaded what was equal."""
-    job = Job(least=2)
-    members = [job.join(name) for name in "ab"]
-    job.step(*members)
+    job, *members = Job.of("ab", 1, least=2)
     ask(members, "xx", mean="12", ema="33")
-    for member in members:
-        member.votes()
+    they_vote(*members)
     for member in members:
         member.dies()
     job.gives_first = False
@@ -390,9 +368,7 @@ def wide(num: int = 1000) -> list[str]:
 @pytest.mark.parametrize("policy", OnReplicasDiffer)
 def test_more_names_than_have_room_in_a_message_are_told_after_the_steps_that_follow(policy: OnReplicasDiffer) -> None:
     """A thousand members are sent so much of them. The names that had no room were not told before a step was discarded."""
-    job = Job(least=1)
-    members = [job.join(name, on_replicas_differ=policy) for name in "ab"]
-    job.step(*members)
+    _, *members = Job.of("ab", 1, least=1, on_replicas_differ=policy)
     names = [f"{number:04}" + "\x01" * 110 for number in range(100)] + wide()
     while {member.replica.shows for member in members} == {Shows.SAMPLES}:
         ask(members, "xx", **dict.fromkeys(names, "11"))
@@ -409,15 +385,12 @@ def test_more_names_than_have_room_in_a_message_are_told_after_the_steps_that_fo
 
 def test_a_leaf_that_was_found_equal_and_had_no_room_is_not_each_groups_own_when_one_has_other_bits() -> None:
     """It was taken for one of those that each group has for itself, was never compared again, and the groups trained on so."""
-    job = Job(least=1)
-    members = [job.join(name) for name in "abc"]
-    job.step(*members)
+    job, *members = Job.of("abc", 1, least=1)
     names = wide()
     ask(members, "xxx", **dict.fromkeys(names, "111"))
     assert members[0].formed is not None
     left = [name for name in names if name not in members[0].formed.leaves.common]
-    for member in members:
-        member.votes()
+    they_vote(*members)
     ask(members, "xxx", **(dict.fromkeys(left, "111") | {left[-1]: "112"}))
     assert told_to_load(members) == {"c": {"a", "b"}}
     load(members[2], "x", **dict.fromkeys(left, "1"))
@@ -426,15 +399,12 @@ def test_a_leaf_that_was_found_equal_and_had_no_room_is_not_each_groups_own_when
 
 
 def test_who_does_not_show_a_leaf_that_was_found_equal_neither_loads_it_nor_makes_it_each_groups_own() -> None:
-    job = Job(least=1)
-    members = [job.join(name) for name in "abc"]
-    job.step(*members)
+    _, *members = Job.of("abc", 1, least=1)
     names = wide()
     ask(members, "xxx", **dict.fromkeys(names, "111"))
     assert members[0].formed is not None
     left = [name for name in names if name not in members[0].formed.leaves.common]
-    for member in members:
-        member.votes()
+    they_vote(*members)
     ask(members[:2], "xx", **dict.fromkeys(left, "11"))
     members[2].asks(shows="x", **dict.fromkeys(left[:-1], "1"))
     assert not told_to_load(members)
@@ -443,13 +413,11 @@ def test_who_does_not_show_a_leaf_that_was_found_equal_neither_loads_it_nor_make
 
 def test_leaves_that_are_equal_after_a_discarded_step_are_not_common_before_one_has_counted() -> None:
     """Nobody has moved them since all began with the same."""
-    job = Job(least=1)
-    members = [job.join(name) for name in "ab"]
+    _, *members = Job.of("ab", least=1)
     discards(members)
     ask(members, "xx", mean="11", ema="11")
     assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [([], [])] * 2
-    for member in members:
-        member.votes()
+    they_vote(*members)
     ask(members, "xx", mean="12", ema="33")
     assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [(["ema"], ["mean"])] * 2
 
@@ -459,27 +427,21 @@ def test_who_is_equal_before_its_first_step_has_no_voice_yet() -> None:
     job = Job(least=1)
     a, b = members = [job.join(name) for name in "ab"]
     a.replica.restore(5)
-    for member in members:
-        member.asks()
+    they_ask(*members)
     b.loads()
     ask(members, "xx")
     assert roles(members) == [Role.HEALTHY] * 2
-    for member in members:
-        member.votes()
+    they_vote(*members)
     ask(members, "xx", n="12")
     assert told_to_load(members) == {"b": {"a"}}, "its loop may have read another step before it had the state"
 
 
 def test_of_a_leaf_that_has_moved_nowhere_nothing_is_found_out_before_it_has() -> None:
     """BatchNorm that is frozen at first, a best loss that is looked for later: equal in all groups, and then each group's own."""
-    job = Job(least=1)
-    members = [job.join(name) for name in "ab"]
-    job.step(*members)
-    for member in members:
-        member.asks(shows="x", mean="1", ema="1", still=["mean"])
+    _, *members = Job.of("ab", 1, least=1)
+    they_ask(*members, shows="x", mean="1", ema="1", still=["mean"])
     assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [(["ema"], [])] * 2
-    for member in members:
-        member.votes()
+    they_vote(*members)
     discards(members)
     ask(members, "xx", mean="23")
     assert [(m.formed.leaves.common, m.formed.leaves.own) for m in members if m.formed] == [([], ["mean"])] * 2
@@ -530,8 +492,7 @@ def test_what_is_equal_without_having_moved_alike_stays_each_groups_own(looks: t
 def test_one_that_came_in_and_has_another_codebook_than_most_loads_theirs_after_the_next_step() -> None:
     _, members = at_work("abc")
     assert [look(members, of)[0] for of in ("335", "446")] == [[], ["codebook"]]
-    for member in members:
-        member.votes()
+    they_vote(*members)
     assert members[0].replica.shows is Shows.SAMPLES
     ask(members, "xxy")
     assert told_to_load(members) == {"c": {"a", "b"}}
@@ -542,8 +503,7 @@ def test_a_group_whose_data_are_its_own_beside_two_with_the_same_loads_twice_and
     job, members = at_work("abc")
     assert [look(members, of)[0] for of in ("335", "446")] == [[], ["codebook"]]
     for _ in range(2):  # it is compared with what has to be equal, and moves it at once to its own
-        for member in members:
-            member.votes()
+        they_vote(*members)
         ask(members, ("x", "x", "x/y"))
         assert told_to_load(members) == {"c": {"a", "b"}}
         load(members[2], "x")
@@ -603,8 +563,7 @@ def test_a_quorum_that_is_tried_twice_is_one_look_at_what_each_group_has_of_its_
     goes_on(job, members)
     newcomer = job.join("c")
     newcomer.warms_up()
-    for member in members:
-        member.asks(shows="x", codebook="4", own=["codebook"], can_serve=True)
+    they_ask(*members, shows="x", codebook="4", own=["codebook"], can_serve=True)
     newcomer.comes_in()
     newcomer.asks()
     assert {member.formed.leaves.common[0] for member in members if member.formed} == {"codebook"}
@@ -627,8 +586,7 @@ def test_a_leaf_of_which_it_was_said_that_it_is_not_compared_any_more_is_not() -
     assert learnt(a) == ([], ["ema"])
     for value in "456":
         goes_on(job, [a, b])
-        for member in (a, b):
-            member.asks(shows="x", ema=value, own=["ema"])
+        they_ask(a, b, shows="x", ema=value, own=["ema"])
         assert learnt(a) == ([], [])
 
 
@@ -637,12 +595,10 @@ def one_has_come_in(steps: int = 1) -> tuple[Job, Member, Member]:
     job, (a,) = at_work("a")
     b = job.join("b")
     job.lets_in(b, others=[a])
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     for _ in range(steps):
         ask([a, b], "xx")
-        for member in (a, b):
-            member.votes()
+        they_vote(a, b)
     discards([a, b])
     return job, a, b
 
@@ -684,8 +640,7 @@ def learnt(member: Member) -> tuple[list[str], list[str]]:
 
 def goes_on(job: Job, members: list[Member]) -> None:
     """The step counts, and what is seen after it is compared."""
-    for member in members:
-        member.votes()
+    they_vote(*members)
     if members[0].replica.shows is Shows.NOTHING:
         discards(members)
 
@@ -720,8 +675,7 @@ def test_a_leaf_that_has_moved_in_who_came_in_alone_is_that_of_the_eldest() -> N
 def test_two_that_came_in_and_moved_a_leaf_alike_do_not_outvote_the_eldest_in_which_it_stands() -> None:
     _, (a, b, c) = two_have_come_in()
     ask([a, b, c], "xxx")
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     discards([a, b, c])
     show([a, b, c], "122", moved="bc")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
@@ -745,8 +699,7 @@ def test_the_eldest_keeps_its_leaf_although_the_lighthouse_has_forgotten_who_cam
         a.connects()
     else:
         job.restart()
-        b.connects()
-        a.connects()
+        they_connect(b, a)
     ask([b, a], "xx")
     goes_on(job, [b, a])
     show([b, a], "21", moved=moved)
@@ -757,11 +710,9 @@ def test_who_came_in_is_given_what_its_first_step_has_moved_also_if_the_lighthou
     job, (a,) = at_work("a")
     b = job.join("b")
     job.lets_in(b, others=[a])
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     job.restart()
-    b.connects()
-    a.connects()
+    they_connect(b, a)
     show([b, a], "32", moved="ab")
     assert told_to_load([a, b]) == {"b": {"a"}}
 
@@ -819,18 +770,15 @@ def test_each_group_that_comes_in_is_given_what_its_first_step_has_moved_while_n
     for name in "bc":
         members.append(job.join(name))
         job.lets_in(members[-1], others=members[:-1])
-        for member in members:
-            member.votes()
+        they_vote(*members)
         show(members, "1" * (len(members) - 1) + "2", moved=f"a{name}")
         assert told_to_load(members) == {name: {m.replica_id[0] for m in members[:-1]}}
         members[-1].follows()
         show(members[-1:], "1", moved="")
-        for member in members:
-            member.votes()
+        they_vote(*members)
         show(members, "1" * len(members), moved="a")
         assert learnt(a) == ([], [])
-        for member in members:
-            member.votes()
+        they_vote(*members)
         discards(members) if a.replica.shows is Shows.NOTHING else None
 
 
@@ -855,8 +803,7 @@ def test_who_lacks_a_leaf_that_stands_still_in_the_others_is_not_told_to_load_it
     _, members = at_work("abc")
     discards(members)
     members[0].asks(shows="x")
-    for member in members[1:]:
-        member.asks(shows="x", late="1", still=["late"])
+    they_ask(*members[1:], shows="x", late="1", still=["late"])
     assert not told_to_load(members)
     assert [m.formed.leaves.own for m in members if m.formed] == [["late"]] * 3
 
@@ -872,29 +819,24 @@ def test_leaves_that_one_group_shows_by_itself_are_compared_when_all_have_shown_
     _, members = at_work("ab")
     members[0].asks(shows="x", late="1")
     members[1].asks()
-    for member in members:
-        member.votes()
+    they_vote(*members)
     assert {member.replica.shows for member in members} == {Shows.SAMPLES}
     ask(members, "xx", late="11")
     assert [member.formed.leaves.common for member in members if member.formed] == [["late"]] * 2
 
 
 def test_a_group_that_came_in_is_given_an_unknown_leaf_once() -> None:
-    job = Job(least=1)
-    a = job.join("a")
-    job.step(a)
+    job, a = Job.of("a", 1, least=1)
     a.asks(shows="x", mean="1", ema="3")
     a.votes()
     b = job.join("b")
     job.lets_in(b, others=[a])
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     ask([a, b], "xx", mean="12", ema="34")
     assert told_to_load([a, b]) == {"b": {"a"}}, "its loop may have read another step before it came in"
     load(b, "x", mean="1", ema="3")
     assert a.formed is not None and (a.formed.leaves.common, a.formed.leaves.own) == ([], []), "it has just loaded them"
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     ask([a, b], "xx", mean="12", ema="33")
     assert a.formed is not None and (a.formed.leaves.common, a.formed.leaves.own) == (["ema"], ["mean"])
     assert not told_to_load([a, b])
@@ -915,8 +857,7 @@ def test_a_rank_ends_when_the_same_leaf_differs_at_three_boundaries_in_a_row() -
 def test_nobody_is_asked_for_a_leaf_that_those_who_are_right_do_not_show() -> None:
     """One that came in named leaves of its own: all waited while it loaded what nobody has, and all kept the names for good."""
     _, (a, b, c) = two_have_come_in()
-    a.asks(shows="x", ema="1")
-    b.asks(shows="x", ema="1")
+    they_ask(a, b, shows="x", ema="1")
     c.asks(shows="x", ema="1", nobodys="7")
     assert not told_to_load([a, b, c])
     assert [(m.formed.leaves.common, m.formed.leaves.own) for m in (a, b, c) if m.formed] == [(["ema"], [])] * 3
@@ -926,12 +867,10 @@ def test_one_of_those_who_are_right_neither_hides_a_leaf_nor_adds_one() -> None:
     _, (a, b, c) = at_work()
     discards([a, b, c])
     ask([a, b, c], "xxx")
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     discards([a, b, c])
     a.asks(shows="x", only_his="1", mean="0")
-    b.asks(shows="x", ema="1", mean="5")
-    c.asks(shows="x", ema="1", mean="5")
+    they_ask(b, c, shows="x", ema="1", mean="5")
     assert [(m.formed.leaves.common, m.formed.leaves.own) for m in (a, b, c) if m.formed] == [([], ["ema", "mean"])] * 3
 
 
@@ -948,9 +887,7 @@ def test_a_leaf_that_half_of_those_who_are_right_have_is_own_to_each_group() -> 
 
 
 def test_one_group_alone_says_nothing_of_what_is_common() -> None:
-    job = Job(least=1)
-    a = job.join("a")
-    job.step(a)
+    _, a = Job.of("a", 1, least=1)
     a.asks(shows="x", mean="1")
     assert a.formed is not None and (a.formed.leaves.common, a.formed.leaves.own) == ([], [])
 
@@ -959,8 +896,7 @@ def test_a_group_that_loads_again_on_the_same_connection_is_compared_again_and_h
     job, (a, b) = at_work("ab")
     b.replica.load_torn()
     job.lets_in(b, others=[a])
-    for member in (a, b):
-        member.votes()
+    they_vote(a, b)
     assert a.replica.shows is Shows.SAMPLES
     ask([a, b], "xy")
     assert told_to_load([a, b]) == {"b": {"a"}}
@@ -972,8 +908,7 @@ def test_who_trained_before_the_lighthouse_was_started_again_is_right_whoever_co
     a.connects()
     b, c = job.join("b"), job.join("c")
     job.lets_in(b, c, others=[a])
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
 
@@ -995,11 +930,9 @@ def test_who_was_given_the_state_and_has_made_no_step_has_no_voice_whatever_conn
         ask([b, c], "xx")
     else:
         job.restart()
-        for member in (a, b, c):
-            member.connects()
+        they_connect(a, b, c)
         ask([a, b, c], "xxx")
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     assert a.replica.shows is not Shows.NOTHING
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
@@ -1014,23 +947,18 @@ def test_who_has_caught_up_between_two_rounds_has_no_voice_before_it_was_equal_a
         member.replica.caught_up(a.replica.version)
     if is_restarted:
         job.restart()
-        for member in (a, b, c):
-            member.connects()
-    for member in (*others, a):
-        member.asks(shows="x", can_serve=True)
+        they_connect(a, b, c)
+    they_ask(*others, a, shows="x", can_serve=True)
     assert a.formed is not None and (a.formed.replica_world_size, a.formed.num_proved) == (3, 1)
     assert [m.replica.is_on_trial for m in (a, b, c)] == [False, True, True]
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
 
 
 def test_who_began_the_job_and_has_caught_up_since_counts_as_one_that_came_in() -> None:
-    job = Job(least=1)
-    a, c = job.join("a"), job.join("c")
-    for member in (a, c):
-        member.asks()
+    job, a, c = Job.of("ac", least=1)
+    they_ask(a, c)
     c.replica.load_torn()
     c.says(c.replica.locate())
     a.votes()
@@ -1039,11 +967,9 @@ def test_who_began_the_job_and_has_caught_up_since_counts_as_one_that_came_in() 
     for member in (b, c):
         member.says(member.replica.locate())
         member.replica.caught_up(a.replica.version)
-    for member in (b, c, a):
-        member.asks(can_serve=True)
+    they_ask(b, c, a, can_serve=True)
     assert a.formed is not None and a.formed.replica_world_size == 3
-    for member in (a, b, c):
-        member.votes()
+    they_vote(a, b, c)
     a.dies()
     ask([b, c], "yz")
     assert told_to_load([b, c]) == {"c": {"b"}}
@@ -1056,8 +982,7 @@ def test_who_was_given_the_state_for_an_attempt_that_the_others_made_without_it_
     assert told_to_load([a, b, c]) == {"c": {"a", "b"}}
     c.is_cut_off()
     assert a.formed is not None and a.formed.num_contributors == 2, "they wait for it no longer"
-    for member in (a, b):
-        member.votes(error="a loss that is not a number")
+    they_vote(a, b, error="a loss that is not a number")
     c.follows()
     c.connects()
     c.asks(shows="x")
