@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nursery import Forked
+from support.replicas import ends
 from support.savers import no_threads_left
 from support.spmd_double import random_bits
 from support.thoroughness import by_default
@@ -130,7 +131,7 @@ def num_descriptors() -> int:
 def test_what_is_saved_is_of_one_step_however_fast_the_optimizer_steps(tmp_path: Path, reuse_buffers: bool) -> None:
     """A few MiB, so that a save takes many steps; some tensors end within a block of the copies."""
     optimizer = Counting([1, 3, 1000, 300_000, 70_001])
-    checkpointer = Checkpointer(tmp_path, keep_last=1, reuse_buffers=reuse_buffers)
+    checkpointer = ends(Checkpointer(tmp_path, keep_last=1, reuse_buffers=reuse_buffers))
     checkpointer.guard_optimizer(optimizer)
     num_steps_meanwhile = 0
     for _ in range(by_default(8, thorough=25)):
@@ -151,7 +152,7 @@ def test_what_is_saved_is_of_one_step_however_fast_the_optimizer_steps(tmp_path:
 
 def test_a_save_leaves_no_thread_descriptor_or_memory(tmp_path: Path) -> None:
     optimizer = Counting([100_000])
-    checkpointer = Checkpointer(tmp_path, reuse_buffers=False, keep_last=2)
+    checkpointer = ends(Checkpointer(tmp_path, reuse_buffers=False, keep_last=2))
     checkpointer.guard_optimizer(optimizer)
     checkpointer.save(optimizer.tensors(), step=0).result(LONG_S)
     checkpointer.wait()
@@ -167,12 +168,11 @@ def test_a_save_leaves_no_thread_descriptor_or_memory(tmp_path: Path) -> None:
     gc.collect()
     assert num_descriptors() <= before
     assert not [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
-    checkpointer.shutdown()
 
 
 def test_without_guard_optimizer_the_state_is_copied_before_save_returns(tmp_path: Path) -> None:
     optimizer = Counting([1000, 50_000])
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     for _ in range(5):
         optimizer.step()
         step = optimizer.number
@@ -181,12 +181,11 @@ def test_without_guard_optimizer_the_state_is_copied_before_save_returns(tmp_pat
         future.result(LONG_S)
         _, tensors, _ = all_of(tmp_path)
         assert_of_one_step(tensors, step)
-    checkpointer.shutdown()
 
 
 def test_arrays_and_containers_that_change_after_save_are_those_of_the_save(tmp_path: Path) -> None:
     optimizer = Counting([200_000])
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     checkpointer.guard_optimizer(optimizer)
     array, seen = np.zeros(1000), {"order": [1, 2, 3]}
     for step in range(10):
@@ -199,13 +198,12 @@ def test_arrays_and_containers_that_change_after_save_are_those_of_the_save(tmp_
         _, _, values = all_of(tmp_path)
         assert values["seen.order"] == [step, 2, 3]
         assert np.array_equal(values["array"], np.full(1000, float(step)))
-    checkpointer.shutdown()
 
 
 def test_after_a_step_that_raised_a_save_is_of_the_state_it_was_given(tmp_path: Path) -> None:
     """The hook that lets the lock go does not run then."""
     optimizer = Counting([200_000])
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     checkpointer.guard_optimizer(optimizer)
     optimizer.step()
     parameters = optimizer.param_groups[0].pop("params")
@@ -218,12 +216,11 @@ def test_after_a_step_that_raised_a_save_is_of_the_state_it_was_given(tmp_path: 
     assert future.result(LONG_S).is_closed
     _, tensors, _ = all_of(tmp_path)
     assert_of_one_step(tensors, 1)
-    checkpointer.shutdown()
 
 
 def test_where_copies_have_no_room_the_save_fails_by_name_and_training_goes_on(tmp_path: Path) -> None:
     optimizer = Counting([2_000_000])
-    checkpointer = Checkpointer(tmp_path, staging_budget_bytes=1)
+    checkpointer = ends(Checkpointer(tmp_path, staging_budget_bytes=1))
     checkpointer.guard_optimizer(optimizer)
     future = checkpointer.save(optimizer.tensors(), step=1)
     optimizer.step()
@@ -235,7 +232,6 @@ def test_where_copies_have_no_room_the_save_fails_by_name_and_training_goes_on(t
     second = checkpointer.save(optimizer.tensors(), step=2)  # nobody steps: no copies are needed
     assert second.result(LONG_S).is_closed
     assert checkpoints_in(tmp_path) == [2]
-    checkpointer.shutdown()
 
 
 def test_one_save_is_in_flight_and_the_next_begins_as_soon_as_it_has_ended(tmp_path: Path) -> None:
@@ -245,7 +241,7 @@ def test_one_save_is_in_flight_and_the_next_begins_as_soon_as_it_has_ended(tmp_p
     def hold(progress: TransferProgress) -> None:
         assert goes_on.wait(LONG_S)
 
-    checkpointer = Checkpointer(tmp_path, on_progress=hold)
+    checkpointer = ends(Checkpointer(tmp_path, on_progress=hold))
     first = checkpointer.save(optimizer.tensors(), step=1)
     second = checkpointer.save(optimizer.tensors(), step=2)
     assert isinstance(second.exception(0), SaveInFlightError)
@@ -264,7 +260,7 @@ def test_one_save_is_in_flight_and_the_next_begins_as_soon_as_it_has_ended(tmp_p
 def test_shutdown_waits_for_the_save_or_gives_it_up(tmp_path: Path) -> None:
     optimizer = Counting([10, 10])
     with no_threads_left():
-        checkpointer = Checkpointer(tmp_path)
+        checkpointer = ends(Checkpointer(tmp_path))
         future = checkpointer.save(optimizer.tensors(), step=1)
         checkpointer.shutdown()
         checkpointer.shutdown()
@@ -275,7 +271,7 @@ def test_shutdown_waits_for_the_save_or_gives_it_up(tmp_path: Path) -> None:
             begun.set()
             assert goes_on.wait(LONG_S)
 
-        checkpointer = Checkpointer(tmp_path, on_progress=hold)
+        checkpointer = ends(Checkpointer(tmp_path, on_progress=hold))
         future = checkpointer.save(optimizer.tensors(), step=2)
         assert begun.wait(LONG_S)
         ending = threading.Thread(target=checkpointer.shutdown, kwargs={"wait": False})
@@ -291,7 +287,7 @@ def test_shutdown_waits_for_the_save_or_gives_it_up(tmp_path: Path) -> None:
 
 def test_progress_is_told_until_all_is_written(tmp_path: Path) -> None:
     told: list[TransferProgress] = []
-    checkpointer = Checkpointer(tmp_path, on_progress=told.append)
+    checkpointer = ends(Checkpointer(tmp_path, on_progress=told.append))
     state = {"a": torch.zeros(1000), "b": torch.zeros(3, dtype=torch.int64)}
     saved = checkpointer.save(state, step=5).result(LONG_S)
     assert told[-1].received_bytes == told[-1].total_bytes == 4000 + 24
@@ -299,7 +295,6 @@ def test_progress_is_told_until_all_is_written(tmp_path: Path) -> None:
     on_disk = sum(path.stat().st_size for path in (tmp_path / saved.name).iterdir() if path.name != ".metadata")
     assert saved.written_bytes == on_disk
     assert (saved.step, saved.num_fills) == (5, 0)
-    checkpointer.shutdown()
 
 
 def test_a_callback_that_raises_costs_nothing_but_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -309,7 +304,7 @@ def test_a_callback_that_raises_costs_nothing_but_itself(tmp_path: Path, caplog:
         told.append(progress)
         raise BrokenPipeError("whoever watched has gone")
 
-    checkpointer = Checkpointer(tmp_path, on_progress=raises)
+    checkpointer = ends(Checkpointer(tmp_path, on_progress=raises))
     state = {"a": torch.ones(1000), "b": torch.arange(3)}
     for step in (1, 2):
         assert checkpointer.save(state, step=step).result(LONG_S).is_closed
@@ -319,20 +314,18 @@ def test_a_callback_that_raises_costs_nothing_but_itself(tmp_path: Path, caplog:
         "on_progress raised at step 1; it is not called again",
         "on_progress raised at step 2; it is not called again",
     ]
-    checkpointer.shutdown()
 
 
 # Names and retention
 
 
 def test_a_step_that_is_saved_again_gets_a_directory_of_its_own(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     names = []
     for number in range(12):
         names.append(checkpointer.save({"w": torch.full((4,), float(number))}, step=7).result(LONG_S).name)
         assert all_of(tmp_path)[1]["w"].tolist() == [number] * 4
     assert len(set(names)) == 12
-    checkpointer.shutdown()
 
 
 def test_another_run_does_not_write_into_what_a_dead_one_left(tmp_path: Path) -> None:
@@ -348,7 +341,7 @@ def test_another_run_does_not_write_into_what_a_dead_one_left(tmp_path: Path) ->
 
 
 def test_old_checkpoints_are_removed_but_for_those_that_are_to_stay(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_every=5)
+    checkpointer = ends(Checkpointer(tmp_path, keep_last=2, keep_every=5))
     state = {"w": torch.zeros(1000), "lr": 0.5}
     for step in range(1, 18):
         checkpointer.save(state, step=step).result(LONG_S)
@@ -356,7 +349,6 @@ def test_old_checkpoints_are_removed_but_for_those_that_are_to_stay(tmp_path: Pa
         expected = [kept for kept in range(step, 0, -1) if kept > step - 2 or kept % 5 == 0]
         assert checkpoints_in(tmp_path) == expected
     assert len(list(tmp_path.iterdir())) == 5
-    checkpointer.shutdown()
 
 
 def test_a_save_that_failed_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +381,7 @@ def test_an_argument_that_cannot_be_used_is_named(tmp_path: Path, arguments: dic
 
 
 def test_calls_that_lack_something_are_refused_and_leave_nothing(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     with pytest.raises(ConfigError, match="step"):
         checkpointer.save({})
     with pytest.raises(ConfigError, match="state_dict"):
@@ -404,36 +396,33 @@ def test_calls_that_lack_something_are_refused_and_leave_nothing(tmp_path: Path)
         checkpointer.load({"w": torch.zeros(1)})
     assert list(tmp_path.iterdir()) == []
     assert checkpointer.save({}, step=1).result(LONG_S).is_closed  # an empty state is a state
-    checkpointer.shutdown()
 
 
 @pytest.mark.parametrize(
     "step", [np.int64(4), np.uint8(4), torch.tensor(4), np.array(4)], ids=lambda step: type(step).__name__
 )
 def test_a_step_is_a_whole_number_of_any_kind(tmp_path: Path, step: Any) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     saved = checkpointer.save({"w": torch.ones(3)}, step=step).result(LONG_S)
     read = {"w": torch.zeros(3)}
     restored = checkpointer.load(read, step=step)
     assert (type(saved.step), type(restored.step), restored.step, read["w"].tolist()) == (int, int, 4, [1.0] * 3)
-    checkpointer.shutdown()
 
 
 @pytest.mark.parametrize("step", [4.0, "4", np.float32(4), torch.tensor([4, 5]), np.int64(-1), -1], ids=repr)
 def test_a_step_that_is_none_is_refused_at_the_call(tmp_path: Path, step: Any) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     for call in (checkpointer.save, checkpointer.load):
         with pytest.raises(ConfigError, match="step=") as caught:
             call({"w": torch.ones(3)}, step=step)
         assert caught.value.party == "step"
     assert list(tmp_path.iterdir()) == []
-    checkpointer.shutdown()
 
 
 def test_a_place_in_the_users_home_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    checkpointer = Checkpointer("~/shared", local_location=Path("~/own"))
+    checkpointer = ends(Checkpointer("~/shared", local_location=Path("~/own")))
     saved = checkpointer.save({"w": torch.ones(2)}, step=1).result(LONG_S)
     checkpointer.save({"w": torch.ones(2)}, step=2, tier=Tier.LOCAL).result(LONG_S)
     checkpointer.shutdown()
@@ -445,23 +434,21 @@ def test_a_place_in_the_users_home_is_there(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_place_that_cannot_be_written_to_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    checkpointer = Checkpointer(tmp_path / "file" / "below")
+    checkpointer = ends(Checkpointer(tmp_path / "file" / "below"))
     with pytest.raises(StorageError, match="below"):
         checkpointer.save({"w": torch.zeros(3)}, step=1).result(LONG_S)
-    checkpointer.shutdown()
 
 
 def test_very_many_plain_values_are_said_once_with_where_most_of_them_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchft_ckpt.checkpointer._MANY_VALUES", 50)
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     state = {"lr": 0.1, "user": {"replay": [{"reward": 1.0, "done": False} for _ in range(30)], "name": "n"}}
     for step in (1, 2):
         checkpointer.save(state, step=step).result(LONG_S)
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "62 plain values, most of them in 'user.replay'" in said
-    checkpointer.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -479,7 +466,7 @@ def test_very_many_plain_values_are_said_once_with_where_most_of_them_are(
 def test_what_cannot_be_carried_is_refused_by_path_and_the_next_save_works(
     tmp_path: Path, state: dict[str, Any], path: str
 ) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     with pytest.raises(UnsupportedValueError, match=re.escape(path)):
         checkpointer.save(state, step=1)
     assert checkpoints_in(tmp_path) == []
@@ -550,7 +537,7 @@ def every_kind() -> dict[str, Any]:
 
 
 def test_every_kind_of_value_is_read_by_plain_dcp_as_it_was_saved(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     name = checkpointer.save(every_kind(), step=1).result(LONG_S).name
     checkpointer.shutdown()
     dcp_to_torch_save(tmp_path / name, tmp_path / "all.pt")
@@ -588,7 +575,7 @@ class Progress(NamedTuple):
 
 
 def test_named_tuples_and_enums_become_the_classes_of_the_state_dict_or_are_refused(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     name = checkpointer.save({"a": {"progress": Progress(Phase.DECAY, torch.ones(2))}}, step=1).result(LONG_S).name
     target = {"a": {"progress": Progress(Phase.WARM_UP, torch.zeros(2))}}
     checkpointer.load(target)
@@ -623,7 +610,7 @@ def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
         "adam": {"state": {0: {"step": torch.tensor(0.0)}}},
     }
     with torch.device("meta"):
-        checkpointer = Checkpointer(tmp_path)
+        checkpointer = ends(Checkpointer(tmp_path))
         checkpointer.save(state, step=1, rank_state={"position": 7, "seen": torch.empty(0, 3, device="cpu")}).result(
             LONG_S
         )
@@ -643,7 +630,7 @@ def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_own_values_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     own = {"position": 17, "loader": {"rng": torch.arange(5), "epoch": np.int64(3)}, "seen": (1, None)}
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     checkpointer.save({"w": torch.zeros(2)}, step=4, rank_state=own).result(LONG_S)
@@ -655,7 +642,6 @@ def test_own_values_and_random_numbers_go_on_where_they_were(tmp_path: Path) -> 
     assert restored.rank_state["position"] == 17
     assert restored.rank_state["seen"] == (1, None)
     assert restored.rank_state["loader"]["rng"].tolist() == [0, 1, 2, 3, 4]
-    checkpointer.shutdown()
 
 
 def test_a_run_is_not_named_by_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -723,7 +709,7 @@ def test_load_and_load_checkpoint_give_each_rank_its_own(tmp_path: Path, monkeyp
 def test_ranks_without_a_manager_load_one_step_or_none_of_them_does(tmp_path: Path) -> None:
     """Each has a disk of its own. Rank 0 reads what is damaged; rank 1's disk lacks the newest, or rank 1 cannot load it."""
     saved = tmp_path / "saved"
-    checkpointer = Checkpointer(saved)
+    checkpointer = ends(Checkpointer(saved))
     for step in (1, 2):
         state = {"weight": torch.full((9,), float(step)), "x": {"weight": torch.ones(9)}}
         checkpointer.save(state, step=step).result(30)
@@ -784,18 +770,17 @@ def test_ranks_that_differ_are_told_at_the_save_and_old_checkpoints_go_as_always
 
 
 def test_random_numbers_are_left_alone_where_that_was_asked_for(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, save_random_state=False)
+    checkpointer = ends(Checkpointer(tmp_path, save_random_state=False))
     checkpointer.save({"w": torch.zeros(2)}, step=4).result(LONG_S)
     torch.manual_seed(9)
     expected = torch.rand(2).tolist()
     torch.manual_seed(9)
     assert checkpointer.load({"w": torch.ones(2)}).rank_state is None
     assert torch.rand(2).tolist() == expected
-    checkpointer.shutdown()
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     checkpointer.save({"w": torch.zeros(2), "lr": 0.1}, step=4).result(LONG_S)
     for wanted in ({"w": torch.ones(3)}, {"w": torch.ones(2, dtype=torch.int32)}, {"v": torch.ones(2)}, {"x": 1}):
         before = {key: getattr(value, "tolist", lambda value=value: value)() for key, value in wanted.items()}
@@ -805,14 +790,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
             checkpointer.load(wanted)
         assert {key: getattr(value, "tolist", lambda value=value: value)() for key, value in wanted.items()} == before
         assert torch.equal(torch.get_rng_state(), drawn)
-    checkpointer.shutdown()
 
 
 # The disk of this host
 
 
 def test_the_newest_of_local_disk_and_storage_is_loaded(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path / "shared", local_location=tmp_path / "local", keep_last=2)
+    checkpointer = ends(Checkpointer(tmp_path / "shared", local_location=tmp_path / "local", keep_last=2))
     w = torch.zeros(3)
     for step in range(1, 9):
         w.fill_(step)
@@ -832,16 +816,14 @@ def test_the_newest_of_local_disk_and_storage_is_loaded(tmp_path: Path) -> None:
     )
     assert checkpointer.load({"w": w}, step=6).source is RestoreSource.LOCAL_DISK
     assert checkpointer.load({"w": w}, step=4).source is RestoreSource.STORAGE
-    checkpointer.shutdown()
 
 
 def test_a_save_cannot_be_cancelled_by_its_future(tmp_path: Path) -> None:
     """It reads live memory until it has ended; only that tells the next one that it may begin."""
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     future = checkpointer.save({"w": torch.ones(1000)}, step=1)
     assert not future.cancel()
     assert future.result(LONG_S).is_closed
-    checkpointer.shutdown()
 
 
 @pytest.mark.processes
@@ -880,7 +862,7 @@ def test_a_place_that_does_not_answer_does_not_hold_the_end_up(
         assert goes_on.wait(LONG_S)
 
     optimizer = Counting([1000, 1000])
-    checkpointer = Checkpointer(tmp_path, on_progress=hold)
+    checkpointer = ends(Checkpointer(tmp_path, on_progress=hold))
     checkpointer.guard_optimizer(optimizer)
     future = checkpointer.save(optimizer.tensors(), step=2)
     assert begun.wait(LONG_S)
@@ -903,7 +885,7 @@ def test_a_load_while_a_save_is_in_flight_does_not_change_what_is_saved(tmp_path
         assert progress.step == 100 or goes_on.wait(LONG_S)
 
     optimizer = Counting([300_000, 300_000])
-    checkpointer = Checkpointer(tmp_path, on_progress=hold)
+    checkpointer = ends(Checkpointer(tmp_path, on_progress=hold))
     checkpointer.guard_optimizer(optimizer)
     checkpointer.save(optimizer.tensors(), step=100).result(LONG_S)
     optimizer.number = 199
@@ -916,7 +898,6 @@ def test_a_load_while_a_save_is_in_flight_does_not_change_what_is_saved(tmp_path
     goes_on.set()
     assert future.result(LONG_S).is_closed
     assert_of_one_step(all_of(tmp_path, 200)[1], 200)
-    checkpointer.shutdown()
 
 
 def test_a_state_that_is_received_in_place_does_not_get_into_a_save_in_flight(tmp_path: Path) -> None:
@@ -928,7 +909,7 @@ def test_a_state_that_is_received_in_place_does_not_get_into_a_save_in_flight(tm
         assert goes_on.wait(LONG_S)
 
     optimizer = Counting([300_000, 300_000])
-    checkpointer = Checkpointer(tmp_path, on_progress=hold)
+    checkpointer = ends(Checkpointer(tmp_path, on_progress=hold))
     checkpointer.guard_optimizer(optimizer)
     others = {name: torch.full_like(weight, 7.0) for name, weight in optimizer.tensors()["weights"].items()}
     limit = timedelta(seconds=20)
@@ -948,7 +929,7 @@ def test_a_state_that_is_received_in_place_does_not_get_into_a_save_in_flight(tm
 
 
 def test_a_step_that_raised_and_kept_the_lock_is_not_saved_and_the_next_one_is(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer = ends(Checkpointer(tmp_path))
     parameter = torch.nn.Parameter(torch.zeros(300_000))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     checkpointer.guard_optimizer(optimizer)
@@ -961,4 +942,3 @@ def test_a_step_that_raised_and_kept_the_lock_is_not_saved_and_the_next_one_is(t
     target = {"w": torch.full((300_000,), 7.0)}
     checkpointer.load(target)
     assert torch.equal(target["w"], parameter)
-    checkpointer.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.replicas import ends, lighthouse_of, manager_of
 from torch import nn
 
-from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer, ProcessGroupGloo, Tier, load_checkpoint
+from torchft_ckpt import Checkpointer, Manager, Optimizer, Tier, load_checkpoint
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.core.durable.restore_source import RestoreSource
 from torchft_ckpt.errors import (
@@ -33,17 +34,7 @@ LONG_S = 60.0
 
 def make_manager(address: str, load: Callable[[Any], None], state: Callable[[], object]) -> Manager:
     """Return the Manager of a group of one rank."""
-    return Manager(
-        ProcessGroupGloo(timeout=SHORT),
-        load,
-        state,
-        min_replica_size=1,
-        use_async_quorum=False,
-        replica_id="group_0",
-        lighthouse_addr=address,
-        hostname="127.0.0.1",
-        timeout=SHORT,
-    )
+    return ends(manager_of(address, load, state, name="group_0", use_async_quorum=False))
 
 
 class Group:
@@ -79,10 +70,8 @@ def bits_of(state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=30_000)
-    yield server.address()
-    server.shutdown()
+def address() -> str:
+    return lighthouse_of(1).address()
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -90,7 +79,7 @@ def test_statistics_that_the_next_forward_pass_changes_are_those_of_the_save(
     tmp_path: Path, address: str, given: bool
 ) -> None:
     group = Group(address)
-    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=group.manager))
     group.step()
     before = group.bits()
     future = checkpointer.save({"model": group.model.state_dict()} if given else None)
@@ -99,15 +88,13 @@ def test_statistics_that_the_next_forward_pass_changes_are_those_of_the_save(
     read = {"model": {name: torch.zeros_like(value) for name, value in group.model.state_dict().items()}}
     load_checkpoint(tmp_path / saved.name, read)
     assert bits_of(read["model"]) == before
-    checkpointer.shutdown()
-    group.manager.shutdown()
 
 
 def test_a_large_buffer_that_forward_passes_write_is_that_of_the_save(tmp_path: Path, address: str) -> None:
     """As the codebook of a quantizer, or a queue of keys, many times over while it is being written."""
     group = Group(address)
     group.model.register_buffer("codebook", torch.zeros(8 * 1024 * 1024))
-    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=group.manager))
     group.step()
     group.model.codebook.fill_(3)
     future = checkpointer.save()
@@ -116,8 +103,6 @@ def test_a_large_buffer_that_forward_passes_write_is_that_of_the_save(tmp_path: 
     read = {"model": {"codebook": torch.zeros(8 * 1024 * 1024)}}
     load_checkpoint(tmp_path / future.result(LONG_S).name, read)
     assert read["model"]["codebook"].unique().tolist() == [3.0]
-    checkpointer.shutdown()
-    group.manager.shutdown()
 
 
 def test_steps_of_an_optimizer_that_nobody_guards_do_not_get_into_the_save(tmp_path: Path, address: str) -> None:
@@ -125,7 +110,7 @@ def test_steps_of_an_optimizer_that_nobody_guards_do_not_get_into_the_save(tmp_p
     weights = torch.nn.Parameter(torch.zeros(2_000_000))
     sgd = torch.optim.SGD([weights], lr=1.0)
     manager = make_manager(address, lambda state: None, lambda: {"weights": weights.detach()})
-    checkpointer = Checkpointer(tmp_path, manager=manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=manager))
 
     def step() -> None:
         manager.start_quorum()
@@ -141,8 +126,6 @@ def test_steps_of_an_optimizer_that_nobody_guards_do_not_get_into_the_save(tmp_p
     read = {"weights": torch.zeros_like(weights)}
     load_checkpoint(tmp_path / future.result(LONG_S).name, read)
     assert read["weights"].unique().tolist() == [1.0]
-    checkpointer.shutdown()
-    manager.shutdown()
 
 
 def test_a_step_that_is_saved_to_disk_and_to_storage_is_restored_from_the_nearer_one(
@@ -151,7 +134,7 @@ def test_a_step_that_is_saved_to_disk_and_to_storage_is_restored_from_the_nearer
     """Its parts are other ones here and there; taken for one checkpoint they would be of no use."""
     places: dict[str, Any] = {"location": tmp_path / "storage", "local_location": tmp_path / "local", "keep_last": 1}
     group = Group(address)
-    checkpointer = Checkpointer(manager=group.manager, **places)
+    checkpointer = ends(Checkpointer(manager=group.manager, **places))
     group.step()
     checkpointer.save().result(LONG_S)
     group.step()
@@ -165,7 +148,7 @@ def test_a_step_that_is_saved_to_disk_and_to_storage_is_restored_from_the_nearer
     group.manager.shutdown()
     for source in (RestoreSource.LOCAL_DISK, RestoreSource.STORAGE):
         again = Group(address)
-        checkpointer = Checkpointer(manager=again.manager, **places)
+        checkpointer = ends(Checkpointer(manager=again.manager, **places))
         restored = checkpointer.restore()
         assert (restored.source, restored.step, again.bits()) == (source, 2, before)
         checkpointer.shutdown()
@@ -196,7 +179,6 @@ def test_a_manager_restores_whatever_the_default_device_is(tmp_path: Path, addre
     assert (restored.source, restored.step) == (RestoreSource.STORAGE, 1)
     assert all(again[name].tolist() == value.tolist() for name, value in state.items())
     checkpointer.shutdown()
-    manager.shutdown()
 
 
 @pytest.mark.parametrize("why", ["its bytes are damaged", "load_state_dict raises", "the Manager's own part is none"])
@@ -204,7 +186,7 @@ def test_a_restore_that_dies_half_way_says_torn_and_its_manager_knows(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     group = Group(address)
-    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=group.manager))
     group.step()
     checkpointer.save().result(LONG_S)
     (directory,) = tmp_path.iterdir()
@@ -221,21 +203,19 @@ def test_a_restore_that_dies_half_way_says_torn_and_its_manager_knows(
     with pytest.raises(CheckpointError, match="the state that was here is torn") as caught:
         checkpointer.restore(step=group.manager.current_step())
     assert caught.value.state_overwritten and group.manager.is_behind
-    checkpointer.shutdown()
-    group.manager.shutdown()
 
 
 def test_no_job_begins_at_step_0_beside_a_checkpoint_that_was_whole_and_cannot_be_read(
     tmp_path: Path, address: str
 ) -> None:
     group = Group(address)
-    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=group.manager))
     group.step()
     checkpointer.save().result(LONG_S)
     checkpointer.shutdown()
     group.manager.shutdown()
     again = Group(address)
-    checkpointer = Checkpointer(tmp_path, manager=again.manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=again.manager))
     (directory,) = tmp_path.iterdir()
     for file in directory.glob("*.distcp"):
         file.write_bytes(b"")
@@ -244,18 +224,14 @@ def test_no_job_begins_at_step_0_beside_a_checkpoint_that_was_whole_and_cannot_b
     assert not caught.value.state_overwritten
     (directory / ".metadata").unlink()  # as it is left by a job that died in its first save
     assert checkpointer.restore().source is RestoreSource.NOTHING
-    checkpointer.shutdown()
-    again.manager.shutdown()
 
 
 @pytest.mark.parametrize("step", [1.0, -1])
 def test_a_step_to_restore_that_is_none_is_refused_at_the_call(tmp_path: Path, address: str, step: Any) -> None:
     group = Group(address)
-    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=group.manager))
     with pytest.raises(ConfigError, match="step="):
         checkpointer.restore(step=step)
-    checkpointer.shutdown()
-    group.manager.shutdown()
 
 
 # What is every group's own
@@ -312,25 +288,23 @@ def test_a_checkpoint_that_was_saved_without_a_manager_is_refused_before_anythin
     tmp_path: Path, address: str
 ) -> None:
     group = Group(address)
-    alone = Checkpointer(tmp_path)
+    alone = ends(Checkpointer(tmp_path))
     alone.save({"model": group.model.state_dict()}, step=7).result(LONG_S)
     alone.shutdown()
     with torch.no_grad():
         group.model[0].weight.fill_(3)
     before = group.bits()
-    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=group.manager))
     with pytest.raises(StateMismatchError, match=r"without a Manager.*load_checkpoint.*'step': 7") as caught:
         checkpointer.restore()
     assert not caught.value.state_overwritten and group.bits() == before
-    checkpointer.shutdown()
-    group.manager.shutdown()
 
 
 def test_a_checkpoint_of_other_registered_functions_is_refused_before_anything_is_touched(
     tmp_path: Path, address: str
 ) -> None:
     group = Group(address)
-    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=group.manager))
     group.step()
     checkpointer.save().result(LONG_S)
     group.manager.register_state_dict_fn("average", lambda state: None, lambda: {"decay": 0.9})
@@ -340,8 +314,6 @@ def test_a_checkpoint_of_other_registered_functions_is_refused_before_anything_i
     with pytest.raises(StateMismatchError, match=r"\['average', 'default'\] are registered here") as caught:
         checkpointer.restore(step=1)
     assert not caught.value.state_overwritten and group.bits() == before
-    checkpointer.shutdown()
-    group.manager.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["of DCP itself", "torchtitan's", "begun and left"])
@@ -357,13 +329,11 @@ def test_a_job_that_begins_at_step_0_beside_other_checkpoints_is_warned_by_their
         (tmp_path / "notes.txt").write_text("mine")
         expected = "of 1 checkpoints that were begun none is whole, the newest is step-000000000005.q1-a"
     group = Group(address)
-    checkpointer = Checkpointer(tmp_path, manager=group.manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=group.manager))
     restored = checkpointer.restore()
     assert restored.source is RestoreSource.NOTHING and expected in restored.reason
     (warning,) = [record for record in caplog.records if "begins at step 0 beside" in record.message]
     assert warning.levelname == "WARNING" and expected in warning.message
-    checkpointer.shutdown()
-    group.manager.shutdown()
 
 
 # What could never be saved
@@ -381,21 +351,17 @@ def test_a_state_that_could_not_be_saved_is_refused_before_the_first_step(
     tmp_path: Path, address: str, state: dict[Any, Any], named: str
 ) -> None:
     manager = make_manager(address, lambda state: None, lambda: state)
-    checkpointer = Checkpointer(tmp_path, manager=manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=manager))
     with pytest.raises(UnsupportedValueError, match=named):
         checkpointer.restore()
-    checkpointer.shutdown()
-    manager.shutdown()
 
 
 def test_a_place_that_is_no_directory_is_refused_before_the_first_step(tmp_path: Path, address: str) -> None:
     (tmp_path / "file").write_bytes(b"")
     group = Group(address)
-    checkpointer = Checkpointer(tmp_path / "file", manager=group.manager)
+    checkpointer = ends(Checkpointer(tmp_path / "file", manager=group.manager))
     with pytest.raises(StorageError, match="file"):
         checkpointer.restore()
-    checkpointer.shutdown()
-    group.manager.shutdown()
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -421,7 +387,7 @@ def test_a_load_function_that_clears_what_it_is_given_is_called_again_and_refuse
         return {"weight": weight, "losses": [*losses], "took_s": int(now - began)}
 
     manager = make_manager(address, load, state_dict)
-    checkpointer = Checkpointer(tmp_path, manager=manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=manager))
     manager.start_quorum()
     assert manager.should_commit()
     checkpointer.save().result(LONG_S)
@@ -434,8 +400,6 @@ def test_a_load_function_that_clears_what_it_is_given_is_called_again_and_refuse
     else:
         checkpointer.restore(step=1)
     assert (weight.tolist(), losses, num_loads) == ([1.0, 1.0], [3.0] * (1 + adds), 2)
-    checkpointer.shutdown()
-    manager.shutdown()
 
 
 # What came into being while training
@@ -445,7 +409,7 @@ def test_storage_gives_back_what_a_peer_would_give(tmp_path: Path, address: str)
     """A value that came into being, one that grew, one that was a number, and one that is here alone."""
     state: dict[str, Any] = {"best": None, "history": torch.zeros(0), "count": 0, "weight": torch.zeros(2), "old": 1}
     manager = make_manager(address, state.update, lambda: dict(state))
-    checkpointer = Checkpointer(tmp_path, manager=manager)
+    checkpointer = ends(Checkpointer(tmp_path, manager=manager))
 
     def step() -> None:
         manager.start_quorum()
@@ -469,5 +433,3 @@ def test_storage_gives_back_what_a_peer_would_give(tmp_path: Path, address: str)
     }
     assert state["best"]["weight"].tolist() == [1.0, 1.0, 1.0]
     assert state["weight"] is weight, "what fits is loaded in place"
-    checkpointer.shutdown()
-    manager.shutdown()

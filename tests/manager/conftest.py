@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
+from support.replicas import all_end, lighthouse_of
 
 from torchft_ckpt import LighthouseServer
 
+__all__ = ["all_end", "lighthouse"]
+
 
 @pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
+def lighthouse() -> LighthouseServer:
     """One that forms a quorum of any group; tests that want another kind have a fixture of this name themselves."""
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=30_000)
-    yield server
-    server.shutdown()
+    return lighthouse_of(1)

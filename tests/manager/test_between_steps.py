@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.replicas import Replica, lighthouse_of, shutdown, together
 from support.waiting import wait_until
-from test_manager_in_process import Replica, shutdown, together
 
-from torchft_ckpt import LighthouseServer, Optimizer
+from torchft_ckpt import Optimizer
 from torchft_ckpt.errors import CollectiveFailedError, ConfigError
 
 
 @pytest.fixture
 def pair() -> Iterator[list[Replica]]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    server = lighthouse_of(2)
     with ThreadPoolExecutor(2) as pool:
         replicas = list(pool.map(lambda name: Replica(server, name, min_replica_size=2), ["a", "b"]))
     yield replicas

@@ -17,10 +17,11 @@ import pytest
 import torch
 from support.at_once import at_once
 from support.ports import reserved_port
+from support.replicas import manager_of
 from support.stores import hosted_store
 from support.waiting import wait_until
 
-from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, ProcessGroupGloo
+from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot, SnapshotPhase
 from torchft_ckpt.errors import SourceLostError, StateDictLoadError, TransferTimeoutError
 
@@ -56,15 +57,12 @@ class Replica:
             stall_timeout=timedelta(seconds=5),
         )
         explicitly_locked = options.pop("explicitly_locked", True)
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=SHORT),
+        self.manager = manager_of(
+            lighthouse,
             None,
             None,
+            name=name,
             min_replica_size=options.pop("min_replica_size", 1),
-            lighthouse_addr=lighthouse.address(),
-            replica_id=name,
-            hostname="127.0.0.1",
-            timeout=SHORT,
             checkpoint_transport=self.transport,
             **options,
         )

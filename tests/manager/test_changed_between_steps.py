@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.replicas import SHORT, Replica
 from torch import nn
 
-from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import HTTPTransport, LighthouseServer
 
-SHORT = timedelta(seconds=20)
 LONG_S = 20.0
 
 
@@ -43,34 +43,19 @@ class MeetingTransport(HTTPTransport[Any]):
             self.fetch_is_over.set()
 
 
-class Group:
+class Group(Replica):
     """A replica group of one."""
 
     def __init__(self, lighthouse: LighthouseServer, name: str, seed: int, **options: Any) -> None:
-        torch.manual_seed(seed)
         self.transport = MeetingTransport()
-        self.model = nn.Linear(64, 64)
-        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=SHORT),
-            self.load,
-            lambda: {"model": self.model.state_dict(), "sgd": self.sgd.state_dict()},
-            min_replica_size=1,
-            lighthouse_addr=lighthouse.address(),
-            replica_id=name,
-            hostname="127.0.0.1",
-            timeout=SHORT,
-            checkpoint_transport=self.transport,
-            join_stall_limit=timedelta(seconds=1),
-            **options,
-        )
-        self.optimizer = Optimizer(self.manager, self.sgd)
+        short = timedelta(seconds=1)
+        super().__init__(lighthouse, name, seed, checkpoint_transport=self.transport, join_stall_limit=short, **options)
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.sgd.load_state_dict(state["sgd"])
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(64, 64)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def step(self, around: contextlib.AbstractContextManager[None] | None = None) -> None:
+    def train(self, around: contextlib.AbstractContextManager[None] | None = None) -> None:
         """One step; gradients are those of the weights as they are inside of `around`."""
         self.optimizer.zero_grad()
         self.manager.wait_quorum()
@@ -97,9 +82,6 @@ class Group:
             for parameter, value in zip(self.model.parameters(), kept, strict=True):
                 parameter.copy_(value)
 
-    def bits(self) -> bytes:
-        return b"".join(parameter.detach().numpy().tobytes() for parameter in self.model.parameters())
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("locked", [False, True])
@@ -113,29 +95,29 @@ def test_a_group_for_which_the_others_wait_no_longer_gets_the_weights_of_a_step_
     caplog.set_level(logging.WARNING)
     source = Group(lighthouse, "source", 1, use_async_quorum=use_async_quorum)
     for _ in range(3):
-        source.step()
+        source.train()
     joiner = Group(lighthouse, "joiner", 2, use_async_quorum=use_async_quorum)
-    loaded: list[bytes] = []
+    loaded: list[str] = []
     load = joiner.load
 
     def note(state: dict[str, Any]) -> None:
         load(state)
-        loaded.append(joiner.bits())
+        loaded.append(str(joiner.bits()))
 
     def run_joiner() -> None:
         with contextlib.suppress(RuntimeError):  # its Manager is shut down
             while True:
-                joiner.step()
+                joiner.train()
 
     joiner.manager.hooks.registry._load["default"] = note
     thread = threading.Thread(target=run_joiner)
     thread.start()
-    held: set[bytes] = set()
+    held: set[str] = set()
     until = time.monotonic() + LONG_S
     while not (loaded or "healing to step" in caplog.text):
         assert time.monotonic() < until
-        held.add(source.bits())
-        source.step(source.perturbed(joiner.transport, locked=locked))
+        held.add(str(source.bits()))
+        source.train(source.perturbed(joiner.transport, locked=locked))
     for group in (source, joiner):
         group.manager.shutdown()
     thread.join(LONG_S)

@@ -15,13 +15,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from support.replicas import Replica, Run, lighthouse_of, together
 from support.stores import hosted_store
-from test_joining_a_running_job import Run
-from test_manager_in_process import Replica, together
 from test_ranks_load_together import Inner, Rank, Slow, group
 from torch import nn
 
-from torchft_ckpt import DistributedDataParallel, LighthouseServer, Optimizer
+from torchft_ckpt import DistributedDataParallel, Optimizer
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.core.coordination.hold import BEGINS_WITHIN_S
 from torchft_ckpt.ddp import PureDistributedDataParallel
@@ -63,10 +62,7 @@ def test_a_group_is_in_its_first_quorum_as_a_holder_and_the_others_lose_no_step(
     now = joined.manager.view()
     assert now.came_in and not now.is_behind and joined.manager.statistics().num_healed == 1
     assert joined.step() and joined.manager.is_participating()
-    run.end(joined)
-    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
-    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
+    run.ends_alike(joined)
 
 
 def test_a_group_that_comes_in_calls_its_state_functions_once_before_it_receives_and_three_times_after() -> None:
@@ -91,7 +87,6 @@ def test_a_group_that_comes_in_calls_its_state_functions_once_before_it_receives
         joined.step()
     assert joined.calls == ["state", "load", "state", "state", "state"]
     run.end(joined)
-    run.close(joined)
 
 
 def test_what_the_state_functions_return_after_a_load_is_kept_no_longer_than_until_a_step_begins() -> None:
@@ -126,7 +121,6 @@ def test_those_who_wait_for_a_group_that_loads_are_told_that_this_time_does_not_
     assert not joined.step()
     assert heard == [[True, True]]
     run.end(joined)
-    run.close(joined)
 
 
 def test_those_who_wait_hear_of_state_functions_that_take_long_between_the_load_and_the_step() -> None:
@@ -152,7 +146,6 @@ def test_those_who_wait_hear_of_state_functions_that_take_long_between_the_load_
     run.end(joined)
     assert joined.manager.statistics().num_healed == 1
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
-    run.close(joined)
 
 
 class Container(torch.optim.SGD):
@@ -200,10 +193,7 @@ def test_an_optimizer_that_asks_in_its_own_step_whether_it_counts_loads_there() 
     joined = Contained(run.server, "c", seed=7)
     assert not joined.step() and joined.manager.view().came_in
     assert not joined.manager.state_dict_lock.held_for_write()
-    run.end(joined)
-    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
-    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
+    run.ends_alike(joined)
 
 
 def test_who_has_just_come_in_looks_on_as_others_save_until_its_first_step_was_compared() -> None:
@@ -218,7 +208,6 @@ def test_who_has_just_come_in_looks_on_as_others_save_until_its_first_step_was_c
     assert [*map(type, found)] == [Onlooking, Onlooking, SaveIdentity]
     assert joined.manager.num_participants() == 3
     run.end(joined)
-    run.close(joined)
 
 
 def test_what_the_loop_changes_before_its_next_step_goes_back_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -234,7 +223,6 @@ def test_what_the_loop_changes_before_its_next_step_goes_back_by_name(caplog: py
     assert "default.count" in caplog.text and "it is put back" in caplog.text
     run.end(joined)
     assert {replica.count for replica in (*run.at_work, joined)} == {joined.manager.current_step()}
-    run.close(joined)
 
 
 def test_a_large_tensor_that_the_loop_changes_is_received_again_and_copied_from_then_on(
@@ -252,7 +240,6 @@ def test_a_large_tensor_that_the_loop_changes_is_received_again_and_copied_from_
     run.end(joined)
     assert len({str(replica.average) for replica in (*run.at_work, joined)}) == 1
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
-    run.close(joined)
 
 
 class Clearing(Counting):
@@ -277,7 +264,6 @@ def test_a_large_tensor_that_a_load_function_clears_before_it_reads_it_is_not_ta
     assert "(default.count): that cannot be put back: it is received again" in caplog.text
     run.end(joined)
     assert len({str(replica.average) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
 
 
 def test_a_rank_whose_load_function_clears_what_it_is_given_says_so_also_if_only_another_rank_has_moved(
@@ -318,10 +304,7 @@ def test_a_put_back_that_fails_leaves_no_state_and_the_group_comes_in_again(capl
         "that cannot be put back (load_state_dict of 'default' raised OSError: no space left on device" in caplog.text
     )
     assert joined.manager.view().came_in
-    run.end(joined)
-    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
-    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
+    run.ends_alike(joined)
 
 
 def test_a_put_back_that_is_interrupted_leaves_no_state_and_the_group_comes_in_again() -> None:
@@ -334,10 +317,7 @@ def test_a_put_back_that_is_interrupted_leaves_no_state_and_the_group_comes_in_a
         joined.optimizer.zero_grad()
     assert joined.manager.view().torn
     assert not joined.step() and joined.manager.view().came_in
-    run.end(joined)
-    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
-    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
+    run.ends_alike(joined)
 
 
 class Unfreezing(Replica):
@@ -388,7 +368,6 @@ def test_a_group_whose_load_function_adds_no_parameter_group_is_told_which_one_a
     )
     run.last_step = 0
     run._pool.shutdown()
-    run.close(joined)
 
 
 def test_a_group_that_unfreezes_in_an_iteration_that_did_not_count_comes_in_again_with_the_others_groups(
@@ -408,7 +387,6 @@ def test_a_group_that_unfreezes_in_an_iteration_that_did_not_count_comes_in_agai
     assert not joined.step() and joined.manager.view().came_in
     run.end(joined)
     assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
 
 
 @pytest.mark.slow
@@ -439,7 +417,7 @@ def test_all_ranks_of_a_group_load_again_where_the_loop_of_one_has_changed_somet
                 last_step.append(self.manager.current_step() + 3)  # the others end too
                 raise
 
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=30_000)
+    server = lighthouse_of(1)
     stores = [hosted_store(), hosted_store()]
     stays = group(server, "stays", stores[0], [Slow(), Slow()])
     together(stays, lambda replica: [replica.step() for _ in range(2)])
@@ -452,7 +430,6 @@ def test_all_ranks_of_a_group_load_again_where_the_loop_of_one_has_changed_somet
     assert [rank.manager.statistics().num_discarded for rank in stays] == [0, 0]
     for rank in [*stays, *back]:
         rank.manager.shutdown()
-    server.shutdown()
 
 
 class Skipping(Replica):
@@ -499,10 +476,7 @@ def test_a_group_that_skips_what_overflows_with_its_own_weights_is_given_others_
     assert not joined.step(), "the loop had cleared gradients, and may have read something, before it had this state"
     assert joined.manager.view().came_in
     assert joined.step() and joined.manager.is_participating()
-    run.end(joined)
-    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
-    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
+    run.ends_alike(joined)
 
 
 def test_a_group_whose_first_twenty_iterations_overflow_is_in_one_vote_later() -> None:
@@ -512,10 +486,7 @@ def test_a_group_whose_first_twenty_iterations_overflow_is_in_one_vote_later() -
         joined.forward_seen()
     assert not joined.step() and joined.manager.view().came_in
     assert joined.step()
-    run.end(joined)
-    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
-    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
+    run.ends_alike(joined)
 
 
 class Ahead(Replica):
@@ -544,7 +515,6 @@ def test_a_group_that_always_owes_a_backward_pass_is_told_why_it_stays_out(caplo
     joined.is_ahead = False
     assert not joined.step() and joined.manager.view().came_in
     run.end(joined)
-    run.close(joined)
 
 
 class Surgery(Skipping):
@@ -595,7 +565,6 @@ def test_a_loop_that_clears_gradients_ten_times_in_an_iteration_adds_only_what_i
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
     assert joined.manager.statistics().num_corrected == 0
     assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
 
 
 def test_the_only_survivor_of_two_that_need_each_other_waits_until_the_other_is_back() -> None:
@@ -606,7 +575,6 @@ def test_the_only_survivor_of_two_that_need_each_other_waits_until_the_other_is_
     run._loops.pop().exception(60)
     run.end(joined)
     assert run.at_work[0].bits() == joined.bits()
-    run.close(joined)
 
 
 class Wrapped(Replica):
@@ -641,10 +609,7 @@ def test_a_loop_that_skips_what_overflows_before_its_backward_pass_is_given_anot
         num_skipped += 1
         assert num_skipped < 50
     assert not joined.step() and joined.manager.view().came_in
-    run.end(joined)
-    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == [0, 0]
-    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
+    run.ends_alike(joined)
 
 
 class Purely(Wrapped):
@@ -654,7 +619,7 @@ class Purely(Wrapped):
 @pytest.fixture
 def alone(request: pytest.FixtureRequest) -> Iterator[Wrapped]:
     """A group whose steps begin with a forward pass, as it has made two."""
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = lighthouse_of(1)
     replica = getattr(request, "param", Wrapped)(server, "alone")
     for _ in range(2):
         assert replica.step()
@@ -780,7 +745,6 @@ def test_a_large_array_that_the_loop_changes_goes_back() -> None:
     assert not joined.step()
     run.end(joined)
     assert len({one.seen.tobytes() for one in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
-    run.close(joined)
 
 
 class Copying(Counting):
@@ -801,7 +765,6 @@ def test_a_state_function_that_returns_copies_is_no_loop_that_changes_something(
         assert joined.step()
     assert joined.manager.statistics().num_healed == 1 and "has changed what belongs" not in caplog.text
     run.end(joined)
-    run.close(joined)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -825,7 +788,6 @@ def test_a_loop_that_says_whether_it_waits_for_each_quorum_comes_in(wait: bool) 
     assert joined.step() and joined.manager.is_participating()
     run.end(joined)
     assert len({str(one.bits()) for one in (*run.at_work, joined)}) == 1
-    run.close(joined)
 
 
 class Binarizing(Replica):
@@ -852,4 +814,3 @@ def test_who_comes_in_gets_the_weights_and_not_what_the_loop_computes_with() -> 
     run.end(joined)
     assert len({str(one.bits()) for one in (*run.at_work, joined)}) == 1
     assert all(one.manager.statistics().num_discarded <= 1 for one in run.at_work)
-    run.close(joined)

@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.replicas import SHORT, Replica, Run
 from support.waiting import wait_until
-from test_joining_a_running_job import Run
-from test_manager_in_process import SHORT, Replica
 
 from torchft_ckpt import ProcessGroupGloo
 
@@ -51,7 +50,6 @@ def test_the_first_quorum_of_a_newcomer_takes_the_process_group_that_was_made_be
     assert ["/beside-" in place for place in group.places] == [True], group.places
     assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
-    run.close(joined)
 
 
 @pytest.mark.parametrize("how", ["at once", "a moment later"])
@@ -71,4 +69,3 @@ def test_one_that_cannot_be_connected_waits_outside_and_comes_in_when_it_can_be(
         group.cut_off = ""
         came.result(180)
     assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)

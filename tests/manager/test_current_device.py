@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.replicas import lighthouse_of, manager_of
 
-from torchft_ckpt import LighthouseServer, Manager
 from torchft_ckpt.process_group import ProcessGroupDummy
 
 LIMIT = timedelta(seconds=30)
@@ -39,22 +39,7 @@ def test_the_group_is_connected_for_the_device_that_is_current_in_the_training_t
     torch.cuda.set_device(3)
 
     group = DeviceNotingGroup()
-    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    manager = Manager(
-        group,
-        lambda state: None,
-        dict,
-        min_replica_size=1,
-        lighthouse_addr=lighthouse.address(),
-        replica_id="alone",
-        hostname="127.0.0.1",
-        timeout=LIMIT,
-    )
-    try:
-        manager.start_quorum()
-        manager.wait_quorum()
-    finally:
-        manager.shutdown()
-        lighthouse.shutdown()
-
+    manager = manager_of(lighthouse_of(1), lambda state: None, dict, pg=group)
+    manager.start_quorum()
+    manager.wait_quorum()
     assert group.seen == [(False, 3)]

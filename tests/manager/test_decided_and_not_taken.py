@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +14,11 @@ import pytest
 import torch
 from support.every_line import AtLine
 from support.fake_process_group import FakeFabric, FakeProcessGroup
+from support.replicas import ends, lighthouse_of, manager_of
 from support.thoroughness import by_default
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-from torchft_ckpt import Checkpointer, LighthouseServer, Manager, Optimizer
+from torchft_ckpt import Checkpointer, Optimizer
 from torchft_ckpt.checkpointing.durable.reading.loading import load_checkpoint
 from torchft_ckpt.errors import CheckpointError, ConfigError
 
@@ -34,16 +35,15 @@ class Group:
         self.sgd = torch.optim.SGD([self.weight, self.bias], lr=1.0, foreach=False)
         self.other = torch.nn.Parameter(torch.zeros(2))
         self.second = torch.optim.SGD([self.other], lr=1.0, foreach=False)
-        self.manager = Manager(
-            FakeProcessGroup(FakeFabric(), timedelta(seconds=20)),
-            lambda _: None,
-            lambda: {"weight": self.weight.data, "bias": self.bias.data, "other": self.other.data},
-            min_replica_size=1,
-            use_async_quorum=False,
-            replica_id="alone",
-            lighthouse_addr=address,
-            hostname="127.0.0.1",
-            **options,
+        self.manager = ends(
+            manager_of(
+                address,
+                lambda _: None,
+                lambda: {"weight": self.weight.data, "bias": self.bias.data, "other": self.other.data},
+                pg=FakeProcessGroup(FakeFabric(), timedelta(seconds=20)),
+                use_async_quorum=False,
+                **options,
+            )
         )
         if directory is not None:
             self.checkpointer = Checkpointer(directory, manager=self.manager, redundancy=1)
@@ -66,10 +66,8 @@ class Group:
 
 
 @pytest.fixture
-def address() -> Iterator[str]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    yield server.address()
-    server.shutdown()
+def address() -> str:
+    return lighthouse_of(1).address()
 
 
 def wrapped(group: Group) -> Callable[[], None]:
@@ -193,7 +191,6 @@ def test_a_handler_of_a_signal_saves_when_the_step_is_over(address: str, tmp_pat
     with pytest.raises(CheckpointError, match="in the middle of a step"):
         group.sgd.register_step_pre_hook(lambda *_: group.manager.state_dict() and None)
         step()
-    group.manager.shutdown()
 
 
 def test_a_handler_that_interrupts_a_save_gets_what_becomes_of_that_one(address: str, tmp_path: Path) -> None:
@@ -245,7 +242,6 @@ def test_a_save_within_the_users_own_write_is_made_at_once(address: str, tmp_pat
     with group.manager.state_dict_lock.write():
         future = group.checkpointer.save()
     assert future.result(20).step == 1
-    group.manager.shutdown()
 
 
 def test_a_loop_that_skips_after_the_vote_goes_on_and_saves_what_is_here(address: str, tmp_path: Path) -> None:
@@ -261,7 +257,6 @@ def test_a_loop_that_skips_after_the_vote_goes_on_and_saves_what_is_here(address
             assert group.manager.state_dict() == {"step": 1, "batches_committed": 1}
         group.checkpointer.save().result(20)
     assert (group.manager.current_step(), group.held(), group.manager.view().torn) == (3, {2.0}, False)
-    group.manager.shutdown()
 
 
 def test_two_guarded_optimizers_take_a_step_together(address: str, tmp_path: Path) -> None:
@@ -282,7 +277,6 @@ def test_two_guarded_optimizers_take_a_step_together(address: str, tmp_path: Pat
     assert not is_early
     group.manager.start_quorum()
     assert future.result(20).step == 2
-    group.manager.shutdown()
 
 
 # --------------------------------------------------------------- optimizers that step without a decision, and loops that spin
@@ -298,7 +292,6 @@ def test_an_optimizer_that_steps_before_the_vote_is_refused_in_the_first_step(ad
     with pytest.raises(ConfigError, match=r"SGD steps, and step 0 is not decided yet.*train by itself"):
         group.sgd.step()
     assert group.held() == {1.0}
-    group.manager.shutdown()
 
 
 def test_an_optimizer_that_steps_in_a_discarded_step_is_refused(address: str) -> None:
@@ -328,7 +321,6 @@ def test_a_wrapper_is_known_by_its_optimizer_whatever_object_calls(address: str)
         group.backward()
         assert [optimizer.step() for optimizer in both] == [True, True]
     assert (group.manager.current_step(), group.held(), set(group.other.tolist())) == (3, {3.0}, {-3.0})
-    group.manager.shutdown()
 
 
 def test_torch_makes_an_optimizers_first_state_in_any_step(address: str) -> None:
@@ -337,7 +329,6 @@ def test_torch_makes_an_optimizers_first_state_in_any_step(address: str) -> None
     Optimizer(group.manager, adam).zero_grad()
     _init_optim_state(adam)
     assert adam.state and group.held() == {0.0}
-    group.manager.shutdown()
 
 
 def test_a_step_that_was_discarded_is_asked_for_once(address: str) -> None:
@@ -357,4 +348,3 @@ def test_a_step_that_was_discarded_is_asked_for_once(address: str) -> None:
     group.manager.allreduce(torch.ones(1))
     with pytest.raises(ConfigError, match=r"was discarded, and 1 collectives were issued since.*start_quorum"):
         group.manager.should_commit()
-    group.manager.shutdown()

@@ -6,16 +6,15 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from support.replicas import Replica
 from torch.profiler import ProfilerActivity, profile
 
-from torchft_ckpt import Checkpointer, LighthouseServer, LocalSGD, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import Checkpointer, LighthouseServer, LocalSGD
 from torchft_ckpt.events import (
     CheckpointSaved,
     Event,
@@ -27,10 +26,8 @@ from torchft_ckpt.events import (
 )
 from torchft_ckpt.manager.event_queue import EventQueue
 
-SHORT = timedelta(seconds=20)
 
-
-class Group:
+class Group(Replica):
     """A group of one, and the events that it was told, each with the thread that told it."""
 
     def __init__(
@@ -38,46 +35,20 @@ class Group:
     ) -> None:
         self.told: list[Event] = []
         self.threads: set[int] = set()
-        self.model = nn.Linear(4, 4)
-        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=SHORT),
-            self.load,
-            self.state,
-            min_replica_size=1,
-            use_async_quorum=False,
-            timeout=SHORT,
-            lighthouse_addr=lighthouse.address(),
-            replica_id=name,
-            hostname="127.0.0.1",
-            on_event=on_event or self.note,
-        )
-        self.optimizer = Optimizer(self.manager, self.sgd)
+        super().__init__(lighthouse, name, use_async_quorum=False, on_event=on_event or self.note)
 
     def note(self, event: Event) -> None:
         self.told.append(event)
         self.threads.add(threading.get_ident())
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.sgd.load_state_dict(state["sgd"])
-
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "sgd": self.sgd.state_dict()}
-
     def begin(self) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.ones(2, 4)).square().mean().backward()
+        self.model(torch.ones(2, 8)).square().mean().backward()
 
     def end(self) -> None:
         for parameter in self.model.parameters():
-            assert parameter.grad is not None
             self.manager.allreduce(parameter.grad).wait()
         self.optimizer.step()
-
-    def step(self) -> None:
-        self.begin()
-        self.end()
 
     def told_of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.told if isinstance(event, kind)]
@@ -172,7 +143,6 @@ def test_a_save_that_has_ended_is_told_at_the_next_step(lighthouse: LighthouseSe
         )
     ]
     checkpointer.shutdown()
-    group.manager.shutdown()
 
 
 def test_a_listener_that_saves_saves_the_last_step_too(lighthouse: LighthouseServer, tmp_path: Path) -> None:
@@ -216,7 +186,6 @@ def test_a_listener_that_raises_is_logged_once_and_ends_no_step(
     (record,) = [record for record in caplog.records if "on_event raised" in record.message]
     assert "QuorumChanged" in record.message
     assert "the disk of the logger is full" in str(record.exc_info)
-    group.manager.shutdown()
 
 
 def test_a_listener_sees_the_weights_of_the_step_and_holds_up_no_reader_of_them(lighthouse: LighthouseServer) -> None:
@@ -273,17 +242,15 @@ def test_a_profile_shows_where_a_step_waits(lighthouse: LighthouseServer) -> Non
     names = {event.name for event in profiled.events()}
     ranges = ("wait_quorum", "allreduce", "should_commit", "_client::_quorum", "_pg::configure")
     assert {f"torchft::manager::{name}" for name in ranges} <= names
-    group.manager.shutdown()
 
 
 def test_a_profile_shows_where_a_round_waits(lighthouse: LighthouseServer) -> None:
     group = Group(lighthouse, "alone")
     with LocalSGD(group.manager, group.model, group.sgd, sync_every=1):
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            group.model(torch.ones(2, 4)).square().mean().backward()
+            group.model(torch.ones(2, 8)).square().mean().backward()
             group.sgd.step()
     names = {event.name for event in profiled.events()}
     assert {
         f"torchft::local_sgd::{name}" for name in ("prepare_sync", "wait", "perform_sync", "save_parameters")
     } <= names
-    group.manager.shutdown()

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from support.fake_process_group import FakeFabric, FakeProcessGroup
+from support.replicas import manager_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from torchft_ckpt import Checkpointer, DiLoCo, LighthouseServer, LocalSGD, Manager, Optimizer
+from torchft_ckpt import Checkpointer, DiLoCo, LighthouseServer, LocalSGD, Optimizer
 from torchft_ckpt.checkpointing import StateDictLock
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.followers import Followers
@@ -117,16 +118,7 @@ class Group:
     def __init__(self, lighthouse: LighthouseServer, pairs: int = 1) -> None:
         self.models = [nn.Linear(3, 3) for _ in range(pairs)]
         self.inner = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in self.models]
-        self.manager = Manager(
-            FakeProcessGroup(FakeFabric()),
-            self.load,
-            self.state,
-            min_replica_size=1,
-            lighthouse_addr=lighthouse.address(),
-            replica_id="group",
-            hostname="127.0.0.1",
-            timeout=LIMIT,
-        )
+        self.manager = manager_of(lighthouse, self.load, self.state, name="group", pg=FakeProcessGroup(FakeFabric()))
 
     def load(self, state: dict[str, Any]) -> None:
         for module, saved in zip([*self.models, *self.inner], state["all"], strict=True):

@@ -6,14 +6,13 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from test_manager_in_process import Replica, shutdown, together
+from support.replicas import Replica, lighthouse_of, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, ProcessGroupGloo
 from torchft_ckpt.checkpointing import PGTransport as OurPGTransport
@@ -59,10 +58,8 @@ class ByPickle:
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=3)
-    yield server
-    server.shutdown()
+def lighthouse() -> LighthouseServer:
+    return lighthouse_of(3)
 
 
 def replica(lighthouse: LighthouseServer, seed: int, **options: Any) -> tuple[Replica, ByPickle]:
@@ -84,7 +81,6 @@ def test_groups_that_heal_by_it_commit_each_step_and_are_equal(
     counted = together(replicas, lambda each: [each.step() for _ in range(4 + (each is replicas[1]))])
     assert counted == [[True] * 4, [False, *[True] * 4], [True] * 4]
     assert len({str(each.bits()) for each in replicas}) == 1
-    shutdown(*replicas)
 
 
 class PGTransport(ByPickle):
@@ -106,20 +102,17 @@ def test_who_unpickles_is_named_once_and_ours_are_not(
     lighthouse: LighthouseServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="torchft_ckpt.manager"):
-        foreign, _ = replica(lighthouse, 0)
+        replica(lighthouse, 0)
         group = ProcessGroupGloo(timeout=SHORT)
-        ours = Replica(
-            lighthouse, "ours", pg=group, checkpoint_transport=OurPGTransport(group, SHORT, torch.device("cpu"))
-        )
+        Replica(lighthouse, "ours", pg=group, checkpoint_transport=OurPGTransport(group, SHORT, torch.device("cpu")))
     told = [record.getMessage() for record in caplog.records if record.name.startswith("torchft_ckpt.manager")]
     assert len(told) == 1
     assert "ByPickle" in told[0]
     assert "unpickles" in told[0]
-    shutdown(foreign, ours)
 
 
 def test_it_is_told_once_before_each_step_of_the_optimizer() -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = lighthouse_of(1)
     alone, transport = replica(server, 0)
     assert alone.step()
     assert alone.manager.hooks.transport is transport  # type: ignore[comparison-overlap]
@@ -128,8 +121,6 @@ def test_it_is_told_once_before_each_step_of_the_optimizer() -> None:
     assert (
         transport.num_disallowed - before == 1 + 1
     )  # and once as the step is committed, when nobody needs it any more
-    shutdown(alone)
-    server.shutdown()
 
 
 def test_a_subclass_of_ours_is_told_once_before_each_step_of_the_optimizer() -> None:
@@ -140,15 +131,13 @@ def test_a_subclass_of_ours_is_told_once_before_each_step_of_the_optimizer() -> 
             self.num_disallowed += 1
             super().disallow_checkpoint()
 
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = lighthouse_of(1)
     transport = Counting(SHORT)
     alone = Replica(server, "alone", checkpoint_transport=transport)
     assert alone.step()
     before = transport.num_disallowed
     assert alone.step()
     assert transport.num_disallowed - before == 1
-    shutdown(alone)
-    server.shutdown()
 
 
 def test_a_subclass_that_only_overrides_serves_the_state_of_its_step_all_the_same() -> None:

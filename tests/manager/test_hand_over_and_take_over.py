@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from test_manager_in_process import Replica, shutdown
+from support.replicas import Replica, lighthouse_of, shutdown
 
 from torchft_ckpt import LighthouseServer
 
@@ -21,10 +21,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
-    yield server
-    server.shutdown()
+def lighthouse() -> LighthouseServer:
+    return lighthouse_of(1, join_timeout_ms=100)
 
 
 @pytest.fixture
@@ -48,7 +46,6 @@ def test_both_say_that_it_worked_before_the_new_group_has_asked_for_any_quorum(
     assert new.bits() == old.bits()
     shutdown(old)
     assert new.step() and new.manager.current_step() == 4
-    shutdown(new)
 
 
 def test_who_is_ready_when_the_old_group_has_given_up_is_told_so_and_the_old_one_trains_on(
@@ -69,7 +66,6 @@ def test_who_is_ready_when_the_old_group_has_given_up_is_told_so_and_the_old_one
         gave_up.set()
         assert taken.result(60) is False
     assert old.step() and old.manager.current_step() == 4
-    shutdown(new)
 
 
 def test_where_nobody_hands_over_take_over_says_so_and_warns_of_no_running_step(
@@ -83,7 +79,6 @@ def test_where_nobody_hands_over_take_over_says_so_and_warns_of_no_running_step(
         stops.set()
         training.result(60)
     assert not [record.message for record in caplog.records if "catching up" in record.message]
-    shutdown(new)
 
 
 def test_one_that_comes_early_waits_until_the_state_is_handed_over(lighthouse: LighthouseServer, old: Replica) -> None:
@@ -94,7 +89,6 @@ def test_one_that_comes_early_waits_until_the_state_is_handed_over(lighthouse: L
         assert old.manager.hand_over(LONG)
         assert taken.result(60)
     assert (new.manager.current_step(), new.bits()) == (5, old.bits())
-    shutdown(new)
 
 
 def test_nobody_takes_it_and_the_old_group_trains_on(old: Replica) -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from support import answers
 from support.fake_transport import FakeNetwork, FakeTransport
+from support.replicas import Replica, lighthouse_of, shutdown, together
 from support.waiting import wait_until
-from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.core.coordination.messages import Answer, Source, StateVersion
@@ -274,7 +274,7 @@ class Group:
 
 @pytest.fixture
 def server() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=30_000)
+    server = lighthouse_of(1)
     yield server
     server.shutdown()
 
@@ -350,7 +350,7 @@ def test_a_failure_before_the_first_byte_leaves_the_replica_behind_but_whole(ser
 
 
 def test_two_replicas_are_equal_in_every_bit_after_one_of_them_was_torn():
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    server = lighthouse_of(2)
     groups = [Group(server, name, seed, use_async_quorum=False) for seed, name in enumerate("ab")]
 
     def tear(local: Any) -> BaseException:
@@ -371,7 +371,6 @@ def test_two_replicas_are_equal_in_every_bit_after_one_of_them_was_torn():
     assert all(abs(value) < 1e6 for group in groups for value in group.replica.model.weight.flatten().tolist())
     for group in groups:
         group.close()
-    server.shutdown()
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import logging
 from datetime import timedelta
 
 import pytest
+from support.replicas import Replica, lighthouse_of, shutdown, together
 from support.stores import hosted_store
-from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.__main__ import main
@@ -27,14 +27,6 @@ def test_the_same_script_started_again_is_another_job(
     assert main(["status", "--lighthouse", lighthouse.address()]) == 0
     jobs = json.loads(capsys.readouterr().out)["jobs"]
     assert {name: job["newest_step"] for name, job in jobs.items()} == {"run-0": 1, "run-1": 2, "run-2": 3}
-
-
-def test_two_jobs_train_beside_each_other(lighthouse: LighthouseServer) -> None:
-    replicas = [Replica(lighthouse, "group", seed, job=job) for seed, job in enumerate(("left", "right"))]
-    assert all(together(replicas, lambda replica: [replica.step() for _ in range(4)]))
-    assert replicas[0].bits() != replicas[1].bits()
-    assert all(replica.manager.num_participants() == 1 for replica in replicas)
-    shutdown(*replicas)
 
 
 def test_what_is_no_name_of_a_job_is_refused_before_anything_starts(lighthouse: LighthouseServer) -> None:
@@ -56,7 +48,6 @@ def test_a_group_that_comes_late_ends_on_all_of_its_ranks(lighthouse: Lighthouse
         return caught.value.step
 
     assert together([0, 1], come_late) == [2, 2]  # type: ignore[list-item]
-    shutdown(on_time)
 
 
 def test_a_group_that_counts_its_own_iterations_does_not_train_on_alone(lighthouse: LighthouseServer) -> None:
@@ -80,7 +71,6 @@ def test_a_group_that_counts_its_own_iterations_does_not_train_on_alone(lighthou
     assert ["counting" in reason and "holds that step too, asks for another" in reason for reason in said] == [True]
     assert ends[0] == ends[1] == counting.manager.current_step()
     assert on_time.bits() == counting.bits()
-    shutdown(counting)
 
 
 def test_the_end_is_known_when_all_have_left(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,29 +102,9 @@ def test_all_ranks_of_a_group_finish_together(lighthouse: LighthouseServer) -> N
     assert together([0, 1], train) == [True, True]  # type: ignore[list-item]
 
 
-def test_the_job_goes_on_where_a_group_that_has_finished_begins_another_step(lighthouse: LighthouseServer) -> None:
-    replica = Replica(lighthouse, "group")
-    assert replica.step()
-    assert replica.manager.finish()
-    assert replica.step()
-    late = Replica(lighthouse, "late")
-
-    last_step: list[int] = []
-
-    def train(each: Replica) -> int:
-        while not last_step or each.manager.current_step() < last_step[0]:
-            each.step()
-            if each is late and late.manager.statistics().num_healed and not last_step:
-                last_step.append(late.manager.current_step() + 2)  # nobody is further than one step ahead
-        return each.manager.statistics().num_healed
-
-    assert together([replica, late], train) == [0, 1]
-    shutdown(replica, late)
-
-
 @pytest.mark.slow
 def test_a_lighthouse_that_is_gone_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = lighthouse_of(1)
     replica = Replica(server, "group", connect_timeout=timedelta(seconds=1))
     assert replica.step()
     server.shutdown()
@@ -156,4 +126,3 @@ def test_the_operator_is_told_what_was_not_done(
     assert "groups of it are connected (group:" in capsys.readouterr().err
     assert main(["allow-step-loss", "--job", "left", "--lighthouse", address]) == 1
     assert "job left has lost no step: all groups that are here hold step 1" in capsys.readouterr().err
-    shutdown(*replicas)

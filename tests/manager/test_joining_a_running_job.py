@@ -10,46 +10,9 @@ from typing import Any
 import pytest
 import torch
 from support.fake_process_group import FakeFabric, FakeProcessGroup
-from test_manager_in_process import SHORT, Replica, shutdown
+from support.replicas import SHORT, Replica, Run, lighthouse_of
 
-from torchft_ckpt import HTTPTransport, LighthouseServer
-
-
-class Run:
-    """Two groups that train until a third one is through with what it does."""
-
-    def __init__(self, replica: type[Replica] = Replica, **options: Any) -> None:
-        self.server = LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=30_000)
-        self.at_work = [replica(self.server, name, **options) for name in ("a", "b")]
-        self.last_step = 1 << 30
-        self._pool = ThreadPoolExecutor(2)
-        self._loops = [self._pool.submit(self.train, replica) for replica in self.at_work]
-        self.wait_for_steps(2)
-
-    def train(self, replica: Replica) -> None:
-        while replica.manager.current_step() < self.last_step:
-            replica.step()
-
-    def wait_for_steps(self, count: int) -> None:
-        until = [replica.manager.current_step() + count for replica in self.at_work]
-        give_up_at = time.monotonic() + 60
-        while any(r.manager.current_step() < step for r, step in zip(self.at_work, until, strict=True)):
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
-
-    def end(self, joined: Replica) -> None:
-        """All train to the same step, once the one that joined is in."""
-        while not joined.manager.is_participating():
-            joined.step()
-        self.last_step = joined.manager.current_step() + 10
-        self.train(joined)
-        for loop in self._loops:
-            loop.result(60)
-        self._pool.shutdown()
-
-    def close(self, *others: Replica) -> None:
-        shutdown(*self.at_work, *others)
-        self.server.shutdown()
+from torchft_ckpt import HTTPTransport
 
 
 def step(replica: Replica, meanwhile: Callable[[], None]) -> bool:
@@ -84,7 +47,6 @@ def test_others_train_on_while_a_group_warms_up_and_it_contributes_from_its_seco
     run.end(slow)
     assert len({str(replica.bits()) for replica in (*run.at_work, slow)}) == 1
     assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
-    run.close(slow)
 
 
 def test_warming_up_counts_for_no_limit_of_failures() -> None:
@@ -92,16 +54,13 @@ def test_warming_up_counts_for_no_limit_of_failures() -> None:
     joined = Replica(run.server, "c", seed=7, max_retries=0)
     assert not joined.step()
     run.end(joined)
-    run.close(joined)
 
 
 def test_groups_that_begin_together_do_not_warm_up() -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=30_000)
+    server = lighthouse_of(2)
     replicas = [Replica(server, name, seed) for seed, name in enumerate("ab")]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(Replica.step, replicas)) == [True, True]
-    shutdown(*replicas)
-    server.shutdown()
 
 
 @pytest.mark.slow
@@ -129,7 +88,6 @@ def test_a_state_that_takes_long_to_load_comes_in_at_its_first_attempt(use_async
     run.end(joined)
     assert joined.manager.statistics().num_healed == 1
     assert [replica.manager.statistics().num_discarded for replica in (*run.at_work, joined)] == [0, 0, 0]
-    run.close(joined)
 
 
 class Unfreezing(Replica):
@@ -162,7 +120,6 @@ def test_a_state_that_a_group_has_to_learn_first_is_kept_for_it_when_the_others_
     assert joined.manager.statistics().num_healed == 1
     run.end(joined)
     assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    run.close(joined)
 
 
 class Attempts(Replica):
@@ -211,4 +168,3 @@ def test_groups_that_come_in_between_discarded_steps_get_the_state_of_now() -> N
     assert len({(str(one.bits()), one.attempts) for one in groups}) == 1  # type: ignore[attr-defined]
     assert run.at_work[0].manager.statistics().num_discarded > 0
     assert [one.manager.statistics().num_healed for one in come] == [1, 1]
-    run.close(*come)

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from support.groups import running_job
+from support.replicas import Replica, Run, end_all
 from support.waiting import wait_until
-from test_joining_a_running_job import Run
-from test_manager_in_process import Replica
 from torch import nn
 
 from torchft_ckpt import HTTPTransport
@@ -135,36 +134,20 @@ def beside(run: Run, *others: Replica) -> Iterator[ThreadPoolExecutor]:
         yield pool
     except BaseException:
         run.last_step = 0
-        run.close(*others)
+        end_all()
         raise
     finally:
         pool.shutdown()
 
 
 def close(run: Run, joined: Frozen) -> None:
-    run.close(joined)
+    end_all()
     for replica in (*run.at_work, joined):
         replica.transport.shutdown()  # type: ignore[attr-defined]
 
 
 def quorum_ids(run: Run) -> set[int]:
     return {replica.manager.statistics().quorum_id for replica in run.at_work}
-
-
-def test_the_others_train_on_while_it_receives_and_it_joins_without_the_weights_that_stay_as_they_are() -> None:
-    run = Paced(Frozen)
-    discarded = [replica.manager.statistics().num_discarded for replica in run.at_work]
-    transport = Gated()
-    joined = Frozen(run.server, "c", seed=7, checkpoint_transport=transport)
-    follow(run, joined, transport)
-    assert not transport.failed, "its sources keep the state over 20 commits"
-    assert [replica.manager.statistics().num_discarded for replica in run.at_work] == discarded
-    assert len({str(replica.bits()) for replica in (*run.at_work, joined)}) == 1
-    assert len({replica.frozen.numpy().tobytes() for replica in (*run.at_work, joined)}) == 1  # type: ignore[attr-defined]
-    followed, *later = transport.fetched
-    assert followed.received_bytes >= FROZEN_BYTES
-    assert sum(progress.received_bytes for progress in later) < FROZEN_BYTES / 10
-    close(run, joined)
 
 
 def follow(
@@ -213,9 +196,7 @@ def test_a_transfer_outlives_the_join_of_another_group() -> None:
 def test_a_kill_while_a_group_follows_costs_what_it_would_cost_without(tmp_path: Path, victim: str) -> None:
     options = {"frozen_mb": 8, "rate": 4e6, "digest_each_step": True}
     with running_job(tmp_path, pause_s=0.02, **options) as job:
-        groups = [job.start(f"group_{i}")[0] for i in range(3)]
-        for group in groups:
-            group.wait_for_step(5)
+        groups = job.start_groups(3, until=5)
         control = job.control("group_3")
         control.mkdir()
         (control / "slow").write_text("600")

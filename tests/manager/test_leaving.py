@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.replicas import Replica, lighthouse_of, shutdown, together
 from support.stores import hosted_store
 from support.waiting import wait_until
-from test_manager_in_process import Replica, shutdown, together
 
 from torchft_ckpt import Checkpointer, LighthouseServer, checkpoints_in, load_checkpoint
 from torchft_ckpt.__main__ import main
@@ -28,10 +28,8 @@ ASKED = signal.SIGUSR1
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=20_000)
-    yield server
-    server.shutdown()
+def lighthouse() -> LighthouseServer:
+    return lighthouse_of(1, heartbeat_timeout_ms=20_000)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +56,6 @@ def test_a_signal_ends_the_loop_after_its_step_with_a_save(lighthouse: Lighthous
     with pytest.raises(GroupLeftError, match="has left its job") as left:
         replica.optimizer.zero_grad()
     assert left.value.code == 0
-    shutdown(replica)
 
 
 def test_a_loop_that_does_not_ask_saves_before_the_error(lighthouse: LighthouseServer) -> None:
@@ -71,7 +68,6 @@ def test_a_loop_that_does_not_ask_saves_before_the_error(lighthouse: LighthouseS
     with pytest.raises(GroupLeftError):
         replica.step()
     assert saved == [2]
-    shutdown(replica)
 
 
 def test_a_group_that_has_left_is_not_the_jobs_end(lighthouse: LighthouseServer) -> None:
@@ -88,7 +84,6 @@ def test_a_group_that_has_left_is_not_the_jobs_end(lighthouse: LighthouseServer)
         assert again.step()
     except JobFinishedError as error:
         pytest.fail(f"the job went on elsewhere, or would have: {error}")
-    shutdown(again)
 
 
 @pytest.mark.slow
@@ -111,7 +106,6 @@ def test_a_save_that_goes_wrong_keeps_nobody(
     replica.step()
     assert replica.manager.should_leave()
     assert ("its save is not done" if what == "hangs" else "no space") in caplog.text
-    shutdown(replica)
 
 
 def test_after_the_deadline_the_main_thread_is_interrupted_wherever_it_is(lighthouse: LighthouseServer) -> None:
@@ -124,7 +118,6 @@ def test_after_the_deadline_the_main_thread_is_interrupted_wherever_it_is(lighth
     assert replica.manager.should_leave()
     with pytest.raises(GroupLeftError):
         replica.step()
-    shutdown(replica)
 
 
 @pytest.mark.parametrize("learns", ["by the error of a call", "by should_leave"])
@@ -164,7 +157,6 @@ def test_a_script_that_knows_is_not_interrupted_in_its_cleanup(
         assert was_interrupted.is_set(), "the word of its own rank 0 comes late as well"
     except GroupLeftError as error:
         pytest.fail(f"the cleanup was broken off: {error}")
-    shutdown(replica)
 
 
 def test_all_ranks_of_a_group_leave_after_one_step_whichever_was_asked(lighthouse: LighthouseServer) -> None:
@@ -184,7 +176,6 @@ def test_all_ranks_of_a_group_leave_after_one_step_whichever_was_asked(lighthous
         return rank.manager.current_step()
 
     assert len(set(together(ranks, train))) == 1
-    together(ranks, shutdown)
 
 
 @pytest.mark.slow
@@ -208,7 +199,6 @@ def test_ranks_between_two_steps_that_are_far_apart_leave_at_the_same_call(light
         return num_calls
 
     assert len(set(together(ranks, train))) == 1
-    together(ranks, shutdown)
 
 
 def test_the_operator_asks_from_outside(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +215,6 @@ def test_the_operator_asks_from_outside(lighthouse: LighthouseServer, capsys: py
     assert main(["drain", "group", "--lighthouse", lighthouse.address()]) == 1
     assert "has no replica group group here now" in capsys.readouterr().err
     assert main(["drain", "\n", "--lighthouse", lighthouse.address()]) == 2
-    shutdown(replica)
 
 
 def test_a_save_of_a_group_that_leaves_is_whole_without_the_others(
@@ -251,7 +240,6 @@ def test_a_save_of_a_group_that_leaves_is_whole_without_the_others(
     checkpointer.shutdown()
     assert time.monotonic() - started_at < 10.0  # of 13
     assert staying.step(), "the other goes on, and discards nothing"
-    shutdown(leaving, staying)
 
 
 def test_what_cannot_be_used_is_refused_by_its_name(lighthouse: LighthouseServer) -> None:
@@ -266,7 +254,6 @@ def test_what_cannot_be_used_is_refused_by_its_name(lighthouse: LighthouseServer
             one.manager.leave_on(ASKED)
 
     together([replica], elsewhere)
-    shutdown(replica)
 
 
 @pytest.mark.parametrize("asks", ["first signal", "second signal", "operator"])
@@ -291,7 +278,6 @@ def test_each_signal_has_its_own_save_and_what_comes_from_outside_that_of_the_la
     finally:
         signal.signal(other, before)
     assert saved == ["first" if asks == "first signal" else "last"]
-    shutdown(replica)
 
 
 def test_a_handler_that_was_there_is_called_too_and_is_there_again_afterwards(lighthouse: LighthouseServer) -> None:
@@ -310,7 +296,6 @@ def test_a_handler_that_was_there_is_called_too_and_is_there_again_afterwards(li
     replica.manager.leave_on(ASKED)
     signal.raise_signal(ASKED)
     assert heard == [ASKED]
-    shutdown(replica)
 
 
 def test_ctrl_c_leaves_once_and_interrupts_the_second_time(lighthouse: LighthouseServer) -> None:
@@ -327,7 +312,6 @@ def test_ctrl_c_leaves_once_and_interrupts_the_second_time(lighthouse: Lighthous
         assert replica.manager.should_leave()
     finally:
         signal.signal(signal.SIGINT, before)
-    shutdown(replica)
 
 
 @pytest.mark.processes
@@ -345,11 +329,10 @@ def test_a_forked_child_dies_of_the_signal_as_it_did_before(lighthouse: Lighthou
     os.kill(child, ASKED)
     assert os.waitpid(child, 0)[1] == ASKED
     assert not replica.manager.should_leave()
-    shutdown(replica)
 
 
 def test_a_group_that_waits_for_others_goes_without_a_step() -> None:
-    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=20_000)
+    lighthouse = lighthouse_of(2, heartbeat_timeout_ms=20_000)
     replica = Replica(lighthouse, "group")
     replica.manager.leave_on(ASKED)
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(threading.main_thread().ident or 0, ASKED))
@@ -389,4 +372,3 @@ def test_who_stays_hears_of_the_leaving_group_and_discards_nothing(lighthouse: L
 
     assert together([leaving, staying], ends) == [True, True]
     assert staying.manager.statistics().num_discarded == 0
-    shutdown(leaving, staying)

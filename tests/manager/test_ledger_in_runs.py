@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 import torch
 from support.groups import Job
+from support.replicas import Replica, Run
 from support.waiting import wait_until
-from test_joining_a_running_job import Run
-from test_manager_in_process import Replica
 
 from torchft_ckpt import Checkpointer, LighthouseServer, LocalSGD, ProcessGroupGloo, StepLoader
 from torchft_ckpt.__main__ import main
@@ -185,7 +184,6 @@ def test_a_newcomer_is_outside_and_loads_and_the_others_are_held() -> None:
     run.end(joined)
     assert joined.spent() == {"outside": 3.0, "loading": 11.0}
     assert held.spent() == {"held": 5.0}
-    run.close(joined)
 
 
 def test_a_process_group_that_connects_is_waited_for() -> None:
@@ -267,7 +265,6 @@ def test_a_spare_stands_by() -> None:
     run.last_step = max(replica.manager.current_step() for replica in run.at_work) + 10
     for of_group in run._loops:
         of_group.result(60)
-    run.close()
 
 
 def test_a_round_of_an_outer_loop_is_all_of_its_inner_steps() -> None:

@@ -12,9 +12,10 @@ from datetime import timedelta
 import pytest
 import torch
 from support.fake_process_group import FakeFabric, FakeProcessGroup
+from support.replicas import end_all, lighthouse_of, manager_of
 from torch import nn
 
-from torchft_ckpt import LighthouseServer, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import LighthouseServer, Optimizer, ProcessGroupGloo
 from torchft_ckpt.manager import collectives
 from torchft_ckpt.process_group import ProcessGroup
 
@@ -79,14 +80,13 @@ class Group:
     def __init__(self, lighthouse: LighthouseServer, process_group: ProcessGroup, name: str, num_groups: int) -> None:
         self.model = nn.Linear(8, 4)
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.manager = Manager(
-            process_group,
+        self.manager = manager_of(
+            lighthouse,
             self.model.load_state_dict,
             self.model.state_dict,
+            name=name,
+            pg=process_group,
             min_replica_size=num_groups,
-            lighthouse_addr=lighthouse.address(),
-            replica_id=name,
-            hostname="127.0.0.1",
             timeout=TIMEOUT,
         )
         self.optimizer = Optimizer(self.manager, self.sgd)
@@ -114,16 +114,14 @@ class Group:
 
 def train(loops: list[list[Step]], process_group: Callable[[], ProcessGroup]) -> list[Group]:
     """Have groups "a", "b" and so on go through their steps, at once."""
-    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=len(loops))
+    lighthouse = lighthouse_of(len(loops))
     with ThreadPoolExecutor(len(loops)) as pool:
         names = [chr(ord("a") + number) for number in range(len(loops))]
         groups = list(pool.map(lambda name: Group(lighthouse, process_group(), name, len(loops)), names))
         try:
             list(pool.map(lambda group, steps: group.go(steps), groups, loops))
         finally:
-            for group in groups:
-                group.manager.shutdown()
-            lighthouse.shutdown()
+            end_all()
     return groups
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_joining_a_running_job import Run
-from test_manager_in_process import Replica
+from support.replicas import Replica, Run
 
 from torchft_ckpt.core.coordination.replica import StepPhase
 
@@ -127,7 +126,6 @@ def join(case: Case) -> tuple[list[Any], Newcomer]:
     assert [{step: other.read[step] for step in joined.read} for other in others] == [joined.read] * 2
     every = [*others, joined]
     assert len({str(replica.bits()) for replica in every}) == len({replica.place for replica in every}) == 1
-    run.close(joined)
     return others, joined
 
 

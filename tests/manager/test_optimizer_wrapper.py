@@ -8,15 +8,15 @@ import inspect
 import logging
 import pickle
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from support.replicas import lighthouse_of, manager_of
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer, ProcessGroupGloo
+from torchft_ckpt import DistributedDataParallel, Optimizer
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.manager.optimizer_settings import guard_steps
 
@@ -161,19 +161,15 @@ def test_a_state_dict_function_that_steps_the_optimizer_is_warned_of(
     of_wrapper: bool, use_async_quorum: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch's get_optimizer_state_dict does, with the optimizer that it is given; nobody votes then."""
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = lighthouse_of(1)
     model = torch.nn.Linear(2, 2)
     adam = torch.optim.Adam(model.parameters())
     optimizers = [adam]
-    manager = Manager(
-        ProcessGroupGloo(timeout=timedelta(seconds=20)),
+    manager = manager_of(
+        server,
         lambda _: None,
         lambda: get_optimizer_state_dict(model, optimizers[-1]),
-        min_replica_size=1,
         use_async_quorum=use_async_quorum,
-        replica_id="alone",
-        lighthouse_addr=server.address(),
-        hostname="127.0.0.1",
     )
     optimizer = Optimizer(manager, adam)
     optimizers += [optimizer] * of_wrapper
@@ -185,12 +181,10 @@ def test_a_state_dict_function_that_steps_the_optimizer_is_warned_of(
             optimizer.step()
     assert sum("return optimizer.state_dict() instead" in message for message in caplog.messages) == 1
     assert (manager.current_step(), {int(state["step"]) for state in adam.state.values()}) == (2, {3})
-    manager.shutdown()
-    server.shutdown()
 
 
 def test_a_load_that_steps_the_optimizer_keeps_the_lock_to_its_end() -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = lighthouse_of(1)
     adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     held: list[bool] = []
 
@@ -198,20 +192,10 @@ def test_a_load_that_steps_the_optimizer_keeps_the_lock_to_its_end() -> None:
         adam.step()
         held.append(manager.state_dict_lock.held_for_write())
 
-    manager = Manager(
-        ProcessGroupGloo(timeout=timedelta(seconds=20)),
-        load,
-        adam.state_dict,
-        min_replica_size=1,
-        replica_id="alone",
-        lighthouse_addr=server.address(),
-        hostname="127.0.0.1",
-    )
+    manager = manager_of(server, load, adam.state_dict)
     manager.guard_optimizer(adam)
     manager.hooks.registry.load({"default": {}})
     assert held == [True]
-    manager.shutdown()
-    server.shutdown()
 
 
 @pytest.mark.slow
@@ -220,18 +204,10 @@ def test_a_step_that_torch_compiles_is_a_step(what: str, monkeypatch: pytest.Mon
     """As torch's tutorial compiles `lambda: optimizer.step()`: what asks the other groups is left out of the graph."""
     # Groups that are threads of one process, as in other tests, may leave theirs behind in torch.
     monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = lighthouse_of(1)
     model = torch.nn.Linear(2, 2)
     adamw = torch.optim.AdamW(model.parameters())
-    manager = Manager(
-        ProcessGroupGloo(timeout=timedelta(seconds=20)),
-        lambda _: None,
-        lambda: {"model": model.state_dict()},
-        min_replica_size=1,
-        replica_id="alone",
-        lighthouse_addr=server.address(),
-        hostname="127.0.0.1",
-    )
+    manager = manager_of(server, lambda _: None, lambda: {"model": model.state_dict()})
     ddp, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, adamw)
     step = torch.compile(lambda: optimizer.step(), backend="eager") if what == "step" else optimizer.step
 
@@ -243,5 +219,3 @@ def test_a_step_that_torch_compiles_is_a_step(what: str, monkeypatch: pytest.Mon
     compiled = torch.compile(train, backend="eager") if what == "train step" else train
     assert [compiled() for _ in range(3)] == [True] * 3
     assert manager.current_step() == 3
-    manager.shutdown()
-    server.shutdown()

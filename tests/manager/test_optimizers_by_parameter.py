@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_manager_in_process import Replica, shutdown
+from support.replicas import Replica, shutdown
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from torchft_ckpt import Checkpointer, LighthouseServer, Optimizer
 from torchft_ckpt.checkpointing import StateDictLock
-from torchft_ckpt.errors import StateMismatchError
 from torchft_ckpt.manager.state_registry import StateRegistry
 
 RATES = {"front": 0.01, "back": 0.05}
@@ -126,38 +125,6 @@ def test_groups_that_guard_their_optimizers_in_another_order_train_together(
     assert one.bits() == other.bits()
     said = [record.message for record in caplog.records if "did not set" in record.message]
     assert bool(said) is is_stale and all("0.01, at the source 0.02" in text for text in said)
-    shutdown(one, other)
-
-
-def test_optimizers_in_a_list_of_another_order_are_refused_by_name(lighthouse: LighthouseServer) -> None:
-    one = TwoOptimizers(lighthouse, "one", as_list=True)
-    one.step()
-    other = TwoOptimizers(lighthouse, "other", ("back", "front"), seed=7, as_list=True)
-    before = other.bits()
-    with pytest.raises(StateMismatchError, match=r"optim\.0 has the state of user\.default\.model\.0\.\w+ there where"):
-        train_together(one, other)
-    assert other.bits() == before and other.rates() == [0.01, 0.05]
-    shutdown(one, other)
-
-
-@pytest.mark.parametrize("options", [{"is_reversed": True}, {"as_list": True, "order": ("back", "front")}])
-def test_a_checkpoint_of_another_order_is_refused_before_a_byte_is_read(
-    lighthouse: LighthouseServer, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    one = TwoOptimizers(lighthouse, "one", as_list="as_list" in options)
-    one.step()
-    checkpointer = Checkpointer(tmp_path, manager=one.manager)
-    checkpointer.save().result(60)
-    checkpointer.shutdown()
-    shutdown(one)
-    other = TwoOptimizers(lighthouse, "one", seed=7, **options)
-    before = other.bits()
-    checkpointer = Checkpointer(tmp_path, manager=other.manager)
-    with pytest.raises(StateMismatchError, match="has the state of model") as raised:
-        checkpointer.restore(step=1)
-    assert not raised.value.state_overwritten and other.bits() == before and other.rates() == [0.01, 0.05]
-    checkpointer.shutdown()
-    shutdown(other)
 
 
 def test_a_checkpoint_is_restored_whatever_the_order_of_guarding(lighthouse: LighthouseServer, tmp_path: Path) -> None:
@@ -177,7 +144,6 @@ def test_a_checkpoint_is_restored_whatever_the_order_of_guarding(lighthouse: Lig
             n: s["exp_avg"].tolist() for n, s in theirs.items()
         }
     checkpointer.shutdown()
-    shutdown(other)
 
 
 # Settings by themselves
@@ -267,7 +233,6 @@ def test_the_rate_of_a_parameter_that_the_state_has_in_parts_comes_with_it(
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.02, 0.1]
     assert one.bits() == other.bits()
     assert not any("has no settings" in record.message for record in caplog.records)
-    shutdown(one, other)
 
 
 class Holds(torch.optim.SGD):
@@ -302,4 +267,3 @@ def test_an_optimizer_that_another_one_holds_may_step_in_a_state_function(lighth
     other = Containing(lighthouse, "other", seed=7)
     train_together(one, other)
     assert one.bits() == other.bits()
-    shutdown(one, other)

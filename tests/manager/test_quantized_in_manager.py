@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from support.at_once import at_once
+from support.replicas import lighthouse_of, manager_of
 from torch.distributed import ReduceOp
 
-from torchft_ckpt import LighthouseServer, Manager, ProcessGroupGloo, WorldSizeMode
+from torchft_ckpt import LighthouseServer, ProcessGroupGloo, WorldSizeMode
 
 T = TypeVar("T")
 SHORT = timedelta(seconds=20)
@@ -25,14 +26,12 @@ class Replica:
     def __init__(self, lighthouse: LighthouseServer, name: str, **options: Any) -> None:
         self.weight = torch.zeros(1)
         self.group = ProcessGroupGloo(timeout=SHORT)
-        self.manager = Manager(
-            self.group,
+        self.manager = manager_of(
+            lighthouse,
             lambda state: self.weight.copy_(state["weight"]),
             lambda: {"weight": self.weight},
-            lighthouse_addr=lighthouse.address(),
-            replica_id=name,
-            hostname="127.0.0.1",
-            timeout=SHORT,
+            name=name,
+            pg=self.group,
             **options,
         )
 
@@ -43,28 +42,18 @@ class Replica:
         return self.manager.should_commit()
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., list[Replica]]]:
-    ends: list[Callable[[], object]] = []
-
-    def start(num: int, **options: Any) -> list[Replica]:
-        options.setdefault("min_replica_size", num)
-        server = LighthouseServer("127.0.0.1:0", min_replicas=num)
-        with ThreadPoolExecutor(num) as pool:
-            replicas = list(pool.map(lambda i: Replica(server, f"group_{i}", **options), range(num)))
-        ends.extend([*(replica.manager.shutdown for replica in replicas), server.shutdown])
-        return replicas
-
-    yield start
-    for end in ends:
-        end()
+def make(num: int, **options: Any) -> list[Replica]:
+    options.setdefault("min_replica_size", num)
+    server = lighthouse_of(num)
+    with ThreadPoolExecutor(num) as pool:
+        return list(pool.map(lambda i: Replica(server, f"group_{i}", **options), range(num)))
 
 
 def together(replicas: list[Replica], act: Callable[[Replica, int], T]) -> list[T]:
     return at_once(*(partial(act, replica, rank) for rank, replica in enumerate(replicas)))
 
 
-def test_plain_and_quantised_gradients_of_a_step_are_averaged_together(make: Callable[..., list[Replica]]) -> None:
+def test_plain_and_quantised_gradients_of_a_step_are_averaged_together() -> None:
     replicas = make(2)
     choices = [True, False, "fp8", "int8", False]
     gradients = [[torch.full((1000,), 127.0 * (i + rank)) for i in range(5)] for rank in range(2)]
@@ -75,7 +64,7 @@ def test_plain_and_quantised_gradients_of_a_step_are_averaged_together(make: Cal
 
 
 @pytest.mark.slow
-def test_a_spare_adds_zeros_and_gets_the_same_bits(make: Callable[..., list[Replica]]) -> None:
+def test_a_spare_adds_zeros_and_gets_the_same_bits() -> None:
     replicas = make(3, min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
     gradients = [[torch.linspace(-1, 1, 700)] for _ in range(3)]
     assert together(replicas, lambda replica, rank: replica.step(gradients[rank], ["int8"])) == [True] * 3
@@ -83,7 +72,7 @@ def test_a_spare_adds_zeros_and_gets_the_same_bits(make: Callable[..., list[Repl
     assert (gradients[0][0] - torch.linspace(-1, 1, 700)).abs().max() <= 1.001 / 127
 
 
-def test_a_group_that_aborts_discards_the_step_and_the_next_one_counts(make: Callable[..., list[Replica]]) -> None:
+def test_a_group_that_aborts_discards_the_step_and_the_next_one_counts() -> None:
     replicas = make(2)
 
     def step(replica: Replica, rank: int) -> list[bool]:
@@ -108,7 +97,7 @@ def test_a_group_that_aborts_discards_the_step_and_the_next_one_counts(make: Cal
     ids=["unknown", "integers", "maximum"],
 )
 def test_what_cannot_be_quantised_is_refused(
-    make: Callable[..., list[Replica]], tensor: torch.Tensor, choice: Any, op: ReduceOp.RedOpType, said: str
+    tensor: torch.Tensor, choice: Any, op: ReduceOp.RedOpType, said: str
 ) -> None:
     (replica,) = make(1)
     replica.manager.start_quorum()
@@ -116,7 +105,7 @@ def test_what_cannot_be_quantised_is_refused(
         replica.manager.allreduce(tensor, choice, op)
 
 
-def test_a_group_that_is_alone_keeps_its_gradients_exact(make: Callable[..., list[Replica]]) -> None:
+def test_a_group_that_is_alone_keeps_its_gradients_exact() -> None:
     (replica,) = make(1)
     gradient = torch.tensor([127.0, 0.3])
     assert replica.step([gradient], ["int8"])

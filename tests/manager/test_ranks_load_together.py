@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from support.replicas import SHORT, Replica, together
 from support.stores import hosted_store
-from test_manager_in_process import SHORT, Replica, together
 from torch.distributed import TCPStore
 
 from torchft_ckpt import HTTPTransport, LighthouseServer

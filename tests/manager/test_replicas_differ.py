@@ -7,13 +7,13 @@ import copy
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_manager_in_process import Replica, shutdown, together
+from support.replicas import Replica, lighthouse_of, shutdown, together
 from torch import nn
 
 from torchft_ckpt import LighthouseServer
@@ -24,10 +24,8 @@ EVERY = 3
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=3, heartbeat_timeout_ms=30_000)
-    yield server
-    server.shutdown()
+def lighthouse() -> LighthouseServer:
+    return lighthouse_of(3)
 
 
 class Normed(Replica):
@@ -94,7 +92,6 @@ def test_running_statistics_and_generators_of_each_groups_own_give_no_alarm(
     assert len({str(replica.norm.running_mean) for replica in replicas}) == 3
     assert len({digest[16:] for digest in compared if len(digest) == 32}) >= 4  # of all, each third step, each another
     assert not said(caplog, "different states") and not said(caplog, "It has loaded theirs")
-    shutdown(*replicas)
 
 
 def test_one_bit_of_one_weight_is_named_by_group_and_tensor_and_loaded_from_the_majority(
@@ -114,7 +111,6 @@ def test_one_bit_of_one_weight_is_named_by_group_and_tensor_and_loaded_from_the_
     assert [replica.manager.statistics().num_left_behind for replica in replicas] == [0, 0, 0]
     assert all(replica.manager.num_participants() == 3 for replica in replicas)
     assert all(replica.manager.statistics().num_discarded == 0 for replica in replicas)
-    shutdown(*replicas)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,7 @@ def test_one_bit_of_one_weight_is_named_by_group_and_tensor_and_loaded_from_the_
 def test_of_two_groups_that_differ_the_one_that_is_shorter_in_the_job_loads_what_is_named(
     caplog: pytest.LogCaptureFixture, change: Callable[[Normed], None], name: str
 ) -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    server = lighthouse_of(2)
     replicas = groups(server, 2, on_replicas_differ="heal")
     train_to(replicas, EVERY)
     change(replicas[1])
@@ -139,13 +135,11 @@ def test_of_two_groups_that_differ_the_one_that_is_shorter_in_the_job_loads_what
     assert said(caplog, "No state has a majority") and said(caplog, "It has loaded theirs", name)
     assert len({str(replica.bits()) for replica in replicas}) == 1
     assert [replica.manager.statistics().num_left_behind for replica in replicas] == [0, 0]
-    shutdown(*replicas)
-    server.shutdown()
 
 
 def test_a_group_that_comes_in_and_sets_a_rate_of_its_own_in_each_step_ends_at_the_third() -> None:
     """Nobody has seen yet which leaves of its state have to be equal; a setting of an optimizer that is guarded has to be."""
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = lighthouse_of(1)
     (first,) = groups(server, 1)
     train_to([first], EVERY)
     second = Normed(server, "group_b", 1)
@@ -169,8 +163,6 @@ def test_a_group_that_comes_in_and_sets_a_rate_of_its_own_in_each_step_ends_at_t
     assert "for the third time in a row" in ended and "default.sgd.param_groups.0.lr" in ended
     assert second.manager.statistics().num_committed == 3
     assert first.manager.statistics().num_discarded <= 1
-    shutdown(first)
-    server.shutdown()
 
 
 class Scaled(Normed):
@@ -239,7 +231,6 @@ def test_stop_raises_in_all_groups_and_leaves_each_with_the_state_that_differs(l
     messages = together(replicas, raised)  # type: ignore[arg-type]
     assert all("group_c" in message and "differ in default.model.weight" in message for message in messages)
     assert [replica.manager.current_step() for replica in replicas] == [EVERY] * 3
-    shutdown(*replicas)
 
 
 def test_an_argument_that_cannot_be_used_is_refused() -> None:
@@ -254,7 +245,7 @@ def test_a_loop_that_changes_weights_and_puts_them_back_gives_no_alarm(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, holds_lock: bool
 ) -> None:
     """Who holds the lock waits for the digest; who does not is told, and compared with nobody."""
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    server = lighthouse_of(2)
     replicas = groups(server, 2)
     is_changed = threading.Event()
     right = checking.digest_of
@@ -283,20 +274,16 @@ def test_a_loop_that_changes_weights_and_puts_them_back_gives_no_alarm(
         together(replicas, step)  # type: ignore[arg-type]
     assert not said(caplog, "different states")
     assert bool(said(caplog, "is not compared: default.model.weight was written to")) is not holds_lock
-    shutdown(*replicas)
-    server.shutdown()
 
 
 def test_a_state_dict_that_returns_copies_in_one_group_gives_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    server = lighthouse_of(2)
     replicas = groups(server, 2)
     right = replicas[1].manager.hooks.registry.capture
     replicas[1].manager.hooks.registry.capture = lambda: copy.deepcopy(right())  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         train_to(replicas, EVERY + 1)
     assert not said(caplog, "different states")
-    shutdown(*replicas)
-    server.shutdown()
 
 
 class Scheduled(Replica):
@@ -322,7 +309,7 @@ class Cached(Replica):
 def test_a_learning_rate_that_is_stale_after_healing_is_the_sources_and_told_by_name(
     kind: type[Replica], caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = LighthouseServer("127.0.0.1:0", min_replicas=2)
+    server = lighthouse_of(2)
     replicas = [kind(server, name, seed) for seed, name in enumerate(("group_a", "group_b"))]
     for replica in replicas:
         replica.state()
@@ -334,8 +321,6 @@ def test_a_learning_rate_that_is_stale_after_healing_is_the_sources_and_told_by_
     assert "optimizer 0.param_groups.0.lr: " in line and ", at the source 0." in line
     assert len({replica.sgd.param_groups[0]["lr"] for replica in replicas}) == 1
     assert len({replica.model.weight.detach().numpy().tobytes() for replica in replicas}) == 1
-    shutdown(*replicas)
-    server.shutdown()
 
 
 def test_a_load_that_takes_all_is_told_nothing(caplog: pytest.LogCaptureFixture, lighthouse: LighthouseServer) -> None:
@@ -360,7 +345,7 @@ def test_what_load_state_dict_does_not_take_is_told_at_the_first_heal_and_an_err
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Random generators, which it does not take either, are a group's own."""
-    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    server = lighthouse_of(1)
     kept, healing = (TakesLater(server, f"group_{'ab'[number]}", number) for number in range(2))
     kept.count = 7
     is_over = threading.Event()
@@ -384,5 +369,3 @@ def test_what_load_state_dict_does_not_take_is_told_at_the_first_heal_and_an_err
             together([kept, healing], lambda replica: (train if replica is kept else heal_again)(replica))
     for said_of in (told, str(error.value)):
         assert "(default.count)" in said_of
-    shutdown(kept)
-    server.shutdown()

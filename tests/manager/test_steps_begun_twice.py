@@ -12,57 +12,31 @@ import pytest
 import torch
 from support.at_once import at_once
 from support.fake_process_group import FakeFabric, FakeProcessGroup
+from support.replicas import Replica
 from support.stores import hosted_store
 from torch import nn
 
-from torchft_ckpt import DistributedDataParallel, LighthouseServer, Manager, Optimizer
+from torchft_ckpt import DistributedDataParallel, LighthouseServer, Optimizer
 from torchft_ckpt.errors import GroupBrokenError, QuorumTimeoutError
 
 SHORT = timedelta(seconds=20)
 
 
-class Group:
+class Group(Replica):
     """One rank with a model, an optimizer."""
 
     def __init__(self, job: Job, name: str, **options: Any) -> None:
-        self.model = nn.Linear(8, 8)
-        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.manager = Manager(
-            FakeProcessGroup(job.fabric),
-            self.load,
-            self.state,
-            lighthouse_addr=job.lighthouse.address(),
-            replica_id=name,
-            hostname="127.0.0.1",
-            timeout=SHORT,
-            **{"min_replica_size": 1, **options},
-        )
-        self.optimizer = Optimizer(self.manager, self.sgd)
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.sgd.load_state_dict(state["sgd"])
-
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "sgd": self.sgd.state_dict()}
+        super().__init__(job.lighthouse, name, pg=FakeProcessGroup(job.fabric), **options)
 
     def backward(self) -> None:
         self.model(torch.ones(2, 8)).square().mean().backward()
         for parameter in self.model.parameters():
             self.manager.allreduce(parameter.grad)  # type: ignore[arg-type]
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.backward()
-        self.optimizer.step()
-
     def quorum(self) -> int:
         """Return the quorum of the open step; a step that was abandoned makes the next one meet in a new quorum."""
         self.manager.wait_quorum()
         return self.manager.statistics().quorum_id
-
-    def bits(self) -> list[list[int]]:
-        return [p.detach().view(torch.int32).flatten().tolist() for p in self.model.parameters()]
 
 
 class Job:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_manager_in_process import Replica, shutdown, together
+from support.replicas import Replica, lighthouse_of, shutdown, together
 
-from torchft_ckpt import Checkpointer, LighthouseServer
+from torchft_ckpt import Checkpointer
 from torchft_ckpt.core.durable.restore_source import RestoreSource
 
 LONG_S = 60.0
@@ -24,7 +24,7 @@ def names_of(said: pytest.LogCaptureFixture, text: str) -> list[str]:
 
 def run(names: Sequence[str | None], directory: Path, *, saves: bool) -> list[object]:
     """Start groups of these names, together; have them train for a step and save, or return what each gets back."""
-    server = LighthouseServer("127.0.0.1:0", min_replicas=len(names))
+    server = lighthouse_of(len(names))
     with ThreadPoolExecutor(len(names)) as pool:
         replicas = list(pool.map(lambda name: Replica(server, name, min_replica_size=len(names)), names))
     checkpointers = {id(replica): Checkpointer(directory, manager=replica.manager) for replica in replicas}

@@ -8,6 +8,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 from support.fake_outer_manager import FakeOuterManager, Hub
+from support.replicas import manager_of
 from torch import nn
 
 from torchft_ckpt import DiLoCo, LighthouseServer, LocalSGD, Manager
@@ -191,15 +192,7 @@ def test_an_optimizer_that_remembers_nothing_is_no_complaint() -> None:
 
 def test_an_outer_loop_tells_its_manager_the_schedule_by_which_it_knows_the_places_of_others() -> None:
     lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    manager = Manager(
-        ProcessGroupDummy(0, 1),
-        None,
-        None,
-        min_replica_size=1,
-        lighthouse_addr=lighthouse.address(),
-        replica_id="group_0",
-        hostname="127.0.0.1",
-    )
+    manager = manager_of(lighthouse, None, None, name="group_0", pg=ProcessGroupDummy(0, 1))
     try:
         assert manager.hooks.outer_schedule is None
         model = nn.Linear(3, 2)

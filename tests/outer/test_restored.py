@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.fake_outer_manager import FakeOuterManager, Hub
+from support.replicas import manager_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -28,8 +29,6 @@ from torchft_ckpt import (
     DiLoCo,
     LighthouseServer,
     LocalSGD,
-    Manager,
-    ProcessGroupGloo,
     Restored,
     load_checkpoint,
 )
@@ -75,16 +74,13 @@ class Group:
                     layer.register_parameter(name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)])))
         self.model[0].requires_grad_(not is_frozen)
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        self.manager = manager_of(
+            address,
             self._load if functions == "before" else None,
             self._state if functions == "before" else None,
+            name=f"group_{number}",
             min_replica_size=num_groups,
             use_async_quorum=False,
-            replica_id=f"group_{number}",
-            lighthouse_addr=address,
-            hostname="127.0.0.1",
-            timeout=timedelta(seconds=20),
         )
         self.loop: Any
         if kind == "local_sgd":

@@ -9,18 +9,18 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from support.fake_outer_manager import FakeOuterManager, Hub
 from support.late import AsksLate
+from support.replicas import manager_of
 from torch import nn
 from torch.distributed import Work
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchft_ckpt import DiLoCo, HTTPTransport, LighthouseServer, LocalSGD, Manager, ProcessGroupGloo
+from torchft_ckpt import DiLoCo, HTTPTransport, LighthouseServer, LocalSGD
 from torchft_ckpt.core.training.outer_schedule import OuterSchedule, RoundPlace
 
 LONG_S = 60.0
@@ -70,16 +70,12 @@ class Script:
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.schedule = LambdaLR(self.inner, lambda step: 1 / (1 + step))
         self.iteration = 0
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        self.manager = manager_of(
+            address,
             self._load,
             self._state,
-            min_replica_size=1,
+            name=f"group_{number}",
             use_async_quorum=False,
-            replica_id=f"group_{number}",
-            lighthouse_addr=address,
-            hostname="127.0.0.1",
-            timeout=timedelta(seconds=20),
             checkpoint_transport=transport,
         )
         self._allreduce = self.manager.allreduce
@@ -540,16 +536,12 @@ def test_a_group_that_finds_itself_behind_in_a_round_has_the_schedule_of_the_oth
         inner = Counts(model.parameters())
         schedule = LambdaLR(inner, lambda step: 1 / (1 + step))
         states: dict[str, Any] = {"model": model, "inner": inner, "schedule": schedule}
-        manager = Manager(
-            ProcessGroupGloo(timeout=timedelta(seconds=20)),
+        manager = manager_of(
+            lighthouse,
             lambda state: [states[name].load_state_dict(state[name]) for name in states] and None,
             lambda: {name: value.state_dict() for name, value in states.items()},
-            min_replica_size=1,
+            name=f"g{number}",
             use_async_quorum=False,
-            replica_id=f"g{number}",
-            lighthouse_addr=lighthouse.address(),
-            hostname="127.0.0.1",
-            timeout=timedelta(seconds=20),
         )
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         loop = DiLoCo(manager, [model], inner, outer, SYNC_EVERY, fragment_sync_delay=delay)

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,11 @@ class Rank:
         return self.log_path.read_text()[-4000:]
 
 
+def all_reach(ranks: Iterable[Rank], step: int, timeout_s: float = 120.0) -> None:
+    for rank in ranks:
+        rank.wait_for_step(step, timeout_s)
+
+
 class Job:
     """Groups that train together, in one directory."""
 
@@ -155,6 +160,12 @@ class Job:
             started.append(Rank(settings, {**variables, **(environment or {})}, log, self._trainer))
         self.ranks.extend(started)
         return started
+
+    def start_groups(self, num: int, *, until: int) -> list[Rank]:
+        """Start so many groups of one rank; return these when all have made so many steps."""
+        groups = [self.start(f"group_{i}")[0] for i in range(num)]
+        all_reach(groups, until)
+        return groups
 
     def control(self, name: str) -> Path:
         return self.directory / name
@@ -241,7 +252,8 @@ class LighthouseProcess:
 
 @contextmanager
 def running_job(directory: Path, *, lighthouse: LighthouseProcess | None = None, **options: Any) -> Iterator[Job]:
-    """A job with a lighthouse of its own; everything that was started is ended."""
+    """A job with a directory and a lighthouse of its own; everything that was started is ended."""
+    directory.mkdir(exist_ok=True)
     own = lighthouse or LighthouseProcess()
     job = Job(directory, own.address, **options)
     try:
