@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.groups import Job, LighthouseProcess, Rank, running_job
+from support.groups import Job, LighthouseProcess, Rank, all_reach, running_job
 from support.thoroughness import by_default
 
 from torchft_ckpt import checkpoints_in
@@ -83,9 +83,7 @@ def test_a_job_killed_in_the_middle_of_a_save_goes_on_from_a_whole_checkpoint(
 ) -> None:
     storage = tmp_path / "storage"
     common = {"trainer": TRAINER, "storage": str(storage), "save_at": [4, 8], "min_replica_size": 2, "pause_s": 0.02}
-    job_directory = tmp_path / "job"
-    job_directory.mkdir()
-    with running_job(job_directory, **common) as job:
+    with running_job(tmp_path / "job", **common) as job:
         ranks = [
             rank
             for name, hang in zip(GROUPS, (hang_a, hang_b), strict=True)
@@ -121,12 +119,11 @@ def test_wherever_a_job_is_killed_it_goes_on_from_a_step_that_it_had_saved(tmp_p
     seed = 20261121
     moments = random.Random(seed)
     print(f"seed {seed}")
-    job_directory, storage = tmp_path / "job", tmp_path / "storage"
-    job_directory.mkdir()
+    storage = tmp_path / "storage"
     known: dict[int, str] = {}
     step = 0
     with running_job(
-        job_directory,
+        tmp_path / "job",
         trainer=TRAINER,
         storage=str(storage),
         save_every=3,
@@ -150,31 +147,6 @@ def test_wherever_a_job_is_killed_it_goes_on_from_a_step_that_it_had_saved(tmp_p
             step = checkpoints_in(storage)[0]
 
 
-def test_survivors_write_what_a_killed_group_left_out(tmp_path: Path) -> None:
-    storage = tmp_path / "storage"
-    job_directory = tmp_path / "job"
-    job_directory.mkdir()
-    # All three take part in every step that counts; the lighthouse would let two train.
-    options = {"storage": str(storage), "save_at": [6], "fill_after_s": 0.5, "pause_s": 0.02, "min_replica_size": 3}
-    with running_job(job_directory, trainer=TRAINER, **options) as job:
-        survivors = start_all(job)
-        victim = job.start("c", hang={"step": 6, **WRITING})[0]
-        restored([*survivors, victim])
-        victim.wait_for_event("hanging")
-        assert checkpoints_in(storage) == []
-
-        kill_all([victim])
-
-        saved = await_saved(survivors, 6)
-        assert all(event["is_closed"] for event in saved)
-        assert sum(event["num_fills"] for event in saved) >= 1
-        assert checkpoints_in(storage) == [6]
-        kill_all(survivors)
-        written = digests_by_step(survivors)[6]
-        events = restored(start_all(job, min_replica_size=2))
-        assert {(e["source"], e["step"], e["digest"]) for e in events} == {("storage", 6, written)}
-
-
 KILLED_WHILE = [("b", WRITING), ("a", BEFORE_THE_METADATA), ("a", WRITING), ("b", BEFORE_ITS_MANIFEST)]
 
 
@@ -183,11 +155,10 @@ def test_a_group_of_two_ranks_that_is_killed_in_a_save_is_replaced_at_the_lighth
     tmp_path: Path, number: int
 ) -> None:
     """Long before `fill_after`, which is two minutes."""
-    storage, job_directory = tmp_path / "storage", tmp_path / "job"
-    job_directory.mkdir()
+    storage = tmp_path / "storage"
     victim, hang = KILLED_WHILE[number % len(KILLED_WHILE)]
     options = {"storage": str(storage), "save_at": [6], "layout": "sharded", "pause_s": 0.02, "min_replica_size": 2}
-    with running_job(job_directory, trainer=TRAINER, fill_after_s=120.0, **options) as job:
+    with running_job(tmp_path / "job", trainer=TRAINER, fill_after_s=120.0, **options) as job:
         groups = {
             name: job.start(name, ranks=2, **({"hang": {"step": 6, **hang}} if name == victim else {}))
             for name in GROUPS
@@ -209,11 +180,9 @@ def test_a_group_of_two_ranks_that_is_killed_in_a_save_is_replaced_at_the_lighth
 
 def test_a_group_that_hears_late_of_the_end_of_a_save_takes_part_in_the_next(tmp_path: Path) -> None:
     storage = tmp_path / "storage"
-    job_directory = tmp_path / "job"
-    job_directory.mkdir()
     steps = [4, 20, 60]
     common = {"trainer": TRAINER, "storage": str(storage), "save_at": steps, "pause_s": 0.05, "min_replica_size": 2}
-    with running_job(job_directory, waits_for_saves=False, **common) as job:
+    with running_job(tmp_path / "job", waits_for_saves=False, **common) as job:
         # When it has written its share of step 4, it looks for the others', and hears nothing for two seconds.
         late = {"step": 4, "operation": "list", "file": "part-r1-", "for_s": 2.0}
         ranks = [*job.start("a"), *job.start("b", hang=late)]
@@ -228,32 +197,8 @@ def test_a_group_that_hears_late_of_the_end_of_a_save_takes_part_in_the_next(tmp
         assert checkpoints_in(storage) == steps[::-1]
 
 
-def test_a_group_that_restarts_alone_takes_its_state_from_living_peers(tmp_path: Path) -> None:
-    storage = tmp_path / "storage"
-    job_directory = tmp_path / "job"
-    job_directory.mkdir()
-    with running_job(job_directory, trainer=TRAINER, storage=str(storage), save_every=10, pause_s=0.03) as job:
-        survivors = start_all(job)
-        victim = job.start("c")[0]
-        restored([*survivors, victim])
-        saved = victim.wait_for(lambda e: e["event"] == "saved" and e["error"] is None)["step"]
-        await_saved(survivors, saved)
-        kill_all([victim])
-
-        (again,) = job.start("c")
-
-        event = again.wait_for_event("restored")
-        assert (event["source"], event["bytes_from_storage"], event["own"]) == ("peers", 0, None)
-        assert event["step"] >= saved
-        again.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["participants"] == 3)
-        finish(job, [*survivors, again])
-        digests_by_step([*survivors, again])
-
-
 def test_a_sharded_job_goes_on_in_the_same_layout_in_another_and_unsharded(tmp_path: Path) -> None:
     storage = tmp_path / "storage"
-    for name in ("job", "four", "one"):
-        (tmp_path / name).mkdir()
     common = {"trainer": TRAINER, "storage": str(storage)}
     with running_job(tmp_path / "job", layout="sharded", min_replica_size=2, **common) as job:
         ranks = start_all(job, ranks=2, save_at=[5], pause_s=0.02, restores_early=True)
@@ -278,8 +223,7 @@ def test_a_sharded_job_goes_on_in_the_same_layout_in_another_and_unsharded(tmp_p
             ("b", 1),
         ]
         assert all(event["dtensors"] for event in events)
-        for rank in again:
-            rank.wait_for_step(7)
+        all_reach(again, 7)
         after = digests_by_step(again)
         assert (after[6], after[7]) == (before[6], before[7])
     with (
@@ -295,8 +239,7 @@ def test_a_sharded_job_goes_on_in_the_same_layout_in_another_and_unsharded(tmp_p
                 ("storage", 5, 5, before[5])
             }
             assert all(bool(event["dtensors"]) == (len(ranks) == 4) for event in events)
-            for rank in ranks:
-                rank.wait_for_step(6)
+            all_reach(ranks, 6)
 
 
 def test_a_flipped_bit_sends_all_groups_to_the_checkpoint_before_and_one_in_each_keeps_them_from_beginning_anew(
@@ -304,10 +247,8 @@ def test_a_flipped_bit_sends_all_groups_to_the_checkpoint_before_and_one_in_each
 ) -> None:
     """The log says why."""
     storage = tmp_path / "storage"
-    job_directory = tmp_path / "job"
-    job_directory.mkdir()
     common = {"trainer": TRAINER, "storage": str(storage), "min_replica_size": 2, "save_at": [4, 8]}
-    with running_job(job_directory, pause_s=0.02, **common) as job:
+    with running_job(tmp_path / "job", pause_s=0.02, **common) as job:
         ranks = start_all(job)
         restored(ranks)
         await_saved(ranks, 8)
@@ -341,11 +282,9 @@ def test_a_flipped_bit_sends_all_groups_to_the_checkpoint_before_and_one_in_each
 
 
 def test_a_group_that_lost_its_disk_is_restored_from_the_disks_of_the_others(tmp_path: Path) -> None:
-    job_directory = tmp_path / "job"
-    job_directory.mkdir()
     disks = {name: tmp_path / f"disk of {name}" for name in GROUPS}
     common = {"trainer": TRAINER, "storage": str(tmp_path / "storage"), "min_replica_size": 2}
-    with running_job(job_directory, pause_s=0.02, save_at=[5], tier="local", **common) as job:
+    with running_job(tmp_path / "job", pause_s=0.02, save_at=[5], tier="local", **common) as job:
 
         def start() -> list[Rank]:
             return [rank for name in GROUPS for rank in job.start(name, local=str(disks[name]))]

@@ -15,9 +15,8 @@ import trustme
 from safetensors.torch import load_file
 from support.certificates import VARIABLES, Files, client_context
 from support.groups import LighthouseProcess, running_job
+from support.replicas import Replica, Run, shutdown
 from support.waiting import Heard
-from test_joining_a_running_job import Run
-from test_manager_in_process import Replica, shutdown
 from torch.distributed import checkpoint as dcp
 
 from torchft_ckpt import HTTPTransport
@@ -73,7 +72,6 @@ def run(files: Files) -> Iterator[Run]:
     run.last_step = max(replica.manager.current_step() for replica in run.at_work) + 10
     for loop in run._loops:
         loop.result(60)
-    run.close()
 
 
 def test_the_commands_and_readers_find_a_job_over_tls(

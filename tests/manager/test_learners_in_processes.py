@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.groups import LighthouseProcess, running_job
+from support.groups import LighthouseProcess, all_reach, running_job
 
 
 @pytest.mark.processes
@@ -16,9 +16,7 @@ def test_processes_that_follow_come_to_the_same_bits_and_receive_the_frozen_weig
     """Two learners, one after the other: the second waits for the first, and the others wait for neither."""
     frozen_bytes = 8 << 20
     with running_job(tmp_path, pause_s=0.02, frozen_mb=8, rate=4e6, digest_each_step=True) as job:
-        groups = [job.start(f"group_{i}")[0] for i in range(2)]
-        for group in groups:
-            group.wait_for_step(5)
+        groups = job.start_groups(2, until=5)
         learners = [job.start(f"group_{i}", follow=True)[0] for i in (2, 3)]
         for learner in learners:
             learner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
@@ -46,8 +44,7 @@ def test_a_spare_takes_the_place_of_a_killed_process_within_three_steps_and_cost
     lighthouse = LighthouseProcess(min_replicas=1)
     with running_job(tmp_path, lighthouse=lighthouse, pause_s=0.7, min_replica_size=1, digest_each_step=True) as job:
         stays, leaves = (job.start(f"group_{i}")[0] for i in range(2))
-        for group in (stays, leaves):
-            group.wait_for_step(2)
+        all_reach([stays, leaves], 2)
         began = time.monotonic()
         spare = job.start("spare", spare=True, follow=True)[0]
         give_up_at = time.monotonic() + 240

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.groups import Job, LighthouseProcess, Rank, running_job
+from support.groups import Job, LighthouseProcess, Rank, all_reach, running_job
 from support.thoroughness import by_default
 from support.waiting import wait_until
 
@@ -30,7 +30,6 @@ WITHIN_S = 180.0
 def job_of(directory: Path, **options: Any) -> Iterator[tuple[Job, LighthouseProcess]]:
     """A job whose lighthouse has patience with a busy machine."""
     lighthouse = LighthouseProcess(min_replicas=1, heartbeat_timeout_ms=20_000)
-    (directory / "job").mkdir()
     with running_job(directory / "job", lighthouse=lighthouse, **{**TRAINER, **options}) as job:
         yield job, lighthouse
 
@@ -64,8 +63,7 @@ def left_at(ranks: Sequence[Rank]) -> int:
 def assert_lost_nothing(ranks: Sequence[Rank], since: float, ahead: int = 3) -> None:
     """See that groups go on, and have discarded nothing."""
     newest = max(rank.steps()[-1]["step"] for rank in ranks)
-    for rank in ranks:
-        rank.wait_for_step(newest + ahead, WITHIN_S)
+    all_reach(ranks, newest + ahead, WITHIN_S)
     lost = [(rank.name, step) for rank in ranks for step in rank.steps(since) if not step["committed"]]
     assert not lost, f"{lost}\n{ranks[0].log()}"
 
@@ -130,16 +128,6 @@ def test_a_rank_whose_process_group_gets_the_signal_keeps_the_worker_that_loads_
         os.killpg(groups["group_0"][0].process.pid, signal.SIGTERM)
         left_at(groups["group_0"])
         assert_lost_nothing(groups["group_1"], asked_at)
-
-
-def test_a_group_leaves_although_the_lighthouse_restarts_in_between(tmp_path: Path) -> None:
-    with job_of(tmp_path) as (job, lighthouse):
-        groups = start_groups(job, NAMES[:2])
-        lighthouse.kill()
-        groups["group_0"][0].signal(signal.SIGTERM)
-        lighthouse.restart()
-        left_at(groups["group_0"])
-        assert_lost_nothing(groups["group_1"], time.monotonic())
 
 
 def test_a_job_that_is_ended_with_its_lighthouse_saves_what_it_has_and_the_lighthouse_lets_it_leave_first(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.groups import Job, LighthouseProcess, Rank, discards_in_a_row, longest_gap_s, running_job
-from support.ports import reserved_port
+from support.groups import LighthouseProcess, all_reach, discards_in_a_row, longest_gap_s, running_job
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 PAUSE_S = 0.02
@@ -24,19 +22,13 @@ def hasty() -> LighthouseProcess:
     return LighthouseProcess(heartbeat_timeout_ms=2000)
 
 
-def start_three(job: Job, **options: Any) -> list[Rank]:
-    return [job.start(f"group_{i}", **options)[0] for i in range(3)]
-
-
 def assert_equal_ends(reports: list[dict]) -> None:
     assert len({(report["step"], report["digest"]) for report in reports}) == 1, reports
 
 
 def test_survivors_of_kills_discard_one_step_each_and_all_end_equal(tmp_path: Path) -> None:
     with running_job(tmp_path, pause_s=PAUSE_S) as job:
-        groups = start_three(job)
-        for group in groups:
-            group.wait_for_step(5)
+        groups = job.start_groups(3, until=5)
         discards = []
         for victim in (2, 0):
             survivors = [group for i, group in enumerate(groups) if i != victim]
@@ -54,29 +46,10 @@ def test_survivors_of_kills_discard_one_step_each_and_all_end_equal(tmp_path: Pa
     assert_equal_ends(reports)
 
 
-def test_groups_whose_shells_name_one_master_port_do_without_the_one_that_dies(tmp_path: Path) -> None:
-    with running_job(tmp_path, pause_s=PAUSE_S) as job, reserved_port() as port:
-        shell = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        groups = start_three(job, environment=shell)
-        for group in groups:
-            group.wait_for_step(5)
-        killed_at = time.monotonic()
-        groups[0].kill()
-        survivors = groups[1:]
-        step = max(group.steps()[-1]["step"] for group in survivors)
-        for group in survivors:
-            group.wait_for_step(step + 3)
-        assert max(sum(not s["committed"] for s in group.steps(since=killed_at)) for group in survivors) <= 1
-        assert_equal_ends(job.finish())
-
-
-@pytest.mark.parametrize("logs_loss", [False, True], ids=["", "averages the loss between two steps"])
-def test_a_stopped_group_is_dropped_and_heals_when_it_wakes(tmp_path: Path, logs_loss: bool) -> None:
-    """No collective ends by its timeout here: whoever waits in one is told."""
-    with running_job(tmp_path, lighthouse=hasty(), pause_s=PAUSE_S, logs_loss=logs_loss, timeout_s=3600) as job:
-        groups = start_three(job)
-        for group in groups:
-            group.wait_for_step(5)
+def test_a_stopped_group_is_dropped_and_heals_when_it_wakes(tmp_path: Path) -> None:
+    """It averages a loss between two steps, too. No collective ends by its timeout here: whoever waits in one is told."""
+    with running_job(tmp_path, lighthouse=hasty(), pause_s=PAUSE_S, logs_loss=True, timeout_s=3600) as job:
+        groups = job.start_groups(3, until=5)
         stopped_at = time.monotonic()
         groups[1].signal(signal.SIGSTOP)
         step = groups[0].steps()[-1]["step"]
@@ -87,19 +60,16 @@ def test_a_stopped_group_is_dropped_and_heals_when_it_wakes(tmp_path: Path, logs
         healed_before = groups[1].steps()[-1]["healed"]
         groups[1].signal(signal.SIGCONT)
         groups[1].wait_for(lambda e: e["event"] == "step" and e["committed"] and e["healed"] > healed_before)
-        if logs_loss:
-            logged = [step["logged"] for group in groups for step in group.steps() if step["committed"]]
-            assert set(logged) <= {1.0, -1.0}, "the average over those who contribute, or none"
-            assert logged.count(1.0) > len(logged) / 2
+        logged = [step["logged"] for group in groups for step in group.steps() if step["committed"]]
+        assert set(logged) <= {1.0, -1.0}, "the average over those who contribute, or none"
+        assert logged.count(1.0) > len(logged) / 2
         assert_equal_ends(job.finish())
 
 
 def test_a_restarted_lighthouse_costs_nobody_their_life_and_quorum_ids_rise(tmp_path: Path) -> None:
     lighthouse = LighthouseProcess()
     with running_job(tmp_path, lighthouse=lighthouse, pause_s=0.05) as job:
-        groups = start_three(job)
-        for group in groups:
-            group.wait_for_step(5)
+        groups = job.start_groups(3, until=5)
         lighthouse.kill()
         before = max(group.steps()[-1]["quorum"] for group in groups)
         step = max(group.steps()[-1]["step"] for group in groups)
@@ -114,9 +84,7 @@ def test_a_restarted_lighthouse_costs_nobody_their_life_and_quorum_ids_rise(tmp_
 def test_survivors_wait_for_a_slow_newcomer_no_longer_than_the_limit(tmp_path: Path) -> None:
     transfer_s, limit_s = 60, 3.0
     with running_job(tmp_path, pause_s=5 * PAUSE_S, join_stall_limit_s=limit_s) as job:
-        groups = [job.start(f"group_{i}")[0] for i in range(2)]
-        for group in groups:
-            group.wait_for_step(5)
+        groups = job.start_groups(2, until=5)
         slow = job.control("group_2")
         slow.mkdir()
         (slow / "slow").write_text(str(transfer_s))
@@ -136,33 +104,23 @@ def test_survivors_wait_for_a_slow_newcomer_no_longer_than_the_limit(tmp_path: P
         assert_equal_ends(job.finish())
 
 
-def test_a_joiner_whose_fetches_fail_costs_the_others_nothing(tmp_path: Path) -> None:
+def test_a_joiner_whose_fetches_fail_costs_the_others_nothing_and_one_step_if_it_dies_while_it_fetches(
+    tmp_path: Path,
+) -> None:
     with running_job(tmp_path, pause_s=PAUSE_S) as job:
-        groups = [job.start(f"group_{i}")[0] for i in range(2)]
-        for group in groups:
-            group.wait_for_step(5)
-        failing = job.control("group_2")
-        failing.mkdir()
-        (failing / "fail").touch()
+        groups = job.start_groups(2, until=5)
+        control = job.control("group_2")
+        control.mkdir()
+        (control / "fail").touch()
         joiner = job.start("group_2")[0]
         for _ in range(3):
             tried = joiner.wait_for_event("fetching")
         for group in groups:
             group.wait_for_step(tried["step"] + 3)
             assert all(s["committed"] for s in group.steps(since=tried["t"]))
-        (failing / "fail").unlink()
-        joiner.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
-        assert_equal_ends(job.finish())
-
-
-def test_a_joiner_that_dies_while_it_fetches_costs_one_step(tmp_path: Path) -> None:
-    with running_job(tmp_path, pause_s=PAUSE_S) as job:
-        groups = [job.start(f"group_{i}")[0] for i in range(2)]
-        for group in groups:
-            group.wait_for_step(5)
-        slow = job.control("group_2")
-        slow.mkdir()
-        (slow / "slow").write_text("60")
+        joiner.kill()
+        (control / "fail").unlink()
+        (control / "slow").write_text("60")
         joiner = job.start("group_2")[0]
         joiner.wait_for_event("fetching")
         killed_at = time.monotonic()
@@ -171,16 +129,14 @@ def test_a_joiner_that_dies_while_it_fetches_costs_one_step(tmp_path: Path) -> N
         for group in groups:
             group.wait_for_step(step + 5)
             assert sum(not s["committed"] for s in group.steps(since=killed_at)) <= 1
-        (slow / "slow").unlink()
+        (control / "slow").unlink()
         job.start("group_2")[0].wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
         assert_equal_ends(job.finish())
 
 
 def test_a_replica_that_abandons_steps_while_it_heals_is_still_healing_afterwards(tmp_path: Path) -> None:
     with running_job(tmp_path, pause_s=PAUSE_S) as job:
-        groups = [job.start(f"group_{i}")[0] for i in range(2)]
-        for group in groups:
-            group.wait_for_step(5)
+        job.start_groups(2, until=5)
         joiner = job.start("group_2", abandon=2)[0]
         first = joiner.wait_for_event("step")
         assert sum(e["event"] == "abandoned" for e in joiner.events) == 2
@@ -188,14 +144,12 @@ def test_a_replica_that_abandons_steps_while_it_heals_is_still_healing_afterward
         assert_equal_ends(job.finish())
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_all_ranks_of_a_group_leave_and_come_back_together(tmp_path: Path, use_async_quorum: bool) -> None:
-    with running_job(tmp_path, pause_s=PAUSE_S, use_async_quorum=use_async_quorum) as job:
+def test_all_ranks_of_a_group_leave_and_come_back_together(tmp_path: Path) -> None:
+    with running_job(tmp_path, pause_s=PAUSE_S) as job:
         first = job.start("group_0", ranks=2)
         second = job.start("group_1", ranks=2)
         third = job.start("group_2", ranks=2)
-        for rank in (*first, *second, *third):
-            rank.wait_for_step(5)
+        all_reach([*first, *second, *third], 5)
         killed_at = time.monotonic()
         second[1].kill()
         assert second[0].end() != 0, "rank 0 ends with an error, so that its launcher restarts the group"
@@ -220,24 +174,23 @@ def test_a_killed_group_whose_forked_children_live_on_is_known_dead_at_once(tmp_
     with running_job(tmp_path, pause_s=PAUSE_S, lighthouse=lighthouse) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         groups.append(job.start("group_2", forks=True)[0])
-        for group in groups:
-            group.wait_for_step(5)
+        all_reach(groups, 5)
         groups[2].kill()
         step = groups[0].steps()[-1]["step"]
-        for group in groups[:2]:
-            group.wait_for_step(step + 5, timeout_s=FAR_BELOW_S)
+        all_reach(groups[:2], step + 5, timeout_s=FAR_BELOW_S)
         assert_equal_ends(job.finish())
 
 
 def test_a_group_of_two_ranks_that_was_stopped_heals_when_it_wakes(tmp_path: Path) -> None:
-    with running_job(tmp_path, lighthouse=hasty(), pause_s=PAUSE_S) as job:
+    with running_job(tmp_path, lighthouse=hasty(), pause_s=PAUSE_S, timeout_s=3600) as job:
         groups = [job.start(f"group_{i}", ranks=2) for i in range(3)]
-        for rank in (rank for group in groups for rank in group):
-            rank.wait_for_step(5)
+        all_reach((rank for group in groups for rank in group), 5)
+        stopped_at = time.monotonic()
         groups[1][1].signal(signal.SIGSTOP)  # one of its ranks is enough
         step = groups[0][0].steps()[-1]["step"]
         for rank in (*groups[0], *groups[2]):
             rank.wait_for_step(step + 10)
+            assert discards_in_a_row(rank.steps(since=stopped_at)) <= 1
             assert rank.steps()[-1]["participants"] == 2
         groups[1][1].signal(signal.SIGCONT)
         healed = [max(s["healed"] for s in rank.steps()) for rank in groups[1]]

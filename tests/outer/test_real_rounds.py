@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.groups import Job, LighthouseProcess, Rank, running_job
+from support.groups import Job, LighthouseProcess, Rank, all_reach, running_job
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -48,8 +48,7 @@ def test_survivors_of_kills_at_any_point_lose_no_inner_work_and_all_end_equal(tm
             everybody.append(victim)
             assert victim.end() == -signal.SIGKILL
             step = max(survivor.steps()[-1]["step"] for survivor in survivors)
-            for survivor in survivors:
-                survivor.wait_for_step(step + 3)
+            all_reach(survivors, step + 3)
         everybody.append(job.start("group_1")[0])
         everybody[-1].wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
         reports = job.finish(ahead=6)
@@ -83,14 +82,11 @@ def test_what_a_script_moves_with_the_rounds_is_compared_as_before_when_the_ligh
 ) -> None:
     lighthouse = LighthouseProcess()
     with outer_job(tmp_path, average="moved", lighthouse=lighthouse) as job:
-        groups = start_three(job)
-        for group in groups:
-            group.wait_for_step(3)
+        groups = job.start_groups(3, until=3)
         lighthouse.kill()
         lighthouse.restart()
         step = max(group.steps()[-1]["step"] for group in groups)
-        for group in groups:
-            group.wait_for_step(step + 2)
+        all_reach(groups, step + 2)
         groups[1].kill()
         again = job.start("group_1")[0]
         again.wait_for(lambda e: e["event"] == "step" and e["committed"] and e["contributed"])
@@ -109,8 +105,7 @@ def test_a_discarded_round_takes_its_fragment_back_in_all_survivors_alike(tmp_pa
         assert groups[1].end() == -signal.SIGKILL
         survivors = [groups[0], groups[2]]
         step = max(survivor.steps()[-1]["step"] for survivor in survivors)
-        for survivor in survivors:
-            survivor.wait_for_step(step + 3)
+        all_reach(survivors, step + 3)
         reports = job.finish(ahead=4)
     assert_equal_ends(reports, num_groups=2)
     assert_equal_rounds(groups)
@@ -118,11 +113,11 @@ def test_a_discarded_round_takes_its_fragment_back_in_all_survivors_alike(tmp_pa
         assert sum(step["restores"] for step in survivor.steps()) == 1
 
 
-def test_a_joiner_adds_nothing_to_the_round_that_it_joins_in_and_is_equal_after_it(tmp_path: Path) -> None:
-    with outer_job(tmp_path) as job:
-        groups = [job.start(f"group_{i}")[0] for i in range(2)]
-        for group in groups:
-            group.wait_for_step(4)
+def test_a_joiner_adds_nothing_to_the_round_that_it_joins_in_and_is_equal_after_it_though_rounds_are_quantised(
+    tmp_path: Path,
+) -> None:
+    with outer_job(tmp_path, quantize="int8") as job:
+        groups = job.start_groups(2, until=4)
         joiner = job.start("group_2")[0]
         entered = joiner.wait_for_event("entered")
         first = joiner.wait_for(lambda e: e["event"] == "step" and e["committed"])
@@ -139,9 +134,7 @@ def test_a_joiner_adds_nothing_to_the_round_that_it_joins_in_and_is_equal_after_
 
 def test_a_transfer_that_takes_many_rounds_holds_up_nobody_and_ends_in_the_job(tmp_path: Path) -> None:
     with outer_job(tmp_path, pause_s=0.03) as job:
-        groups = [job.start(f"group_{i}")[0] for i in range(2)]
-        for group in groups:
-            group.wait_for_step(4)
+        groups = job.start_groups(2, until=4)
         control = job.control("group_2")
         control.mkdir()
         (control / "slow").write_text("4.0")
@@ -171,13 +164,10 @@ def test_a_group_that_is_merely_slow_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_group_stopped_between_two_rounds_is_missed_by_nobody_and_comes_back(tmp_path: Path) -> None:
     with outer_job(tmp_path, lighthouse=LighthouseProcess(heartbeat_timeout_ms=2000), pause_s=0.03) as job:
-        groups = start_three(job)
-        for group in groups:
-            group.wait_for_step(3)
+        groups = job.start_groups(3, until=3)
         groups[1].signal(signal.SIGSTOP)
         step = groups[0].steps()[-1]["step"]
-        for survivor in (groups[0], groups[2]):
-            survivor.wait_for_step(step + 6)
+        all_reach([groups[0], groups[2]], step + 6)
         groups[1].signal(signal.SIGCONT)
         step = groups[0].steps()[-1]["step"]
         groups[1].wait_for(
@@ -190,22 +180,11 @@ def test_a_group_stopped_between_two_rounds_is_missed_by_nobody_and_comes_back(t
         assert sum(event["restores"] for event in survivor.steps()) == 0
 
 
-def test_quantised_rounds_leave_all_groups_bit_equal(tmp_path: Path) -> None:
-    with outer_job(tmp_path, quantize="int8") as job:
-        groups = start_three(job)
-        for group in groups:
-            group.wait_for_step(5)
-        reports = job.finish(ahead=4)
-    assert_equal_ends(reports)
-    assert_equal_rounds(groups)
-
-
 def test_all_ranks_of_a_group_come_in_with_one_state(tmp_path: Path) -> None:
     with outer_job(tmp_path) as job:
         first = [job.start(f"group_{i}", ranks=2) for i in range(2)]
         for ranks in first:
-            for rank in ranks:
-                rank.wait_for_step(3)
+            all_reach(ranks, 3)
         first[1][1].kill()
         first[1][0].end()
         step = first[0][0].steps()[-1]["step"]
@@ -224,8 +203,7 @@ def test_a_rank_whose_first_fetch_fails_is_waited_for_by_its_group_before_that_b
     with outer_job(tmp_path) as job:
         groups = [job.start("group_0", ranks=2), job.start("group_1", ranks=2, first_fetch_fails_at_rank=1)]
         for ranks in groups:
-            for rank in ranks:
-                rank.wait_for_step(3)
+            all_reach(ranks, 3)
         reports = job.finish(ahead=4)
     by_rank = [{(report["step"], report["digest"]) for report in reports[rank::2]} for rank in range(2)]
     assert [len(found) for found in by_rank] == [1, 1]

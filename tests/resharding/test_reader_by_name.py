@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.groups import Job, LighthouseProcess, Rank, running_job
+from support.groups import Job, LighthouseProcess, Rank, all_reach, running_job
 from support.ports import reserved_port
 from support.trainer_process import digest_of, state_functions
 from torch import nn
@@ -65,8 +65,7 @@ def test_a_reader_follows_its_job_through_restarts_of_its_groups(tmp_path: Path)
     lighthouse = LighthouseProcess(min_replicas=1)
     with running_job(tmp_path, lighthouse=lighthouse, min_replica_size=1, digest_each_step=True, pause_s=0.02) as job:
         groups: dict[str, Rank] = {name: job.start(name)[0] for name in "ab"}
-        for rank in groups.values():
-            rank.wait_for_step(3)
+        all_reach(groups.values(), 3)
         reader, ports = PeerReader(lighthouse=job.lighthouse, timeout=LIMIT), set[str]()
         for name in "aba":
             before = newest(job)
