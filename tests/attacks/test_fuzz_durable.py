@@ -14,8 +14,8 @@ def test_hostile_checkpoints_are_refused_by_name_and_execute_nothing() -> None:
     rng = random.Random(0)
     tallies = [
         *fuzz_durable.fuzz_metadata(rng, 200),
-        *fuzz_durable.fuzz_records(rng, 100),
+        *fuzz_durable.fuzz_records(rng, 400),
         *fuzz_durable.fuzz_manifests(rng, 3),
     ]
     assert [case for tally in tallies for case in tally.wrong] == []
-    assert [tally.results.total() for tally in tallies] == [100, 100, 50, 50, 3, 3, 3, 3, 3]
+    assert [tally.results.total() for tally in tallies] == [100, 100, 200, 200, 3, 3, 3, 3, 3]

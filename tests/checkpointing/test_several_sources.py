@@ -12,11 +12,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import faulty_proxy
 import pytest
 import torch
-from faulty_proxy import Answer, AnswerFault, FaultyProxy, Gate, ScriptedProxy, Wire, pass_on
-from support.source_process import start_source
+from faulty_proxy import Answer, AnswerFault, Gate, ScriptedProxy, Wire, pass_on
 from support.sources import BLOCK, make_transport
 from support.thoroughness import by_default
 
@@ -35,7 +33,7 @@ from torchft_ckpt.errors import (
     TransferStalledError,
     TransferTimeoutError,
 )
-from torchft_ckpt.testing.transport_conformance import differences, example_state
+from torchft_ckpt.testing.transport_conformance import differences
 
 pytestmark = pytest.mark.filterwarnings("ignore::torchft_ckpt.errors.ReplicaDivergenceWarning")
 LONG = timedelta(seconds=90)
@@ -363,39 +361,6 @@ def test_the_deadline_is_one_for_all_sources_together(scene):
     finally:
         patient.shutdown()
     assert time.monotonic() - started >= 0.6
-
-
-@pytest.mark.processes
-def test_a_source_process_that_is_killed_midway_is_replaced_by_the_other(tmp_path):
-    process, url = start_source(tmp_path / "log", 16384)
-    other = make_transport(block_bytes=16384)
-    other.send_checkpoint([1], 3, example_state(3), timedelta(minutes=1))
-    urls = [url, other.metadata()]
-    ports = [parse_metadata(url).port for url in urls]
-    killed = threading.Event()
-
-    def kill() -> None:
-        process.kill()
-        process.wait(30)
-        killed.set()
-
-    def midway(act: Callable[[], object]) -> faulty_proxy.Fault:
-        return lambda connection, passed, data: data if passed <= 200_000 else (act(), data)[1]
-
-    destination = make_transport()
-    try:
-        with (
-            FaultyProxy(ports[0], midway(kill)) as first,
-            FaultyProxy(ports[1], midway(lambda: killed.wait(20))) as second,
-        ):
-            state = destination.fetch_checkpoint([first.url, second.url], 3, LONG)
-    finally:
-        destination.shutdown()
-        other.shutdown()
-        process.kill()
-        process.wait(30)
-    assert differences(state, example_state(3)) == []
-    assert killed.is_set()
 
 
 def test_no_thread_of_a_fetch_touches_the_filters_of_warnings(scene, monkeypatch):

@@ -202,20 +202,6 @@ def test_who_looks_on_is_done_when_the_writers_have_closed_it_and_has_written_no
     assert sorted(story.disk.files()) == sorted(save(plan, starts_s={1: 2.0, 2: 4.0}).disk.files())
 
 
-def test_who_looks_on_is_done_as_well_where_a_writer_has_died_and_another_fills_its_share() -> None:
-    plan = Plan(num_replicas=2, num_ranks=1, absent=frozenset([1]))
-    story, onlooker = looked_on(plan, 0.0)
-    assert onlooker.future.result(0).is_closed and story.future(0).result(0).num_fills == 1
-
-
-def test_who_looks_on_at_what_never_becomes_whole_is_told_so_by_name_when_its_time_is_over() -> None:
-    plan = Plan(num_replicas=2, num_ranks=1, redundancy=1, absent=frozenset([1]))
-    story, onlooker = looked_on(plan, 0.0)
-    error = onlooker.future.exception(0)
-    assert isinstance(error, CheckpointDamagedError) and isinstance(story.errors()[0], CheckpointDamagedError)
-    assert f"{plan.name} did not become whole within {plan.timeout_s:g} s" in str(error)
-
-
 def test_who_looks_on_where_nobody_writes_anything_does_not_know_whether_it_is_whole_and_goes_on() -> None:
     plan = Plan(num_replicas=1, num_ranks=1, absent=frozenset([0]), fill_after_s=30.0)
     disk = Disk()
@@ -225,14 +211,6 @@ def test_who_looks_on_where_nobody_writes_anything_does_not_know_whether_it_is_w
     story.time.run([(0.0, onlooker.run)])
     assert not onlooker.future.result(0).is_closed
     assert 5.0 <= story.time.now_s < 7.0 and not disk.files()
-
-
-def test_who_looks_on_goes_on_to_its_next_save_at_once_and_the_writers_do_not_wait_for_it() -> None:
-    plan = Plan(num_replicas=2, num_ranks=1)
-    story, onlooker = looked_on(plan, 0.0, leaves_s=1.0, starts_s={1: 3.0})
-    saved = onlooker.future.result(0)
-    assert (saved.is_closed, saved.took_s < 3.0) == (False, True)
-    assert not story.errors() and newest_step(story.disk) == plan.step
 
 
 def test_a_storage_that_does_not_answer_is_looked_at_again_by_who_looks_on(caplog: pytest.LogCaptureFixture) -> None:
