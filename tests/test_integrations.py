@@ -13,6 +13,15 @@ import torchft_ckpt
 PACKAGE = Path(torchft_ckpt.__file__).parent
 FOUND = "\nprint('FOUND', *sorted(name for name in sys.modules if name.startswith('torchft_ckpt.integrations')))\n"
 
+SUBMODULES = """
+import torchft_ckpt as torchft
+for name in ["process_group", "manager", "local_sgd", "checkpointing", "coordination", "optim", "_torchft"]:
+    assert getattr(torchft, name).__name__ == "torchft_ckpt." + name
+assert torchft.process_group.ManagedProcessGroup
+assert not hasattr(torchft, "no_such_module")
+"""
+"""Submodules are attributes of a package that was only imported."""
+
 JOB = """
 import torch
 from datetime import timedelta
@@ -66,7 +75,7 @@ assert state["w"].tolist() == [1, 1, 1]
 @pytest.mark.processes
 def test_what_ties_this_library_to_others_is_imported_when_it_is_needed_and_not_before(tmp_path: Path) -> None:
     """In one fresh interpreter, which says after each part what it has imported."""
-    program = FOUND.join([f"import sys\n{JOB}", XLA, "from torchft_ckpt import *", DCP, ""])
+    program = FOUND.join([f"import sys\n{SUBMODULES}{JOB}", XLA, "from torchft_ckpt import *", DCP, ""])
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
         capture_output=True,

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from support.thoroughness import by_default
 
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.serving.buffers import BufferPool
@@ -356,7 +357,7 @@ def test_blocks_that_the_reader_has_are_not_copied_ahead():
 
 
 def test_a_trainer_that_steps_while_blocks_are_copied_ahead_never_tears_them():
-    for _ in range(200):
+    for _ in range(by_default(60, thorough=400)):
         scene = saving()
         ahead = threading.Thread(target=copy_all_ahead, args=(scene,))
         ahead.start()

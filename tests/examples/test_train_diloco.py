@@ -111,7 +111,7 @@ def test_without_namespaces_it_says_so_and_trains_on_loopback_until_an_interrupt
     assert script.stdout is not None
     begun = script.stdout.readline()
     lines = tmp_path / "diloco_0.jsonl"
-    while script.poll() is None and '"round":10,' not in (lines.read_text() if lines.exists() else ""):
+    while script.poll() is None and '"round":4,' not in (lines.read_text() if lines.exists() else ""):
         time.sleep(0.05)
     children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()
 
@@ -119,7 +119,7 @@ def test_without_namespaces_it_says_so_and_trains_on_loopback_until_an_interrupt
     output, _ = script.communicate(timeout=200)
 
     assert "not throttled, on loopback (--no-throttle)" in begun
-    assert '"round":10,' in lines.read_text(), output
+    assert '"round":4,' in lines.read_text(), output
     assert (len(children), [child for child in children if Path(f"/proc/{child}").exists()]) == (3, []), output
 
 
