@@ -253,9 +253,10 @@ def test_what_groups_have_found_of_what_they_compute_is_told_to_all_once_and_the
     have_found(members, "c computes 5 for 2 + 1")
     assert not any("c computes" in line for line in job.log), "whole states are not compared in each step"
     assert job.lighthouse.last_said_to_differ == "c computes 5 for 2 + 1"
-    job.passes(61.0)
-    have_found(members, "c computes 5 for 2 + 1")
-    assert sum("c computes" in line for line in job.log) == 1
+    for passes, times in ((61.0, 1), (61.0, 1), (61.0, 2), (61.0, 2), (2 * 3600.0, 3), (61.0, 4)):
+        job.passes(passes)
+        have_found(members, "c computes 5 for 2 + 1")
+        assert sum("c computes" in line for line in job.log) == times, "after 1, 2, 4 minutes; anew after hours without"
     for member in members:
         member.asks()
     assert [member.replica.found for member in members] == [""] * 3

@@ -41,8 +41,8 @@ from torchft_ckpt.core.coordination.messages import (
     name_some,
 )
 
-SAY_AGAIN_S = 60.0
-"""So long a difference that stays the same is not named again."""
+SAY_AGAIN_S, MAX_QUIET_S = 60.0, 3600.0
+"""So long a difference that stays the same is not named again; at most, of what groups find of how they compute."""
 GLANCE_CHARS = 16
 """So long is what each vote shows; what comes after it is of all of the state, whose leaves are known then."""
 MAX_ASKED = 4
@@ -122,7 +122,8 @@ class Equality:
         self._question: _Question | None = None
         self._last_logged: tuple[list[list[str]], float] | None = None
         """The last difference that was named, and when."""
-        self._pass_on_from = 0.0
+        self._pass_on_from, self._quiet_s = 0.0, SAY_AGAIN_S
+        """When what groups have found is passed on again, and for how long it is not after that."""
         self._wishes: dict[str, tuple[int, OnReplicasDiffer]] = {}
         self.differed_at = -1
         """The step in which votes differed last, and of which the boundary after it has to make out who is right."""
@@ -201,7 +202,8 @@ class Equality:
     def _pass_on(self, current: Round, found: str, now: float) -> Iterator[Instruction]:
         """Groups have found that they compute differently: tell all of them, and do what the strictest wishes for.
 
-        What does not end the job is not done again for a while: it may be found in each step, and whole states are compared.
+        What does not end the job is not done again for a while, which doubles: kernels that do not repeat their bits are found in
+        each step, and whole states are compared.
         """
         tally, version = current.tally, current.assignment.version
         voters = [self._members[m] for m in tally.votes if m in self._members and m not in tally.lost]
@@ -216,7 +218,10 @@ class Equality:
         self.last_said = found
         if policy is not OnReplicasDiffer.STOP and now < self._pass_on_from:
             return
-        self.last_said, self._pass_on_from = f"{found}. {after}", now + SAY_AGAIN_S
+        if now > self._pass_on_from + MAX_QUIET_S:
+            self._quiet_s = SAY_AGAIN_S
+        self.last_said, self._pass_on_from = f"{found}. {after}", now + self._quiet_s
+        self._quiet_s = min(2 * self._quiet_s, MAX_QUIET_S)
         if policy is OnReplicasDiffer.HEAL:
             self.differed_at = version.step
         yield Log(self.last_said, is_warning=True)
