@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import MagicMock, create_autospec
 
 import numpy as np
 import torch
@@ -14,10 +16,17 @@ from support.exact_group import Group
 from torch import nn
 
 from torchft_ckpt import LighthouseServer
+from torchft_ckpt.core.coordination.messages import StateVersion
 from torchft_ckpt.core.training.microbatches import audited
 from torchft_ckpt.errors import ReplicasDifferError
 from torchft_ckpt.events import Event, MicrobatchDiffers
 from torchft_ckpt.exact import Step
+from torchft_ckpt.exact.audit import Audit
+from torchft_ckpt.exact.captured import Layout
+
+if TYPE_CHECKING:
+    from torchft_ckpt import Manager
+    from torchft_ckpt.core.coordination.messages import Answer
 
 NUM_STEPS, NUM_MICROBATCHES = 7, 6
 Computes = Callable[["Rank", Step, torch.Tensor], torch.Tensor]
@@ -36,7 +45,7 @@ class Rank:
         self.differed = ""
         """In the lighthouse's status, as the last step began."""
         self.stopped: ReplicasDifferError | None = None
-        self.random = np.random.default_rng(ord(name))
+        self.random = np.random.default_rng(ord(name[-1]))
         model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
         for number, parameter in enumerate(model.parameters()):
             nn.init.constant_(parameter, 0.1 + 0.1 * number)
@@ -77,7 +86,7 @@ class Job:
 
     def __init__(
         self,
-        names: str,
+        names: Sequence[str],
         computes: Computes = lambda _, __, loss: loss,
         begins: Callable[[Rank, Step], None] = lambda _, __: None,
         **more: Any,
@@ -118,7 +127,7 @@ def checked(step: int) -> int:
 
 
 def multiplies_wrongly(rank: Rank, _: Step, loss: torch.Tensor) -> torch.Tensor:
-    return loss * (1 + 2**-20) if rank.name == "b" else loss
+    return loss * (1 + 2**-20) if rank.name.endswith("b") else loss
 
 
 def test_two_further_groups_compute_one_microbatch_of_each_second_step_and_equal_ones_say_nothing() -> None:
@@ -136,7 +145,7 @@ def test_one_wrong_product_is_found_by_group_microbatch_and_parameter() -> None:
     assert job.found == [(step, checked(step), "b", "abc") for step in range(NUM_STEPS)]
     assert job.ranks[0].found[0].first == "default.0.weight"
     assert f"microbatch {checked(NUM_STEPS - 2)} of step {NUM_STEPS - 2}: b:" in job.differed
-    assert "has other bits than a:" in job.differed and "5 of 5 values differ" in job.differed
+    assert "has other bits than a:" in job.differed and "5 of 6 values differ" in job.differed
     assert [rank.group.manager.statistics().num_corrected for rank in job.ranks] == [0, 0, 0], "no state differs"
 
 
@@ -157,6 +166,42 @@ def test_random_numbers_of_a_loops_own_are_nobodys_fault_alone() -> None:
     job = Job("abc", lambda rank, _, loss: loss * (1 + 1e-3 * rank.random.random()))
     assert job.found == [(step, checked(step), "", "abc") for step in range(NUM_STEPS)]
     assert "have other bits each" in job.differed and "what is logged differs too" in job.differed
+
+
+def test_what_is_logged_alone_is_an_event_and_ends_no_job() -> None:
+    """Such as how long a microbatch took."""
+
+    def computes(rank: Rank, step: Step, loss: torch.Tensor) -> torch.Tensor:
+        step.log(took=rank.random.random())
+        return loss
+
+    job = Job("abc", computes, on_replicas_differ="stop")
+    assert [(one.step, one.first) for one in job.ranks[0].found] == [(n, "what is logged") for n in range(NUM_STEPS)]
+    assert [rank.stopped for rank in job.ranks] == [None] * 3 and job.differed == ""
+
+
+def test_groups_with_long_names_that_begin_alike_are_told_apart() -> None:
+    names = [300 * "x" + name for name in "abc"]
+    job = Job(names, multiplies_wrongly)
+    assert job.found == [(step, checked(step), names[1], "".join(names)) for step in range(NUM_STEPS)]
+    assert "the first is default.0.weight" in job.differed
+
+
+def test_bytes_of_a_collective_that_was_broken_off_say_nothing() -> None:
+    """On a device it is known only later that it was."""
+
+    def fills(rows: torch.Tensor, **_: Any) -> Any:
+        rows.copy_(torch.arange(rows.numel()).reshape(rows.shape) % 251)
+        return SimpleNamespace(wait=lambda: True)
+
+    errors: list[Exception | None] = [RuntimeError("a group died"), None]
+    manager = SimpleNamespace(allreduce=fills, errored=lambda: errors.pop(0), replica_id=lambda: "a", hooks=MagicMock())
+    audit, layout = Audit(cast("Manager", manager), 1, 4), create_autospec(Layout, names=["w"], device="cpu")
+    formed = cast("Answer", SimpleNamespace(version=StateVersion(step=3), replica_rank=2, quorum_id=1))
+    audit.compare(formed, layout, [0, 1])
+    assert not manager.hooks.mock_calls
+    audit.compare(formed, layout, [0, 1])
+    assert manager.hooks.mock_calls, "else the test shows nothing"
 
 
 class AddsAsItComes(torch.autograd.Function):

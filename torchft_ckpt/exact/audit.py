@@ -10,6 +10,7 @@ same. Their votes say it, and the lighthouse does what `on_replicas_differ` says
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from torchft_ckpt.exact.captured import Layout, Left
     from torchft_ckpt.manager import Manager
 
-_NAME_BYTES, _DIGEST_BYTES = 96, 8
+logger = logging.getLogger(__name__)
+_NAME_BYTES, _DIGEST_BYTES = 512, 8
+_SAID, _LOGGED = "its weight", "what is logged"
 
 
 class Audit:
@@ -41,6 +44,7 @@ class Audit:
         self._manager, self._every, self._num_microbatches = manager, every, num_microbatches
         self._shown: tuple[int, bytes] = (-1, b"")
         """A step, and digests of what its audited microbatch left behind here. They stay over a discard, as that does."""
+        self._has_told_of_logs = False
 
     def microbatch(self, step: int) -> int | None:
         """Return which microbatch of a step is audited."""
@@ -59,26 +63,28 @@ class Audit:
     def note(self, step: int, left: Left) -> None:
         """A microbatch was computed, and nobody has taken what it leaves behind."""
         if left.number == self.microbatch(step):
-            said = torch.cat([left.said, left.values.cpu()])
-            tensors = [*left.gradients, *left.layout.buffers(), said]
+            tensors = [*left.gradients, *left.layout.buffers(), left.said, left.values]
             digests = (bytes(_DIGEST_BYTES) if one is None else bytes.fromhex(digest_of(one)) for one in tensors)
             self._shown = step, b"".join(digests)
 
     def compare(self, formed: Answer, layout: Layout, groups: Sequence[int]) -> None:
         """Compare what the groups have left behind that have computed it. All ranks of the process group call this."""
         step, rank = formed.version.step, formed.replica_rank
-        size = _NAME_BYTES + _DIGEST_BYTES * (len(layout.names) + 1)
+        size = _NAME_BYTES + _DIGEST_BYTES * len([*layout.names, _SAID, _LOGGED])
         rows = torch.zeros(len(groups), size, dtype=torch.uint8, device=layout.device)
         if rank in groups and self._shown[0] == step:
-            name = self._manager.replica_id().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+            # Of a longer name its end, which no other group has.
+            name = self._manager.replica_id().encode()[-_NAME_BYTES:].ljust(_NAME_BYTES, b"\0")
             rows[groups.index(rank)] = torch.frombuffer(bytearray(name + self._shown[1]), dtype=torch.uint8)
-        if not self._manager.allreduce(rows, reduce_op=ReduceOp.SUM).wait():
+        is_there = self._manager.allreduce(rows, reduce_op=ReduceOp.SUM).wait()
+        rows = rows.cpu()  # on a device the bytes may be anything if the collective was broken off meanwhile
+        if not is_there or self._manager.errored() is not None:
             return
         shown = {
             clip(row[:_NAME_BYTES].rstrip(b"\0").decode(errors="replace")): [
                 row[at : at + _DIGEST_BYTES].hex() for at in range(_NAME_BYTES, size, _DIGEST_BYTES)
             ]
-            for row in (one.numpy().tobytes() for one in rows.cpu())
+            for row in (one.numpy().tobytes() for one in rows)
             if any(row)
         }
         if len(alike(shown)) > 1:
@@ -86,21 +92,25 @@ class Audit:
 
     def _tell(self, formed: Answer, layout: Layout, shown: dict[str, list[str]]) -> None:
         (right, *others), number = alike(shown), self.microbatch(formed.version.step) or 0
-        wrong = others[0][0] if len(right) > 1 else None
+        wrong, said = others[0][0] if len(right) > 1 else None, [clip(name, 100) for name in shown]
         if wrong is not None:
-            who = f"{wrong} has other bits than {' and '.join(right)}"
+            who = f"{clip(wrong, 100)} has other bits than {' and '.join(clip(name, 100) for name in right)}"
         elif len(shown) > 2:
-            who = f"{', '.join(shown)} have other bits each"
+            who = f"{', '.join(said)} have other bits each"
         else:
-            who = f"{' and '.join(shown)} have other bits, and no third group is there to say which is right"
+            who = f"{' and '.join(said)} have other bits, and no third group is there to say which is right"
         differs = [n for n, of in enumerate(zip(*shown.values(), strict=True)) if len({*of}) > 1]
-        names = [*layout.names, "what is logged"]
-        logs = f"{names[-1]} {'differs too' if differs[-1] == len(layout.names) else 'is equal'}"
+        names = [*layout.names, _SAID, _LOGGED]
+        logs = f"{_LOGGED} {'differs too' if names[differs[-1]] == _LOGGED else 'is equal'}"
         told = f"{len(differs)} of {len(names)} values differ, the first is {clip(names[differs[0]], 100)}; {logs}"
-        self._manager.hooks.note_found(
-            f"microbatch {number} of step {formed.version.step}: {who}. {told}. A weight has changed, a machine computes wrongly,"
-            " kernels do not repeat their bits, or random numbers do not follow from the step"
-        )
+        if names[differs[0]] != _LOGGED:
+            self._manager.hooks.note_found(
+                f"microbatch {number} of step {formed.version.step}: {who}. {told}. A weight has changed, a machine computes"
+                " wrongly, kernels do not repeat their bits, or random numbers do not follow from the step"
+            )
+        elif not self._has_told_of_logs:  # a time, say: nothing that is trained depends on it
+            self._has_told_of_logs = True
+            logger.warning("microbatch %d of step %d: %s in %s alone", number, formed.version.step, who, _LOGGED)
         self._manager.hooks.events.add(
             MicrobatchDiffers(
                 step=formed.version.step,
