@@ -169,9 +169,13 @@ def test_one_rank_against_is_enough_and_is_named_and_the_others_stop() -> None:
 
 def test_what_one_rank_has_found_goes_with_the_vote_of_its_group() -> None:
     group = open_step()
-    group.handle(RankMessage(0, msgspec.structs.replace(vote(), reason="rank 0 has found it")))
+    group.handle(RankMessage(0, vote()))
+    (cast,) = up(group.handle(RankMessage(1, msgspec.structs.replace(vote(), reason="b computes 4 for 2 + 1"))))
+    assert isinstance(cast, CommitVote) and cast.approve and cast.reason == "group rank 1: b computes 4 for 2 + 1"
+    group = open_step()
+    group.handle(RankMessage(0, msgspec.structs.replace(vote(), reason="b computes 4 for 2 + 1")))
     (cast,) = up(group.handle(RankMessage(1, vote())))
-    assert isinstance(cast, CommitVote) and cast.approve and cast.reason == "rank 0 has found it"
+    assert isinstance(cast, CommitVote) and cast.reason == "group rank 0: b computes 4 for 2 + 1"
 
 
 def test_votes_of_another_step_quorum_or_life_do_not_count() -> None:

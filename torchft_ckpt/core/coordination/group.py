@@ -610,8 +610,9 @@ class GroupState:
 
     def _reason_of(self, rank: int, vote: CommitVote) -> str:
         if vote.approve:  # as all ranks do: what one of them has found
-            return next((self._votes[one].reason for one in sorted(self._votes) if self._votes[one].reason), "")
-        return vote.reason if self.world_size == 1 else f"group rank {rank}: {vote.reason}"
+            rank, vote = next(((one, its) for one, its in sorted(self._votes.items()) if its.reason), (rank, vote))
+        is_silent = vote.approve and not vote.reason
+        return vote.reason if self.world_size == 1 or is_silent else f"group rank {rank}: {vote.reason}"
 
     def _collectives(self) -> str:
         """Return a word for what all ranks issued; empty where none issued anything."""
