@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import MagicMock, create_autospec
 
 import numpy as np
+import pytest
 import torch
 from support.exact_group import Group
 from torch import nn
 
 from torchft_ckpt import LighthouseServer
 from torchft_ckpt.core.coordination.messages import StateVersion
+from torchft_ckpt.core.coordination.sequence import KnownSequences
 from torchft_ckpt.core.training.microbatches import audited
 from torchft_ckpt.errors import ReplicasDifferError
 from torchft_ckpt.events import Event, MicrobatchDiffers
@@ -138,6 +140,23 @@ def test_two_further_groups_compute_one_microbatch_of_each_second_step_and_equal
         assert all_computed == sorted([*range(NUM_MICROBATCHES), *again])
     assert job.found == [] and job.differed == ""
     assert torch.equal(job.ranks[0].weight, Job("abc", every=0).ranks[0].weight), "what is computed twice counts once"
+
+
+def test_a_loader_that_checks_nothing_digests_nothing_and_issues_one_collective_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    issued: list[str] = []
+    issue = KnownSequences.issue
+
+    def notes(known: KnownSequences, signature: str) -> Any:
+        issued.append(signature)
+        return issue(known, signature)
+
+    monkeypatch.setattr(KnownSequences, "issue", notes)
+    monkeypatch.setattr("torchft_ckpt.exact.audit.digest_of", lambda _: pytest.fail("something is digested"))
+    job = Job("abc", multiplies_wrongly, every=0)
+    assert job.found == [] and len(issued) == 3 * NUM_STEPS
+    assert all(len(own) == 2 for rank in job.ranks for _, own in rank.computed)
 
 
 def test_one_wrong_product_is_found_by_group_microbatch_and_parameter() -> None:
