@@ -41,6 +41,14 @@ def test_survivors_need_not_wait_for_anybody() -> None:
 def test_fewer_than_the_least_say_who_is_here() -> None:
     verdict = decide("a", alive="a", last="ab", least=2)
     assert (verdict.formed, verdict.reason) == (False, "1 of at least 2 replica groups are here (a)")
+    assert verdict.is_below_minimum
+
+
+def test_one_that_is_slow_is_waited_for_and_does_not_make_them_too_few() -> None:
+    verdict = decide("a", alive="ab", last="ab", least=2)
+    assert (verdict.formed, verdict.is_below_minimum) == (False, False)
+    assert verdict.reason == "1 of at least 2 replica groups are here (a); waiting for b"
+    assert decide("ad", alive="ad", last="ab", least=2, shrink="a").is_below_minimum, "nobody else will come in"
 
 
 def test_one_of_two_waits_for_one_that_hangs_until_it_is_dead() -> None:

@@ -136,8 +136,15 @@ def test_a_quorum_is_waited_for_that_another_group_has_not_come_to() -> None:
         one, other = Timed(server, "a"), Timed(server, "b")
         [*pool.map(Timed.step, (one, other))]
         one.spent()
-        while_it_waits(one, Waits.QUORUM, one.step, 9.0, other.step)
-        assert one.spent() == {"quorum": 9.0}
+
+        def comes() -> None:
+            reason = f"1 of at least 2 replica groups are here ({one.manager.replica_id()}); waiting for"
+            wait_until(lambda: reason in str(one.manager._client._pending), "it is told for whom it waits")
+            one.passes(9.0)
+            other.step()
+
+        while_it_waits(one, Waits.QUORUM, one.step, 1.0, comes)
+        assert one.spent() == {"quorum": 10.0}
         assert other.spent() == {}
         one.manager.shutdown()
         other.manager.shutdown()

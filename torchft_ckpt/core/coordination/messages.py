@@ -538,7 +538,7 @@ class QuorumPending(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The quorum could form, and is held for groups that come in: for so long from now, unless something else is said before, the
     receiver's time to wait for a quorum stands still."""
     is_below_minimum: bool = False
-    """Fewer groups have asked than may train."""
+    """Fewer groups live than may train."""
 
 
 class LeavesFound(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,7 +51,7 @@ class QuorumVerdict:
     reason: str
     deadline: float | None = None
     is_below_minimum: bool = False
-    """Fewer have asked than may train."""
+    """Fewer live than may train: that is not for who is slow."""
 
     @property
     def formed(self) -> bool:
@@ -89,11 +89,11 @@ def decide_quorum(
         return QuorumVerdict(members=(), reason="no replica group has asked for a quorum")
 
     if len(candidates) < min_replicas:
-        return QuorumVerdict(
-            members=(),
-            reason=f"{len(candidates)} of at least {min_replicas} replica groups are here ({name_some(candidates)})",
-            is_below_minimum=True,
-        )
+        reason = f"{len(candidates)} of at least {min_replicas} replica groups are here ({name_some(candidates)})"
+        coming = sorted(living.difference(asked))
+        if coming and len(living) >= min_replicas:
+            return QuorumVerdict(members=(), reason=f"{reason}; waiting for {name_some(coming)}")
+        return QuorumVerdict(members=(), reason=reason, is_below_minimum=True)
 
     survivors = [replica_id for replica_id in last_quorum if replica_id in living]
     trained = [replica_id for replica_id in candidates if asked[replica_id].contributes]
