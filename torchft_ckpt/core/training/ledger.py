@@ -6,7 +6,7 @@
 | lost            | in a step that counted, and from whose state the job went back later                          |
 | discarded       | in a step that does not count; what a `StepLoader` keeps of it is productive later            |
 | between         | between two steps: data, logs, evaluation, the script's own work                              |
-| quorum          | waiting for the quorum, and nothing below is why                                              |
+| quorum          | waiting for the quorum, and nothing below is said to be why: that takes up to a second        |
 | below minimum   | waiting for more groups, as fewer are there than have to train; or in a step discarded for it |
 | lighthouse away | waiting for a quorum without a connection to the lighthouse                                   |
 | held            | standing still for a group that comes in, or takes the state over                             |
@@ -158,7 +158,7 @@ class Ledger:
     def __init__(self, now: float) -> None:
         self.state = State.STARTING
         self.seconds = dict.fromkeys(Account, 0.0)
-        """What is settled."""
+        """What is settled. None of it falls."""
         self.beside = dict.fromkeys(Waits, 0.0)
         """For so long the quorum's thread did this while the training thread did not wait for it."""
         self._began = self._at = now
@@ -166,8 +166,6 @@ class Ledger:
         """What is waited for, by whom; the last one is the innermost."""
         self._quorum: Waits | None = None
         """What the quorum's thread is at."""
-        self._unexplained = 0.0
-        """Of this wait for a quorum, while nothing was said of why."""
         self._open = 0.0
         self._kept = 0.0
         """Spent on microbatches of the open step, or of attempts at it that did not count."""
@@ -184,7 +182,6 @@ class Ledger:
         account = ACCOUNTS[self.state, waits]
         if account is not None:
             self.seconds[account] += past
-            self._unexplained += past if account is Account.QUORUM and self._quorum is Waits.QUORUM else 0.0
         elif waits is Waits.MICROBATCH:
             self._kept += past
         else:
@@ -209,16 +206,8 @@ class Ledger:
         self._waits = [(other, what) for other, what in self._waits if other is not who]
 
     def quorum_is_at(self, what: Waits | None, now: float) -> None:
-        """Say what the quorum's thread is at: who waits for the quorum waits for that. None: it has ended.
-
-        That too few are there is told after a while, of all of the wait.
-        """
+        """Say what the quorum's thread is at: who waits for the quorum waits for that. None: it has ended."""
         self.passes(now)
-        if what is Waits.MINIMUM:
-            self.seconds[Account.QUORUM] -= self._unexplained
-            self.seconds[Account.BELOW_MINIMUM] += self._unexplained
-        if what is not Waits.QUORUM:
-            self._unexplained = 0.0
         self._quorum = what
 
     def settles(self, fate: Account, now: float) -> None:
@@ -246,7 +235,7 @@ class Ledger:
         """Return what was settled since the last time, by the accounts' names, to the microsecond."""
         news = {account.value: round(at - self._told[account], 6) for account, at in self.seconds.items()}
         self._told = dict(self.seconds)
-        return {name: seconds for name, seconds in news.items() if seconds > 0.0}
+        return {name: seconds for name, seconds in news.items() if seconds}
 
     @property
     def open_s(self) -> float:
