@@ -25,6 +25,7 @@ from support.waiting import wait_until
 from torchft_ckpt import Checkpointer, LighthouseServer, LocalSGD, ProcessGroupGloo, StepLoader
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.cli.goodput import read_accounts
+from torchft_ckpt.config import Replay
 from torchft_ckpt.core.training.ledger import Account, Waits
 from torchft_ckpt.errors import ConfigError, CoordinationError
 from torchft_ckpt.events import StepCommitted
@@ -74,6 +75,7 @@ class Timed(Replica):
     def spent(self) -> dict[str, float]:
         """By account, since it was asked last."""
         before, self.told = self.told, self.keeper.seconds()
+        self.keeper._ledger.validate()
         spent = {account.value: round(at - before[account], 3) for account, at in self.told.items()}
         return {name: seconds for name, seconds in spent.items() if seconds}
 
@@ -358,22 +360,79 @@ def test_a_place_with_names_in_it_is_a_path_and_one_that_cannot_be_written_to_is
 def test_a_full_disk_leaves_lines_out_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = EventFile(str(tmp_path), replica_id="a:1", rank=0, job="default")
-    real, room = event_file.os.write, [10, None, None]
+    real, room = event_file.os.write, [None, 10, None, None]
 
     def write(where: int, data: bytes) -> int:
         left = room.pop(0) if room else len(data)
-        if left is None:
+        if left is None and len(room) < 3:
             raise OSError(28, "No space left on device")
         return real(where, data[:left])
 
     monkeypatch.setattr(event_file.os, "write", write)
+    file = EventFile(str(tmp_path), replica_id="a:1", rank=0, job="default")
     for number in range(4):
-        file.write("StepCommitted", 10.0 + number, {"step": number, "spent": {"productive": 1.0}})
+        file.add("StepCommitted", {"step": number, "spent": {"productive": 1.0}})
     file.end("finished", {})
     lines = file.path.read_text().splitlines()
     assert [json.loads(lines[at])["event"] for at in (0, -2, -1)] == ["Began", "StepCommitted", "Ended"]
     assert caplog.text.count("No space left on device") == 1
+
+
+def test_a_line_that_lacks_but_its_end_is_ended_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, cut = event_file.os.write, [40, 1, 1]  # the first one is torn, and then each lacks its end
+    monkeypatch.setattr(event_file.os, "write", lambda where, data: real(where, data[: -cut.pop(0)] if cut else data))
+    file = EventFile(str(tmp_path), replica_id="a:1", rank=0, job="default")
+    file.add("Healed", {})
+    file.end("finished", {})
+    lines = file.path.read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines[1:]] == ["Healed", "Ended"]
+
+
+def test_what_is_no_json_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = EventFile(str(tmp_path), replica_id="a:1", rank=0, job="default")
+    file.add("CheckpointSaved", {"name": "not-utf-8-\udcff"})
+    file.end("finished", {})
+    file.end("finished", {})
+    file.add("Healed", {})
+    assert [json.loads(line)["event"] for line in file.path.read_text().splitlines()] == ["Began", "Ended"]
+    assert caplog.text.count("events are left out of") == 1
+
+
+def test_a_disk_that_hangs_holds_up_no_step_and_costs_no_more_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, hangs = event_file.os.write, threading.Event()
+
+    def write(where: int, data: bytes) -> int:
+        assert hangs.wait(60)
+        return real(where, data)
+
+    monkeypatch.setattr(event_file.os, "write", write)
+    monkeypatch.setattr(event_file, "_MOST_WAITING", 3)
+    monkeypatch.setenv("TORCHFT_CKPT_EVENTS", str(tmp_path))
+    with lighthouse() as server:
+        one = Timed(server, "a")
+        try:
+            for _ in range(6):
+                assert one.step()
+        finally:
+            hangs.set()
+        one.manager.shutdown()
+    (path,) = tmp_path.iterdir()
+    events = [json.loads(line)["event"] for line in path.read_text().splitlines()]
+    assert events[0] == "Began" and 1 <= events.count("StepCommitted") <= 4
+    assert caplog.text.count("3 lines wait for it") == 1
+
+
+def test_a_replay_writes_no_events_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_CKPT_EVENTS", str(tmp_path))
+    monkeypatch.setattr(event_file.config, "replay", lambda: Replay(str(tmp_path), 0, 1, str(tmp_path / "told")))
+    with lighthouse() as server:
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", server.address())  # a replay has one of its own
+        Timed(server, "a").manager.shutdown()
+    assert not [*tmp_path.glob("*.jsonl")]
 
 
 def test_the_command_prints_accounts_beside_googles_and_leaves_out_what_is_no_event(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,17 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 class EventQueue:
-    """Events that happened, until the training thread writes them to a file and hands them over to `on_event`. Any thread may
-    add one.
+    """Events that happened, until the training thread hands them over to `on_event`. Any thread may add one.
 
-    What `on_event` raises is logged the first time, and ends no step.
+    If there is a file, each is written to it as it happens. What `on_event` raises is logged the first time, and ends no step.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None, party: str, file: EventFile | None = None) -> None:
         self._on_event = on_event
         self._party = party
         self.file = file
-        self._pending: deque[tuple[float, Event]] = deque()
+        self._pending: deque[Event] = deque()
         self._later: deque[Callable[[], None]] = deque()
         self._is_delivering = False
         self._has_warned = False
@@ -41,8 +39,10 @@ class EventQueue:
 
     def add(self, event: Event) -> None:
         """Note that something happened. Waits for nothing."""
-        if self._on_event is not None or self.file is not None:
-            self._pending.append((time.time(), event))
+        if self.file is not None:
+            self.file.add(type(event).__name__, asdict(event))
+        if self._on_event is not None:
+            self._pending.append(event)
 
     def deliver(self) -> None:
         """Hand over what happened, in order. On the training thread, under no lock."""
@@ -52,12 +52,8 @@ class EventQueue:
         try:
             while self._later:
                 self._later.popleft()()
-            while self._pending:
-                at, event = self._pending.popleft()
-                if self.file is not None:
-                    self.file.write(type(event).__name__, at, asdict(event))
-                if self._on_event is not None:
-                    self._hand_over(self._on_event, event)
+            while self._pending and self._on_event is not None:
+                self._hand_over(self._on_event, self._pending.popleft())
         finally:
             self._is_delivering = False
 

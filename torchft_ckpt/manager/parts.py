@@ -88,7 +88,7 @@ class Parts:
         )
         place = config.resolve(None, config.EVENTS, "", str)
         file = None
-        if place:
+        if place and replay is None:  # a replay's steps are none of the job's
             file = EventFile(place, replica_id=party, rank=rank_config.group_rank, job=rank_config.job)
         ours = None if given is None else as_ours(given, party)
         self.lock = (ours.state_lock if ours is not None else None) or StateDictLock(timeouts.collective)
