@@ -46,6 +46,7 @@ def test_a_group_that_was_lost_is_down_until_its_next_life_speaks_and_its_step_i
     assert accounts(lines, "a") == {"productive": 20.0}
     assert accounts(lines, "b") == {"productive": 13.0, "discarded": 0.5, "down": 6.5}
     assert account_for(lines)[0].goodput == pytest.approx(33.0 / 40.0)
+    assert account_for(reversed(lines)) == account_for(lines), "files are read in any order"
 
 
 def test_a_group_that_does_not_come_back_is_down_to_the_end_of_the_job_and_one_that_left_is_not() -> None:
@@ -95,7 +96,7 @@ def test_what_no_line_speaks_of_is_said_to_be_so() -> None:
 
 def test_a_group_of_several_ranks_is_its_first_one() -> None:
     lines = [*steps("a:1", 0.0, range(3), 1), line(9.0, "a:1", rank=1, spent={"quorum": 9.0})]
-    assert accounts(lines, "a") == {"productive": 3.0}
+    assert accounts(lines, "a") == accounts(lines[::-1], "a") == {"productive": 3.0}
 
 
 def test_jobs_are_apart_and_a_job_of_nothing_has_no_goodput() -> None:

@@ -67,8 +67,9 @@ class _Life:
     """One life of a group, as its first rank has written of it."""
 
     replica_id: str
+    rank: int
     began: float
-    last: float
+    last: float = float("-inf")
     """So far its lines say what the time was spent on."""
     how: str = ""
     era: int = 0
@@ -77,6 +78,7 @@ class _Life:
     """Of each step that counts: its quorum, its number, and the productive seconds until then."""
 
     def take(self, line: Line) -> None:
+        self.began = min(self.began, line.time)
         if line.spent or line.event == ENDED:  # other lines do not say what came before them
             self.last = max(self.last, line.time)
         self.how = line.how if line.event == ENDED else self.how
@@ -113,31 +115,40 @@ class JobGoodput:
 
 
 def account_for(lines: Iterable[Line]) -> list[JobGoodput]:
-    """Return the accounts of the jobs of which these are lines, in any order, by the jobs' names."""
-    jobs: dict[str, list[Line]] = defaultdict(list)
+    """Return the accounts of the jobs of which these are lines, in any order, by the jobs' names. Keeps no line."""
+    jobs: dict[str, _Job] = defaultdict(_Job)
     for line in lines:
-        jobs[line.job].append(line)
-    return [JobGoodput(job=job, groups=_groups(of_job)) for job, of_job in sorted(jobs.items())]
+        jobs[line.job].take(line)
+    return [JobGoodput(job=name, groups=job.groups()) for name, job in sorted(jobs.items())]
 
 
-def _groups(lines: list[Line]) -> dict[str, dict[Account, float]]:
-    lines.sort(key=lambda line: line.time)
-    first_rank: dict[str, int] = {}
-    for line in lines:
-        first_rank[line.replica_id] = min(first_rank.get(line.replica_id, line.rank), line.rank)
-    lives: dict[str, _Life] = {}
-    losses: dict[str, float] = {}
-    for line in lines:
+@dataclass(slots=True)
+class _Job:
+    """What was read of a job."""
+
+    lives: dict[str, _Life] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    """When a life was seen to be lost the last time: it may have connected anew before."""
+    end: float = float("-inf")
+
+    def take(self, line: Line) -> None:
+        self.end = max(self.end, line.time)
         if line.peer and line.event == "PeerLost":
-            losses[line.peer] = line.time  # the last one: it may have connected anew before
-        if line.rank == first_rank[line.replica_id]:
-            lives.setdefault(line.replica_id, _Life(line.replica_id, line.time, line.time)).take(line)
-    _find_lost(list(lives.values()))
-    by_group: dict[str, list[_Life]] = defaultdict(list)
-    for life in lives.values():
-        by_group[group_name(life.replica_id)].append(life)
-    end = lines[-1].time if lines else 0.0
-    return {group: _of_group(by_group[group], losses, end) for group in sorted(by_group)}
+            self.losses[line.peer] = max(line.time, self.losses.get(line.peer, line.time))
+        life = self.lives.get(line.replica_id)
+        if life is None or line.rank < life.rank:
+            life = self.lives[line.replica_id] = _Life(line.replica_id, line.rank, line.time)
+        if line.rank == life.rank:
+            life.take(line)
+
+    def groups(self) -> dict[str, dict[Account, float]]:
+        lives = sorted(self.lives.values(), key=lambda life: life.began)
+        by_group: dict[str, list[_Life]] = defaultdict(list)
+        for life in lives:
+            life.last = max(life.last, life.began)
+            by_group[group_name(life.replica_id)].append(life)
+        _find_lost(lives)
+        return {group: _of_group(by_group[group], self.losses, self.end) for group in sorted(by_group)}
 
 
 def _find_lost(lives: Sequence[_Life]) -> None:
