@@ -31,6 +31,7 @@ from torchft_ckpt.errors import ConfigError, CoordinationError
 from torchft_ckpt.events import StepCommitted
 from torchft_ckpt.manager import event_file
 from torchft_ckpt.manager.event_file import EventFile
+from torchft_ckpt.manager.timekeeping import Timekeeper
 
 
 class Timed(Replica):
@@ -253,6 +254,17 @@ def test_the_copy_that_an_optimizers_step_waits_for_is_the_saves() -> None:
         one.step()
         assert one.spent() == {"saving": 2.0}
         one.manager.shutdown()
+
+
+def test_the_steps_that_a_spare_takes_along_are_not_productive() -> None:
+    now = 0.0
+    keeper = Timekeeper(is_spare=True, clock=lambda: now)
+    keeper.begins_step()
+    now = 3.0
+    keeper.ends_step(Account.SPARE, is_to_take=True)
+    now = 5.0
+    keeper.took_step()
+    assert {account for account, seconds in keeper.seconds().items() if seconds} == {Account.SPARE, Account.BETWEEN}
 
 
 def test_a_spare_stands_by() -> None:

@@ -103,7 +103,8 @@ class Timekeeper:
         with self._lock:
             now = self._clock()
             self._ledger.settles(fate, now)
-            self._ledger.goes(State.TAKING if is_to_take else self._between, now)
+            is_ours = is_to_take and fate is Account.PRODUCTIVE  # a spare takes the steps of the others
+            self._ledger.goes(State.TAKING if is_ours else self._between, now)
             return self._ledger.take()
 
     def seconds(self) -> dict[Account, float]:
