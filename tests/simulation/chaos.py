@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from random import Random
 
+from simulation.several import LeasePlan
+
 
 class Fault(Enum):
     """One thing that goes wrong."""
@@ -119,6 +121,8 @@ class Scenario:
     outer: OuterPlan | None = None
     check_equal_every: int = 0
     """Not of outer loops; the minority heals."""
+    leases: LeasePlan | None = None
+    """There are several lighthouses."""
 
 
 def draw_scenario(rng: Random) -> Scenario:
@@ -225,6 +229,18 @@ def draw_learning_scenario(rng: Random) -> Scenario:
         staging_s=rng.choice((0.0, 0.0, 0.5)),
         moods=Moods(moves_state=rng.choice((0.0, 0.3, 1.0)), top_s=rng.choice((TOP_S, TOP_S, 0.7))),
     )
+
+
+def draw_scenario_of_leases(rng: Random) -> Scenario:
+    """Draw a run with several lighthouses, of which each may be parted from any group and from the store of their lease."""
+    plan = draw_scenario(rng)
+    leases = LeasePlan(
+        num_lighthouses=rng.choice((2, 3, 3)),
+        lease_s=rng.choice((0.5, 1.0, 2.0)),
+        drift=rng.choice((0.0, 0.02, 0.04)),
+        fault_rate=rng.choice((0.003, 0.01, 0.02)),
+    )
+    return replace(plan, leases=leases, fault_rate=plan.fault_rate * rng.choice((0.0, 0.5)))
 
 
 def draw_scenario_of_turns(rng: Random) -> Scenario:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,14 @@ from torchft_ckpt.core.coordination.group import (
     RankMessage,
     SendToRank,
 )
+from torchft_ckpt.core.coordination.leadership import Trust
 from torchft_ckpt.core.coordination.messages import (
     Dropped,
     GroupBroken,
-    Heartbeat,
     QuorumRequest,
     RankToGroup,
     Refused,
+    StillLeads,
     Welcome,
     decode_group_to_rank,
     decode_rank_to_group,
@@ -43,8 +44,8 @@ class ReplicaGroup:
     Args:
         replica_id: who it is.
         processes: one for each rank.
-        lighthouse: where to connect.
-        is_reachable: whether the network lets this group through at the moment.
+        lighthouses: where to connect: to whichever leads.
+        is_reachable: whether the network lets this group through to a lighthouse at the moment.
         heartbeat_s: how often it says that it lives.
     """
 
@@ -55,10 +56,11 @@ class ReplicaGroup:
         *,
         replica_id: str,
         processes: list[Process],
-        lighthouse: Lighthouse,
-        is_reachable: Callable[[], bool],
+        lighthouses: Sequence[Lighthouse],
+        is_reachable: Callable[[Lighthouse], bool],
         heartbeat_s: float,
         oracle: Oracle,
+        clock_rate: float = 1.0,
     ) -> None:
         self.replica_id = replica_id
         self.processes = processes
@@ -69,7 +71,16 @@ class ReplicaGroup:
         self._is_welcome = False
         self._attempt = 0
         self._clock, self._rng = clock, rng
-        self._lighthouse, self._is_reachable, self._oracle = lighthouse, is_reachable, oracle
+        self._lighthouses, self._is_reachable, self._oracle = lighthouses, is_reachable, oracle
+        self._lighthouse = lighthouses[0]
+        """The one that it is connected to, or tries."""
+        self._clock_rate = clock_rate
+        self.fence = 0
+        """The highest that it has met."""
+        self.on_taken: Callable[[Lighthouse, Any], None] = lambda lighthouse, message: None
+        self.on_welcome: Callable[[int], None] = lambda before: None
+        self._trust = Trust(None, 0.0)
+        self._held: list[Any] = []
         self._heartbeat_s = heartbeat_s
         processes[0].checks.append(must_hold(self.state.validate))
         self._last_at = {(rank, down): 0.0 for rank in range(len(processes)) for down in (False, True)}
@@ -141,45 +152,108 @@ class ReplicaGroup:
     def _connect(self) -> None:
         if self.is_refused:
             return
-        if not self._lighthouse.process.is_alive or not self._is_reachable():
+        self._lighthouse = self._lighthouses[self._attempt % len(self._lighthouses)]
+        if not self._lighthouse.process.is_alive or not self._is_reachable(self._lighthouse):
             self._retry()
             return
         self._is_welcome = False
-        self.connection = self._lighthouse.accept(self.processes[0], self._receive, self._closed)
+        self._held = []
+        asked_at = self._now
+        lighthouse = self._lighthouse
+        this = self.connection = lighthouse.accept(
+            self.processes[0],
+            lambda message: self._receive(lighthouse, message, asked_at),
+            lambda: self._closed(this),
+        )
         hello = self.trainers[0].replica.hello(self.replica_id, len(self.processes))
         self.connection.send_to_server(self.state.introduce(hello))
-        this = self.connection
 
         def give_up() -> None:
             if self.connection is this and not self._is_welcome:
-                this.close(by_server=False)
-                self._closed()
+                self._leave()
 
         self._clock.after(1.0, self.processes[0], give_up)
 
+    @property
+    def _now(self) -> float:
+        """By its own clock."""
+        return self._clock.now * self._clock_rate
+
+    def trusts_another_than(self, lighthouse: Lighthouse) -> bool:
+        """Whether it would take now what another lighthouse says."""
+        is_here = self.processes[0].is_alive and self.connection is not None and self._is_welcome
+        return is_here and self._lighthouse is not lighthouse and self._trust.takes(self._now)
+
     def _retry(self) -> None:
-        pause = reconnect_delay_s(self._attempt, self._rng.random())
+        num = len(self._lighthouses)
+        pause = reconnect_delay_s(self._attempt // num, self._rng.random())
         self._attempt += 1
-        self._clock.after(pause, self.processes[0], self._connect)
+        self._clock.after(0.0 if self._attempt % num else pause, self.processes[0], self._connect)
 
-    def _closed(self) -> None:
-        self.connection = None
-        self._is_welcome = False
-        self._retry()
+    def _leave(self) -> None:
+        if self.connection is not None:
+            self.connection.close(by_server=False)
+        self._closed(self.connection)
 
-    def _receive(self, message: Any) -> None:
+    def _closed(self, connection: Connection | None) -> None:
+        if self.connection is connection:
+            self.connection = None
+            self._is_welcome = False
+            self._retry()
+
+    def _receive(self, lighthouse: Lighthouse, message: Any, asked_at: float) -> None:
         if isinstance(message, Welcome):
+            if message.fence < self.fence:
+                self._leave()
+                return
+            before, self.fence = self.fence, message.fence
+            self.on_welcome(before)
+            self._trust = Trust(message.leads_for_s, asked_at)
             self._is_welcome = True
-            self._attempt = 0
+            self._attempt = self._lighthouses.index(lighthouse)
             self._handle(LighthouseUp())
-        elif isinstance(message, Refused):
+            self._watch_lease()
+        elif isinstance(message, Refused) and message.code == "standby":
+            self._leave()
+        elif isinstance(message, StillLeads):
+            self._trust.heard(message)
+            self._watch_lease()
+            held, self._held = self._held, []
+            for each in held:
+                self._take(lighthouse, each)
+        else:
+            self._take(lighthouse, message)
+
+    def _take(self, lighthouse: Lighthouse, message: Any) -> None:
+        if isinstance(message, Dropped):
+            return
+        if not self._trust.takes(self._now):
+            self._held.append(message)
+            return
+        self.on_taken(lighthouse, message)
+        if isinstance(message, Refused):
             self.is_refused = True
             for rank in range(len(self.processes)):
                 self._local(rank, True, lambda rank=rank: self.trainers[rank].receive(message))  # type: ignore[misc]
-        elif not isinstance(message, Dropped):
+        else:
             self._handle(LighthouseMessage(message))
+
+    def _watch_lease(self) -> None:
+        ask_at, connection = self._trust.ask_at, self.connection
+        if ask_at != float("inf"):
+            delay_s = max(0.0, ask_at - self._now) / self._clock_rate
+            self._clock.after(delay_s, self.processes[0], lambda: self._doubt(connection, ask_at))
+
+    def _doubt(self, connection: Connection | None, ask_at: float) -> None:
+        if self.connection is not connection or connection is None or self._trust.ask_at != ask_at:
+            return
+        if self._trust.is_over(self._now):
+            self._leave()
+        else:
+            connection.send_to_server(self._trust.asks(self._now))
+            self._watch_lease()
 
     def _beat(self) -> None:
         if self.connection is not None and self._is_welcome:
-            self.connection.send_to_server(Heartbeat())
+            self.connection.send_to_server(self._trust.asks(self._now))
         self._clock.after(self._heartbeat_s, self.processes[0], self._beat)

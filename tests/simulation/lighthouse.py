@@ -14,6 +14,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
     Event,
+    Instruction,
     LighthouseSettings,
     Log,
     Received,
@@ -49,6 +50,9 @@ class Lighthouse:
     def _start(self) -> None:
         self._life += 1
         self.process = Process(f"lighthouse:{self._life}")
+        self._begin_life()
+
+    def _begin_life(self) -> None:
         # Epochs are in no order: nothing may depend on one.
         self.state = LighthouseState(self._settings, epoch=f"{self._rng.getrandbits(16):04x}.{self._life}")
         self._armed: float | None = None
@@ -90,6 +94,10 @@ class Lighthouse:
         instructions = self.state.handle(event, self._clock.now)
         must_hold(self.state.validate)()
         self._oracle.lighthouse_handled(self.state, event, instructions)
+        self._carry_out(instructions)
+        self._arm()
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Send):
                 if instruction.connection in self.connections:
@@ -100,7 +108,6 @@ class Lighthouse:
                     connection.close(by_server=True)
             elif isinstance(instruction, Log):
                 self._log(instruction.line)
-        self._arm()
 
     def _closed(self, name: str) -> None:
         if self.connections.pop(name, None) is not None:

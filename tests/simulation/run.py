@@ -16,6 +16,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 from simulation import microbatches
@@ -26,6 +27,7 @@ from simulation.chaos import (
     draw_learning_scenario,
     draw_outer_scenario,
     draw_scenario,
+    draw_scenario_of_leases,
     draw_scenario_of_skips,
     draw_scenario_of_turns,
 )
@@ -36,6 +38,7 @@ from simulation.lighthouse import Lighthouse
 from simulation.oracle import InvariantError, Oracle, must_hold
 from simulation.outer_rank import OuterPace, OuterRank
 from simulation.outer_watch import SLOWEST, OuterWatch
+from simulation.several import Lighthouses
 from simulation.trainer import Trainer, TrainerSettings
 from simulation.transfers import Transfers
 from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings, Received
@@ -113,8 +116,12 @@ class Simulation:
             join_timeout_s=plan.join_timeout_s,
             heartbeat_timeout_s=plan.heartbeat_timeout_s,
         )
-        self.lighthouse = Lighthouse(self.clock, self.rng, settings, self.oracle, self.log, plan.max_delay_s)
+        around = (self.clock, self.rng, settings, self.oracle, self.log, plan.max_delay_s)
+        self.several = Lighthouses(*around, plan.leases) if plan.leases is not None else None
+        self._only = Lighthouse(*around) if self.several is None else None
         self.groups: list[ReplicaGroup] = []
+        if self.several is not None:
+            self.several.groups = lambda: self.groups
         self.past: list[ReplicaGroup] = []
         self._lives = [0] * plan.num_groups
         self._paces = [_pace(plan.outer, self.rng) for _ in range(plan.num_groups)] if plan.outer else []
@@ -131,6 +138,11 @@ class Simulation:
         for index in range(plan.num_groups):
             self.groups.append(self._new_group(index))
             self.clock.after(self.rng.uniform(0, 0.2), None, self.groups[index].start)
+
+    @property
+    def lighthouse(self) -> Lighthouse:
+        """The only one; of several that which leads."""
+        return self._only or self.several.leader  # type: ignore[union-attr]
 
     def log(self, line: str) -> None:
         self.lines.append(f"{self.clock.now:9.4f} #{self.clock.num_events} {line}")
@@ -174,11 +186,14 @@ class Simulation:
             self.rng,
             replica_id=replica_id,
             processes=processes,
-            lighthouse=self.lighthouse,
-            is_reachable=lambda: self.clock.now >= self._silent_until[index],
+            lighthouses=[self._only] if self._only is not None else self.several.each,  # type: ignore[union-attr]
+            is_reachable=lambda lighthouse: self._is_reachable(index, lighthouse),
             heartbeat_s=plan.heartbeat_timeout_s / 3,
             oracle=self.oracle,
+            clock_rate=self.several.draw_rate() if self.several is not None else 1.0,
         )
+        if self.several is not None:
+            group.on_taken, group.on_welcome = partial(self.several.taken, group), partial(self.several.welcomed, group)
         settings = TrainerSettings(
             replica=ReplicaSettings(
                 min_replica_size=plan.min_replica_size,
@@ -226,6 +241,10 @@ class Simulation:
             process.on_death.append(lambda: self._notice_death(index, group))
         return group
 
+    def _is_reachable(self, index: int, lighthouse: Lighthouse) -> bool:
+        is_parted = self.several is not None and not self.several.is_reachable(index, lighthouse)
+        return self.clock.now >= self._silent_until[index] and not is_parted
+
     def _is_spare(self, index: int) -> bool:
         return index >= self.scenario.num_groups - self.scenario.num_spares
 
@@ -265,6 +284,9 @@ class Simulation:
             if plan.faults and self.rng.random() < plan.fault_rate:
                 fault = self.rng.choices(list(plan.faults), list(plan.faults.values()))[0]
                 self._do(fault, self.rng.randrange(plan.num_groups))
+            if self.several is not None and self.rng.random() < plan.leases.fault_rate:  # type: ignore[union-attr]
+                self._num_faults += 1
+                self.several.trouble()
             if plan.collective_stall_rate:
                 is_stalling = self.rng.random() < plan.collective_stall_rate
                 self.collectives.stall_s = self.rng.uniform(0.1, 1.5) if is_stalling else 0.0
@@ -446,6 +468,7 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
     "learners": draw_learning_scenario,
     "turns": draw_scenario_of_turns,
     "skips": draw_scenario_of_skips,
+    "leases": draw_scenario_of_leases,
 }
 """What draws a run."""
 
@@ -470,6 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--learners", action="store_true", help="those who come back follow the others before they join"
     )
+    parser.add_argument("--leases", action="store_true", help="several lighthouses, of which one leads")
     parser.add_argument("--turns", action="store_true", help="loops train several networks in turn")
     parser.add_argument("--skips", action="store_true", help="loops leave batches out, in the middle of a step")
     parser.add_argument(

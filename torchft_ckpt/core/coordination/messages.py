@@ -241,7 +241,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Says that the sender lives. Any other message says so too."""
+    """Says that the sender lives. Any other message says so too. One of several lighthouses answers with `StillLeads`."""
+
+    number: Count = 0
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -512,13 +514,24 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     heartbeat_timeout_s: Annotated[float, msgspec.Meta(ge=MIN_HEARTBEAT_TIMEOUT_S, le=1e9)]
     store_address: StorePlace = ""
     """Where the present quorum meets: connect before asking, connecting can be slow."""
+    fence: Count = 0
+    """Of the lease by which this lighthouse leads, higher than those of all before; 0: it is the only one."""
+    leads_for_s: Seconds | None = None
+    """As in `StillLeads`; None: it is the only one."""
+
+
+class StillLeads(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to a `Heartbeat`: no other lighthouse leads before this is over, counted from when the heartbeat was sent."""
+
+    number: Count
+    for_s: Seconds
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The sender closes after this; trying again unchanged cannot help."""
 
     code: Annotated[str, msgspec.Meta(max_length=64)]
-    """`finished`: the job is over, at `step`."""
+    """`finished`: the job is over, at `step`. `standby`: another lighthouse leads, or none does; ask the next one."""
     reason: Text
     step: Number = 0
 
@@ -954,7 +967,7 @@ _ToBoth: TypeAlias = (
     | ReplicasDiffer
 )
 """The lighthouse says it to a group, and that to its ranks."""
-FromLighthouse: TypeAlias = Welcome | Done | _ToBoth | LeaveWish | Dropped
+FromLighthouse: TypeAlias = Welcome | StillLeads | Done | _ToBoth | LeaveWish | Dropped
 GroupToRank: TypeAlias = _ToBoth | _AmongRanks | GroupBroken
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankHello | RankToGroup | GroupToRank
 

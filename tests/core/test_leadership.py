@@ -1,0 +1,185 @@
+"""Several lighthouses: which of them decides, and how long its word is taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from simulation.chaos import draw_scenario_of_leases
+from simulation.oracle import InvariantError
+from simulation.run import Simulation
+from simulation.several import LeasePlan, Lighthouses
+from support.thoroughness import by_default
+
+from torchft_ckpt.core.coordination import leadership
+from torchft_ckpt.core.coordination.leadership import (
+    Answer,
+    Call,
+    Leadership,
+    LeaseHeld,
+    LeaseOf,
+    Stand,
+    StoreFailed,
+    Trust,
+)
+from torchft_ckpt.core.coordination.messages import Heartbeat, StillLeads
+
+
+def leader_since(began: float, data: bytes = b"") -> Leadership:
+    """A lighthouse that asked for a lease of 2 s at a time, and has it."""
+    one = Leadership(2.0)
+    answers: dict[Call, Answer] = {Call.FENCE: None, Call.ACQUIRE: LeaseHeld(7, 2.0), Call.READ: data}
+    while one.stand is not Stand.LEADS:
+        call, _ = one.next_call(b"", began)
+        one.answered(call, answers[call], began, began + 0.1)
+        one.validate(began + 0.1)
+    return one
+
+
+def test_a_leader_decides_until_its_lease_less_the_margin_is_over_counted_from_before_it_asked() -> None:
+    one = leader_since(10.0)
+    assert [one.leads(now) for now in (10.1, 11.7, 11.81, 13.0)] == [True, True, False, False]
+    assert one.answer(Heartbeat(4), 11.0) == StillLeads(number=4, for_s=pytest.approx(0.8))  # type: ignore[arg-type]
+
+
+def test_a_leader_asks_again_four_times_in_a_lease_and_sooner_if_the_store_does_not_answer() -> None:
+    one = leader_since(10.0)
+    assert one.next_call(b"", 10.1)[0] is Call.RENEW
+    one.answered(Call.RENEW, LeaseHeld(7, 2.0), 10.2, 10.3)
+    assert one.next_call(b"", 10.3) == (Call.RENEW, 10.7)
+    one.answered(Call.RENEW, StoreFailed("nobody answers"), 10.7, 11.2)
+    assert one.next_call(b"", 11.2) == (Call.RENEW, pytest.approx(11.3))
+    one.look(12.0)
+    assert (one.stand, one.reason) == (Stand.STANDS_BY, "the store of the lease does not answer: nobody answers")
+
+
+def test_an_answer_that_comes_when_the_lease_is_over_changes_nothing() -> None:
+    one = leader_since(10.0)
+    one.answered(Call.RENEW, LeaseHeld(7, 2.0), 11.0, 11.9)
+    assert (one.stand, one.leads(11.9)) == (Stand.STANDS_BY, False)
+    assert one.next_call(b"", 11.9) == (Call.FENCE, 11.9)
+    one.answered(Call.FENCE, LeaseOf(7, "a:1", is_own=True), 11.9, 12.0)
+    assert one.next_call(b"", 12.0)[0] is Call.ACQUIRE
+
+
+def test_who_finds_another_one_leading_says_which_and_looks_again() -> None:
+    one = Leadership(2.0)
+    one.answered(Call.FENCE, LeaseOf(3, "b:29510"), 1.0, 1.1)
+    assert (one.leader, one.next_call(b"", 1.1)) == ("b:29510", (Call.FENCE, pytest.approx(1.3)))
+
+
+def test_what_is_to_outlive_the_leader_is_written_at_once_and_again_after_a_renewal_if_that_failed() -> None:
+    one = leader_since(10.0, data=b"old")
+    one.answered(Call.RENEW, LeaseHeld(7, 2.0), 10.2, 10.3)
+    assert one.next_call(b"old", 10.3)[0] is Call.RENEW
+    assert one.next_call(b"new", 10.3) == (Call.WRITE, 10.3)
+    one.answered(Call.WRITE, StoreFailed("slow"), 10.3, 10.5, written=b"new")
+    assert one.next_call(b"new", 10.5)[0] is Call.RENEW
+    one.answered(Call.RENEW, LeaseHeld(7, 2.0), 10.7, 10.8)
+    assert one.next_call(b"new", 10.8)[0] is Call.WRITE
+    one.answered(Call.WRITE, LeaseHeld(7, 2.0), 10.8, 10.9, written=b"new")
+    assert (one.data, one.next_call(b"new", 10.9)[0]) == (b"new", Call.RENEW)
+
+
+def test_a_leader_that_may_not_write_leads_no_more() -> None:
+    one = leader_since(10.0)
+    one.answered(Call.WRITE, None, 10.2, 10.3, written=b"new")
+    assert (one.stand, one.leads(10.3)) == (Stand.STANDS_BY, False)
+
+
+def test_a_member_takes_what_comes_until_the_lease_that_it_heard_of_would_be_over_and_leaves_when_nobody_answers() -> None:
+    trust = Trust(1.5, asked_at=10.0)
+    beat = trust.asks(10.5)
+    trust.heard(StillLeads(number=beat.number, for_s=1.6))
+    assert [trust.takes(now) for now in (12.0, 12.2)] == [True, False]
+    assert trust.ask_at == pytest.approx(12.1)
+    beat = trust.asks(12.2)
+    assert [trust.is_over(now) for now in (12.6, 12.8)] == [False, True]
+    trust.heard(StillLeads(number=beat.number, for_s=1.6))  # it had only been slow
+    assert (trust.takes(12.8), trust.is_over(12.8)) == (True, False)
+
+
+def test_an_old_answer_or_one_to_what_was_never_asked_gives_no_trust() -> None:
+    trust = Trust(1.0, asked_at=10.0)
+    beat = trust.asks(10.2)
+    trust.heard(StillLeads(number=99, for_s=100.0))
+    trust.heard(StillLeads(number=beat.number, for_s=0.5))
+    assert [trust.takes(now) for now in (10.9, 11.1)] == [True, False]
+
+
+def test_without_a_store_a_member_trusts_its_only_lighthouse() -> None:
+    trust = Trust(None, asked_at=0.0)
+    trust.asks(5.0)
+    assert trust.takes(1e9) and not trust.is_over(1e9)
+
+
+# ---------------------------------------------------------------------------------------------------- in the simulation
+
+
+def run(seed: int, **plan: object) -> Lighthouses:
+    scenario = draw_scenario_of_leases(Random(seed))
+    assert isinstance(scenario.leases, LeasePlan)
+    simulation = Simulation(seed, replace(scenario, leases=replace(scenario.leases, **plan)))  # type: ignore[arg-type]
+    simulation.run()
+    assert simulation.several is not None
+    return simulation.several
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, by_default(100, thorough=400), 50))
+def test_no_two_lighthouses_decide_at_once_and_all_recover(first: int) -> None:
+    runs = [run(seed) for seed in range(first, first + 50)]
+    assert sum(several.store.fence for several in runs) > 100
+    assert sum(several.num_taken for several in runs) > 1000
+    assert sum(several.num_decided_otherwise for several in runs) == 0
+
+
+@pytest.mark.slow
+def test_with_clocks_that_run_twice_as_fast_a_member_still_goes_to_no_lower_fence() -> None:
+    for seed in range(by_default(20, thorough=60)):
+        try:
+            run(seed, drift=0.4)
+        except InvariantError as error:
+            assert "and has met" not in str(error)  # other promises hold only if leases do
+
+
+def broken_lease(patch: pytest.MonkeyPatch) -> None:
+    """A leader does not look at its lease before it decides."""
+    patch.setattr(Leadership, "leads", lambda one, now: one.stand is Stand.LEADS)
+    patch.setattr(Leadership, "validate", lambda one, now: None)
+
+
+def broken_margin(patch: pytest.MonkeyPatch) -> None:
+    """A leader uses its lease to the end, by its own clock."""
+    patch.setattr(leadership, "MARGIN", 0.0)
+
+
+def broken_trust(patch: pytest.MonkeyPatch) -> None:
+    """A member takes what a leader says however long ago that was known to lead."""
+    patch.setattr(Trust, "takes", lambda trust, now: True)
+
+
+def broken_beginning(patch: pytest.MonkeyPatch) -> None:
+    """A lease is counted from when its answer came."""
+    right = Leadership.answered
+    patch.setattr(
+        Leadership,
+        "answered",
+        lambda one, call, answer, began, now, written=b"": right(one, call, answer, now, now, written),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("break_it", "first"),
+    [(broken_lease, 1000), (broken_margin, 1041), (broken_trust, 1001), (broken_beginning, 1034)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_simulation_finds_a_rule_of_leases_that_was_broken_on_purpose(
+    break_it: object, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)  # type: ignore[operator]
+    with pytest.raises(InvariantError, match="is given fence|was given"):
+        for seed in range(first, first + 100):
+            run(seed)

@@ -1,0 +1,330 @@
+"""Several lighthouses and the store of their lease. Each party has a clock of its own, and any two may be parted.
+
+What must hold after every event, judged by the store alone:
+- When a lease is given, no other lighthouse could decide anything, and no member would take anything that another one says. Nor
+  is anything decided or taken of an earlier lease from then on.
+- No member is welcomed with a lower fence than one that it has met, however wrong the clocks are.
+- A step that was decided, and of which a member heard, is not decided otherwise by a later leader, but where all who heard of it
+  were away for longer than that one waits for them (`commit.decide_forgotten`). These are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from simulation.clock import Clock, Process
+from simulation.lighthouse import Lighthouse
+from simulation.oracle import Oracle
+from torchft_ckpt.core.coordination.leadership import (
+    Answer,
+    Call,
+    Leadership,
+    LeaseHeld,
+    LeaseOf,
+    Stand,
+    StoreFailed,
+)
+from torchft_ckpt.core.coordination.lighthouse_events import (
+    Event,
+    Instruction,
+    LighthouseSettings,
+    Received,
+    Send,
+)
+from torchft_ckpt.core.coordination.messages import (
+    CommitDecided,
+    Dropped,
+    Heartbeat,
+    Outcome,
+    Refused,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from simulation.group import ReplicaGroup
+
+LONGEST_S = 4.0
+"""A trouble lasts so long at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasePlan:
+    """Several lighthouses. Durations in seconds."""
+
+    num_lighthouses: int = 3
+    lease_s: float = 1.0
+    drift: float = 0.02
+    """Clocks run by so much faster or slower."""
+    fault_rate: float = 0.01
+    """Troubles of lighthouses and of their store, for each event."""
+
+
+class Store:
+    """The store: it carries calls out in the order in which they reach it, each at once."""
+
+    def __init__(self, clock: Clock, rate: float) -> None:
+        self.fence = 0
+        """Of the last lease."""
+        self.data = b""
+        self._clock, self._rate = clock, rate
+        self._holder, self._until = "", float("-inf")
+
+    def carry_out(self, who: str, call: Call, lease_s: float) -> Answer:
+        now = self._clock.now * self._rate
+        holder = self._holder if now < self._until else ""
+        if call is Call.READ:
+            return self.data
+        if call is Call.FENCE:
+            return LeaseOf(self.fence, holder, is_own=holder == who) if holder else None
+        if call is Call.ACQUIRE and holder in ("", who):
+            self.fence, self._holder = self.fence + 1, who
+        elif holder != who:
+            return None
+        self._until = now + lease_s
+        return LeaseHeld(self.fence, lease_s)
+
+
+class Candidate(Lighthouse):
+    """One of several lighthouses, over its lives."""
+
+    def __init__(self, number: int, all_of_them: Lighthouses, plan: LeasePlan, **of_one: Any) -> None:
+        self.number, self._all, self._plan = number, all_of_them, plan
+        self._clock_rate = all_of_them.draw_rate()
+        self.parted_until = 0.0
+        """From the store."""
+        self.pauses_before_sending = False
+        super().__init__(**of_one)
+
+    @property
+    def now(self) -> float:
+        """By its own clock."""
+        return self._clock.now * self._clock_rate
+
+    def _start(self) -> None:
+        super()._start()
+        self.process.name = f"lighthouse {self.number}.{self._life}"
+        self.leadership = Leadership(self._plan.lease_s)
+        self._pending = 0
+        self._is_leading = False
+        self.process.checks.append(lambda: self.leadership.validate(self.now))
+        self._next()
+
+    def _begin_life(self) -> None:
+        self._life = self._all.num_lives = self._all.num_lives + 1
+        super()._begin_life()
+
+    # ------------------------------------------------------------------------------------------------------- its lease
+
+    def _next(self) -> None:
+        _, at = self.leadership.next_call(b"", self.now)
+        self._clock.after(max(0.0, at - self.now) / self._clock_rate, self.process, self._ask)
+
+    def _ask(self) -> None:
+        call, _ = self.leadership.next_call(b"", self.now)
+        self._pending += 1
+        number, began, process = self._pending, self.now, self.process
+        who = process.name
+
+        def arrive() -> None:
+            if self._all.is_cut_off(self):
+                return
+            answer = self._all.store.carry_out(who, call, self._plan.lease_s)
+            if isinstance(answer, LeaseHeld) and call is Call.ACQUIRE:
+                self._all.given(self, answer)
+            if not self._all.is_cut_off(self) and self._rng.random() > 0.02:
+                self._clock.after(self._delay(), process, lambda: self._answered(number, call, answer, began))
+
+        self._clock.after(self._delay(), None, arrive)
+        patience_s = self.leadership.patience_s / self._clock_rate
+        failed = StoreFailed("no answer")
+        self._clock.after(patience_s, process, lambda: self._answered(number, call, failed, began))
+
+    def _delay(self) -> float:
+        return self._rng.uniform(0.001, 0.02)
+
+    def _answered(self, number: int, call: Call, answer: Answer, began: float) -> None:
+        if number == self._pending:
+            self._pending += 1
+            self.leadership.answered(call, answer, began, self.now)
+            self._look()
+            self._next()
+
+    def _look(self) -> None:
+        self.leadership.look(self.now)
+        leads = self.leadership.stand is Stand.LEADS
+        if leads is not self._is_leading:
+            self._is_leading = leads
+            self._log(f"{self.process.name} {self.leadership.stand.value}: {self.leadership.reason}")
+            for connection in list(self.connections.values()):
+                connection.send_to_client(Dropped(reason=self.leadership.reason))
+                connection.close(by_server=True)
+            self.connections.clear()
+            self._begin_life()
+        if leads and (over_at := self.leadership.over_at) is not None:
+            self._clock.after(max(0.0, over_at - self.now) / self._clock_rate, self.process, self._look_once(over_at))
+
+    def _look_once(self, over_at: float) -> Callable[[], None]:
+        return lambda: self._look() if self.leadership.over_at == over_at else None
+
+    # ------------------------------------------------------------------------------------------------------ as a leader
+
+    def handle(self, event: Event) -> None:
+        leadership = self.leadership
+        if not leadership.leads(self.now):
+            self._look()
+            connection = self.connections.pop(event.connection, None) if isinstance(event, Received) else None
+            if connection is not None:
+                connection.send_to_client(Refused(code="standby", reason=leadership.reason))
+                connection.close(by_server=True)
+            return
+        if isinstance(event, Received) and isinstance(event.message, Heartbeat):
+            if event.connection in self.connections:
+                self.connections[event.connection].send_to_client(leadership.answer(event.message, self.now))
+        super().handle(event)
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        left_s = self.leadership.left_s(self.now)
+        told = [self._with_lease(i, left_s) for i in instructions]
+        self._all.decides(self, told)
+        if not self.pauses_before_sending:
+            super()._carry_out(told)
+            return
+        self.pauses_before_sending = False
+        process, send = self.process, super()._carry_out
+        self._clock.after(0.0, process, lambda: send(told))
+        self._all.stop(process)
+
+    def _with_lease(self, instruction: Instruction, left_s: float) -> Instruction:
+        if isinstance(instruction, Send) and isinstance(instruction.message, Welcome):
+            welcome = msgspec.structs.replace(instruction.message, fence=self.leadership.fence, leads_for_s=left_s)
+            return Send(instruction.connection, welcome)
+        return instruction
+
+
+class Lighthouses:
+    """All of them, with what goes wrong between them, and what must hold."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        rng: Random,
+        settings: LighthouseSettings,
+        oracle: Oracle,
+        log: Callable[[str], None],
+        max_delay_s: float,
+        plan: LeasePlan,
+    ) -> None:
+        self._clock, self._rng, self._oracle, self._plan = clock, rng, oracle, plan
+        self.log = log
+        self.groups: Callable[[], list[ReplicaGroup]] = lambda: []
+        self.store = Store(clock, self.draw_rate())
+        self._store_gone_until = 0.0
+        self._parted: dict[tuple[int, int], float] = {}
+        """By group and lighthouse: until when the network swallows what they say to each other."""
+        self._decided: dict[tuple[int, str, int], tuple[Outcome, int]] = {}
+        self._heard: set[tuple[int, str, int]] = set()
+        self.num_lives = self.num_taken = self.num_decided_otherwise = 0
+        of_one = {"clock": clock, "rng": rng, "settings": settings, "oracle": oracle, "log": log}
+        self.each = [
+            Candidate(number, self, plan, **of_one, max_delay_s=max_delay_s) for number in range(plan.num_lighthouses)
+        ]
+
+    @property
+    def leader(self) -> Candidate:
+        """The one that leads, else the first."""
+        return next((one for one in self.each if one.process.is_alive and one.leadership.leads(one.now)), self.each[0])
+
+    def draw_rate(self) -> float:
+        return 1.0 + self._rng.choice((-1, 1)) * self._plan.drift
+
+    # ---------------------------------------------------------------------------------------------------------- troubles
+
+    def is_cut_off(self, one: Candidate) -> bool:
+        return self._clock.now < max(self._store_gone_until, one.parted_until)
+
+    def is_reachable(self, group: int, one: Lighthouse) -> bool:
+        return isinstance(one, Candidate) and self._clock.now >= self._parted.get((group, one.number), 0.0)
+
+    def stop(self, process: Process) -> None:
+        self.log(f"--- {process.name} is stopped")
+        self._clock.stop(process)
+        self._clock.after(self._rng.uniform(0.1, LONGEST_S), None, lambda: self._clock.wake(process))
+
+    def trouble(self) -> None:
+        """Something goes wrong."""
+        rng, now, groups = self._rng, self._clock.now, self.groups()
+        one = rng.choice((self.leader, self.leader, rng.choice(self.each)))
+        until = now + rng.choice((rng.uniform(0.05, 0.5), rng.uniform(0.5, LONGEST_S)))
+        kind = rng.choice(("kill", "stop", "pause", "pause", "part", "part", "store", "group", "group", "group"))
+        self.log(f"--- {kind}: {one.process.name} until {until:.2f}")
+        if kind == "kill" and one.process.is_alive:
+            one.crash()
+            self._clock.after(until - now, None, one.restart)
+        elif kind == "stop":
+            self.stop(one.process)
+        elif kind == "pause":
+            one.pauses_before_sending = True
+        elif kind == "part":
+            one.parted_until = until
+        elif kind == "store":
+            self._store_gone_until = until
+        elif kind == "group":
+            index = rng.randrange(len(groups))
+            self._parted[index, one.number] = until
+            connection = groups[index].connection
+            if connection is not None and connection.server is one.process and not connection.is_silent:
+                connection.fall_silent()
+                self._clock.after(until - now, None, connection.speak_again)
+
+    # ------------------------------------------------------------------------------------------------- what must hold
+
+    def given(self, one: Candidate, lease: LeaseHeld) -> None:
+        """The store has given the lease to a lighthouse."""
+        self.log(f"{one.process.name} is given fence {lease.fence}")
+        if self._plan.drift > 0.1:
+            return
+        for other in self.each:
+            if other is not one and other.process.is_alive and other.leadership.leads(other.now):
+                self._oracle.fail(f"{one.process.name} is given fence {lease.fence}, and {other.process.name} leads")
+        for group in self.groups():
+            if group.trusts_another_than(one):
+                self._oracle.fail(f"{one.process.name} is given fence {lease.fence}; {group.replica_id} takes another's")
+
+    def decides(self, one: Candidate, instructions: list[Instruction]) -> None:
+        """A lighthouse is about to say something."""
+        if self._plan.drift > 0.1:
+            return  # no lease holds if clocks are so wrong
+        if instructions and one.leadership.fence != self.store.fence:
+            what = next(iter(instructions))
+            self._oracle.fail(f"fence {one.leadership.fence} decides {what}, and {self.store.fence} was given")
+        for decided in _decisions(instructions):
+            key = (decided.quorum_id, decided.epoch, decided.step)
+            # Who is left behind was not asked.
+            outcome = Outcome.DISCARD if decided.outcome is Outcome.DISCARD else Outcome.COMMIT
+            before, fence = self._decided.setdefault(key, (outcome, self.store.fence))
+            if before is not outcome and fence != self.store.fence and key in self._heard:
+                self.num_decided_otherwise += 1
+
+    def taken(self, group: ReplicaGroup, lighthouse: Lighthouse, message: Any) -> None:
+        """A member takes what a lighthouse has said."""
+        self.num_taken += 1
+        if self._plan.drift > 0.1:
+            return
+        if group.fence != self.store.fence:
+            self._oracle.fail(f"{group.replica_id} takes {message} of fence {group.fence}; {self.store.fence} was given")
+        if isinstance(message, CommitDecided):
+            self._heard.add((message.quorum_id, message.epoch, message.step))
+
+    def welcomed(self, group: ReplicaGroup, before: int) -> None:
+        """A member has gone to a leader, and has met a fence before."""
+        if group.fence < before:
+            self._oracle.fail(f"{group.replica_id} goes to fence {group.fence}, and has met {before}")
+
+
+def _decisions(instructions: list[Instruction]) -> Iterator[CommitDecided]:
+    return (i.message for i in instructions if isinstance(i, Send) and isinstance(i.message, CommitDecided))
+

@@ -1,0 +1,290 @@
+"""Which of several lighthouses decides, and how long its word is taken. This file knows no store, no network and no clock.
+
+One of them holds a lease in a store that all reach; the others stand by. Each lease has a number, its fence, which is higher than
+those of all leases before. What is so at a time is counted from before a question was sent, never from when the answer came:
+- A leader decides only while its lease holds by its own clock, less a margin for clocks that run apart (`Leadership`). When that
+  is over it forgets all, as one that has started again, and asks for a lease anew.
+- A member takes what a leader says until the lease would be over that the leader had when it answered the member's last
+  heartbeat, and leaves it soon after (`Trust`). A leader may have been stopped between looking at its clock and sending.
+- A member that has met a fence goes to no leader with a lower one: that is so even if a clock was wrong.
+
+So what a member takes was decided, and is taken, before the next lease begins. For the members a change of the leader is what it is
+if a lighthouse dies and starts again, and they give back what they know (`restart`). What they cannot give back, as all of them
+have gone, is in the store: at which step jobs have finished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, TypeAlias
+
+from torchft_ckpt.core.coordination.messages import Heartbeat, StillLeads
+
+MARGIN = 0.1
+"""The part of a lease that its holder does not use: two clocks may run apart by so much."""
+ANSWER_S = 0.5
+"""A leader whose lease would be over is asked once more, and has so long to answer."""
+MAX_HELD = 4096
+"""Messages that wait for that answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseHeld:
+    """The lease is ours, for so long from when we asked."""
+
+    fence: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOf:
+    """Somebody holds the lease. `is_own`: we do, but have not heard that we got it, or have given up deciding by it."""
+
+    fence: int
+    leader: str
+    is_own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailed:
+    """There was no answer, so the call may have been carried out or not."""
+
+    reason: str
+
+
+Answer: TypeAlias = LeaseHeld | LeaseOf | StoreFailed | bytes | None
+"""None: nobody holds the lease; or what was to be written was not, as the lease is not ours."""
+
+
+class LeaseStore(Protocol):
+    """Where the lease is. One call at a time; what goes wrong is raised as a `StoreError`.
+
+    Each is atomic, for all who use the store together: two never hold the lease at once, by the store's clock.
+    """
+
+    lease_s: float
+    """For how long a lease is asked."""
+
+    async def fence(self) -> LeaseOf | None:
+        """Return who holds the lease; None: nobody does."""
+
+    async def acquire(self) -> LeaseHeld | None:
+        """Take the lease if nobody holds it; give up one of our own before. None: somebody was faster."""
+
+    async def renew(self) -> LeaseHeld | None:
+        """Hold it for longer; None: it is ours no more."""
+
+    async def read(self) -> bytes:
+        """Return what was written last, whoever did; empty: nothing was."""
+
+    async def write(self, data: bytes) -> LeaseHeld | None:
+        """Write if the lease is ours; None: it is not, and nothing was written."""
+
+    async def release(self) -> None:
+        """Give the lease up, if it is ours, and the connections."""
+
+
+class Call(Enum):
+    """What the store is asked."""
+
+    FENCE = "fence"
+    ACQUIRE = "acquire"
+    READ = "read"
+    RENEW = "renew"
+    WRITE = "write"
+
+
+class Stand(Enum):
+    """Where a lighthouse stands."""
+
+    STANDS_BY = "stands by"
+    CANDIDATE = "candidate"
+    READS = "reads"
+    """It has the lease, and reads what the last leader wrote."""
+    LEADS = "leads"
+
+
+class Heard(Enum):
+    """What an answer, or the clock, says."""
+
+    HELD = "held"
+    FREE = "free"
+    TAKEN = "taken"
+    DATA = "data"
+    FAILED = "failed"
+    OVER = "over"
+
+
+_NEXT = {
+    Stand.STANDS_BY: {Heard.FREE: Stand.CANDIDATE, Heard.TAKEN: Stand.STANDS_BY, Heard.FAILED: Stand.STANDS_BY},
+    Stand.CANDIDATE: {Heard.HELD: Stand.READS, Heard.FREE: Stand.STANDS_BY, Heard.FAILED: Stand.STANDS_BY},
+    Stand.READS: {Heard.DATA: Stand.LEADS, Heard.FAILED: Stand.READS, Heard.OVER: Stand.STANDS_BY},
+    Stand.LEADS: {
+        Heard.HELD: Stand.LEADS,
+        Heard.FREE: Stand.STANDS_BY,
+        Heard.FAILED: Stand.LEADS,
+        Heard.OVER: Stand.STANDS_BY,
+    },
+}
+"""What follows from what was heard. What is not here cannot be."""
+_HAS_LEASE = (Stand.READS, Stand.LEADS)
+
+
+class Leadership:
+    """One lighthouse of several. The caller makes one call of the store at a time, the one that `next_call` names.
+
+    Args:
+        lease_s: for how long leases are asked.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self.stand = Stand.STANDS_BY
+        self.fence = 0
+        """Of our lease; of one that is over, the last."""
+        self.leader = ""
+        """Who holds the lease, as far as is known; empty: nobody, or we do."""
+        self.reason = "it has only just started"
+        """Why this one does not lead."""
+        self.data = b""
+        """What is in the store, as it was read or written last."""
+        self.patience_s = lease_s / 4
+        """For one call."""
+        self._lease_s = lease_s
+        self._until = float("-inf")
+        self._call_at = float("-inf")
+        self._why_failed = ""
+        """What was heard of the last renewal; empty: it went well."""
+        self._is_write_due = True
+        """None has failed since the last renewal."""
+
+    def leads(self, now: float) -> bool:
+        """Whether this lighthouse may decide now."""
+        return self.stand is Stand.LEADS and now < self._until
+
+    @property
+    def over_at(self) -> float | None:
+        """When `look` is due."""
+        return self._until if self.stand in _HAS_LEASE else None
+
+    def left_s(self, now: float) -> float:
+        """Return for how long it leads at least."""
+        return max(0.0, self._until - now) if self.stand is Stand.LEADS else 0.0
+
+    def answer(self, heartbeat: Heartbeat, now: float) -> StillLeads:
+        """Return what to answer to a member."""
+        return StillLeads(number=heartbeat.number, for_s=self.left_s(now))
+
+    def next_call(self, data: bytes, now: float) -> tuple[Call, float]:
+        """Return what to ask the store next, and when. `data`: what is to be in it, if this lighthouse leads."""
+        if self.stand is Stand.CANDIDATE:
+            return Call.ACQUIRE, now
+        if self.stand is Stand.READS:
+            return Call.READ, self._call_at
+        if self.stand is Stand.STANDS_BY:
+            return Call.FENCE, self._call_at
+        is_news = data != self.data and self._is_write_due and now < self._call_at
+        return (Call.WRITE, now) if is_news else (Call.RENEW, self._call_at)
+
+    def answered(self, call: Call, answer: Answer, began: float, now: float, written: bytes = b"") -> None:
+        """Take the answer to a call. `began`: before it was sent. `written`: what was to be written."""
+        self.look(now)
+        if call in (Call.READ, Call.RENEW, Call.WRITE) and self.stand not in _HAS_LEASE:
+            return  # the lease was over before the answer came
+        pause_s, heard = self._lease_s / 10, _heard(answer)
+        if isinstance(answer, LeaseOf):
+            self.leader = answer.leader
+            self.reason = f"the one at {answer.leader} leads"
+        elif isinstance(answer, StoreFailed):
+            self._why_failed = f"the store of the lease does not answer: {answer.reason}"
+            self.reason, pause_s = self._why_failed, self._lease_s / 20
+        elif isinstance(answer, bytes):
+            self.data, pause_s = answer, 0.0
+        elif answer is None:
+            self.leader = ""
+            self.reason = "nobody holds the lease" if call is Call.FENCE else "its lease is not its own any more"
+        elif call is not Call.WRITE:
+            self.fence, self.leader, self._why_failed = answer.fence, "", ""
+            self._until = began + answer.lease_s * (1.0 - MARGIN)
+            pause_s = began + self._lease_s / 4 - now
+        self._is_write_due = call is not Call.WRITE or heard is not Heard.FAILED
+        if call is Call.WRITE:
+            self.data = written if heard is Heard.HELD else self.data
+        else:
+            self._call_at = now + max(0.0, pause_s)
+        self._hear(heard)
+        self.look(now)
+
+    def look(self, now: float) -> None:
+        """Note that time has passed."""
+        if self.stand in _HAS_LEASE and now >= self._until:
+            self.reason = self._why_failed or "it was stopped for longer than its lease"
+            self._call_at = now
+            self._hear(Heard.OVER)
+
+    def _hear(self, heard: Heard) -> None:
+        if heard not in _NEXT[self.stand]:
+            raise RuntimeError(f"internal error: a lighthouse that {self.stand.value} heard {heard.value}")
+        self.stand = _NEXT[self.stand][heard]
+
+    def validate(self, now: float) -> None:
+        """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
+        if self.stand in _HAS_LEASE and (self.fence <= 0 or self.leader):
+            raise RuntimeError(f"it {self.stand.value} with fence {self.fence}, and {self.leader!r} leads")
+        if self.leads(now) and not 0.0 < self.left_s(now) < float("inf"):
+            raise RuntimeError(f"it leads for {self.left_s(now)} s yet")
+
+
+def _heard(answer: Answer) -> Heard:
+    if isinstance(answer, LeaseHeld):
+        return Heard.HELD
+    if isinstance(answer, LeaseOf):
+        return Heard.FREE if answer.is_own else Heard.TAKEN
+    if isinstance(answer, StoreFailed):
+        return Heard.FAILED
+    return Heard.FREE if answer is None else Heard.DATA
+
+
+class Trust:
+    """How long a member takes what comes on one connection.
+
+    Args:
+        for_s: what the leader said in its welcome; None: there is no store, and no other one that could lead.
+        asked_at: when the member had not sent yet what that answers.
+    """
+
+    def __init__(self, for_s: float | None, asked_at: float) -> None:
+        self._until = float("inf") if for_s is None else asked_at + for_s
+        self._sent: dict[int, float] = {}
+        self._number = 0
+        self._doubted_at: float | None = None
+        """When it was asked first after the lease that is known of was over."""
+
+    @property
+    def ask_at(self) -> float:
+        """When to ask at the latest, for the leader to have its time to answer."""
+        return self._until if self._doubted_at is None else self._doubted_at + ANSWER_S
+
+    def asks(self, now: float) -> Heartbeat:
+        """Return the heartbeat to send."""
+        self._number += 1
+        self._sent[self._number] = now
+        if len(self._sent) > 64:
+            del self._sent[next(iter(self._sent))]
+        if self._doubted_at is None and now >= self._until:
+            self._doubted_at = now
+        return Heartbeat(self._number)
+
+    def heard(self, answer: StillLeads) -> None:
+        """Take the answer to a heartbeat."""
+        sent_at = self._sent.get(answer.number)
+        if sent_at is not None and sent_at + answer.for_s > self._until:
+            self._until, self._doubted_at = sent_at + answer.for_s, None
+
+    def takes(self, now: float) -> bool:
+        """Whether what has come so far is taken; else it waits until this is so again, or is never taken."""
+        return now < self._until
+
+    def is_over(self, now: float) -> bool:
+        """Whether to leave the leader, which has not answered."""
+        return self._doubted_at is not None and now >= self._doubted_at + ANSWER_S
