@@ -88,7 +88,9 @@ def test_a_leader_that_may_not_write_leads_no_more() -> None:
     assert (one.stand, one.leads(10.3)) == (Stand.STANDS_BY, False)
 
 
-def test_a_member_takes_what_comes_until_the_lease_that_it_heard_of_would_be_over_and_leaves_when_nobody_answers() -> None:
+def test_a_member_takes_what_comes_until_the_lease_that_it_heard_of_would_be_over_and_leaves_when_nobody_answers() -> (
+    None
+):
     trust = Trust(1.5, asked_at=10.0)
     beat = trust.asks(10.5)
     trust.heard(StillLeads(number=beat.number, for_s=1.6))
@@ -135,13 +137,18 @@ def test_no_two_lighthouses_decide_at_once_and_all_recover(first: int) -> None:
     assert sum(several.num_decided_otherwise for several in runs) == 0
 
 
+def has_gone_to_a_lower_fence(seed: int) -> bool:
+    """Whether a member does, if clocks are so wrong that no lease keeps what it promises."""
+    try:
+        run(seed, drift=0.4)
+    except InvariantError as error:
+        return "and has met" in str(error)
+    return False
+
+
 @pytest.mark.slow
 def test_with_clocks_that_run_twice_as_fast_a_member_still_goes_to_no_lower_fence() -> None:
-    for seed in range(by_default(20, thorough=60)):
-        try:
-            run(seed, drift=0.4)
-        except InvariantError as error:
-            assert "and has met" not in str(error)  # other promises hold only if leases do
+    assert not any(has_gone_to_a_lower_fence(seed) for seed in range(by_default(20, thorough=60)))
 
 
 def broken_lease(patch: pytest.MonkeyPatch) -> None:
@@ -180,6 +187,6 @@ def test_the_simulation_finds_a_rule_of_leases_that_was_broken_on_purpose(
     break_it: object, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_it(monkeypatch)  # type: ignore[operator]
-    with pytest.raises(InvariantError, match="is given fence|was given"):
+    with pytest.raises(InvariantError, match=r"is given fence|was given"):
         for seed in range(first, first + 100):
             run(seed)

@@ -16,6 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
 from simulation.clock import Clock, Process
 from simulation.lighthouse import Lighthouse
 from simulation.oracle import Oracle
@@ -181,9 +182,12 @@ class Candidate(Lighthouse):
                 connection.send_to_client(Refused(code="standby", reason=leadership.reason))
                 connection.close(by_server=True)
             return
-        if isinstance(event, Received) and isinstance(event.message, Heartbeat):
-            if event.connection in self.connections:
-                self.connections[event.connection].send_to_client(leadership.answer(event.message, self.now))
+        if (
+            isinstance(event, Received)
+            and isinstance(event.message, Heartbeat)
+            and event.connection in self.connections
+        ):
+            self.connections[event.connection].send_to_client(leadership.answer(event.message, self.now))
         super().handle(event)
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
@@ -292,7 +296,9 @@ class Lighthouses:
                 self._oracle.fail(f"{one.process.name} is given fence {lease.fence}, and {other.process.name} leads")
         for group in self.groups():
             if group.trusts_another_than(one):
-                self._oracle.fail(f"{one.process.name} is given fence {lease.fence}; {group.replica_id} takes another's")
+                self._oracle.fail(
+                    f"{one.process.name} is given fence {lease.fence}; {group.replica_id} takes another's"
+                )
 
     def decides(self, one: Candidate, instructions: list[Instruction]) -> None:
         """A lighthouse is about to say something."""
@@ -315,7 +321,9 @@ class Lighthouses:
         if self._plan.drift > 0.1:
             return
         if group.fence != self.store.fence:
-            self._oracle.fail(f"{group.replica_id} takes {message} of fence {group.fence}; {self.store.fence} was given")
+            self._oracle.fail(
+                f"{group.replica_id} takes {message} of fence {group.fence}; {self.store.fence} was given"
+            )
         if isinstance(message, CommitDecided):
             self._heard.add((message.quorum_id, message.epoch, message.step))
 
@@ -327,4 +335,3 @@ class Lighthouses:
 
 def _decisions(instructions: list[Instruction]) -> Iterator[CommitDecided]:
     return (i.message for i in instructions if isinstance(i, Send) and isinstance(i.message, CommitDecided))
-

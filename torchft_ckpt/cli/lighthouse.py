@@ -10,14 +10,17 @@ import json
 import queue
 import signal
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from torchft_ckpt import config
 from torchft_ckpt.cli.options import add_tls, add_token, tls_of
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.network import max_descriptors
 
 if TYPE_CHECKING:
     from torchft_ckpt.coordination.asking import Lighthouse
+    from torchft_ckpt.core.coordination.leadership import LeaseStore
 
 _DESCRIPTORS = 8192  # twice as many as a lighthouse takes connections
 _SIGNALS_APART_S = 0.5
@@ -61,6 +64,16 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_token(lighthouse)
     add_tls(lighthouse)
+    etcd = lighthouse.add_argument_group("several lighthouses, of which one leads by a lease in etcd")
+    etcd.add_argument("--etcd", metavar="URL,URL...", help="where etcd is: http://HOST:PORT or https://HOST:PORT")
+    etcd.add_argument(
+        "--etcd-prefix", metavar="TEXT", default="torchft_ckpt", help="of its keys (default: %(default)s)"
+    )
+    etcd.add_argument("--etcd-ca", metavar="FILE", help="authorities that etcd's certificate is of, PEM")
+    etcd.add_argument("--etcd-cert", metavar="FILE", help="certificate to show to etcd, PEM")
+    etcd.add_argument("--etcd-key", metavar="FILE", help="its private key, PEM")
+    etcd.add_argument("--etcd-user", metavar="NAME", default="", help="a user that may read and write below the prefix")
+    etcd.add_argument("--etcd-password-file", metavar="FILE", help="file that holds its password")
     lighthouse.set_defaults(run=_run_lighthouse)
 
     status = commands.add_parser("status", help="print what a lighthouse knows of its jobs, or of one, as JSON")
@@ -89,7 +102,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_lighthouse(parser: argparse.ArgumentParser, of_job: str = "the job; needed where there are several") -> None:
-    parser.add_argument("--lighthouse", help="HOST:PORT (default: TORCHFT_LIGHTHOUSE)")
+    parser.add_argument("--lighthouse", help="HOST:PORT, several with commas between (default: TORCHFT_LIGHTHOUSE)")
     add_token(parser)
     add_tls(parser)
     parser.add_argument("--job", help=of_job)
@@ -111,6 +124,7 @@ def _run_lighthouse(options: argparse.Namespace) -> int:
         token=options.token,
         hostname=options.hostname,
         allow_step_loss=options.allow_step_loss,
+        store=_store_of(options),
         ssl_context=None if tls is None else tls.server,
     )
     print(f"lighthouse at {server.address()}", flush=True)
@@ -121,6 +135,25 @@ def _run_lighthouse(options: argparse.Namespace) -> int:
         hurries = _comes_within(signals, 0.05)  # they are on their way out, and need its word
     server.shutdown()
     return 0
+
+
+def _store_of(options: argparse.Namespace) -> Callable[[str], LeaseStore] | None:
+    if not options.etcd:
+        return None
+    from torchft_ckpt.coordination.etcd_store import EtcdStore
+
+    file = options.etcd_password_file
+    password = config.read_secret(file, "--etcd-password-file") if file else ""
+    return lambda address: EtcdStore(
+        options.etcd,
+        leader=address,
+        prefix=options.etcd_prefix,
+        authority=options.etcd_ca,
+        certificate=options.etcd_cert,
+        key=options.etcd_key,
+        user=options.etcd_user,
+        password=password,
+    )
 
 
 def _comes_within(signals: queue.SimpleQueue[int], seconds: float) -> bool:

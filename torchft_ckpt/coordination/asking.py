@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,6 +23,7 @@ from torchft_ckpt.core.coordination.messages import (
     decode_from_lighthouse,
     encode,
 )
+from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import (
     AuthenticationError,
     ConfigError,
@@ -37,15 +39,16 @@ MAX_STATUS_BYTES = 64 << 20
 """Ten times what one needs of a job with 20,000 groups."""
 _MAX_GROUPS = 8
 """So many serve one reader."""
+_T = TypeVar("_T")
 _UNKNOWN_S = 10.0
 """The groups of a job come back within so long to a lighthouse that has started again."""
 
 
 class Lighthouse:
-    """One lighthouse, as those see it that are in no group.
+    """One lighthouse, or the one of several that leads, as those see it that are in no group.
 
     Args:
-        address: default: the environment's.
+        address: of several, all with commas between; default: the environment's.
         token: shared secret; default: the environment's, else that of the `run` on this machine that started the lighthouse.
         tls: default: the environment's, else plain HTTP is spoken.
 
@@ -58,8 +61,10 @@ class Lighthouse:
         if not address:
             raise ConfigError("no lighthouse address: pass --lighthouse or set TORCHFT_LIGHTHOUSE", "lighthouse")
         self._tls = tls or resolve_tls()
-        place = config.parse_host_port(address, what="lighthouse address", has_tls=self._tls is not None)
-        self.address = join_host_port(*place)
+        places = config.parse_host_ports(address, what="lighthouse address", has_tls=self._tls is not None)
+        self._addresses = [join_host_port(*place) for place in places]
+        self.address = self._addresses[0]
+        """Of the one that was asked last."""
         self.token = config.token_for(self.address, token)
         self._has_found = False
         self._unknown_since: float | None = None
@@ -76,7 +81,8 @@ class Lighthouse:
             AuthenticationError: it refuses our token; or a `TlsError`.
             LighthouseUnreachableError: it does not answer, or is none.
         """
-        return in_background(lambda: asyncio.run(self._status(job)), "torchft_ckpt-asks").result()
+        ask = self._of_leader(lambda: self._status(job))
+        return in_background(lambda: asyncio.run(ask), "torchft_ckpt-asks").result()
 
     def urls(self, job: str | None) -> list[list[str]]:
         """Return where the newest state of a job is now: of some groups that hold it, the URL of each rank.
@@ -116,7 +122,23 @@ class Lighthouse:
         Raises: as `status`, and
             RefusedError: it did not do it.
         """
-        return asyncio.run(self._tell({} if job is None else {"job": resolve_job(job)}, word))
+        query = {} if job is None else {"job": resolve_job(job)}
+        return asyncio.run(self._of_leader(lambda: self._tell(query, word)))
+
+    async def _of_leader(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """Ask one after the other, first the one that answered last; of those that stand by, or do not answer, the next."""
+        first = self._addresses.index(self.address)
+        why: list[str] = []
+        for address in (*self._addresses[first:], *self._addresses[:first]):
+            self.address = address
+            try:
+                return await ask()
+            except LighthouseUnreachableError as error:
+                if len(self._addresses) == 1:
+                    raise
+                why.append(str(error))
+        every = ",".join(self._addresses)
+        raise LighthouseUnreachableError(f"none of the lighthouses at {every} leads: {'; '.join(why)}", every)
 
     async def _status(self, job: str | None) -> dict[str, Any]:
         timeout, body = aiohttp.ClientTimeout(total=10), bytearray()
@@ -144,9 +166,11 @@ class Lighthouse:
             status = json.loads(body)
             if not isinstance(status, dict):
                 raise ValueError("it is no JSON object")
-            return status
         except (ValueError, RecursionError) as error:
             raise self._is_none(f"its status cannot be read: {error}") from error
+        if status.get("leads") is False:
+            raise self._stands_by(str(status.get("reason")))
+        return status
 
     async def _tell(self, query: dict[str, str], word: AllowStepLoss | Drain | ForgetJob) -> str:
         party = f"the lighthouse at {self.address}"
@@ -166,6 +190,8 @@ class Lighthouse:
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise LighthouseUnreachableError(f"{party} closed the connection without an answer", self.address)
         said = decode_from_lighthouse(answer.data, party)
+        if isinstance(said, Refused) and said.code == "standby":
+            raise self._stands_by(said.reason)
         if isinstance(said, Refused):
             raise RefusedError(f"{party} did not do it: {said.reason}", self.address)
         return said.text if isinstance(said, Done) else ""
@@ -179,6 +205,10 @@ class Lighthouse:
 
     def _is_silent(self, why: str) -> LighthouseUnreachableError:
         return LighthouseUnreachableError(f"no lighthouse answers at {self.address}: {why}", self.address)
+
+    def _stands_by(self, why: str) -> LighthouseUnreachableError:
+        told = f"the lighthouse at {self.address} does not lead: {printable(why)}"
+        return LighthouseUnreachableError(told, self.address)
 
     def _is_none(self, why: str) -> LighthouseUnreachableError:
         told = f"what answers at {self.address} is no lighthouse of ours: {why}"

@@ -1,5 +1,7 @@
 """A group's one connection to the lighthouse: opened once with a deadline, then kept up for ever, with back-off.
 
+Of several lighthouses one leads: they are tried in turn. What comes from it is taken while `core.coordination.leadership` allows.
+
 A lighthouse that is gone is no reason to end a training job: after the first connection nothing here raises. When `on_up` is
 called, `core.coordination.group` sends the requests again that were not answered.
 """
@@ -17,16 +19,17 @@ import aiohttp
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, cause_of, client_session, raise_if_tls, secured, service_url
 from torchft_ckpt.core.coordination.jobs import DEFAULT_JOB, JOB_NAME_RULE, is_job_name
+from torchft_ckpt.core.coordination.leadership import MAX_HELD, Trust
 from torchft_ckpt.core.coordination.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     SAME_EVERYWHERE,
     Dropped,
     FromLighthouse,
-    Heartbeat,
     Hello,
     Leave,
     Refused,
+    StillLeads,
     ToLighthouse,
     Welcome,
     decode_from_lighthouse,
@@ -51,6 +54,9 @@ logger = logging.getLogger(__name__)
 
 DEAD_PEER_TIMEOUT_S = 10.0
 _PROTOCOL_PAUSE_S = 1.0
+_ATTEMPT_S = 1.0
+"""For the first attempt at each of several lighthouses, any of which may be off; each next one has twice as long."""
+_LEAST_PAUSE_S = 0.1
 
 _RETRIABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError, LighthouseUnreachableError)
 
@@ -71,7 +77,8 @@ class LighthouseConnection:
     """Use on its event loop only.
 
     Args:
-        address: of the lighthouse, `host:port` or with the scheme that is spoken; another is a ConfigError.
+        address: of the lighthouse, `host:port` or with the scheme that is spoken; another is a ConfigError. Of several, all of
+            them with commas between.
         job: its name.
         token: shared secret, empty for none.
         hello: makes the first message of each connection.
@@ -97,8 +104,12 @@ class LighthouseConnection:
         connect_timeout: timedelta,
         tls: Tls | None = None,
     ) -> None:
-        place = config.parse_host_port(address, what="lighthouse address", has_tls=tls is not None)
-        self.address = join_host_port(*place)
+        places = config.parse_host_ports(address, what="lighthouse address", has_tls=tls is not None)
+        self._addresses = [join_host_port(*place) for place in places]
+        self._num_tried = 0
+        self._fence = 0
+        """The highest that was met."""
+        self._trust = Trust(None, 0.0)
         self._tls = tls
         self._job = job
         self._token = token
@@ -120,6 +131,22 @@ class LighthouseConnection:
         self._may_connect = asyncio.Event()
         self._may_connect.set()
 
+    @property
+    def address(self) -> str:
+        """Of the lighthouse that it is connected to, or tries."""
+        return self._addresses[self._num_tried % len(self._addresses)]
+
+    def _go_on(self, attempt: int) -> float:
+        """Have the next lighthouse tried, after that many failures; return after which pause: none before all were tried."""
+        self._num_tried += 1
+        num_rounds, in_round = divmod(attempt + 1, len(self._addresses))
+        return 0.0 if in_round else reconnect_delay_s(num_rounds - 1, random.random())
+
+    def _attempt_s(self, attempt: int) -> float:
+        if len(self._addresses) == 1:
+            return self._connect_timeout_s
+        return min(self._connect_timeout_s, _ATTEMPT_S * 2.0 ** min(attempt // len(self._addresses), 16))
+
     async def start(self) -> None:
         """Connect, and keep the connection up from then on.
 
@@ -133,20 +160,20 @@ class LighthouseConnection:
         attempt = 0
         while True:
             try:
-                channel = await self._connect()
+                channel = await self._connect(self._attempt_s(attempt))
                 break
             except _RETRIABLE as error:
-                pause = reconnect_delay_s(attempt, random.random())
+                pause = self._go_on(attempt)
                 attempt += 1
                 if loop.time() + pause >= deadline:
                     await self._session.close()
                     why = cause_of(error, self._tls)
                     message = (
-                        f"no lighthouse answers at {self.address} after {self._connect_timeout_s:g} s ({why});"
+                        f"no lighthouse answers at {', '.join(self._addresses)} after {self._connect_timeout_s:g} s ({why});"
                         " start one with `python -m torchft_ckpt lighthouse`, or mend the address"
                         " (lighthouse_addr, TORCHFT_LIGHTHOUSE)"
                     )
-                    raise LighthouseUnreachableError(message, self.address) from error
+                    raise LighthouseUnreachableError(message, ",".join(self._addresses)) from error
                 await asyncio.sleep(pause)
             except CoordinationError:
                 await self._session.close()
@@ -187,7 +214,7 @@ class LighthouseConnection:
         if self._session is not None:
             await self._session.close()
 
-    async def _connect(self) -> Channel:
+    async def _connect(self, attempt_s: float) -> Channel:
         if self._session is None:
             raise RuntimeError("internal error: not started")
         headers = {"Authorization": f"Bearer {config.secrets(self._token)[0]}"} if self._token else {}
@@ -197,7 +224,7 @@ class LighthouseConnection:
                 self._session.ws_connect(
                     url, headers=headers, max_msg_size=MAX_MESSAGE_BYTES, compress=0, **secured(self._tls)
                 ),
-                self._connect_timeout_s,
+                attempt_s,
             )
         except aiohttp.ClientError as error:
             raise_if_tls(error, "the lighthouse", self.address, self._tls)
@@ -214,8 +241,9 @@ class LighthouseConnection:
             socket, socket.get_extra_info("socket"), f"the lighthouse at {self.address}", DEAD_PEER_TIMEOUT_S
         )
         try:
+            asked_at = asyncio.get_running_loop().time()
             channel.send(self._hello())
-            await self._be_welcomed(socket)
+            await self._be_welcomed(socket, asked_at, attempt_s)
         except BaseException:
             channel.abort()
             raise
@@ -223,8 +251,8 @@ class LighthouseConnection:
         self._on_up()
         return channel
 
-    async def _be_welcomed(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        answer = await socket.receive(timeout=self._connect_timeout_s)
+    async def _be_welcomed(self, socket: aiohttp.ClientWebSocketResponse, asked_at: float, attempt_s: float) -> None:
+        answer = await socket.receive(timeout=attempt_s)
         if answer.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
             raise LighthouseUnreachableError(f"the lighthouse at {self.address} closed the connection", self.address)
         party = f"the lighthouse at {self.address}"
@@ -237,30 +265,49 @@ class LighthouseConnection:
         except ProtocolError as error:
             message = f"{error}; this replica group speaks protocol {PROTOCOL_VERSION}, {SAME_EVERYWHERE}"
             raise ProtocolError(message, self.address) from error
+        if isinstance(welcome, Refused) and welcome.code == "standby":
+            raise LighthouseUnreachableError(f"{party} does not lead: {welcome.reason}", self.address)
         if isinstance(welcome, Refused):
             raise _refused(welcome, self.address)
         if not isinstance(welcome, Welcome):
             raise ProtocolError(f"{party} did not answer a hello, but sent {type(welcome).__name__}", self.address)
+        if welcome.fence < self._fence:
+            message = f"{party} leads by lease {welcome.fence}, and {self._fence} was met; do all have the same --etcd?"
+            raise LighthouseUnreachableError(message, self.address)
+        self._fence, self._trust = welcome.fence, Trust(welcome.leads_for_s, asked_at)
         self.store_address = welcome.store_address
         self.heartbeat_timeout_s = welcome.heartbeat_timeout_s
         # A third of the lighthouse's patience at most, whatever interval was asked for.
         self._pause_s = min(self._interval_s, welcome.heartbeat_timeout_s / 3)
+        if welcome.leads_for_s is not None:
+            self._pause_s = min(self._pause_s, max(_LEAST_PAUSE_S, welcome.leads_for_s / 4))
 
     async def _keep(self, channel: Channel) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            heart = asyncio.get_running_loop().create_task(self._beat(channel))
+            trust, waiting = self._trust, list[FromLighthouse]()
+            heart = loop.create_task(self._beat(channel, trust))
             is_explained = is_pausing = False
             try:
                 async for data in channel.messages():
                     message = decode_from_lighthouse(data, f"the lighthouse at {self.address}")
-                    if isinstance(message, Refused):
-                        self._on_refused(_refused(message, self.address))
-                        return
-                    if isinstance(message, Dropped):
+                    if isinstance(message, StillLeads):
+                        trust.heard(message)
+                    elif isinstance(message, Dropped):
                         logger.warning("the lighthouse dropped this group: %s; connecting again", message.reason)
                         is_explained = True
                     else:
-                        self._on_message(message)
+                        waiting.append(message)
+                    if not trust.takes(loop.time()):
+                        if len(waiting) > MAX_HELD:
+                            channel.abort()
+                        continue
+                    taken, waiting = waiting, []
+                    for each in taken:
+                        if isinstance(each, Refused):
+                            self._on_refused(_refused(each, self.address))
+                            return
+                        self._on_message(each)
             except ProtocolError as error:
                 logger.warning("%s; connecting again", error)
                 is_explained = is_pausing = True
@@ -274,6 +321,8 @@ class LighthouseConnection:
                 logger.warning("lost the connection to the lighthouse at %s; connecting again", self.address)
             if is_pausing:  # what it cannot be asked without it will say again
                 await asyncio.sleep(_PROTOCOL_PAUSE_S)
+            if len(self._addresses) > 1:
+                self._num_tried += 1
             again = await self._reconnect()
             if again is None:
                 return
@@ -288,14 +337,14 @@ class LighthouseConnection:
         while not self._is_leaving:
             await self._may_connect.wait()
             try:
-                channel = await self._connect()
+                channel = await self._connect(self._attempt_s(attempt))
             except (*_RETRIABLE, TlsError) as error:  # certificates are renewed without a restart
-                pause = reconnect_delay_s(attempt, random.random())
+                address, pause = self.address, self._go_on(attempt)
                 attempt += 1
                 if attempt in (1, 5) or attempt % 15 == 0:
                     logger.warning(
                         "the lighthouse at %s has been gone for %.1f s (%s); training goes on when it is back",
-                        self.address,
+                        address,
                         loop.time() - lost_at,
                         cause_of(error, self._tls),
                     )
@@ -311,15 +360,21 @@ class LighthouseConnection:
                 return channel
         return None
 
-    async def _beat(self, channel: Channel) -> None:
+    async def _beat(self, channel: Channel, trust: Trust) -> None:
         loop = asyncio.get_running_loop()
+        asked_at = loop.time()
         while True:
-            due = channel.sent_at + self._pause_s
             now = loop.time()
+            if trust.is_over(now):
+                logger.warning("the lighthouse at %s does not say any more that it leads; leaving it", self.address)
+                channel.abort()
+                return
+            due = min((asked_at if trust.is_for_a_time else channel.sent_at) + self._pause_s, trust.ask_at)
             if now >= due:
-                channel.send(Heartbeat())
-                due = now + self._pause_s
-            await asyncio.sleep(due - now)
+                channel.send(trust.asks(now))
+                asked_at = now
+                due = min(now + self._pause_s, trust.ask_at)
+            await asyncio.sleep(max(0.0, due - now))
 
 
 def _refused(message: Refused, address: str) -> CoordinationError:

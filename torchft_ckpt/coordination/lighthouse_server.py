@@ -4,6 +4,8 @@
     GET /                      status as JSON, for people: all jobs in short; with ?job=NAME that one
     GET /healthz               200, for probes
 
+Of several lighthouses one leads (`store`); the others say so to whoever comes.
+
 The first two want `Authorization: Bearer TOKEN` where a token is set. The first wants a certificate, too, where TLS is set
 up with an authority.
 """
@@ -21,11 +23,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from aiohttp import web
+from msgspec.structs import replace
 
 from torchft_ckpt import config
 from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
+from torchft_ckpt.coordination.lease_keeper import LeaseKeeper
 from torchft_ckpt.coordination.loop_thread import LoopThread
 from torchft_ckpt.core.coordination.jobs import Jobs
+from torchft_ckpt.core.coordination.leadership import LeaseStore
 from torchft_ckpt.core.coordination.learning import learner_in_words
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
@@ -42,7 +47,11 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 from torchft_ckpt.core.coordination.messages import (
     MIN_HEARTBEAT_TIMEOUT_S,
     Dropped,
+    Heartbeat,
     Hello,
+    Refused,
+    ToLighthouse,
+    Welcome,
     decode_to_lighthouse,
     group_name,
     refuse_unreadable,
@@ -75,12 +84,15 @@ class LighthouseServer:
         token: shared secret of the job; default `TORCHFT_CKPT_TOKEN`, else none.
         hostname: address to advertise; default as in `network.advertised_host`.
         allow_step_loss: let the job go on from an older state when all holders of the newest committed step are gone.
+        store: of the lease, made from the address to advertise, if this is one of several lighthouses; it begins to lead when
+            it has the lease.
         ssl_context: of a server, for https, or a function that returns the one for the next connection. Where it asks for
             certificates, groups need one. Default: of `TORCHFT_CKPT_TLS_CERT`, `_KEY` and `_CA`, else plain http.
 
     Raises:
         ConfigError: an argument cannot be used.
         AddressInUseError: the port is taken, or it is no address of this machine.
+        AuthenticationError: the store refuses us.
     """
 
     def __init__(
@@ -94,6 +106,7 @@ class LighthouseServer:
         token: str | None = None,
         hostname: str | None = None,
         allow_step_loss: bool = False,
+        store: Callable[[str], LeaseStore] | None = None,
         ssl_context: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         if min_replicas < 1:
@@ -121,7 +134,8 @@ class LighthouseServer:
             allow_step_loss=allow_step_loss,
         )
         self._unix_time_of_zero = time.time() - time.monotonic()
-        self._jobs = Jobs(self._settings, epoch=uuid.uuid4().hex[:8])
+        self._jobs = self._new_jobs()
+        self._lease: LeaseKeeper | None = None
         self._channels: dict[str, Channel] = {}
         self._names = (f"connection-{number}" for number in itertools.count(1))
         self._timer: asyncio.TimerHandle | None = None
@@ -130,7 +144,11 @@ class LighthouseServer:
         scheme = "http" if self._ssl_context is None else "https"
         self._address = f"{scheme}://" + join_host_port(advertised, listeners[0].getsockname()[1])
         self._thread = LoopThread("torchft_ckpt-lighthouse")
-        self._thread.run(self._start(listeners))
+        try:
+            self._thread.run(self._start(listeners, store))
+        except BaseException:
+            self.shutdown()
+            raise
         end_at_exit(self.shutdown)
         logger.info("lighthouse listens on %s, min_replicas=%d", self._address, min_replicas)
 
@@ -151,7 +169,10 @@ class LighthouseServer:
 
     # ------------------------------------------------------------------------------------------------- on the loop
 
-    async def _start(self, listeners: list[socket.socket]) -> None:
+    def _new_jobs(self) -> Jobs:
+        return Jobs(self._settings, epoch=uuid.uuid4().hex[:8])
+
+    async def _start(self, listeners: list[socket.socket], store: Callable[[str], LeaseStore] | None) -> None:
         app = web.Application()
         app.add_routes(
             [
@@ -170,6 +191,32 @@ class LighthouseServer:
             without_certificate=("/", "/healthz"),
         )
         await self._front.start()
+        if store is not None:
+            of_lease = store(self._address)
+            self._lease = LeaseKeeper(of_lease, on_change=self._lead, data=self._what_lasts)
+            await self._lease.start()
+
+    def _lead(self, data: bytes | None) -> None:
+        """Begin to lead, with what the last leader wrote; or, with None, forget all, as one that starts again."""
+        if data is not None:
+            self._jobs.remember(data, self._unix_time_of_zero, asyncio.get_running_loop().time())
+            return
+        self._jobs = self._new_jobs()
+        for channel in list(self._channels.values()):
+            channel.send(Dropped(reason="this lighthouse leads no more"))
+            channel.close()
+
+    def _what_lasts(self) -> bytes:
+        return self._jobs.what_lasts(self._unix_time_of_zero)
+
+    def _answer_for_lease(self, lease: LeaseKeeper, channel: Channel, message: ToLighthouse) -> bool:
+        """Say to a member that this lighthouse does not lead, or for how long it does yet; return whether that was all."""
+        if not lease.leads():
+            channel.send(Refused(code="standby", reason=lease.state.reason))
+            channel.close()
+        elif isinstance(message, Heartbeat):
+            channel.send(lease.state.answer(message, asyncio.get_running_loop().time()))
+        return not lease.leads()
 
     async def _groups_leaving(self) -> list[str]:
         members = [member for state in self._jobs.states.values() for member in state.members.values()]
@@ -180,6 +227,8 @@ class LighthouseServer:
             self._timer.cancel()
         for channel in list(self._channels.values()):
             channel.close()
+        if self._lease is not None:
+            await self._lease.stop()
         await self._front.close()
 
     async def _serve_group(self, request: web.Request) -> web.StreamResponse:
@@ -199,6 +248,8 @@ class LighthouseServer:
                 message = decode_to_lighthouse(data, party)
                 if isinstance(message, Hello):
                     introduced(request)
+                if self._lease is not None and self._answer_for_lease(self._lease, channel, message):
+                    continue
                 self._handle(Received(name, message))
         except ProtocolError as error:
             self._front.log.warning("%s", error)
@@ -212,18 +263,24 @@ class LighthouseServer:
         return websocket
 
     def _handle(self, event: Opened | Event) -> None:
-        loop = asyncio.get_running_loop()
+        loop, lease = asyncio.get_running_loop(), self._lease
+        if lease is not None and not lease.leads() and isinstance(event, Received | Tick):
+            return
         for instruction in self._jobs.handle(event, loop.time()):
             if isinstance(instruction, Send):
-                channel = self._channels.get(instruction.connection)
+                channel, message = self._channels.get(instruction.connection), instruction.message
+                if lease is not None and isinstance(message, Welcome):
+                    message = replace(message, fence=lease.state.fence, leads_for_s=lease.state.left_s(loop.time()))
                 if channel is not None:
-                    channel.send(instruction.message)
+                    channel.send(message)
             elif isinstance(instruction, Close):
                 channel = self._channels.get(instruction.connection)
                 if channel is not None:
                     channel.close()
             elif isinstance(instruction, Log):
                 logger.log(logging.WARNING if instruction.is_warning else logging.INFO, "%s", instruction.line)
+        if lease is not None:
+            lease.has_news()
         deadline = self._jobs.next_deadline()
         if self._timer is not None and (deadline is None or self._timer.when() != deadline):
             self._timer.cancel()
@@ -239,13 +296,17 @@ class LighthouseServer:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
             return refuse_token(request, self._front)
         now, name = asyncio.get_running_loop().time(), request.query.get("job")
+        if self._lease is not None and not self._lease.leads():
+            state = self._lease.state
+            return web.json_response({"leads": False, "leader": state.leader, "reason": state.reason})
         finished = {
             job: {"step": over.step, "finished_at": round(over.finished_at + self._unix_time_of_zero, 3)}
             for job, over in self._jobs.finished.items()
         }
         if name is None:
             jobs = {job: _in_short(state) for job, state in self._jobs.states.items()}
-            return web.json_response({"jobs": jobs, "finished": finished, "settings": asdict(self._settings)})
+            leads = {} if self._lease is None else {"leads": True, "lease": self._lease.state.fence}
+            return web.json_response(leads | {"jobs": jobs, "finished": finished, "settings": asdict(self._settings)})
         if name in self._jobs.states:
             return web.json_response(_at_length(self._jobs.states[name], now) | {"settings": asdict(self._settings)})
         if name in finished:

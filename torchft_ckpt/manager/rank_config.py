@@ -126,9 +126,9 @@ def resolve_rank_config(
         )
     tls = resolve_tls()
     if lighthouse:
-        place = config.parse_host_port(lighthouse, what="lighthouse address", has_tls=tls is not None)
-        lighthouse = join_host_port(*place)
-    host = choose_host(hostname, towards=lighthouse or None, beside_nccl=beside_nccl)
+        places = config.parse_host_ports(lighthouse, what="lighthouse address", has_tls=tls is not None)
+        lighthouse = ",".join(join_host_port(*place) for place in places)
+    host = choose_host(hostname, towards=lighthouse.partition(",")[0] or None, beside_nccl=beside_nccl)
     if tls is not None:
         tls.check_is_for(host.address)
         say_what_stays_plain()

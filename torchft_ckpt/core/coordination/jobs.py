@@ -22,6 +22,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -41,6 +43,7 @@ from torchft_ckpt.core.coordination.messages import (
     Drain,
     Dropped,
     ForgetJob,
+    Number,
     QuorumRequest,
     Refused,
     StateShown,
@@ -57,6 +60,8 @@ MAX_JOBS = 256
 """Jobs that are not over."""
 MAX_FINISHED = 4096
 """Jobs that are over."""
+MAX_LASTING = 1024
+"""Of those, the latest, which other lighthouses know of, too: 100 KiB in the store."""
 MAX_ADDRESS_BYTES = 16 << 20
 """Of memory, for the addresses of all groups together: a thousand groups of 64 ranks take some 7 MiB."""
 MAX_SAID_BYTES, LEAST_COUNTED_BYTES = 2 << 30, 16 << 10
@@ -140,6 +145,20 @@ class Jobs:
     def next_deadline(self) -> float | None:
         """Return when `Tick` is due, if nothing else happens before."""
         return min(self._deadlines.values(), default=None)
+
+    def what_lasts(self, zero: float) -> bytes:
+        """Return what members cannot give back to the next lighthouse, as they have gone. `zero`: of the clock, in Unix time."""
+        latest = list(self.finished.items())[-MAX_LASTING:]
+        return msgspec.json.encode({job: (over.step, round(over.finished_at + zero, 3)) for job, over in latest})
+
+    def remember(self, data: bytes, zero: float, now: float) -> None:
+        """Take what another lighthouse has written so, or, where that is not it, nothing."""
+        try:
+            found = msgspec.json.decode(data, type=dict[str, tuple[Number, float]]) if data else {}
+        except (msgspec.MsgspecError, UnicodeError):
+            return
+        jobs = ((job, FinishedJob(step, min(at - zero, now))) for job, (step, at) in found.items() if is_job_name(job))
+        self.finished.update(jobs)
 
     def _tell(self, name: str, event: Event, now: float) -> list[Instruction]:
         """Hand an event to a job, and put the job away where that was the last of it."""

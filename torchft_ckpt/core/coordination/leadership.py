@@ -8,9 +8,9 @@ those of all leases before. What is so at a time is counted from before a questi
   heartbeat, and leaves it soon after (`Trust`). A leader may have been stopped between looking at its clock and sending.
 - A member that has met a fence goes to no leader with a lower one: that is so even if a clock was wrong.
 
-So what a member takes was decided, and is taken, before the next lease begins. For the members a change of the leader is what it is
-if a lighthouse dies and starts again, and they give back what they know (`restart`). What they cannot give back, as all of them
-have gone, is in the store: at which step jobs have finished.
+So what a member takes was decided, and is taken, before the next lease begins. For members another leader is what a lighthouse is
+that has started again: they give back what they know (`restart`). What they cannot give back, as all of them have gone, is in the
+store: at which step jobs have finished.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Leadership:
         elif call is not Call.WRITE:
             self.fence, self.leader, self._why_failed = answer.fence, "", ""
             self._until = began + answer.lease_s * (1.0 - MARGIN)
-            pause_s = began + self._lease_s / 4 - now
+            pause_s = began + self._lease_s / 4 - now if call is Call.RENEW else 0.0
         self._is_write_due = call is not Call.WRITE or heard is not Heard.FAILED
         if call is Call.WRITE:
             self.data = written if heard is Heard.HELD else self.data
@@ -254,6 +254,8 @@ class Trust:
     """
 
     def __init__(self, for_s: float | None, asked_at: float) -> None:
+        self.is_for_a_time = for_s is not None
+        """There are several lighthouses: only an answer to a heartbeat says for how long this one leads."""
         self._until = float("inf") if for_s is None else asked_at + for_s
         self._sent: dict[int, float] = {}
         self._number = 0

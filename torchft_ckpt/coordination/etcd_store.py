@@ -1,0 +1,217 @@
+"""The lease of several lighthouses in etcd, 3.4 or newer, by the JSON that its own gateway speaks (`/v3/`).
+
+    PREFIX/leader   who holds the lease. etcd deletes it when the lease is over; its create_revision is the fence.
+    PREFIX/jobs     what outlives a leader; written only in a transaction that finds the leader's key as it was.
+
+A renewal counts only if the leader's key is read after it, by a quorum of etcd: a member of etcd that is cut off may still renew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+import ssl
+from typing import Any
+
+import aiohttp
+
+from torchft_ckpt.config import parse_host_port
+from torchft_ckpt.coordination.channel import client_session
+from torchft_ckpt.core.coordination.leadership import LeaseHeld, LeaseOf
+from torchft_ckpt.core.text import printable
+from torchft_ckpt.errors import AuthenticationError, ConfigError
+from torchft_ckpt.network import join_host_port
+
+ETCD_LEASE_S = 2.0
+"""etcd gives none below 1.5 times its election timeout, which is 1 s by default, and counts in whole seconds."""
+_MAX_ANSWER_BYTES = 4 << 20
+_UNAUTHENTICATED, _DENIED, _NOT_FOUND, _INVALID = 16, 7, 5, 3
+
+
+class EtcdStore:
+    """A `core.coordination.leadership.LeaseStore`. Use on one event loop only.
+
+    Args:
+        addresses: `http://host:port` or `https://host:port`, several with commas between; the scheme of the first is that of
+            all. Whichever answers is asked.
+        leader: the address of this lighthouse, for people and for the others.
+        prefix: of the two keys.
+        authority, certificate, key: files, PEM; without the first the authorities of this machine are believed.
+        user, password: if etcd wants them.
+
+    Raises:
+        ConfigError: an address or a file cannot be used.
+    """
+
+    lease_s = ETCD_LEASE_S
+
+    def __init__(
+        self,
+        addresses: str,
+        *,
+        leader: str,
+        prefix: str = "torchft_ckpt",
+        authority: str | None = None,
+        certificate: str | None = None,
+        key: str | None = None,
+        user: str = "",
+        password: str = "",
+    ) -> None:
+        is_tls = addresses.strip().startswith("https://")
+        places = [
+            parse_host_port(one, what="etcd address", has_tls=is_tls if "://" in one else None)
+            for one in addresses.rstrip(", ").split(",")
+        ]
+        self._urls = [f"{'https' if is_tls else 'http'}://{join_host_port(*place)}/v3" for place in places]
+        self._at = 0
+        self._ssl: ssl.SSLContext | None = None
+        if is_tls:
+            try:
+                self._ssl = ssl.create_default_context(cafile=authority)
+                if certificate:
+                    self._ssl.load_cert_chain(certificate, key, password="")
+            except OSError as error:  # an SSLError is one, too
+                files = ", ".join(filter(None, (authority, certificate, key)))
+                raise ConfigError(f"the files of TLS for etcd ({files}) cannot be used: {error}", "etcd") from error
+        elif authority or certificate:
+            raise ConfigError("files of TLS are given for etcd, and its address is not https://", "etcd")
+        self._leader_key, self._jobs_key = (_text(f"{prefix}/{name}") for name in ("leader", "jobs"))
+        self._leader, self._own_name = leader, secrets.token_hex(8)
+        self._user, self._password, self._auth_token = user, password, ""
+        self._lease_id = 0
+        self._fence = 0
+        self._session: aiohttp.ClientSession | None = None
+
+    async def fence(self) -> LeaseOf | None:
+        """Return who holds the lease; None: nobody does."""
+        kept = await self._get(self._leader_key)
+        if kept is None:
+            return None
+        try:
+            said = json.loads(base64.b64decode(kept["value"]))
+            leader, name = printable(str(said["leader"])[:300]), said["name"]
+        except (ValueError, KeyError, TypeError):
+            leader, name = "an unknown address", ""
+        return LeaseOf(int(kept["create_revision"]), leader, is_own=name == self._own_name)
+
+    async def acquire(self) -> LeaseHeld | None:
+        """Take the lease if nobody holds it."""
+        await self._revoke()
+        self._lease_id = secrets.randbits(62) + 1
+        granted = await self._post("lease/grant", {"TTL": int(self.lease_s), "ID": str(self._lease_id)})
+        value = _text(json.dumps({"leader": self._leader, "name": self._own_name}))
+        put = {"key": self._leader_key, "value": value, "lease": str(self._lease_id)}
+        done = await self._if_fence_is(0, put)
+        if not done.get("succeeded"):
+            await self._revoke()
+            return None
+        self._fence = int(done["header"]["revision"])
+        return LeaseHeld(self._fence, float(granted["TTL"]))
+
+    async def renew(self) -> LeaseHeld | None:
+        """Hold the lease for longer."""
+        kept_alive = await self._post("lease/keepalive", {"ID": str(self._lease_id)})
+        lease_s = float(kept_alive.get("result", {}).get("TTL", 0))
+        kept = await self._get(self._leader_key)
+        is_ours = lease_s > 0 and kept is not None and int(kept["create_revision"]) == self._fence
+        return LeaseHeld(self._fence, lease_s) if is_ours else None
+
+    async def read(self) -> bytes:
+        """Return what was written last."""
+        kept = await self._get(self._jobs_key)
+        return b"" if kept is None else base64.b64decode(kept.get("value", ""))
+
+    async def write(self, data: bytes) -> LeaseHeld | None:
+        """Write if the lease is ours."""
+        put = {"key": self._jobs_key, "value": base64.b64encode(data).decode()}
+        done = await self._if_fence_is(self._fence, put)
+        return LeaseHeld(self._fence, self.lease_s) if done.get("succeeded") else None
+
+    async def release(self) -> None:
+        """Give the lease up, and the connections."""
+        try:
+            if self._session is not None:
+                await self._revoke()
+        finally:
+            if self._session is not None:
+                await self._session.close()
+
+    # ---------------------------------------------------------------------------------------------------------- the gateway
+
+    async def _revoke(self) -> None:
+        if self._lease_id:
+            await self._post("lease/revoke", {"ID": str(self._lease_id)})
+            self._lease_id = 0
+
+    async def _get(self, key: str) -> dict[str, Any] | None:
+        found = await self._post("kv/range", {"key": key})
+        kept: list[dict[str, Any]] = found.get("kvs") or []
+        return kept[0] if kept else None
+
+    async def _if_fence_is(self, fence: int, put: dict[str, str]) -> dict[str, Any]:
+        compare = {"key": self._leader_key, "target": "CREATE", "result": "EQUAL", "create_revision": str(fence)}
+        return await self._post("kv/txn", {"compare": [compare], "success": [{"request_put": put}]})
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Make a call of one member of etcd. If that does not answer the next call goes to the next one.
+
+        Raises:
+            OSError: there was no answer of use; what was asked for may have been done.
+            AuthenticationError: etcd refuses us.
+        """
+        if self._user and not self._auth_token:
+            self._auth_token = await self._authenticate()
+        status, answer = await self._send(path, body)
+        code = answer.get("code", 0)
+        if self._user and (status == 401 or code == _UNAUTHENTICATED):  # its token is valid for a while only
+            self._auth_token = await self._authenticate()
+            status, answer = await self._send(path, body)
+            code = answer.get("code", 0)
+        if status == 200 or (code == _NOT_FOUND and path.startswith("lease/")):
+            return answer
+        why = printable(str(answer.get("message") or answer.get("error") or f"HTTP {status}")[:300])
+        is_refused = status in (401, 403) or code in (_UNAUTHENTICATED, _DENIED)
+        if is_refused or (code == _INVALID and "user name is empty" in why):
+            told = "give --etcd-user and --etcd-password-file of a user that may read and write below --etcd-prefix"
+            raise AuthenticationError(f"etcd at {self._urls[self._at]} refuses us ({why}); {told}", "etcd")
+        url, self._at = self._urls[self._at], (self._at + 1) % len(self._urls)
+        raise ConnectionError(f"etcd at {url}: {why}")
+
+    async def _authenticate(self) -> str:
+        self._auth_token = ""
+        status, answer = await self._send("auth/authenticate", {"name": self._user, "password": self._password})
+        if status >= 500:
+            raise ConnectionError(f"etcd at {self._urls[self._at]} cannot check a password now: HTTP {status}")
+        if "token" not in answer:
+            why = printable(str(answer.get("message") or answer.get("error") or f"HTTP {status}")[:300])
+            told = "mend --etcd-user or --etcd-password-file"
+            raise AuthenticationError(f"etcd refuses user {self._user!r} ({why}); {told}", "etcd")
+        return str(answer["token"])
+
+    async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self._session is None or self._session.closed:
+            self._session = client_session()
+        url = self._urls[self._at]
+        headers = {"Authorization": self._auth_token} if self._auth_token else {}
+        try:
+            asked = self._session.post(f"{url}/{path}", json=body, headers=headers, ssl=self._ssl or True)
+            async with asked as response:
+                text = await response.content.read(_MAX_ANSWER_BYTES)
+                while not response.content.at_eof() and len(text) < _MAX_ANSWER_BYTES:
+                    text += await response.content.read(_MAX_ANSWER_BYTES)
+                answer = json.loads(text)
+                if not isinstance(answer, dict):
+                    raise ValueError("it is no JSON object")
+                return response.status, answer
+        except (aiohttp.ClientError, ValueError, RecursionError) as error:
+            self._at = (self._at + 1) % len(self._urls)
+            raise ConnectionError(f"etcd at {url}: {printable(str(error)[:300]) or type(error).__name__}") from error
+        except asyncio.CancelledError:  # it was given no more time
+            self._at = (self._at + 1) % len(self._urls)
+            raise
+
+
+def _text(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,118 @@
+"""Keeps the lease of a lighthouse that is one of several: a shell around `core.coordination.leadership`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from torchft_ckpt.core.coordination.leadership import Answer, Call, Leadership, LeaseStore, Stand, StoreFailed
+from torchft_ckpt.errors import CoordinationError
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """Use on its event loop only.
+
+    Args:
+        store: where the lease is.
+        on_change: called when this lighthouse begins to lead, with what the last leader wrote, and with None when it leads no
+            more.
+        data: returns what is to outlive this lighthouse while it leads.
+    """
+
+    def __init__(
+        self, store: LeaseStore, *, on_change: Callable[[bytes | None], None], data: Callable[[], bytes]
+    ) -> None:
+        self.state = Leadership(store.lease_s)
+        self._store, self._on_change, self._data = store, on_change, data
+        self._loop = asyncio.get_running_loop()
+        self._is_leading = self._is_over = False
+        self._said = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to ask for the lease.
+
+        Raises:
+            CoordinationError: the store refuses us. One that does not answer may come yet.
+        """
+        try:
+            await asyncio.wait_for(self._store.fence(), self.state.patience_s)
+        except (OSError, asyncio.TimeoutError) as error:
+            logger.warning("the store of the lease does not answer (%s); trying again", error)
+        self._task = self._loop.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Give the lease up. May be called twice."""
+        self._is_over = True  # up to Python 3.11 `wait_for` may forget that it was cancelled
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        with contextlib.suppress(OSError, CoordinationError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._store.release(), self.state.patience_s)
+
+    def leads(self) -> bool:
+        """Whether this lighthouse may decide now."""
+        self.look()
+        return self._is_leading
+
+    def look(self) -> None:
+        """Note that time has passed, and say if that changes who leads."""
+        state = self.state
+        state.look(self._loop.time())
+        leads = state.stand is Stand.LEADS
+        if leads is not self._is_leading:
+            self._is_leading = leads
+            if leads:
+                logger.info("this lighthouse leads, by lease %d", state.fence)
+            else:
+                logger.warning("this lighthouse leads no more: %s", state.reason)
+            self._on_change(state.data if leads else None)
+        elif not leads and state.reason != self._said:
+            self._said = state.reason
+            logger.info("this lighthouse stands by: %s", state.reason)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if state.over_at is None else self._loop.call_at(state.over_at, self.look)
+
+    def has_news(self) -> None:
+        """What is to outlive this lighthouse may be something else now."""
+        self._has_news.set()
+
+    async def _keep(self) -> None:
+        while not self._is_over:
+            data = self._data()
+            call, at = self.state.next_call(data, self._loop.time())
+            if (pause := at - self._loop.time()) > 0:
+                self._has_news.clear()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._has_news.wait(), pause)
+                if self._has_news.is_set():
+                    continue
+            began = self._loop.time()
+            try:
+                answer = await asyncio.wait_for(self._ask(call, data), self.state.patience_s)
+            except asyncio.TimeoutError:
+                answer = StoreFailed(f"nothing heard for {self.state.patience_s:g} s")
+            except (OSError, CoordinationError) as error:
+                answer = StoreFailed(str(error))
+            self.state.answered(call, answer, began, self._loop.time(), data)
+            self.look()
+
+    async def _ask(self, call: Call, data: bytes) -> Answer:
+        if call is Call.WRITE:
+            return await self._store.write(data)
+        asked = {
+            Call.FENCE: self._store.fence,
+            Call.ACQUIRE: self._store.acquire,
+            Call.READ: self._store.read,
+            Call.RENEW: self._store.renew,
+        }
+        return await asked[call]()
