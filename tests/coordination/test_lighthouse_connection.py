@@ -107,7 +107,7 @@ def test_a_group_that_is_told_to_leave_in_the_instant_in_which_an_attempt_fails_
     client = group.service._client
     tries = threading.Event()
 
-    async def connect() -> None:
+    async def connect(attempt_s: float) -> None:
         tries.set()
         try:
             await asyncio.sleep(3600)

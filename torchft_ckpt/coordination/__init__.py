@@ -3,6 +3,8 @@
     loop_thread            an asyncio loop in a thread of its own, started and ended with its owner
     channel                one WebSocket: ordered bounded sending, decoded receiving, closing
     lighthouse_server      the lighthouse as a service
+    lease_keeper           keeps the lease of a lighthouse that is one of several
+    etcd_store             that lease, in etcd
     lighthouse_connection  a group's one connection to it, kept up
     group_service          group rank 0: this group's ranks on one side, the lighthouse on the other
     rank_session           group ranks above 0: the connection to their group's service

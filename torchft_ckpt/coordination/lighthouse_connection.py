@@ -57,6 +57,8 @@ _PROTOCOL_PAUSE_S = 1.0
 _ATTEMPT_S = 1.0
 """For the first attempt at each of several lighthouses, any of which may be off; each next one has twice as long."""
 _LEAST_PAUSE_S = 0.1
+_LEASE_PAUSE_S, _NUM_HASTY = 0.25, 20
+"""Another one may lead as soon as a lease is over: so soon all are tried again, for the first so many times."""
 
 _RETRIABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError, LighthouseUnreachableError)
 
@@ -140,7 +142,10 @@ class LighthouseConnection:
         """Have the next lighthouse tried, after that many failures; return after which pause: none before all were tried."""
         self._num_tried += 1
         num_rounds, in_round = divmod(attempt + 1, len(self._addresses))
-        return 0.0 if in_round else reconnect_delay_s(num_rounds - 1, random.random())
+        if in_round:
+            return 0.0
+        pause = reconnect_delay_s(num_rounds - 1, random.random())
+        return min(pause, _LEASE_PAUSE_S) if len(self._addresses) > 1 and num_rounds <= _NUM_HASTY else pause
 
     def _attempt_s(self, attempt: int) -> float:
         if len(self._addresses) == 1:

@@ -15,6 +15,7 @@ lighthouse_records  what is written down about a member and about the open step,
 job_record          what the parts of the lighthouse share: who is here, who asks, who is waited for, which step is open
 roster              who is a member, over which connection, and who took whose place
 history             which states the job has had, who may still hold them, and which contributors are gone
+leadership          which of several lighthouses decides, and how long members take its word
 restart             what a restarted lighthouse learns from the members of the last quorum
 layouts             which groups can be in one quorum, by the layout of their tensors
 starting            which group reads a checkpoint when none of those that start has a state, and who gets it from that one

@@ -72,6 +72,9 @@ LINES_PER_S, LINES_AT_ONCE = 20.0, 5000.0
 have one together until they have begun."""
 
 
+_lasting = msgspec.json.Decoder(dict[str, tuple[Number, float]])
+
+
 def _kept_bytes(message: ToLighthouse) -> int:
     """Return how much memory what a message says of each rank takes, some 40 bytes for each thing besides its texts."""
     shown: list[StateShown] = getattr(message, "shown", [])
@@ -154,7 +157,7 @@ class Jobs:
     def remember(self, data: bytes, zero: float, now: float) -> None:
         """Take what another lighthouse has written so, or, where that is not it, nothing."""
         try:
-            found = msgspec.json.decode(data, type=dict[str, tuple[Number, float]]) if data else {}
+            found = _lasting.decode(data) if data else {}
         except (msgspec.MsgspecError, UnicodeError):
             return
         jobs = ((job, FinishedJob(step, min(at - zero, now))) for job, (step, at) in found.items() if is_job_name(job))
