@@ -194,6 +194,7 @@ class Simulation:
         )
         if self.several is not None:
             group.on_taken, group.on_welcome = partial(self.several.taken, group), partial(self.several.welcomed, group)
+        only_kills = set(plan.faults) <= {Fault.KILL_GROUP, Fault.KILL_RANK} and plan.leases is None
         settings = TrainerSettings(
             replica=ReplicaSettings(
                 min_replica_size=plan.min_replica_size,
@@ -211,7 +212,7 @@ class Simulation:
             shows=plan.shows,
             num_allreduces=plan.num_allreduces,
             num_late=plan.num_late,
-            late_limit_s=LATE_LIMIT_S if set(plan.faults) <= {Fault.KILL_GROUP, Fault.KILL_RANK} else None,
+            late_limit_s=LATE_LIMIT_S if only_kills else None,
             decision_timeout_s=plan.decision_timeout_s,
         )
         restored = self._checkpoint if self.rng.random() < plan.restore_rate else None
