@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from torchft_ckpt.core.coordination.history import Untold
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -97,16 +98,16 @@ class Job:
         self._connections = itertools.count(1)
         self.start()
 
-    def start(self) -> None:
-        """The lighthouse starts, without memory."""
-        self.lighthouse = LighthouseState(self.settings, epoch=f"life{next(_epochs)}")
+    def start(self, untold: Untold = ()) -> None:
+        """The lighthouse starts, without memory but for this."""
+        self.lighthouse = LighthouseState(self.settings, epoch=f"life{next(_epochs)}", untold=untold)
         self.by_connection: dict[str, Member] = {}
 
-    def restart(self) -> None:
-        """It dies and comes back; the members' connections are gone."""
+    def restart(self, *, with_store: bool = False) -> None:
+        """It dies and comes back; the members' connections are gone. `with_store`: another one of several takes its place."""
         for member in self.members.values():
             member.connection = None
-        self.start()
+        self.start(self.lighthouse.untold if with_store else ())
 
     def join(self, name: str, *, life: int = 1, ranks: int = 1, **settings: object) -> Member:
         """A process starts and connects."""

@@ -114,11 +114,12 @@ class Group:
     def hears(self, kind: type) -> list[object]:
         return [message for message in self.lighthouse.said[self.connection] if isinstance(message, kind)]
 
-    def votes(self) -> None:
+    def votes(self, *, approve: bool = True) -> None:
         (formed,) = self.hears(QuorumFormed)
         assert isinstance(formed, QuorumFormed)
         self.formed, self.version = formed, formed.version
-        self.says(CommitVote(quorum_id=formed.quorum_id, epoch=formed.epoch, step=formed.version.step, approve=True))
+        step = formed.version.step
+        self.says(CommitVote(quorum_id=formed.quorum_id, epoch=formed.epoch, step=step, approve=approve))
 
     def commits(self) -> None:
         (decided,) = self.hears(CommitDecided)
@@ -683,6 +684,29 @@ def test_the_newest_finished_jobs_are_remembered(monkeypatch: pytest.MonkeyPatch
         group.finishes()
         group.leaves()
     assert list(lighthouse.jobs.finished) == ["second", "third"]
+
+
+def test_the_next_one_of_several_lighthouses_knows_what_lasts_of_each_job() -> None:
+    first = Lighthouse()
+    over, going_on, other = Group(first, "over"), Group(first, "going-on"), Group(first, "other")
+    for group in (over, going_on, other):
+        group.trains()
+    before = first.jobs.what_lasts(100.0)
+    going_on.trains()
+    assert first.jobs.what_lasts(100.0) is before  # a step that all approved costs no write
+    over.finishes()
+    over.leaves()
+    going_on.asks()
+    going_on.votes(approve=False)
+    lasts = first.jobs.what_lasts(100.0)
+    assert lasts != before
+    second = Lighthouse()
+    second.jobs.remember(lasts, 100.0, now=7.0)
+    second.jobs.remember(b"nonsense", 100.0, now=7.0)
+    assert second.jobs.finished["over"].step == 1
+    assert second.jobs.what_lasts(100.0) == lasts  # also of jobs that nobody has named there yet
+    Group(second, "going-on")
+    assert [counts for _, counts in second.jobs.states["going-on"].untold] == [False]
 
 
 # ------------------------------------------------------------------------------------------------------ the operator's word

@@ -161,6 +161,69 @@ def test_a_commit_that_was_heard_by_one_is_not_undone_by_one_that_was_taken_for_
     assert c.outcomes == [Outcome.LEFT_BEHIND]
 
 
+# ------------------------------------------------------------------------- another one of several lighthouses goes on
+
+
+def one_hears_that_it_is_discarded() -> tuple[Job, list[Member]]:
+    """Two have approved, and it is discarded on account of a third one: that one alone hears of it."""
+    job, members = trained("a", "b", "c")
+    for member in members:
+        member.asks()
+    for member in members[1:]:
+        member.is_stopped = True
+        member.votes()
+    members[0].votes(error="a collective failed", broken=True)
+    assert members[0].outcomes == [Outcome.DISCARD]
+    return job, members
+
+
+def one_hears_that_it_counts() -> tuple[Job, list[Member]]:
+    """It counts without a member that is cut off: one of those who approved hears of it, and the cut off one has not approved."""
+    job, members = trained("a", "b", "c")
+    for member in members:
+        member.asks()
+    members[0].votes()
+    members[1].is_stopped = True
+    members[1].votes()
+    members[2].is_cut_off()
+    assert members[0].outcomes == [Outcome.COMMIT]
+    members[2].votes(error="it was cut off", broken=True)
+    return job, members
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+def test_a_discard_that_one_heard_who_is_away_stands_if_the_next_lighthouse_knows_of_it(with_store: bool) -> None:
+    job, (_, b, c) = one_hears_that_it_is_discarded()
+    for _ in range(2):  # and so it does if that one dies at once, too
+        job.restart(with_store=with_store)
+    b.is_stopped = c.is_stopped = False
+    back(b, c)
+    job.passes(6.0)
+    decided = Outcome.DISCARD if with_store else Outcome.COMMIT  # all that came back have approved
+    assert (b.outcomes, c.outcomes) == ([decided], [decided])
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+def test_a_commit_that_one_heard_who_is_away_stands_if_the_next_lighthouse_knows_of_it(with_store: bool) -> None:
+    job, (_, b, c) = one_hears_that_it_counts()
+    job.restart(with_store=with_store)
+    b.is_stopped = False
+    back(c, b)
+    job.passes(6.0)
+    assert b.outcomes == [Outcome.COMMIT if with_store else Outcome.DISCARD]
+    assert c.outcomes == [Outcome.LEFT_BEHIND if with_store else Outcome.DISCARD]
+    assert b.step == (2 if with_store else 1)
+
+
+def test_of_a_commit_that_all_voters_approved_nothing_is_left_as_each_of_their_votes_tells_it() -> None:
+    assert trained("a", "b", "c")[0].lighthouse.untold == ()
+    job, (_, b, _) = in_doubt("a", "b", "c")
+    back(b)
+    job.passes(6.0)
+    assert b.outcomes == [Outcome.COMMIT]
+    assert [counts for _, counts in job.lighthouse.untold] == [True]  # others might come and say another thing
+
+
 def test_no_quorum_before_all_of_the_last_one_are_back_or_the_patience_is_over() -> None:
     job, (a, _b) = trained("a", "b")
     job.restart()

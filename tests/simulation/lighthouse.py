@@ -9,6 +9,7 @@ from typing import Any
 from simulation.clock import Action, Clock, Process
 from simulation.network import Connection
 from simulation.oracle import Oracle, must_hold
+from torchft_ckpt.core.coordination.history import Untold
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -44,6 +45,8 @@ class Lighthouse:
         self._max_delay_s = max_delay_s
         self._life = 0
         self._number = 0
+        self.untold: Untold = ()
+        """What it knows of earlier lives."""
         self.connections: dict[str, Connection] = {}
         self._start()
 
@@ -54,7 +57,8 @@ class Lighthouse:
 
     def _begin_life(self) -> None:
         # Epochs are in no order: nothing may depend on one.
-        self.state = LighthouseState(self._settings, epoch=f"{self._rng.getrandbits(16):04x}.{self._life}")
+        epoch = f"{self._rng.getrandbits(16):04x}.{self._life}"
+        self.state = LighthouseState(self._settings, epoch=epoch, untold=self.untold)
         self._armed: float | None = None
         self._oracle.new_life(self.state.epoch, self.process)
 

@@ -10,7 +10,7 @@ What must hold after every event, judged by the store alone:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import msgspec
 from simulation.clock import Clock, Process
 from simulation.lighthouse import Lighthouse
 from simulation.oracle import Oracle
+from torchft_ckpt.core.coordination.history import Untold
 from torchft_ckpt.core.coordination.leadership import (
     Answer,
     Call,
@@ -74,7 +75,7 @@ class Store:
         self._clock, self._rate = clock, rate
         self._holder, self._until = "", float("-inf")
 
-    def carry_out(self, who: str, call: Call, lease_s: float) -> Answer:
+    def carry_out(self, who: str, call: Call, lease_s: float, data: bytes) -> Answer:
         now = self._clock.now * self._rate
         holder = self._holder if now < self._until else ""
         if call is Call.READ:
@@ -85,6 +86,9 @@ class Store:
             self.fence, self._holder = self.fence + 1, who
         elif holder != who:
             return None
+        elif call is Call.WRITE:
+            self.data = data
+            return LeaseHeld(self.fence, lease_s)
         self._until = now + lease_s
         return LeaseHeld(self.fence, lease_s)
 
@@ -97,7 +101,7 @@ class Candidate(Lighthouse):
         self._clock_rate = all_of_them.draw_rate()
         self.parted_until = 0.0
         """From the store."""
-        self.pauses_before_sending = False
+        self.pauses_before_sending = self.tells_one = False
         super().__init__(**of_one)
 
     @property
@@ -106,11 +110,13 @@ class Candidate(Lighthouse):
         return self._clock.now * self._clock_rate
 
     def _start(self) -> None:
+        self.untold = ()
         super()._start()
         self.process.name = f"lighthouse {self.number}.{self._life}"
         self.leadership = Leadership(self._plan.lease_s)
-        self._pending = 0
-        self._is_leading = False
+        self._pending = self._planned = 0
+        self._is_asking = self._is_leading = False
+        self._unsaid: list[Instruction] = []
         self.process.checks.append(lambda: self.leadership.validate(self.now))
         self._next()
 
@@ -120,12 +126,21 @@ class Candidate(Lighthouse):
 
     # ------------------------------------------------------------------------------------------------------- its lease
 
+    def _data(self) -> bytes:
+        return msgspec.json.encode(self.state.untold) if self.state.untold else b""
+
     def _next(self) -> None:
-        _, at = self.leadership.next_call(b"", self.now)
-        self._clock.after(max(0.0, at - self.now) / self._clock_rate, self.process, self._ask)
+        """Make the next call of the store in its time, if none is under way."""
+        self._planned += 1
+        if not self._is_asking:
+            number, (_, at) = self._planned, self.leadership.next_call(self._data(), self.now)
+            delay_s = max(0.0, at - self.now) / self._clock_rate
+            self._clock.after(delay_s, self.process, lambda: self._ask() if number == self._planned else None)
 
     def _ask(self) -> None:
-        call, _ = self.leadership.next_call(b"", self.now)
+        data = self._data()
+        call, _ = self.leadership.next_call(data, self.now)
+        self._is_asking = True
         self._pending += 1
         number, began, process = self._pending, self.now, self.process
         who = process.name
@@ -133,25 +148,27 @@ class Candidate(Lighthouse):
         def arrive() -> None:
             if self._all.is_cut_off(self):
                 return
-            answer = self._all.store.carry_out(who, call, self._plan.lease_s)
+            answer = self._all.store.carry_out(who, call, self._plan.lease_s, data)
             if isinstance(answer, LeaseHeld) and call is Call.ACQUIRE:
                 self._all.given(self, answer)
             if not self._all.is_cut_off(self) and self._rng.random() > 0.02:
-                self._clock.after(self._delay(), process, lambda: self._answered(number, call, answer, began))
+                self._clock.after(self._delay(), process, lambda: self._answered(number, call, answer, began, data))
 
         self._clock.after(self._delay(), None, arrive)
         patience_s = self.leadership.patience_s / self._clock_rate
         failed = StoreFailed("no answer")
-        self._clock.after(patience_s, process, lambda: self._answered(number, call, failed, began))
+        self._clock.after(patience_s, process, lambda: self._answered(number, call, failed, began, data))
 
     def _delay(self) -> float:
         return self._rng.uniform(0.001, 0.02)
 
-    def _answered(self, number: int, call: Call, answer: Answer, began: float) -> None:
+    def _answered(self, number: int, call: Call, answer: Answer, began: float, data: bytes) -> None:
         if number == self._pending:
             self._pending += 1
-            self.leadership.answered(call, answer, began, self.now)
+            self._is_asking = False
+            self.leadership.answered(call, answer, began, self.now, data)
             self._look()
+            self._say()
             self._next()
 
     def _look(self) -> None:
@@ -164,6 +181,8 @@ class Candidate(Lighthouse):
                 connection.send_to_client(Dropped(reason=self.leadership.reason))
                 connection.close(by_server=True)
             self.connections.clear()
+            self._unsaid.clear()
+            self.untold = msgspec.json.decode(self.leadership.data or b"[]", type=Untold) if leads else ()
             self._begin_life()
         if leads and (over_at := self.leadership.over_at) is not None:
             self._clock.after(max(0.0, over_at - self.now) / self._clock_rate, self.process, self._look_once(over_at))
@@ -191,9 +210,27 @@ class Candidate(Lighthouse):
         super().handle(event)
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
+        self._unsaid += instructions
+        self._say()
+
+    def _say(self) -> None:
+        """Say what there is to say, if what must outlive this lighthouse is in the store; else that is written before."""
+        if self._data() != self.leadership.data:
+            self._next()
+            return
+        if not self.leadership.leads(self.now):
+            return
+        instructions, self._unsaid = self._unsaid, []
         left_s = self.leadership.left_s(self.now)
         told = [self._with_lease(i, left_s) for i in instructions]
         self._all.decides(self, told)
+        decided = [i for i in told if isinstance(i, Send) and isinstance(i.message, CommitDecided)]
+        if self.tells_one and decided and (_is_unlike_votes(decided) or self._rng.random() < 0.1):
+            self.tells_one = False
+            one = self._rng.choice(decided)
+            super()._carry_out([one])
+            self._all.dies_and_leaves_away(self, one)
+            return
         if not self.pauses_before_sending:
             super()._carry_out(told)
             return
@@ -229,8 +266,8 @@ class Lighthouses:
         self._store_gone_until = 0.0
         self._parted: dict[tuple[int, int], float] = {}
         """By group and lighthouse: until when the network swallows what they say to each other."""
-        self._decided: dict[tuple[int, str, int], tuple[Outcome, int]] = {}
-        self._heard: set[tuple[int, str, int]] = set()
+        self._heard: dict[tuple[int, str, int], tuple[bool, int]] = {}
+        """By step: whether it counts, as the first member heard, and by which fence."""
         self.num_lives = self.num_taken = self.num_decided_otherwise = 0
         of_one = {"clock": clock, "rng": rng, "settings": settings, "oracle": oracle, "log": log}
         self.each = [
@@ -263,7 +300,7 @@ class Lighthouses:
         rng, now, groups = self._rng, self._clock.now, self.groups()
         one = rng.choice((self.leader, self.leader, rng.choice(self.each)))
         until = now + rng.choice((rng.uniform(0.05, 0.5), rng.uniform(0.5, LONGEST_S)))
-        kind = rng.choice(("kill", "stop", "pause", "pause", "part", "part", "store", "group", "group", "group"))
+        kind = rng.choice(("kill", "stop", "pause", "pause", "part", "part", "store", "group", "group", "group", "one"))
         self.log(f"--- {kind}: {one.process.name} until {until:.2f}")
         if kind == "kill" and one.process.is_alive:
             one.crash()
@@ -274,6 +311,8 @@ class Lighthouses:
             one.pauses_before_sending = True
         elif kind == "part":
             one.parted_until = until
+        elif kind == "one":
+            one.tells_one = True
         elif kind == "store":
             self._store_gone_until = until
         elif kind == "group":
@@ -283,6 +322,17 @@ class Lighthouses:
             if connection is not None and connection.server is one.process and not connection.is_silent:
                 connection.fall_silent()
                 self._clock.after(until - now, None, connection.speak_again)
+
+    def dies_and_leaves_away(self, one: Candidate, told: Send) -> None:
+        """A lighthouse dies that has just told one member alone how a step ended, and that one reaches no other for long."""
+        connection, now = one.connections.get(told.connection), self._clock.now
+        for index, group in enumerate(self.groups()):
+            if connection is not None and group.connection is connection:
+                self.log(f"--- only {group.replica_id} hears it")
+                until = now + self._rng.uniform(1.0, 3 * LONGEST_S)
+                self._parted.update(dict.fromkeys(((index, other.number) for other in self.each), until))
+        one.crash()
+        self._clock.after(self._rng.uniform(0.1, LONGEST_S), None, one.restart)
 
     # ------------------------------------------------------------------------------------------------- what must hold
 
@@ -307,13 +357,6 @@ class Lighthouses:
         if instructions and one.leadership.fence != self.store.fence:
             what = next(iter(instructions))
             self._oracle.fail(f"fence {one.leadership.fence} decides {what}, and {self.store.fence} was given")
-        for decided in _decisions(instructions):
-            key = (decided.quorum_id, decided.epoch, decided.step)
-            # Who is left behind was not asked.
-            outcome = Outcome.DISCARD if decided.outcome is Outcome.DISCARD else Outcome.COMMIT
-            before, fence = self._decided.setdefault(key, (outcome, self.store.fence))
-            if before is not outcome and fence != self.store.fence and key in self._heard:
-                self.num_decided_otherwise += 1
 
     def taken(self, group: ReplicaGroup, lighthouse: Lighthouse, message: Any) -> None:
         """A member takes what a lighthouse has said."""
@@ -325,7 +368,14 @@ class Lighthouses:
                 f"{group.replica_id} takes {message} of fence {group.fence}; {self.store.fence} was given"
             )
         if isinstance(message, CommitDecided):
-            self._heard.add((message.quorum_id, message.epoch, message.step))
+            key = (message.quorum_id, message.epoch, message.step)
+            told = (message.outcome is not Outcome.DISCARD, group.fence)
+            before = self._heard.get(key, told)
+            if before[1] == told[1]:
+                self._heard[key] = told
+            elif before[0] is not told[0]:
+                self.num_decided_otherwise += 1
+                self.log(f"OTHERWISE {key} {before} {told} {group.replica_id}")
 
     def welcomed(self, group: ReplicaGroup, before: int) -> None:
         """A member has gone to a leader, and has met a fence before."""
@@ -333,5 +383,9 @@ class Lighthouses:
             self._oracle.fail(f"{group.replica_id} goes to fence {group.fence}, and has met {before}")
 
 
-def _decisions(instructions: list[Instruction]) -> Iterator[CommitDecided]:
-    return (i.message for i in instructions if isinstance(i, Send) and isinstance(i.message, CommitDecided))
+def _is_unlike_votes(decided: list[Send]) -> bool:
+    """Whether not all votes were for what was decided, or some did not come."""
+    return any(
+        isinstance(i.message, CommitDecided) and (i.message.broken or i.message.outcome is not Outcome.COMMIT)
+        for i in decided
+    )

@@ -21,13 +21,19 @@ class LeaseKeeper:
         on_change: called when this lighthouse begins to lead, with what the last leader wrote, and with None when it leads no
             more.
         data: returns what is to outlive this lighthouse while it leads.
+        on_written: called after that was written, or could not be.
     """
 
     def __init__(
-        self, store: LeaseStore, *, on_change: Callable[[bytes | None], None], data: Callable[[], bytes]
+        self,
+        store: LeaseStore,
+        *,
+        on_change: Callable[[bytes | None], None],
+        data: Callable[[], bytes],
+        on_written: Callable[[], None],
     ) -> None:
         self.state = Leadership(store.lease_s)
-        self._store, self._on_change, self._data = store, on_change, data
+        self._store, self._on_change, self._data, self._on_written = store, on_change, data, on_written
         self._loop = asyncio.get_running_loop()
         self._is_leading = self._is_over = False
         self._said = ""
@@ -82,9 +88,12 @@ class LeaseKeeper:
             self._timer.cancel()
         self._timer = None if state.over_at is None else self._loop.call_at(state.over_at, self.look)
 
-    def has_news(self) -> None:
-        """What is to outlive this lighthouse may be something else now."""
+    def has_written(self) -> bool:
+        """Whether what is to outlive this lighthouse is in the store. Else it is written as soon as may be."""
+        if self._data() == self.state.data:
+            return True
         self._has_news.set()
+        return False
 
     async def _keep(self) -> None:
         while not self._is_over:
@@ -105,6 +114,8 @@ class LeaseKeeper:
                 answer = StoreFailed(str(error))
             self.state.answered(call, answer, began, self._loop.time(), data)
             self.look()
+            if call is Call.WRITE:
+                self._on_written()
 
     async def _ask(self, call: Call, data: bytes) -> Answer:
         if call is Call.WRITE:

@@ -19,6 +19,7 @@ import socket
 import ssl
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -37,8 +38,8 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
     ConnectionClosed,
     Event,
+    Instruction,
     LighthouseSettings,
-    Log,
     Opened,
     Received,
     Send,
@@ -136,6 +137,8 @@ class LighthouseServer:
         self._unix_time_of_zero = time.time() - time.monotonic()
         self._jobs = self._new_jobs()
         self._lease: LeaseKeeper | None = None
+        self._unsaid: deque[Instruction] = deque()
+        """What is carried out once what has to outlive this lighthouse is in the store."""
         self._channels: dict[str, Channel] = {}
         self._names = (f"connection-{number}" for number in itertools.count(1))
         self._timer: asyncio.TimerHandle | None = None
@@ -193,7 +196,7 @@ class LighthouseServer:
         await self._front.start()
         if store is not None:
             of_lease = store(self._address)
-            self._lease = LeaseKeeper(of_lease, on_change=self._lead, data=self._what_lasts)
+            self._lease = LeaseKeeper(of_lease, on_change=self._lead, data=self._what_lasts, on_written=self._carry_out)
             await self._lease.start()
 
     def _lead(self, data: bytes | None) -> None:
@@ -202,6 +205,7 @@ class LighthouseServer:
             self._jobs.remember(data, self._unix_time_of_zero, asyncio.get_running_loop().time())
             return
         self._jobs = self._new_jobs()
+        self._unsaid.clear()
         for channel in list(self._channels.values()):
             channel.send(Dropped(reason="this lighthouse leads no more"))
             channel.close()
@@ -266,27 +270,37 @@ class LighthouseServer:
         loop, lease = asyncio.get_running_loop(), self._lease
         if lease is not None and not lease.leads() and isinstance(event, Received | Tick):
             return
-        for instruction in self._jobs.handle(event, loop.time()):
-            if isinstance(instruction, Send):
-                channel, message = self._channels.get(instruction.connection), instruction.message
-                if lease is not None and isinstance(message, Welcome):
-                    message = replace(message, fence=lease.state.fence, leads_for_s=lease.state.left_s(loop.time()))
-                if channel is not None:
-                    channel.send(message)
-            elif isinstance(instruction, Close):
-                channel = self._channels.get(instruction.connection)
-                if channel is not None:
-                    channel.close()
-            elif isinstance(instruction, Log):
-                logger.log(logging.WARNING if instruction.is_warning else logging.INFO, "%s", instruction.line)
-        if lease is not None:
-            lease.has_news()
+        self._unsaid.extend(self._jobs.handle(event, loop.time()))
+        self._carry_out()
         deadline = self._jobs.next_deadline()
         if self._timer is not None and (deadline is None or self._timer.when() != deadline):
             self._timer.cancel()
             self._timer = None
         if self._timer is None and deadline is not None:
             self._timer = loop.call_at(deadline, self._tick)
+
+    def _carry_out(self) -> None:
+        """Do what the jobs have said, if what must outlive this lighthouse is in the store; else that is written, and then."""
+        lease = self._lease
+        if lease is not None and not lease.leads():
+            self._unsaid.clear()
+        if not self._unsaid or (lease is not None and not lease.has_written()):
+            return
+        while self._unsaid:
+            instruction = self._unsaid.popleft()
+            if isinstance(instruction, Send):
+                channel, message = self._channels.get(instruction.connection), instruction.message
+                if lease is not None and isinstance(message, Welcome):
+                    left_s = lease.state.left_s(asyncio.get_running_loop().time())
+                    message = replace(message, fence=lease.state.fence, leads_for_s=left_s)
+                if channel is not None:
+                    channel.send(message)
+            elif isinstance(instruction, Close):
+                channel = self._channels.get(instruction.connection)
+                if channel is not None:
+                    channel.close()
+            else:
+                logger.log(logging.WARNING if instruction.is_warning else logging.INFO, "%s", instruction.line)
 
     def _tick(self) -> None:
         self._timer = None

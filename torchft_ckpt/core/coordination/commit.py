@@ -110,6 +110,12 @@ class Tally:
         if not self.decided:
             self._decide(CommitDecision.DISCARD, reason, broken=True)
 
+    @property
+    def is_unanimous(self) -> bool:
+        """Whether the step counts, and every voter approved it: whoever of them is asked later, its vote tells the same."""
+        voters = (replica_id for replica_id, role in self.roles.items() if role is Role.HEALTHY)
+        return self.verdict is CommitDecision.COMMIT and all(self.outcome(m) is Outcome.COMMIT for m in voters)
+
     def forget_ranks(self) -> None:
         """Another step begins: of those who vote late nobody asks any more what each of their ranks said."""
         said = self.votes.items()
@@ -201,7 +207,8 @@ def decide_forgotten(
     - else those who are missing may know of a commit: after the grace, those who approved commit.
 
     Where the guarantee ends: if all who heard of the old decision are away for longer than the grace, the others may
-    decide otherwise. Who comes back then holds an older quorum's state, and heals.
+    decide otherwise. Who comes back then holds an older quorum's state, and heals. One of several lighthouses knows from
+    their store what votes do not tell (`history.Untold`), and does not ask here.
 
     Args:
         votes: the votes in doubt, sent again by members that connected again.

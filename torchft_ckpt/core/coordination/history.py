@@ -21,7 +21,7 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.messages import (
@@ -57,6 +57,11 @@ MAX_FIRST_STEP = 1 << 40
 """A member may be so far where no quorum was formed yet."""
 
 
+Untold: TypeAlias = tuple[tuple[StepKey, bool], ...]
+"""Steps that were decided, the latest last, and whether they count: all but those that count because every voter approved. What
+became of these no vote tells, if who heard it is gone."""
+
+
 def state_after(key: StepKey) -> StateVersion:
     quorum_id, epoch, step = key
     return StateVersion(step=step + 1, quorum_id=quorum_id, epoch=epoch)
@@ -82,10 +87,13 @@ class StateHistory:
     Args:
         epoch: names this life of the lighthouse.
         finished_step: the job was over at this step, and all else was forgotten.
+        untold: of earlier lives.
     """
 
-    def __init__(self, epoch: str, finished_step: int | None = None) -> None:
+    def __init__(self, epoch: str, finished_step: int | None = None, untold: Untold = ()) -> None:
         self._epoch = epoch
+        self.untold = untold
+        """The last `MAX_DECIDED` of these, in this life and in earlier ones."""
         self._own_step = finished_step or 0
         """The newest step apart from `_beyond`. Falls only where the job goes back, or where nobody followed a commit."""
         self._beyond: dict[str, int] = {}
@@ -312,6 +320,9 @@ class StateHistory:
         self._decided[key] = (tally, outcome, clip(reason))
         while len(self._decided) > MAX_DECIDED:
             self._decided.popitem(last=False)
+        told = (key, outcome is Outcome.COMMIT)
+        if not (tally is not None and tally.is_unanimous) and told not in self.untold:
+            self.untold = (*(one for one in self.untold if one[0] != key), told)[-MAX_DECIDED:]
 
     def remembers(self, key: StepKey) -> bool:
         return key in self._decided

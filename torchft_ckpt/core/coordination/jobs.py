@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from torchft_ckpt.core.coordination.history import Untold
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -61,7 +62,7 @@ MAX_JOBS = 256
 MAX_FINISHED = 4096
 """Jobs that are over."""
 MAX_LASTING = 1024
-"""Of those, the latest, which other lighthouses know of, too: 100 KiB in the store."""
+"""Of those, the latest, which other lighthouses know of, too: with what lasts of others some 300 KiB in the store."""
 MAX_ADDRESS_BYTES = 16 << 20
 """Of memory, for the addresses of all groups together: a thousand groups of 64 ranks take some 7 MiB."""
 MAX_SAID_BYTES, LEAST_COUNTED_BYTES = 2 << 30, 16 << 10
@@ -70,9 +71,6 @@ they say of each rank when they ask and vote, if it is not less."""
 LINES_PER_S, LINES_AT_ONCE = 20.0, 5000.0
 """Of a job in the log, and as many warnings. Names cost nothing: while `MAX_JOBS` such rates are in use, all jobs of new names
 have one together until they have begun."""
-
-
-_lasting = msgspec.json.Decoder(dict[str, tuple[Number, float]])
 
 
 def _kept_bytes(message: ToLighthouse) -> int:
@@ -99,6 +97,17 @@ class FinishedJob:
     """On the clock of `now`."""
 
 
+class _Lasting(msgspec.Struct):
+    """What is in the store of several lighthouses."""
+
+    finished: dict[str, tuple[Number, float]] = {}
+    """By job: its last step, and when it was over, in Unix time."""
+    untold: dict[str, Untold] = {}
+
+
+_lasting_decoder = msgspec.json.Decoder(_Lasting)
+
+
 class Jobs:
     """All that the lighthouse knows, with the arguments of `LighthouseState`. Not thread-safe: one caller at a time."""
 
@@ -108,6 +117,10 @@ class Jobs:
         """By name, those that have begun and are not over."""
         self.finished: OrderedDict[str, FinishedJob] = OrderedDict()
         """By name, those that are over and whose groups are gone, the latest last."""
+        self._untold: OrderedDict[str, Untold] = OrderedDict()
+        """By name, `LighthouseState.untold` of jobs that are not over, also of those that no group has named in this life."""
+        self._lasting: bytes | None = None
+        """`what_lasts`; None: it is something else by now."""
         self._epoch = epoch
         self._num_begun = 0
         self._job_of: dict[str, str | None] = {}
@@ -150,18 +163,26 @@ class Jobs:
         return min(self._deadlines.values(), default=None)
 
     def what_lasts(self, zero: float) -> bytes:
-        """Return what members cannot give back to the next lighthouse, as they have gone. `zero`: of the clock, in Unix time."""
-        latest = list(self.finished.items())[-MAX_LASTING:]
-        return msgspec.json.encode({job: (over.step, round(over.finished_at + zero, 3)) for job, over in latest})
+        """Return what members may not be there to tell the next lighthouse. `zero`: of the clock, in Unix time, always the same.
+
+        One of several lighthouses says nothing before this is in their store.
+        """
+        if self._lasting is None:
+            latest = list(self.finished.items())[-MAX_LASTING:]
+            finished = {job: (over.step, round(over.finished_at + zero, 3)) for job, over in latest}
+            self._lasting = msgspec.json.encode(_Lasting(finished=finished, untold=self._untold))
+        return self._lasting
 
     def remember(self, data: bytes, zero: float, now: float) -> None:
         """Take what another lighthouse has written so, or, where that is not it, nothing."""
         try:
-            found = _lasting.decode(data) if data else {}
+            found = _lasting_decoder.decode(data or b"{}")
         except (msgspec.MsgspecError, UnicodeError):
             return
-        jobs = ((job, FinishedJob(step, min(at - zero, now))) for job, (step, at) in found.items() if is_job_name(job))
-        self.finished.update(jobs)
+        jobs = ((job, FinishedJob(step, min(at - zero, now))) for job, (step, at) in found.finished.items())
+        self.finished.update((job, over) for job, over in jobs if is_job_name(job))
+        self._untold.update((job, untold) for job, untold in found.untold.items() if is_job_name(job))
+        self._lasting = None
 
     def _tell(self, name: str, event: Event, now: float) -> list[Instruction]:
         """Hand an event to a job, and put the job away where that was the last of it."""
@@ -178,6 +199,13 @@ class Jobs:
                 instructions.append(Log(printable(f"job {name}: {done.line}{more}"), done.is_warning))
         if name in self.finished and self.finished[name].step != state.newest_step:
             del self.finished[name]  # it went on
+            self._lasting = None
+        if state.untold != self._untold.get(name, ()):
+            self._untold.pop(name, None)
+            self._untold[name] = state.untold
+            while len(self._untold) > MAX_JOBS:
+                self._untold.popitem(last=False)
+            self._lasting = None
         deadline = state.next_deadline()
         if deadline is None:
             self._deadlines.pop(name, None)
@@ -189,6 +217,8 @@ class Jobs:
                 self._drop(name)
             if step is not None:
                 self.finished.setdefault(name, FinishedJob(step, now))
+                self._untold.pop(name, None)
+                self._lasting = None
                 while len(self.finished) > MAX_FINISHED:
                     self.finished.popitem(last=False)
         return instructions
@@ -205,6 +235,7 @@ class Jobs:
             self.settings,
             epoch=f"{self._epoch}.{self._num_begun}",
             finished_step=over.step if over is not None else None,
+            untold=self._untold.get(name, ()),
         )
 
     def _drop(self, name: str) -> None:
@@ -292,6 +323,8 @@ class Jobs:
             if state is not None:
                 self._drop(name)
             self.finished.pop(name, None)
+            self._untold.pop(name, None)
+            self._lasting = None
             yield Log(f"job {name}: forgotten, because the operator asked for it", is_warning=True)
             yield Send(connection, Done(text=f"job {name} is forgotten: its next group starts it over"))
 

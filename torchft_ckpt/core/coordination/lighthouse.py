@@ -34,7 +34,7 @@ from torchft_ckpt.core.coordination.beside import OUT_OF_TURN, TURN_UNKNOWN, Bes
 from torchft_ckpt.core.coordination.connecting import Connecting
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
-from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory
+from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory, Untold
 from torchft_ckpt.core.coordination.hold import LOOK_AGAIN_S, Holds
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
@@ -120,6 +120,7 @@ class LighthouseState:
         settings: what the operator chose.
         epoch: a text that no other life of this lighthouse has.
         finished_step: the job was over at this step, when its groups were gone and all else was forgotten.
+        untold: what earlier lives have left (`untold`).
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class LighthouseState:
         epoch: str,
         *,
         finished_step: int | None = None,
+        untold: Untold = (),
     ) -> None:
         self.settings = settings
         self.epoch = epoch
@@ -136,7 +138,7 @@ class LighthouseState:
             settings=settings,
             epoch=epoch,
             members=self._roster.members,
-            history=StateHistory(epoch, finished_step),
+            history=StateHistory(epoch, finished_step, untold),
             quorum_ids=QuorumIds(epoch),
             finished_at_step=finished_step,
         )
@@ -153,7 +155,8 @@ class LighthouseState:
         self._starting = StartingGroups(self._job)
         self._equality = Equality(self.members)
         self._trials = Trials()
-        self._restart = RestartRecovery(restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s))
+        patience_s = restart_patience_s(settings.join_timeout_s, settings.heartbeat_timeout_s)
+        self._restart = RestartRecovery(patience_s, untold)
         self._contributors = RecentContributors()
         self._speaking = Speaking()
         self._deciding = Deciding(self._job, self._joining, self._equality, self._trials, self._speaking, self._leaving)
@@ -209,6 +212,11 @@ class LighthouseState:
     def finished_step(self) -> int | None:
         """See `JobRecord`."""
         return self._job.finished_step
+
+    @property
+    def untold(self) -> Untold:
+        """What the next life has to know, as members may not be there to tell. It is to be kept before anything is said."""
+        return self._job.history.untold
 
     def why_failed(self, member: Member) -> str:
         """See `Joining`."""

@@ -3,7 +3,7 @@
 This file knows no connections and no clock. From the first `Hello` with a state of that time on, the lighthouse is patient:
 - It forms no quorum until it has heard all members of that quorum, or its patience is over. A member that is still on the
   way back may hold the newest state. Nor does it while it has heard only groups that were beside that quorum.
-- It collects votes in doubt and decides them (`commit.decide_forgotten`).
+- It collects votes in doubt and decides them (`commit.decide_forgotten`), but for what earlier lives have written down of them.
 - Members that are still in the step's collectives hear that these are broken as soon as a member that shares them is gone,
   says so itself, or has not come back in time. Nobody else could tell them: the old lighthouse that knew the quorum is gone.
 
@@ -15,7 +15,7 @@ Anybody may come, say something, and go: what is kept is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -47,10 +47,16 @@ class Settled:
 
 
 class RestartRecovery:
-    """The reports of members of earlier lives' quorums. `patience_s`: how long to wait for members that are not back."""
+    """The reports of members of earlier lives' quorums.
 
-    def __init__(self, patience_s: float) -> None:
+    Args:
+        patience_s: how long to wait for members that are not back.
+        decided: what earlier lives have written down (`history.Untold`).
+    """
+
+    def __init__(self, patience_s: float, decided: Iterable[tuple[StepKey, bool]] = ()) -> None:
         self.patience_s = patience_s
+        self._decided = dict(decided)
         self.is_over = False
         self._patient_until: float | None = None
         self._is_patience_spent = False
@@ -125,14 +131,17 @@ class RestartRecovery:
         for key, votes in list(self._doubts.items()):
             everyone = self._everyone_heard(key[:2])
             committed, refused = self._testimony(key)
-            verdict = decide_forgotten(
-                votes.values(),
-                committed_somewhere=committed,
-                refused_somewhere=refused,
-                someone_still_training=key in self._training.values() and not self._is_patience_spent_twice(now),
-                everyone_is_back=everyone,
-                grace_over=self._is_over_at(now),
-            )
+            if (counts := self._decided.get(key)) is not None:
+                verdict = CommitDecision.COMMIT if counts else CommitDecision.DISCARD
+            else:
+                verdict = decide_forgotten(
+                    votes.values(),
+                    committed_somewhere=committed,
+                    refused_somewhere=refused,
+                    someone_still_training=key in self._training.values() and not self._is_patience_spent_twice(now),
+                    everyone_is_back=everyone,
+                    grace_over=self._is_over_at(now),
+                )
             if verdict is CommitDecision.PENDING:
                 continue
             del self._doubts[key]
