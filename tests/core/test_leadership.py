@@ -23,7 +23,7 @@ from torchft_ckpt.core.coordination.leadership import (
     StoreFailed,
     Trust,
 )
-from torchft_ckpt.core.coordination.messages import Heartbeat, StillLeads
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Heartbeat, StillLeads, Welcome
 
 
 def leader_since(began: float, data: bytes = b"") -> Leadership:
@@ -88,10 +88,26 @@ def test_a_leader_that_may_not_write_leads_no_more() -> None:
     assert (one.stand, one.leads(10.3)) == (Stand.STANDS_BY, False)
 
 
+def welcome(fence: int, leads_for_s: float | None) -> Welcome:
+    return Welcome(protocol=PROTOCOL_VERSION, epoch="e", heartbeat_timeout_s=5.0, fence=fence, leads_for_s=leads_for_s)
+
+
+def trust_of(for_s: float | None, *, asked_at: float) -> Trust:
+    trust = Trust()
+    assert trust.begins(welcome(7, for_s), asked_at)
+    return trust
+
+
+def test_a_member_goes_to_no_leader_with_a_lower_fence_than_it_has_met() -> None:
+    trust = trust_of(1.5, asked_at=10.0)
+    assert not trust.begins(welcome(6, 1.5), 20.0) and not trust.takes(20.1)
+    assert trust.begins(welcome(8, 1.5), 20.0) and trust.takes(20.1)
+
+
 def test_a_member_takes_what_comes_until_the_lease_that_it_heard_of_would_be_over_and_leaves_when_nobody_answers() -> (
     None
 ):
-    trust = Trust(1.5, asked_at=10.0)
+    trust = trust_of(1.5, asked_at=10.0)
     beat = trust.asks(10.5)
     trust.heard(StillLeads(number=beat.number, for_s=1.6))
     assert [trust.takes(now) for now in (12.0, 12.2)] == [True, False]
@@ -103,7 +119,7 @@ def test_a_member_takes_what_comes_until_the_lease_that_it_heard_of_would_be_ove
 
 
 def test_an_old_answer_or_one_to_what_was_never_asked_gives_no_trust() -> None:
-    trust = Trust(1.0, asked_at=10.0)
+    trust = trust_of(1.0, asked_at=10.0)
     beat = trust.asks(10.2)
     trust.heard(StillLeads(number=99, for_s=100.0))
     trust.heard(StillLeads(number=beat.number, for_s=0.5))
@@ -111,7 +127,7 @@ def test_an_old_answer_or_one_to_what_was_never_asked_gives_no_trust() -> None:
 
 
 def test_without_a_store_a_member_trusts_its_only_lighthouse() -> None:
-    trust = Trust(None, asked_at=0.0)
+    trust = trust_of(None, asked_at=0.0)
     trust.asks(5.0)
     assert trust.takes(1e9) and not trust.is_over(1e9)
 

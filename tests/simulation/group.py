@@ -75,11 +75,9 @@ class ReplicaGroup:
         self._lighthouse = lighthouses[0]
         """The one that it is connected to, or tries."""
         self._clock_rate = clock_rate
-        self.fence = 0
-        """The highest that it has met."""
         self.on_taken: Callable[[Lighthouse, Any], None] = lambda lighthouse, message: None
         self.on_welcome: Callable[[int], None] = lambda before: None
-        self._trust = Trust(None, 0.0)
+        self.trust = Trust()
         self._held: list[Any] = []
         self._heartbeat_s = heartbeat_s
         processes[0].checks.append(must_hold(self.state.validate))
@@ -182,7 +180,7 @@ class ReplicaGroup:
     def trusts_another_than(self, lighthouse: Lighthouse) -> bool:
         """Whether it would take now what another lighthouse says."""
         is_here = self.processes[0].is_alive and self.connection is not None and self._is_welcome
-        return is_here and self._lighthouse is not lighthouse and self._trust.takes(self._now)
+        return is_here and self._lighthouse is not lighthouse and self.trust.takes(self._now)
 
     def _retry(self) -> None:
         num = len(self._lighthouses)
@@ -203,12 +201,11 @@ class ReplicaGroup:
 
     def _receive(self, lighthouse: Lighthouse, message: Any, asked_at: float) -> None:
         if isinstance(message, Welcome):
-            if message.fence < self.fence:
+            before = self.trust.fence
+            if not self.trust.begins(message, asked_at):
                 self._leave()
                 return
-            before, self.fence = self.fence, message.fence
             self.on_welcome(before)
-            self._trust = Trust(message.leads_for_s, asked_at)
             self._is_welcome = True
             self._attempt = self._lighthouses.index(lighthouse)
             self._handle(LighthouseUp())
@@ -216,7 +213,7 @@ class ReplicaGroup:
         elif isinstance(message, Refused) and message.code == "standby":
             self._leave()
         elif isinstance(message, StillLeads):
-            self._trust.heard(message)
+            self.trust.heard(message)
             self._watch_lease()
             held, self._held = self._held, []
             for each in held:
@@ -227,7 +224,7 @@ class ReplicaGroup:
     def _take(self, lighthouse: Lighthouse, message: Any) -> None:
         if isinstance(message, Dropped):
             return
-        if not self._trust.takes(self._now):
+        if not self.trust.takes(self._now):
             self._held.append(message)
             return
         self.on_taken(lighthouse, message)
@@ -239,21 +236,21 @@ class ReplicaGroup:
             self._handle(LighthouseMessage(message))
 
     def _watch_lease(self) -> None:
-        ask_at, connection = self._trust.ask_at, self.connection
+        ask_at, connection = self.trust.ask_at, self.connection
         if ask_at != float("inf"):
             delay_s = max(0.0, ask_at - self._now) / self._clock_rate
             self._clock.after(delay_s, self.processes[0], lambda: self._doubt(connection, ask_at))
 
     def _doubt(self, connection: Connection | None, ask_at: float) -> None:
-        if self.connection is not connection or connection is None or self._trust.ask_at != ask_at:
+        if self.connection is not connection or connection is None or self.trust.ask_at != ask_at:
             return
-        if self._trust.is_over(self._now):
+        if self.trust.is_over(self._now):
             self._leave()
         else:
-            connection.send_to_server(self._trust.asks(self._now))
+            connection.send_to_server(self.trust.asks(self._now))
             self._watch_lease()
 
     def _beat(self) -> None:
         if self.connection is not None and self._is_welcome:
-            self.connection.send_to_server(self._trust.asks(self._now))
+            self.connection.send_to_server(self.trust.asks(self._now))
         self._clock.after(self._heartbeat_s, self.processes[0], self._beat)

@@ -363,13 +363,13 @@ class Lighthouses:
         self.num_taken += 1
         if self._plan.drift > 0.1:
             return
-        if group.fence != self.store.fence:
+        if group.trust.fence != self.store.fence:
             self._oracle.fail(
-                f"{group.replica_id} takes {message} of fence {group.fence}; {self.store.fence} was given"
+                f"{group.replica_id} takes {message} of fence {group.trust.fence}; {self.store.fence} was given"
             )
         if isinstance(message, CommitDecided):
             key = (message.quorum_id, message.epoch, message.step)
-            told = (message.outcome is not Outcome.DISCARD, group.fence)
+            told = (message.outcome is not Outcome.DISCARD, group.trust.fence)
             before = self._heard.get(key, told)
             if before[1] == told[1]:
                 self._heard[key] = told
@@ -379,8 +379,8 @@ class Lighthouses:
 
     def welcomed(self, group: ReplicaGroup, before: int) -> None:
         """A member has gone to a leader, and has met a fence before."""
-        if group.fence < before:
-            self._oracle.fail(f"{group.replica_id} goes to fence {group.fence}, and has met {before}")
+        if group.trust.fence < before:
+            self._oracle.fail(f"{group.replica_id} goes to fence {group.trust.fence}, and has met {before}")
 
 
 def _is_unlike_votes(decided: list[Send]) -> bool:

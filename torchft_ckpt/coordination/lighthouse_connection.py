@@ -109,9 +109,7 @@ class LighthouseConnection:
         places = config.parse_host_ports(address, what="lighthouse address", has_tls=tls is not None)
         self._addresses = [join_host_port(*place) for place in places]
         self._num_tried = 0
-        self._fence = 0
-        """The highest that was met."""
-        self._trust = Trust(None, 0.0)
+        self._trust = Trust()
         self._tls = tls
         self._job = job
         self._token = token
@@ -276,10 +274,10 @@ class LighthouseConnection:
             raise _refused(welcome, self.address)
         if not isinstance(welcome, Welcome):
             raise ProtocolError(f"{party} did not answer a hello, but sent {type(welcome).__name__}", self.address)
-        if welcome.fence < self._fence:
-            message = f"{party} leads by lease {welcome.fence}, and {self._fence} was met; do all have the same --etcd?"
+        if not self._trust.begins(welcome, asked_at):
+            met = self._trust.fence
+            message = f"{party} leads by lease {welcome.fence}, and {met} was met; do all have the same --etcd?"
             raise LighthouseUnreachableError(message, self.address)
-        self._fence, self._trust = welcome.fence, Trust(welcome.leads_for_s, asked_at)
         self.store_address = welcome.store_address
         self.heartbeat_timeout_s = welcome.heartbeat_timeout_s
         # A third of the lighthouse's patience at most, whatever interval was asked for.
@@ -291,7 +289,7 @@ class LighthouseConnection:
         loop = asyncio.get_running_loop()
         while True:
             trust, waiting = self._trust, list[FromLighthouse]()
-            heart = loop.create_task(self._beat(channel, trust))
+            heart = loop.create_task(self._beat(channel))
             is_explained = is_pausing = False
             try:
                 async for data in channel.messages():
@@ -365,8 +363,8 @@ class LighthouseConnection:
                 return channel
         return None
 
-    async def _beat(self, channel: Channel, trust: Trust) -> None:
-        loop = asyncio.get_running_loop()
+    async def _beat(self, channel: Channel) -> None:
+        loop, trust = asyncio.get_running_loop(), self._trust
         asked_at = loop.time()
         while True:
             now = loop.time()

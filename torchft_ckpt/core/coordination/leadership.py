@@ -9,8 +9,9 @@ those of all leases before. What is so at a time is counted from before a questi
 - A member that has met a fence goes to no leader with a lower one: that is so even if a clock was wrong.
 
 So what a member takes was decided, and is taken, before the next lease begins. For members another leader is what a lighthouse is
-that has started again: they give back what they know (`restart`). What they cannot give back, as all of them have gone, is in the
-store: at which step jobs have finished.
+that has started again: they give back what they know (`restart`). What they may not be there to give back is small and in the
+store, and is there before anything that follows from it is said: how steps ended that not all voters approved, and at which step
+jobs have finished.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias
 
-from torchft_ckpt.core.coordination.messages import Heartbeat, StillLeads
+from torchft_ckpt.core.coordination.messages import Heartbeat, StillLeads, Welcome
 
 MARGIN = 0.1
 """The part of a lease that its holder does not use: two clocks may run apart by so much."""
@@ -246,21 +247,32 @@ def _heard(answer: Answer) -> Heard:
 
 
 class Trust:
-    """How long a member takes what comes on one connection.
+    """Whose word a member takes, and how long."""
 
-    Args:
-        for_s: what the leader said in its welcome; None: there is no store, and no other one that could lead.
-        asked_at: when the member had not sent yet what that answers.
-    """
-
-    def __init__(self, for_s: float | None, asked_at: float) -> None:
-        self.is_for_a_time = for_s is not None
+    def __init__(self) -> None:
+        self.fence = 0
+        """The highest that it has met."""
+        self.is_for_a_time = False
         """There are several lighthouses: only an answer to a heartbeat says for how long this one leads."""
-        self._until = float("inf") if for_s is None else asked_at + for_s
+        self._until = float("-inf")
         self._sent: dict[int, float] = {}
         self._number = 0
         self._doubted_at: float | None = None
         """When it was asked first after the lease that is known of was over."""
+
+    def begins(self, welcome: Welcome, asked_at: float) -> bool:
+        """Take a leader's welcome on a new connection; False: it has a lower fence than was met, and is left.
+
+        `asked_at`: when the member had not sent yet what the welcome answers.
+        """
+        if welcome.fence < self.fence:
+            return False
+        for_s, self.fence = welcome.leads_for_s, welcome.fence
+        self.is_for_a_time = for_s is not None
+        self._until = float("inf") if for_s is None else asked_at + for_s
+        self._sent.clear()
+        self._doubted_at = None
+        return True
 
     @property
     def ask_at(self) -> float:
