@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from torchft_ckpt.core.coordination.history import Untold
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -77,6 +76,7 @@ from torchft_ckpt.core.coordination.replica import (
     StepPlan,
     StepWishes,
 )
+from torchft_ckpt.core.coordination.restart import NOTHING_UNTOLD, Untold
 
 _epochs = itertools.count(1)
 
@@ -98,7 +98,7 @@ class Job:
         self._connections = itertools.count(1)
         self.start()
 
-    def start(self, untold: Untold = ()) -> None:
+    def start(self, untold: Untold = NOTHING_UNTOLD) -> None:
         """The lighthouse starts, without memory but for this."""
         self.lighthouse = LighthouseState(self.settings, epoch=f"life{next(_epochs)}", untold=untold)
         self.by_connection: dict[str, Member] = {}
@@ -107,7 +107,7 @@ class Job:
         """It dies and comes back; the members' connections are gone. `with_store`: another one of several takes its place."""
         for member in self.members.values():
             member.connection = None
-        self.start(self.lighthouse.untold if with_store else ())
+        self.start(self.lighthouse.untold if with_store else NOTHING_UNTOLD)
 
     def join(self, name: str, *, life: int = 1, ranks: int = 1, **settings: object) -> Member:
         """A process starts and connects."""

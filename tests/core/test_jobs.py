@@ -706,7 +706,7 @@ def test_the_next_one_of_several_lighthouses_knows_what_lasts_of_each_job() -> N
     assert second.jobs.finished["over"].step == 1
     assert second.jobs.what_lasts(100.0) == lasts  # also of jobs that nobody has named there yet
     Group(second, "going-on")
-    assert [counts for _, counts in second.jobs.states["going-on"].untold] == [False]
+    assert [counts for _, counts in second.jobs.states["going-on"].untold.decided] == [False]
 
 
 # ------------------------------------------------------------------------------------------------------ the operator's word

@@ -216,12 +216,12 @@ def test_a_commit_that_one_heard_who_is_away_stands_if_the_next_lighthouse_knows
 
 
 def test_of_a_commit_that_all_voters_approved_nothing_is_left_as_each_of_their_votes_tells_it() -> None:
-    assert trained("a", "b", "c")[0].lighthouse.untold == ()
+    assert trained("a", "b", "c")[0].lighthouse.untold.decided == ()
     job, (_, b, _) = in_doubt("a", "b", "c")
     back(b)
     job.passes(6.0)
     assert b.outcomes == [Outcome.COMMIT]
-    assert [counts for _, counts in job.lighthouse.untold] == [True]  # others might come and say another thing
+    assert [counts for _, counts in job.lighthouse.untold.decided] == [True]  # others might come and say another thing
 
 
 def test_no_quorum_before_all_of_the_last_one_are_back_or_the_patience_is_over() -> None:

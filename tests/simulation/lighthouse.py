@@ -9,7 +9,6 @@ from typing import Any
 from simulation.clock import Action, Clock, Process
 from simulation.network import Connection
 from simulation.oracle import Oracle, must_hold
-from torchft_ckpt.core.coordination.history import Untold
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -22,6 +21,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
     Send,
     Tick,
 )
+from torchft_ckpt.core.coordination.restart import NOTHING_UNTOLD, Untold
 
 
 class Lighthouse:
@@ -45,7 +45,7 @@ class Lighthouse:
         self._max_delay_s = max_delay_s
         self._life = 0
         self._number = 0
-        self.untold: Untold = ()
+        self.untold: Untold = NOTHING_UNTOLD
         """What it knows of earlier lives."""
         self.connections: dict[str, Connection] = {}
         self._start()

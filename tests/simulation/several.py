@@ -20,7 +20,6 @@ import msgspec
 from simulation.clock import Clock, Process
 from simulation.lighthouse import Lighthouse
 from simulation.oracle import Oracle
-from torchft_ckpt.core.coordination.history import Untold
 from torchft_ckpt.core.coordination.leadership import (
     Answer,
     Call,
@@ -45,6 +44,7 @@ from torchft_ckpt.core.coordination.messages import (
     Refused,
     Welcome,
 )
+from torchft_ckpt.core.coordination.restart import NOTHING_UNTOLD, Untold
 
 if TYPE_CHECKING:
     from simulation.group import ReplicaGroup
@@ -110,7 +110,7 @@ class Candidate(Lighthouse):
         return self._clock.now * self._clock_rate
 
     def _start(self) -> None:
-        self.untold = ()
+        self.untold = NOTHING_UNTOLD
         super()._start()
         self.process.name = f"lighthouse {self.number}.{self._life}"
         self.leadership = Leadership(self._plan.lease_s)
@@ -127,7 +127,7 @@ class Candidate(Lighthouse):
     # ------------------------------------------------------------------------------------------------------- its lease
 
     def _data(self) -> bytes:
-        return msgspec.json.encode(self.state.untold) if self.state.untold else b""
+        return msgspec.json.encode(self.state.untold)
 
     def _next(self) -> None:
         """Make the next call of the store in its time, if none is under way."""
@@ -182,7 +182,7 @@ class Candidate(Lighthouse):
                 connection.close(by_server=True)
             self.connections.clear()
             self._unsaid.clear()
-            self.untold = msgspec.json.decode(self.leadership.data or b"[]", type=Untold) if leads else ()
+            self.untold = msgspec.json.decode(self.leadership.data or b"{}", type=Untold) if leads else NOTHING_UNTOLD
             self._begin_life()
         if leads and (over_at := self.leadership.over_at) is not None:
             self._clock.after(max(0.0, over_at - self.now) / self._clock_rate, self.process, self._look_once(over_at))

@@ -208,7 +208,7 @@ def decide_forgotten(
 
     Where the guarantee ends: if all who heard of the old decision are away for longer than the grace, the others may
     decide otherwise. Who comes back then holds an older quorum's state, and heals. One of several lighthouses knows from
-    their store what votes do not tell (`history.Untold`), and does not ask here.
+    their store what votes do not tell (`restart.Untold`), and does not ask here.
 
     Args:
         votes: the votes in doubt, sent again by members that connected again.

@@ -21,7 +21,9 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
+
+import msgspec
 
 from torchft_ckpt.core.coordination.commit import Tally
 from torchft_ckpt.core.coordination.messages import (
@@ -42,7 +44,7 @@ from torchft_ckpt.core.coordination.messages import (
     name_some,
 )
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES
-from torchft_ckpt.core.coordination.restart import StepKey
+from torchft_ckpt.core.coordination.restart import NOTHING_UNTOLD, StepKey, Untold
 
 NUM_REMEMBERED = 8
 """Quorums, each with the same contributors under the same numbers."""
@@ -55,11 +57,6 @@ MAX_STEPS_AHEAD = 10**9
 """A member may be so far beyond the newest step."""
 MAX_FIRST_STEP = 1 << 40
 """A member may be so far where no quorum was formed yet."""
-
-
-Untold: TypeAlias = tuple[tuple[StepKey, bool], ...]
-"""Steps that were decided, the latest last, and whether they count: all but those that count because every voter approved. What
-became of these no vote tells, if who heard it is gone."""
 
 
 def state_after(key: StepKey) -> StateVersion:
@@ -90,10 +87,10 @@ class StateHistory:
         untold: of earlier lives.
     """
 
-    def __init__(self, epoch: str, finished_step: int | None = None, untold: Untold = ()) -> None:
+    def __init__(self, epoch: str, finished_step: int | None = None, untold: Untold = NOTHING_UNTOLD) -> None:
         self._epoch = epoch
         self.untold = untold
-        """The last `MAX_DECIDED` of these, in this life and in earlier ones."""
+        """Of this life and of earlier ones; the last `MAX_DECIDED` steps."""
         self._own_step = finished_step or 0
         """The newest step apart from `_beyond`. Falls only where the job goes back, or where nobody followed a commit."""
         self._beyond: dict[str, int] = {}
@@ -321,8 +318,13 @@ class StateHistory:
         while len(self._decided) > MAX_DECIDED:
             self._decided.popitem(last=False)
         told = (key, outcome is Outcome.COMMIT)
-        if not (tally is not None and tally.is_unanimous) and told not in self.untold:
-            self.untold = (*(one for one in self.untold if one[0] != key), told)[-MAX_DECIDED:]
+        if not (tally is not None and tally.is_unanimous) and told not in self.untold.decided:
+            before = (one for one in self.untold.decided if one[0] != key)
+            self.untold = msgspec.structs.replace(self.untold, decided=(*before, told)[-MAX_DECIDED:])
+
+    def formed(self, quorum_id: int, size: int) -> None:
+        """A quorum has formed."""
+        self.untold = msgspec.structs.replace(self.untold, quorum=(quorum_id, self._epoch, size))
 
     def remembers(self, key: StepKey) -> bool:
         return key in self._decided

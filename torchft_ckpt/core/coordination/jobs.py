@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torchft_ckpt.core.coordination.history import Untold
 from torchft_ckpt.core.coordination.lighthouse import LighthouseState
 from torchft_ckpt.core.coordination.lighthouse_events import (
     Close,
@@ -52,6 +51,7 @@ from torchft_ckpt.core.coordination.messages import (
     clip,
     name_some,
 )
+from torchft_ckpt.core.coordination.restart import NOTHING_UNTOLD, Untold
 from torchft_ckpt.core.services.rate import RateLimiter
 from torchft_ckpt.core.text import printable
 
@@ -200,7 +200,7 @@ class Jobs:
         if name in self.finished and self.finished[name].step != state.newest_step:
             del self.finished[name]  # it went on
             self._lasting = None
-        if state.untold != self._untold.get(name, ()):
+        if state.untold != self._untold.get(name, NOTHING_UNTOLD):
             self._untold.pop(name, None)
             self._untold[name] = state.untold
             while len(self._untold) > MAX_JOBS:
@@ -235,7 +235,7 @@ class Jobs:
             self.settings,
             epoch=f"{self._epoch}.{self._num_begun}",
             finished_step=over.step if over is not None else None,
-            untold=self._untold.get(name, ()),
+            untold=self._untold.get(name, NOTHING_UNTOLD),
         )
 
     def _drop(self, name: str) -> None:

@@ -34,7 +34,7 @@ from torchft_ckpt.core.coordination.beside import OUT_OF_TURN, TURN_UNKNOWN, Bes
 from torchft_ckpt.core.coordination.connecting import Connecting
 from torchft_ckpt.core.coordination.deciding import Deciding
 from torchft_ckpt.core.coordination.equality import Equality
-from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory, Untold
+from torchft_ckpt.core.coordination.history import RecentContributors, StateHistory
 from torchft_ckpt.core.coordination.hold import LOOK_AGAIN_S, Holds
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import Joining
@@ -98,7 +98,7 @@ from torchft_ckpt.core.coordination.messages import (
 from torchft_ckpt.core.coordination.patience import NOTICE_AGAIN_S, PENDING_NOTICE_S, restart_patience_s
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds, decide_quorum
 from torchft_ckpt.core.coordination.recovery import MAX_SOURCES, Assignment, Holder, StepLost, assign_recovery
-from torchft_ckpt.core.coordination.restart import RestartRecovery
+from torchft_ckpt.core.coordination.restart import NOTHING_UNTOLD, RestartRecovery, Untold
 from torchft_ckpt.core.coordination.roster import Roster
 from torchft_ckpt.core.coordination.spares import Spares
 from torchft_ckpt.core.coordination.speaking import Speaking
@@ -129,7 +129,7 @@ class LighthouseState:
         epoch: str,
         *,
         finished_step: int | None = None,
-        untold: Untold = (),
+        untold: Untold = NOTHING_UNTOLD,
     ) -> None:
         self.settings = settings
         self.epoch = epoch
@@ -142,6 +142,7 @@ class LighthouseState:
             quorum_ids=QuorumIds(epoch),
             finished_at_step=finished_step,
         )
+        self._job.quorum_ids.begin_after(*untold.quorum[:2])
         self.members = self._roster.members
         """Read-only, by replica id, the longest silent member first."""
         self.lost_members = self._roster.lost
@@ -215,7 +216,7 @@ class LighthouseState:
 
     @property
     def untold(self) -> Untold:
-        """What the next life has to know, as members may not be there to tell. It is to be kept before anything is said."""
+        """What is to be written down, for the next life, before anything is said."""
         return self._job.history.untold
 
     def why_failed(self, member: Member) -> str:
@@ -1021,6 +1022,8 @@ class LighthouseState:
             quorum_id = assignment.version.quorum_id  # it names their state, and no quorum yet
         last = self.round
         is_new = last is None or quorum_id != last.quorum_id
+        if is_new:
+            self._job.history.formed(quorum_id, len(members))
         place = self._connecting.take([member.replica_id for member in members], now) if is_new else ""
         if assignment.version != self._job.first:
             yield from self._go_on_from(assignment, quorum_id)

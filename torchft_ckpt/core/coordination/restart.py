@@ -15,7 +15,7 @@ Anybody may come, say something, and go: what is kept is bounded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,6 +31,19 @@ MAX_HEARD = 2048
 """Members, also those that are gone, of whom is kept what they said: a job of more groups may wait for them in vain."""
 MAX_DOUBTS = 16
 """Steps in doubt at once. Honest members know of one, or of two."""
+
+
+class Untold(msgspec.Struct, frozen=True):
+    """What members tell a restarted lighthouse, and may not be there to tell. Nothing is said before this is written down."""
+
+    quorum: tuple[int, str, int] = (0, "", 0)
+    """Id, epoch and size of the latest quorum."""
+    decided: tuple[tuple[StepKey, bool], ...] = ()
+    """The last steps, and whether they count; but for those that count because every voter approved. Of the others no vote tells
+    what became of them, if who heard it is gone."""
+
+
+NOTHING_UNTOLD = Untold()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +64,12 @@ class RestartRecovery:
 
     Args:
         patience_s: how long to wait for members that are not back.
-        decided: what earlier lives have written down (`history.Untold`).
+        untold: what earlier lives have written down.
     """
 
-    def __init__(self, patience_s: float, decided: Iterable[tuple[StepKey, bool]] = ()) -> None:
+    def __init__(self, patience_s: float, untold: Untold = NOTHING_UNTOLD) -> None:
         self.patience_s = patience_s
-        self._decided = dict(decided)
+        self._decided = dict(untold.decided)
         self.is_over = False
         self._patient_until: float | None = None
         self._is_patience_spent = False
@@ -72,8 +85,8 @@ class RestartRecovery:
         """The votes on steps that are in doubt, by replica id."""
         self._committed: list[StepKey] = []
         """What was decided here so far: of two quorums that were in doubt about one step, one is enough."""
-        self._last: tuple[int, str, int] = (0, "", 0)
-        """Id, epoch and size of the latest quorum that was heard of."""
+        self._last = untold.quorum
+        """Id, epoch and size of the latest quorum that is known of."""
 
     @property
     def first_heard_at(self) -> float | None:
@@ -88,12 +101,13 @@ class RestartRecovery:
     def heard(self, hello: Hello, now: float) -> None:
         if self.is_over:
             return
-        if not hello.was_in_quorum and not hello.version.proven:
+        if not (hello.was_in_quorum or hello.version.proven or self._last[0]):
             return
         if self._patient_until is None:
             self._patient_until = now + self.patience_s
         if not hello.was_in_quorum:
-            _keep_latest(self._beside, hello.replica_id, hello.version, MAX_HEARD)
+            if hello.version.proven:
+                _keep_latest(self._beside, hello.replica_id, hello.version, MAX_HEARD)
             return
         _keep_latest(self._hellos, hello.replica_id, hello, MAX_HEARD)
         here = self._training if hello.last_outcome is None else self._between
