@@ -8,7 +8,6 @@ A renewal counts only if the leader's key is read after it, by a quorum of etcd:
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import secrets
@@ -21,7 +20,7 @@ from torchft_ckpt.config import parse_host_port
 from torchft_ckpt.coordination.channel import client_session
 from torchft_ckpt.core.coordination.leadership import LeaseHeld, LeaseOf
 from torchft_ckpt.core.text import printable
-from torchft_ckpt.errors import AuthenticationError, ConfigError
+from torchft_ckpt.errors import AuthenticationError, ConfigError, TlsError
 from torchft_ckpt.network import join_host_port
 
 ETCD_LEASE_S = 2.0
@@ -159,7 +158,7 @@ class EtcdStore:
 
         Raises:
             OSError: there was no answer of use; what was asked for may have been done.
-            AuthenticationError: etcd refuses us.
+            AuthenticationError: etcd refuses us; or a `TlsError`.
         """
         if self._user and not self._auth_token:
             self._auth_token = await self._authenticate()
@@ -191,26 +190,36 @@ class EtcdStore:
         return str(answer["token"])
 
     async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Send to the first member from `_at` on that can be reached, which is the next one if this one does not answer."""
         if self._session is None or self._session.closed:
             self._session = client_session()
-        url = self._urls[self._at]
         headers = {"Authorization": self._auth_token} if self._auth_token else {}
-        try:
-            asked = self._session.post(f"{url}/{path}", json=body, headers=headers, ssl=self._ssl or True)
-            async with asked as response:
-                text = await response.content.read(_MAX_ANSWER_BYTES)
-                while not response.content.at_eof() and len(text) < _MAX_ANSWER_BYTES:
-                    text += await response.content.read(_MAX_ANSWER_BYTES)
-                answer = json.loads(text)
-                if not isinstance(answer, dict):
-                    raise ValueError("it is no JSON object")
-                return response.status, answer
-        except (aiohttp.ClientError, ValueError, RecursionError) as error:
-            self._at = (self._at + 1) % len(self._urls)
-            raise ConnectionError(f"etcd at {url}: {printable(str(error)[:300]) or type(error).__name__}") from error
-        except asyncio.CancelledError:  # it was given no more time
-            self._at = (self._at + 1) % len(self._urls)
-            raise
+        why = ""
+        for _ in self._urls:
+            url, has_answered = self._urls[self._at], False
+            try:
+                asked = self._session.post(f"{url}/{path}", json=body, headers=headers, ssl=self._ssl or True)
+                async with asked as response:
+                    text = await response.content.read(_MAX_ANSWER_BYTES)
+                    while not response.content.at_eof() and len(text) < _MAX_ANSWER_BYTES:
+                        text += await response.content.read(_MAX_ANSWER_BYTES)
+                    answer = json.loads(text)
+                    if not isinstance(answer, dict):
+                        raise ValueError("it is no JSON object")
+                    has_answered = True
+                    return response.status, answer
+            except aiohttp.ClientSSLError as error:
+                told = "mend --etcd-ca, which is to be the authority of etcd's certificate"
+                raise TlsError(f"no TLS with etcd at {url}: {printable(str(error)[:300])}; {told}", "etcd") from error
+            except aiohttp.ClientConnectorError as error:  # nothing was sent
+                why = printable(str(error)[:300])
+            except (aiohttp.ClientError, ValueError, RecursionError) as error:
+                why = printable(str(error)[:300]) or type(error).__name__
+                raise ConnectionError(f"etcd at {url}: {why}") from error
+            finally:
+                if not has_answered:  # also if the caller's patience is over
+                    self._at = (self._at + 1) % len(self._urls)
+        raise ConnectionError(f"etcd at {url}: {why}")
 
 
 def _text(text: str) -> str:
