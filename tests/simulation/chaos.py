@@ -240,7 +240,8 @@ def draw_scenario_of_leases(rng: Random) -> Scenario:
         drift=rng.choice((0.0, 0.02, 0.04)),
         fault_rate=rng.choice((0.003, 0.01, 0.02)),
     )
-    return replace(plan, leases=leases, fault_rate=plan.fault_rate * rng.choice((0.0, 0.5)))
+    errors = replace(plan.moods, step_error=rng.choice((plan.moods.step_error, 0.1)))
+    return replace(plan, leases=leases, moods=errors, fault_rate=plan.fault_rate * rng.choice((0.0, 0.5)))
 
 
 def draw_scenario_of_turns(rng: Random) -> Scenario:

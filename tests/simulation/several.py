@@ -4,8 +4,7 @@ What must hold after every event, judged by the store alone:
 - When a lease is given, no other lighthouse could decide anything, and no member would take anything that another one says. Nor
   is anything decided or taken of an earlier lease from then on.
 - No member is welcomed with a lower fence than one that it has met, however wrong the clocks are.
-- A step that was decided, and of which a member heard, is not decided otherwise by a later leader, but where all who heard of it
-  were away for longer than that one waits for them (`commit.decide_forgotten`). These are counted.
+- A step of which a member heard how it ended is not decided otherwise by a later leader, however long who heard is away.
 """
 
 from __future__ import annotations
@@ -227,7 +226,7 @@ class Candidate(Lighthouse):
         decided = [i for i in told if isinstance(i, Send) and isinstance(i.message, CommitDecided)]
         if self.tells_one and decided and (_is_unlike_votes(decided) or self._rng.random() < 0.1):
             self.tells_one = False
-            one = self._rng.choice(decided)
+            one = self._rng.choice(self._against(decided) or decided)
             super()._carry_out([one])
             self._all.dies_and_leaves_away(self, one)
             return
@@ -238,6 +237,13 @@ class Candidate(Lighthouse):
         process, send = self.process, super()._carry_out
         self._clock.after(0.0, process, lambda: send(told))
         self._all.stop(process)
+
+    def _against(self, decided: list[Send]) -> list[Send]:
+        """Return what those are told who have not approved: without them the others' votes may tell another thing."""
+        votes = {} if self.state.round is None else self.state.round.tally.votes
+        names = {member.connection: member.replica_id for member in self.state.members.values()}
+        cast = ((told, votes.get(names.get(told.connection, ""))) for told in decided)
+        return [told for told, vote in cast if vote is not None and not vote.approve]
 
     def _with_lease(self, instruction: Instruction, left_s: float) -> Instruction:
         if isinstance(instruction, Send) and isinstance(instruction.message, Welcome):
@@ -268,7 +274,7 @@ class Lighthouses:
         """By group and lighthouse: until when the network swallows what they say to each other."""
         self._heard: dict[tuple[int, str, int], tuple[bool, int]] = {}
         """By step: whether it counts, as the first member heard, and by which fence."""
-        self.num_lives = self.num_taken = self.num_decided_otherwise = 0
+        self.num_lives = self.num_taken = 0
         of_one = {"clock": clock, "rng": rng, "settings": settings, "oracle": oracle, "log": log}
         self.each = [
             Candidate(number, self, plan, **of_one, max_delay_s=max_delay_s) for number in range(plan.num_lighthouses)
@@ -374,8 +380,7 @@ class Lighthouses:
             if before[1] == told[1]:
                 self._heard[key] = told
             elif before[0] is not told[0]:
-                self.num_decided_otherwise += 1
-                self.log(f"OTHERWISE {key} {before} {told} {group.replica_id}")
+                self._oracle.fail(f"{group.replica_id} hears {told} of step {key}, and {before} was heard of it")
 
     def welcomed(self, group: ReplicaGroup, before: int) -> None:
         """A member has gone to a leader, and has met a fence before."""
