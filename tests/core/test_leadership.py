@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
 from simulation.chaos import draw_scenario_of_leases
 from simulation.oracle import InvariantError
 from simulation.run import Simulation
-from simulation.several import LeasePlan, Lighthouses
+from simulation.several import Lighthouses
 from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination import leadership
@@ -135,10 +134,8 @@ def test_without_a_store_a_member_trusts_its_only_lighthouse() -> None:
 # ---------------------------------------------------------------------------------------------------- in the simulation
 
 
-def run(seed: int, **plan: object) -> Lighthouses:
-    scenario = draw_scenario_of_leases(Random(seed))
-    assert isinstance(scenario.leases, LeasePlan)
-    simulation = Simulation(seed, replace(scenario, leases=replace(scenario.leases, **plan)))  # type: ignore[arg-type]
+def run(seed: int) -> Lighthouses:
+    simulation = Simulation(seed, draw_scenario_of_leases(Random(seed)))
     simulation.run()
     assert simulation.several is not None
     return simulation.several
@@ -150,20 +147,6 @@ def test_no_two_lighthouses_decide_at_once_and_all_recover(first: int) -> None:
     runs = [run(seed) for seed in range(first, first + 50)]
     assert sum(several.store.fence for several in runs) > 100
     assert sum(several.num_taken for several in runs) > 1000
-
-
-def has_gone_to_a_lower_fence(seed: int) -> bool:
-    """Whether a member does, if clocks are so wrong that no lease keeps what it promises."""
-    try:
-        run(seed, drift=0.4)
-    except InvariantError as error:
-        return "and has met" in str(error)
-    return False
-
-
-@pytest.mark.slow
-def test_with_clocks_that_run_twice_as_fast_a_member_still_goes_to_no_lower_fence() -> None:
-    assert not any(has_gone_to_a_lower_fence(seed) for seed in range(by_default(20, thorough=60)))
 
 
 def broken_lease(patch: pytest.MonkeyPatch) -> None:
@@ -182,20 +165,10 @@ def broken_trust(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trust, "takes", lambda trust, now: True)
 
 
-def broken_beginning(patch: pytest.MonkeyPatch) -> None:
-    """A lease is counted from when its answer came."""
-    right = Leadership.answered
-    patch.setattr(
-        Leadership,
-        "answered",
-        lambda one, call, answer, began, now, written=b"": right(one, call, answer, now, now, written),
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("break_it", "first"),
-    [(broken_lease, 1000), (broken_margin, 1041), (broken_trust, 1001), (broken_beginning, 1034)],
+    [(broken_lease, 1000), (broken_margin, 1004), (broken_trust, 1002)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_simulation_finds_a_rule_of_leases_that_was_broken_on_purpose(

@@ -76,7 +76,6 @@ class ReplicaGroup:
         """The one that it is connected to, or tries."""
         self._clock_rate = clock_rate
         self.on_taken: Callable[[Lighthouse, Any], None] = lambda lighthouse, message: None
-        self.on_welcome: Callable[[int], None] = lambda before: None
         self.trust = Trust()
         self._held: list[Any] = []
         self._heartbeat_s = heartbeat_s
@@ -201,11 +200,9 @@ class ReplicaGroup:
 
     def _receive(self, lighthouse: Lighthouse, message: Any, asked_at: float) -> None:
         if isinstance(message, Welcome):
-            before = self.trust.fence
             if not self.trust.begins(message, asked_at):
                 self._leave()
                 return
-            self.on_welcome(before)
             self._is_welcome = True
             self._attempt = self._lighthouses.index(lighthouse)
             self._handle(LighthouseUp())

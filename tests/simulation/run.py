@@ -193,7 +193,7 @@ class Simulation:
             clock_rate=self.several.draw_rate() if self.several is not None else 1.0,
         )
         if self.several is not None:
-            group.on_taken, group.on_welcome = partial(self.several.taken, group), partial(self.several.welcomed, group)
+            group.on_taken = partial(self.several.taken, group)
         only_kills = set(plan.faults) <= {Fault.KILL_GROUP, Fault.KILL_RANK} and plan.leases is None
         settings = TrainerSettings(
             replica=ReplicaSettings(

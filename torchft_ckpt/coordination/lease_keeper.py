@@ -21,7 +21,7 @@ class LeaseKeeper:
         on_change: called when this lighthouse begins to lead, with what the last leader wrote, and with None when it leads no
             more.
         data: returns what is to outlive this lighthouse while it leads.
-        on_written: called after that was written, or could not be.
+        on_written: called when that was written.
     """
 
     def __init__(
@@ -114,7 +114,9 @@ class LeaseKeeper:
                 answer = StoreFailed(str(error))
             self.state.answered(call, answer, began, self._loop.time(), data)
             self.look()
-            if call is Call.WRITE:
+            if call is Call.WRITE and isinstance(answer, StoreFailed):
+                logger.warning("groups are told nothing before it is written down, and it cannot be: %s", answer.reason)
+            elif call is Call.WRITE:
                 self._on_written()
 
     async def _ask(self, call: Call, data: bytes) -> Answer:
