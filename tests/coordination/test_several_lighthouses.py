@@ -172,10 +172,11 @@ class Member:
 
     def _hello(self) -> Hello:
         if self._formed is None:
-            return Hello(protocol=PROTOCOL_VERSION, replica_id=f"{self.name}:1")
+            return Hello(protocol=PROTOCOL_VERSION, replica_id=f"{self.name}:1", init_sync=False)
         return Hello(
             protocol=PROTOCOL_VERSION,
             replica_id=f"{self.name}:1",
+            init_sync=False,
             version=self.version,
             newest_step=self.version.step,
             last_quorum_id=self._formed.quorum_id,
@@ -192,7 +193,6 @@ class Member:
                 request_id=self._number,
                 version=self.version,
                 needs_new_quorum=needs_new_quorum,
-                init_sync=False,
                 can_serve=True,
                 checkpoint_addresses=[],
             )

@@ -22,7 +22,7 @@ from torchft_ckpt.core.coordination.leadership import (
     StoreFailed,
     Trust,
 )
-from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Heartbeat, StillLeads, Welcome
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Heartbeat, Welcome
 
 
 def leader_since(began: float, data: bytes = b"") -> Leadership:
@@ -39,7 +39,7 @@ def leader_since(began: float, data: bytes = b"") -> Leadership:
 def test_a_leader_decides_until_its_lease_less_the_margin_is_over_counted_from_before_it_asked() -> None:
     one = leader_since(10.0)
     assert [one.leads(now) for now in (10.1, 11.7, 11.81, 13.0)] == [True, True, False, False]
-    assert one.answer(Heartbeat(4), 11.0) == StillLeads(number=4, for_s=pytest.approx(0.8))  # type: ignore[arg-type]
+    assert one.answer(Heartbeat(4), 11.0) == Heartbeat(4, pytest.approx(0.8))  # type: ignore[arg-type]
 
 
 def test_a_leader_asks_again_four_times_in_a_lease_and_sooner_if_the_store_does_not_answer() -> None:
@@ -108,20 +108,20 @@ def test_a_member_takes_what_comes_until_the_lease_that_it_heard_of_would_be_ove
 ):
     trust = trust_of(1.5, asked_at=10.0)
     beat = trust.asks(10.5)
-    trust.heard(StillLeads(number=beat.number, for_s=1.6))
+    trust.heard(Heartbeat(beat.number, 1.6))
     assert [trust.takes(now) for now in (12.0, 12.2)] == [True, False]
     assert trust.ask_at == pytest.approx(12.1)
     beat = trust.asks(12.2)
     assert [trust.is_over(now) for now in (12.6, 12.8)] == [False, True]
-    trust.heard(StillLeads(number=beat.number, for_s=1.6))  # it had only been slow
+    trust.heard(Heartbeat(beat.number, 1.6))  # it had only been slow
     assert (trust.takes(12.8), trust.is_over(12.8)) == (True, False)
 
 
 def test_an_old_answer_or_one_to_what_was_never_asked_gives_no_trust() -> None:
     trust = trust_of(1.0, asked_at=10.0)
     beat = trust.asks(10.2)
-    trust.heard(StillLeads(number=99, for_s=100.0))
-    trust.heard(StillLeads(number=beat.number, for_s=0.5))
+    trust.heard(Heartbeat(99, 100.0))
+    trust.heard(Heartbeat(beat.number, 0.5))
     assert [trust.takes(now) for now in (10.9, 11.1)] == [True, False]
 
 

@@ -95,6 +95,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "num_voters": COUNTS if message is CommitVote else GROUPS,
         "patience_s": SECONDS,
         "waited_s": SECONDS,
+        "leads_for_s": st.none() | SECONDS,
         "checkpoint_addresses": (st.nothing() if message is messages.Hello else st.none())
         | st.lists(TEXTS, max_size=3),
         "destinations": st.lists(RANKS, max_size=3),

@@ -23,10 +23,10 @@ from torchft_ckpt.core.coordination.leadership import Trust
 from torchft_ckpt.core.coordination.messages import (
     Dropped,
     GroupBroken,
+    Heartbeat,
     QuorumRequest,
     RankToGroup,
     Refused,
-    StillLeads,
     Welcome,
     decode_group_to_rank,
     decode_rank_to_group,
@@ -209,7 +209,7 @@ class ReplicaGroup:
             self._watch_lease()
         elif isinstance(message, Refused) and message.code == "standby":
             self._leave()
-        elif isinstance(message, StillLeads):
+        elif isinstance(message, Heartbeat):
             self.trust.heard(message)
             self._watch_lease()
             held, self._held = self._held, []

@@ -26,10 +26,10 @@ from torchft_ckpt.core.coordination.messages import (
     SAME_EVERYWHERE,
     Dropped,
     FromLighthouse,
+    Heartbeat,
     Hello,
     Leave,
     Refused,
-    StillLeads,
     ToLighthouse,
     Welcome,
     decode_from_lighthouse,
@@ -294,7 +294,7 @@ class LighthouseConnection:
             try:
                 async for data in channel.messages():
                     message = decode_from_lighthouse(data, f"the lighthouse at {self.address}")
-                    if isinstance(message, StillLeads):
+                    if isinstance(message, Heartbeat):
                         trust.heard(message)
                     elif isinstance(message, Dropped):
                         logger.warning("the lighthouse dropped this group: %s; connecting again", message.reason)

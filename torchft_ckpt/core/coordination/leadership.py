@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeAlias
 
-from torchft_ckpt.core.coordination.messages import Heartbeat, StillLeads, Welcome
+from torchft_ckpt.core.coordination.messages import Heartbeat, Welcome
 
 MARGIN = 0.1
 """The part of a lease that its holder does not use: two clocks may run apart by so much."""
@@ -172,9 +172,9 @@ class Leadership:
         """Return for how long it leads at least."""
         return max(0.0, self._until - now) if self.stand is Stand.LEADS else 0.0
 
-    def answer(self, heartbeat: Heartbeat, now: float) -> StillLeads:
+    def answer(self, heartbeat: Heartbeat, now: float) -> Heartbeat:
         """Return what to answer to a member."""
-        return StillLeads(number=heartbeat.number, for_s=self.left_s(now))
+        return Heartbeat(heartbeat.number, self.left_s(now))
 
     def next_call(self, data: bytes, now: float) -> tuple[Call, float]:
         """Return what to ask the store next, and when. `data`: what is to be in it, if this lighthouse leads."""
@@ -289,11 +289,12 @@ class Trust:
             self._doubted_at = now
         return Heartbeat(self._number)
 
-    def heard(self, answer: StillLeads) -> None:
+    def heard(self, answer: Heartbeat) -> None:
         """Take the answer to a heartbeat."""
         sent_at = self._sent.get(answer.number)
-        if sent_at is not None and sent_at + answer.for_s > self._until:
-            self._until, self._doubted_at = sent_at + answer.for_s, None
+        until = self._until if sent_at is None else sent_at + (answer.leads_for_s or 0.0)
+        if until > self._until:
+            self._until, self._doubted_at = until, None
 
     def takes(self, now: float) -> bool:
         """Whether what has come so far is taken; else it waits until this is so again, or is never taken."""

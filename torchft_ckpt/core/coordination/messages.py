@@ -241,9 +241,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Says that the sender lives. Any other message says so too. One of several lighthouses answers with `StillLeads`."""
+    """Says that the sender lives; any other message says so too. One of several lighthouses answers with one, too."""
 
     number: Count = 0
+    leads_for_s: Seconds | None = None
+    """Of a lighthouse: no other one leads before this is over, counted from when the heartbeat that it answers was sent."""
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
@@ -517,14 +519,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     fence: Count = 0
     """Of the lease by which this lighthouse leads, higher than those of all before; 0: it is the only one."""
     leads_for_s: Seconds | None = None
-    """As in `StillLeads`; None: it is the only one."""
-
-
-class StillLeads(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to a `Heartbeat`: no other lighthouse leads before this is over, counted from when the heartbeat was sent."""
-
-    number: Count
-    for_s: Seconds
+    """As in `Heartbeat`; None: it is the only one."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -967,7 +962,7 @@ _ToBoth: TypeAlias = (
     | ReplicasDiffer
 )
 """The lighthouse says it to a group, and that to its ranks."""
-FromLighthouse: TypeAlias = Welcome | StillLeads | Done | _ToBoth | LeaveWish | Dropped
+FromLighthouse: TypeAlias = Welcome | Heartbeat | Done | _ToBoth | LeaveWish | Dropped
 GroupToRank: TypeAlias = _ToBoth | _AmongRanks | GroupBroken
 Message: TypeAlias = ToLighthouse | FromLighthouse | RankHello | RankToGroup | GroupToRank
 
