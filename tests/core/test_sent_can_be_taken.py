@@ -149,6 +149,7 @@ def pools_of(rng: random.Random, epochs: list[str], ids: list[int], steps: list[
         return StateVersion(step=step(), quorum_id=number(), epoch=rng.choice(epochs))
 
     return {
+        "number": lambda: 0,
         "protocol": lambda: PROTOCOL_VERSION if rng.random() < 0.95 else 1,
         "replica_id": lambda: rng.choice(NAMES),
         "store_address": lambda: rng.choice(["", "host:1", "h" * 500 + ":65535"]),
@@ -167,6 +168,7 @@ def pools_of(rng: random.Random, epochs: list[str], ids: list[int], steps: list[
         "min_contributors": lambda: rng.choice([0, 1, 2]),
         "allow_heal": lambda: rng.random() < 0.9,
         "torn": lambda: rng.random() < 0.1,
+        "leads_for_s": lambda: None,
         "nodes": lambda: rng.choice([[], [], [(0, 1)], [(1, 3), (7, 8)], [(n, n + 1) for n in range(MAX_NODES)]]),
     }
 
