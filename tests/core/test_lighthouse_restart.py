@@ -215,6 +215,21 @@ def test_a_commit_that_one_heard_who_is_away_stands_if_the_next_lighthouse_knows
     assert b.step == (2 if with_store else 1)
 
 
+@pytest.mark.parametrize("with_store", [True, False])
+def test_one_that_was_last_in_an_older_quorum_is_not_all_of_the_last_one_if_the_next_lighthouse_knows_of_that(
+    with_store: bool,
+) -> None:
+    """Simulated seed 200901: it began the job anew, and the votes of the others came too late."""
+    job, _ = trained("a", "b")
+    old = job.join("old")
+    job.restart(with_store=with_store)
+    old.connects(last_quorum_id=1, last_epoch="older", last_quorum_size=1)
+    old.asks()
+    assert (old.formed is None) is with_store
+    job.passes(6.0)
+    assert old.formed is not None
+
+
 def test_of_a_commit_that_all_voters_approved_nothing_is_left_as_each_of_their_votes_tells_it() -> None:
     assert trained("a", "b", "c")[0].lighthouse.untold.decided == ()
     job, (_, b, _) = in_doubt("a", "b", "c")
