@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from torchft_ckpt.config import parse_host_port
+from torchft_ckpt.config import parse_host_ports
 from torchft_ckpt.coordination.channel import client_session
 from torchft_ckpt.core.coordination.leadership import LeaseHeld, LeaseOf
 from torchft_ckpt.core.text import printable
@@ -59,10 +59,7 @@ class EtcdStore:
         password: str = "",
     ) -> None:
         is_tls = addresses.strip().startswith("https://")
-        places = [
-            parse_host_port(one, what="etcd address", has_tls=is_tls if "://" in one else None)
-            for one in addresses.rstrip(", ").split(",")
-        ]
+        places = parse_host_ports(addresses, what="etcd address", has_tls=is_tls)
         self._urls = [f"{'https' if is_tls else 'http'}://{join_host_port(*place)}/v3" for place in places]
         self._at = 0
         self._ssl: ssl.SSLContext | None = None
