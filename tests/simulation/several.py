@@ -17,7 +17,7 @@ import msgspec
 
 from simulation.clock import Clock, Process
 from simulation.lighthouse import Lighthouse
-from simulation.oracle import Oracle
+from simulation.oracle import Oracle, must_hold
 from torchft_ckpt.core.coordination.leadership import (
     Answer,
     Call,
@@ -115,7 +115,7 @@ class Candidate(Lighthouse):
         self._pending = self._planned = 0
         self._is_asking = self._is_leading = False
         self._unsaid: list[Instruction] = []
-        self.process.checks.append(lambda: self.leadership.validate(self.now))
+        self.process.checks.append(must_hold(lambda: self.leadership.validate(self.now)))
         self._next()
 
     def _begin_life(self) -> None:
