@@ -701,8 +701,8 @@ def test_the_next_one_of_several_lighthouses_knows_what_lasts_of_each_job() -> N
     lasts = first.jobs.what_lasts(100.0)
     assert lasts != before
     second = Lighthouse()
-    second.jobs.remember(lasts, 100.0, now=7.0)
-    second.jobs.remember(b"nonsense", 100.0, now=7.0)
+    assert second.jobs.remember(lasts, 100.0, now=7.0)
+    assert not second.jobs.remember(b"nonsense", 100.0, now=7.0)
     assert second.jobs.finished["over"].step == 1
     assert second.jobs.what_lasts(100.0) == lasts  # also of jobs that nobody has named there yet
     Group(second, "going-on")

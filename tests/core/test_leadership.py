@@ -22,7 +22,7 @@ from torchft_ckpt.core.coordination.leadership import (
     StoreFailed,
     Trust,
 )
-from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Heartbeat, Welcome
+from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Heartbeat, Welcome, encode
 
 
 def leader_since(began: float, data: bytes = b"") -> Leadership:
@@ -127,8 +127,12 @@ def test_an_old_answer_or_one_to_what_was_never_asked_gives_no_trust() -> None:
 
 def test_without_a_store_a_member_trusts_its_only_lighthouse() -> None:
     trust = trust_of(None, asked_at=0.0)
-    trust.asks(5.0)
+    assert encode(trust.asks(5.0)) == '{"type":"Heartbeat"}'
     assert trust.takes(1e9) and not trust.is_over(1e9)
+
+
+def test_one_without_a_lease_is_none_of_several_lighthouses() -> None:
+    assert not Trust(1).begins(welcome(0, None), 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------- in the simulation

@@ -46,6 +46,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
     Tick,
 )
 from torchft_ckpt.core.coordination.messages import (
+    MAX_GROUPS,
     MIN_HEARTBEAT_TIMEOUT_S,
     Dropped,
     Heartbeat,
@@ -67,6 +68,8 @@ from torchft_ckpt.tls import check_serves, resolve_tls
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
+MAX_UNSAID = 4 * MAX_GROUPS
+"""Messages that wait for the store."""
 # A thousand groups may stand behind one address, and come at once: each has one connection for its life, and perhaps an old one.
 _LIMITS = FrontLimits(max_connections=4096, max_connections_per_client=4096, max_strangers=2048)
 
@@ -202,7 +205,8 @@ class LighthouseServer:
     def _lead(self, data: bytes | None) -> None:
         """Begin to lead, with what the last leader wrote; or, with None, forget all, as one that starts again."""
         if data is not None:
-            self._jobs.remember(data, self._unix_time_of_zero, asyncio.get_running_loop().time())
+            if not self._jobs.remember(data, self._unix_time_of_zero, asyncio.get_running_loop().time()):
+                logger.warning("what the last leader wrote is not understood: it counts as if nothing was written")
             return
         self._jobs = self._new_jobs()
         self._unsaid.clear()
@@ -285,6 +289,12 @@ class LighthouseServer:
         if lease is not None and not lease.leads():
             self._unsaid.clear()
         if not self._unsaid or (lease is not None and not lease.has_written()):
+            if lease is not None and len(self._unsaid) > MAX_UNSAID:
+                logger.warning(
+                    "%d messages wait for the store: forgetting all, as one that starts again", len(self._unsaid)
+                )
+                self._lead(None)
+                self._lead(lease.state.data)
             return
         while self._unsaid:
             instruction = self._unsaid.popleft()
@@ -319,7 +329,8 @@ class LighthouseServer:
         }
         if name is None:
             jobs = {job: _in_short(state) for job, state in self._jobs.states.items()}
-            leads = {} if self._lease is None else {"leads": True, "lease": self._lease.state.fence}
+            lease, unsaid = self._lease, len(self._unsaid)
+            leads = {} if lease is None else {"leads": True, "lease": lease.state.fence, "unsaid": unsaid}
             return web.json_response(leads | {"jobs": jobs, "finished": finished, "settings": asdict(self._settings)})
         if name in self._jobs.states:
             return web.json_response(_at_length(self._jobs.states[name], now) | {"settings": asdict(self._settings)})

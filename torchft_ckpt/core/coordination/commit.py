@@ -113,8 +113,8 @@ class Tally:
     @property
     def is_unanimous(self) -> bool:
         """Whether the step counts, and every voter approved it: whoever of them is asked later, its vote tells the same."""
-        voters = (replica_id for replica_id, role in self.roles.items() if role is Role.HEALTHY)
-        return self.verdict is CommitDecision.COMMIT and all(self.outcome(m) is Outcome.COMMIT for m in voters)
+        silent = any(self.roles[m] is Role.HEALTHY for m in self.lost if m not in self.votes)
+        return self.verdict is CommitDecision.COMMIT and not silent
 
     def forget_ranks(self) -> None:
         """Another step begins: of those who vote late nobody asks any more what each of their ranks said."""

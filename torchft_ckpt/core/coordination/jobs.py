@@ -173,16 +173,17 @@ class Jobs:
             self._lasting = msgspec.json.encode(_Lasting(finished=finished, untold=self._untold))
         return self._lasting
 
-    def remember(self, data: bytes, zero: float, now: float) -> None:
-        """Take what another lighthouse has written so, or, where that is not it, nothing."""
+    def remember(self, data: bytes, zero: float, now: float) -> bool:
+        """Take what another lighthouse has written so; False: it is something else, and nothing was taken."""
         try:
             found = _lasting_decoder.decode(data or b"{}")
         except (msgspec.MsgspecError, UnicodeError):
-            return
+            return False
         jobs = ((job, FinishedJob(step, min(at - zero, now))) for job, (step, at) in found.finished.items())
         self.finished.update((job, over) for job, over in jobs if is_job_name(job))
         self._untold.update((job, untold) for job, untold in found.untold.items() if is_job_name(job))
         self._lasting = None
+        return True
 
     def _tell(self, name: str, event: Event, now: float) -> list[Instruction]:
         """Hand an event to a job, and put the job away where that was the last of it."""
@@ -200,7 +201,7 @@ class Jobs:
         if name in self.finished and self.finished[name].step != state.newest_step:
             del self.finished[name]  # it went on
             self._lasting = None
-        if state.untold != self._untold.get(name, NOTHING_UNTOLD):
+        if state.untold is not self._untold.get(name, NOTHING_UNTOLD):
             self._untold.pop(name, None)
             self._untold[name] = state.untold
             while len(self._untold) > MAX_JOBS:

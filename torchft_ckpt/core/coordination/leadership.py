@@ -6,7 +6,9 @@ those of all leases before. What is so at a time is counted from before a questi
   is over it forgets all, as one that has started again, and asks for a lease anew.
 - A member takes what a leader says until the lease would be over that the leader had when it answered the member's last
   heartbeat, and leaves it soon after (`Trust`). A leader may have been stopped between looking at its clock and sending.
-- A member that has met a fence goes to no leader with a lower one: that is so even if a clock was wrong.
+- A member that has met a fence goes to no leader with a lower one, and the store takes no write of one that holds no lease: that
+  is so even if a clock was wrong, or stood still, as that of a virtual machine that was paused. Such a leader may believe until
+  its next renewal that it leads. It can only tell then that a step counts which all have approved.
 
 So what a member takes was decided, and is taken, before the next lease begins. For members another leader is what a lighthouse is
 that has started again: they give back what they know (`restart`). What they may not be there to give back is small and in the
@@ -59,7 +61,7 @@ Answer: TypeAlias = LeaseHeld | LeaseOf | StoreFailed | bytes | None
 
 
 class LeaseStore(Protocol):
-    """Where the lease is. One call at a time; what goes wrong is raised as a `StoreError`.
+    """Where the lease is. One call at a time; what goes wrong is raised as an OSError or a `CoordinationError`.
 
     Each is atomic, for all who use the store together: two never hold the lease at once, by the store's clock.
     """
@@ -80,7 +82,10 @@ class LeaseStore(Protocol):
         """Return what was written last, whoever did; empty: nothing was."""
 
     async def write(self, data: bytes) -> LeaseHeld | None:
-        """Write if the lease is ours; None: it is not, and nothing was written."""
+        """Write if the lease is ours; None: it is not, and nothing was written.
+
+        A write of which no answer came is carried out before the next one that is answered, or never.
+        """
 
     async def release(self) -> None:
         """Give the lease up, if it is ours, and the connections."""
@@ -247,10 +252,14 @@ def _heard(answer: Answer) -> Heard:
 
 
 class Trust:
-    """Whose word a member takes, and how long."""
+    """Whose word a member takes, and how long. What a leader says of its lease is believed: who it is, TLS shows.
 
-    def __init__(self) -> None:
-        self.fence = 0
+    Args:
+        fence: no lower one is taken: 1 where there are several lighthouses, as one without a lease knows nothing of the others.
+    """
+
+    def __init__(self, fence: int = 0) -> None:
+        self.fence = fence
         """The highest that it has met."""
         self.is_for_a_time = False
         """There are several lighthouses: only an answer to a heartbeat says for how long this one leads."""
@@ -281,6 +290,8 @@ class Trust:
 
     def asks(self, now: float) -> Heartbeat:
         """Return the heartbeat to send."""
+        if not self.is_for_a_time:
+            return Heartbeat()
         self._number += 1
         self._sent[self._number] = now
         if len(self._sent) > 64:

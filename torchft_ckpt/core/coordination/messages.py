@@ -240,7 +240,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return self.last_quorum_id > 0 and self.last_quorum_size > 0
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Says that the sender lives; any other message says so too. One of several lighthouses answers with one, too."""
 
     number: Count = 0
