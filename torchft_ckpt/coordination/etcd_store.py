@@ -1,7 +1,8 @@
 """The lease of several lighthouses in etcd, 3.4 or newer, by the JSON that its own gateway speaks (`/v3/`).
 
     PREFIX/leader   who holds the lease. etcd deletes it when the lease is over; its create_revision is the fence.
-    PREFIX/jobs     what outlives a leader; written only in a transaction that finds the leader's key as it was.
+    PREFIX/jobs     what outlives a leader; written only in a transaction that finds the leader's key as it was, and nothing
+                    written since we heard of etcd last: a write that was late may not undo a later one.
 
 A renewal counts only if the leader's key is read after it, by a quorum of etcd: a member of etcd that is cut off may still renew.
 """
@@ -77,7 +78,7 @@ class EtcdStore:
         self._leader, self._own_name = leader, secrets.token_hex(8)
         self._user, self._password, self._auth_token = user, password, ""
         self._lease_id = 0
-        self._fence = 0
+        self._fence = self._revision = 0
         self._session: aiohttp.ClientSession | None = None
 
     async def fence(self) -> LeaseOf | None:
@@ -99,7 +100,7 @@ class EtcdStore:
         granted = await self._post("lease/grant", {"TTL": int(self.lease_s), "ID": str(self._lease_id)})
         value = _text(json.dumps({"leader": self._leader, "name": self._own_name}))
         put = {"key": self._leader_key, "value": value, "lease": str(self._lease_id)}
-        done = await self._if_fence_is(0, put)
+        done = await self._put_if([self._led_since(0)], put)
         if not done.get("succeeded"):
             await self._revoke()
             return None
@@ -122,8 +123,14 @@ class EtcdStore:
     async def write(self, data: bytes) -> LeaseHeld | None:
         """Write if the lease is ours."""
         put = {"key": self._jobs_key, "value": base64.b64encode(data).decode()}
-        done = await self._if_fence_is(self._fence, put)
-        return LeaseHeld(self._fence, self.lease_s) if done.get("succeeded") else None
+        known = {"key": self._jobs_key, "target": "MOD", "result": "LESS", "mod_revision": str(self._revision + 1)}
+        done = await self._put_if([self._led_since(self._fence), known], put)
+        if done.get("succeeded"):
+            return LeaseHeld(self._fence, self.lease_s)
+        kept = await self._get(self._leader_key)
+        if kept is not None and int(kept["create_revision"]) == self._fence:
+            raise ConnectionError("a write that it had not answered was carried out just now")
+        return None
 
     async def release(self) -> None:
         """Give the lease up, and the connections."""
@@ -146,9 +153,11 @@ class EtcdStore:
         kept: list[dict[str, Any]] = found.get("kvs") or []
         return kept[0] if kept else None
 
-    async def _if_fence_is(self, fence: int, put: dict[str, str]) -> dict[str, Any]:
-        compare = {"key": self._leader_key, "target": "CREATE", "result": "EQUAL", "create_revision": str(fence)}
-        return await self._post("kv/txn", {"compare": [compare], "success": [{"request_put": put}]})
+    def _led_since(self, fence: int) -> dict[str, str]:
+        return {"key": self._leader_key, "target": "CREATE", "result": "EQUAL", "create_revision": str(fence)}
+
+    async def _put_if(self, compare: list[dict[str, str]], put: dict[str, str]) -> dict[str, Any]:
+        return await self._post("kv/txn", {"compare": compare, "success": [{"request_put": put}]})
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Make a call of one member of etcd. If that does not answer the next call goes to the next one.
@@ -166,6 +175,7 @@ class EtcdStore:
             status, answer = await self._send(path, body)
             code = answer.get("code", 0)
         if status == 200 or (code == _NOT_FOUND and path.startswith("lease/")):
+            self._revision = max(self._revision, int(answer.get("header", {}).get("revision", 0)))
             return answer
         why = printable(str(answer.get("message") or answer.get("error") or f"HTTP {status}")[:300])
         is_refused = status in (401, 403) or code in (_UNAUTHENTICATED, _DENIED)

@@ -12,6 +12,8 @@ from torchft_ckpt.errors import CoordinationError
 
 logger = logging.getLogger(__name__)
 
+_SAY_AGAIN_S = 5.0
+
 
 class LeaseKeeper:
     """Use on its event loop only.
@@ -36,7 +38,7 @@ class LeaseKeeper:
         self._store, self._on_change, self._data, self._on_written = store, on_change, data, on_written
         self._loop = asyncio.get_running_loop()
         self._is_leading = self._is_over = False
-        self._said = ""
+        self._said, self._say_at = "", float("-inf")
         self._timer: asyncio.TimerHandle | None = None
         self._has_news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -81,12 +83,19 @@ class LeaseKeeper:
             else:
                 logger.warning("this lighthouse leads no more: %s", state.reason)
             self._on_change(state.data if leads else None)
-        elif not leads and state.reason != self._said:
+        elif not leads and state.reason != self._said and self._may_say():
             self._said = state.reason
             logger.info("this lighthouse stands by: %s", state.reason)
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if state.over_at is None else self._loop.call_at(state.over_at, self.look)
+
+    def _may_say(self) -> bool:
+        """Whether the last line of those that may come with each call was long enough ago."""
+        now, say_at = self._loop.time(), self._say_at
+        if now >= say_at:
+            self._say_at = now + _SAY_AGAIN_S
+        return now >= say_at
 
     def has_written(self) -> bool:
         """Whether what is to outlive this lighthouse is in the store. Else it is written as soon as may be."""
@@ -112,10 +121,15 @@ class LeaseKeeper:
                 answer = StoreFailed(f"nothing heard for {self.state.patience_s:g} s")
             except (OSError, CoordinationError) as error:
                 answer = StoreFailed(str(error))
+            except (LookupError, TypeError, ValueError) as error:
+                answer = StoreFailed(f"what it answers is not understood: {error!r}")
             self.state.answered(call, answer, began, self._loop.time(), data)
             self.look()
             if call is Call.WRITE and isinstance(answer, StoreFailed):
-                logger.warning("groups are told nothing before it is written down, and it cannot be: %s", answer.reason)
+                if self._may_say():
+                    logger.warning(
+                        "groups are told nothing before it is written down, and it cannot be: %s", answer.reason
+                    )
             elif call is Call.WRITE:
                 self._on_written()
 
