@@ -33,6 +33,7 @@ from support.thoroughness import by_default
 from support.waiting import Heard, wait_until
 
 from torchft_ckpt import LighthouseServer
+from torchft_ckpt.coordination import lighthouse_server
 from torchft_ckpt.coordination.asking import Lighthouse
 from torchft_ckpt.coordination.etcd_store import EtcdStore
 from torchft_ckpt.core.coordination.leadership import LeaseHeld, LeaseOf
@@ -47,7 +48,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     StateVersion,
 )
-from torchft_ckpt.errors import ConfigError, LighthouseUnreachableError
+from torchft_ckpt.errors import AuthenticationError, ConfigError, LighthouseUnreachableError
 
 ETCD = shutil.which("etcd")
 STEP_S = 0.02
@@ -405,9 +406,14 @@ class Memory:
 
 
 @contextmanager
-def leading(store: Memory, port: int = 0) -> Iterator[LighthouseServer]:
+def leading(store: Memory | None = None, *, port: int = 0, token: str | None = None) -> Iterator[LighthouseServer]:
+    """A lighthouse; without a store it is the only one."""
     server = LighthouseServer(
-        bind=f"127.0.0.1:{port}", hostname="127.0.0.1", min_replicas=1, store=lambda address: store
+        bind=f"127.0.0.1:{port}",
+        hostname="127.0.0.1",
+        min_replicas=1,
+        token=token,
+        store=None if store is None else lambda address: store,
     )
     try:
         yield server
@@ -433,18 +439,113 @@ def test_a_step_that_not_all_approved_is_written_down_before_anybody_hears_how_i
     assert b"false" in store.data
 
 
-def test_a_member_goes_to_no_lighthouse_that_leads_by_an_older_lease_than_it_has_met() -> None:
-    later = free_port()
-    line = Heard("leads by lease 3, and 7 was met")
-    with leading(Memory(7)) as first, leading(Memory(3)) as older:
-        member = Member("a", f"{first.address()},{older.address()},127.0.0.1:{later}")
+def test_a_group_that_starts_passes_by_those_that_are_none_of_several_lighthouses() -> None:
+    with leading() as alone, leading(token="another") as stranger, leading(Memory(7)) as leader:
+        member = Member("a", ",".join(one.address() for one in (alone, stranger, leader)))
         member.trains_on(2)
-        log = logging.getLogger("torchft_ckpt.coordination.lighthouse_connection")
+        assert Lighthouse(leader.address(), None).status(None)["jobs"]
+        member.service.shutdown("the test is over")
+        with pytest.raises(AuthenticationError, match="refused our token"):
+            Member("a", f"{stranger.address()},{stranger.address()}")
+
+
+def test_a_lighthouse_for_whose_store_too_much_waits_begins_anew_and_the_job_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, line = Memory(7), Heard("messages wait for the store: forgetting all")
+    log = logging.getLogger("torchft_ckpt.coordination.lighthouse_server")
+    with leading(store) as server:
+        member = Member("a", server.address())
+        member.trains_on(2)
+        monkeypatch.setattr(lighthouse_server, "MAX_UNSAID", 0)
         log.addHandler(line)
-        first.shutdown()
+        store.may_write.clear()
+        member.approves = False
         assert line.there.wait(60)
         log.removeHandler(line)
-        with leading(Memory(8), later):
+        member.approves = True
+        monkeypatch.undo()
+        store.may_write.set()
+        member.trains_on(2)
+        member.service.shutdown("the test is over")
+
+
+def test_a_store_that_is_not_understood_is_asked_again() -> None:
+    store, heard = Memory(7), threading.Event()
+    store.lease_s = 2.0
+    acquire = store.acquire
+
+    async def answers_nonsense_first() -> LeaseHeld | None:
+        if not heard.is_set():
+            heard.set()
+            raise KeyError("TTL")
+        return await acquire()
+
+    store.acquire = answers_nonsense_first  # type: ignore[method-assign]
+    with leading(store) as server:
+        member = Member("a", server.address())
+        member.trains_on(2)
+        member.service.shutdown("the test is over")
+    assert heard.is_set()
+
+
+@pytest.mark.processes
+def test_a_write_that_reaches_etcd_after_a_later_one_changes_nothing(etcd: Etcd) -> None:
+    asyncio.run(a_write_comes_late(etcd))
+
+
+async def a_write_comes_late(etcd: Etcd) -> None:
+    store = EtcdStore(etcd.url, leader="a:1")
+    assert await store.acquire() is not None
+    assert await store.write(b"first") is not None
+    send = store._send
+    late: list[tuple[str, dict[str, Any]]] = []
+
+    async def loses(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        late.append((path, body))
+        raise ConnectionError("it was sent, and no answer came")
+
+    for _ in range(2):
+        store._send = loses  # type: ignore[method-assign]
+        with pytest.raises(ConnectionError):
+            await store.write(b"late")
+        store._send = send  # type: ignore[method-assign]
+        assert await store.renew() is not None
+    assert await store.write(b"later") is not None
+    await send(*late[0])
+    assert await store.read() == b"later"
+    before = store._revision
+    etcd.ask("kv/put", key=base64.b64encode(b"torchft_ckpt/jobs").decode(), value="")  # as one that comes just now
+    store._revision = before
+    with pytest.raises(ConnectionError, match="carried out just now"):
+        await store.write(b"last")
+    assert await store.write(b"last") is not None
+    await store.release()
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        ({"store": Memory(3)}, "leads by lease 3, not 7 or later"),
+        ({}, "leads by lease 0, not 7 or later"),
+        ({"token": "another"}, "refused our token"),
+    ],
+    ids=["older lease", "no lease", "another token"],
+)
+def test_a_member_goes_on_to_the_next_lighthouse_if_one_is_none_of_those_that_lead_in_turn(
+    other: dict[str, Any], line: str
+) -> None:
+    later = free_port()
+    heard = Heard(line)
+    with leading(Memory(7)) as first, leading(**other) as stranger:
+        member = Member("a", f"{first.address()},{stranger.address()},127.0.0.1:{later}")
+        member.trains_on(2)
+        log = logging.getLogger("torchft_ckpt.coordination.lighthouse_connection")
+        log.addHandler(heard)
+        first.shutdown()
+        assert heard.there.wait(60)
+        log.removeHandler(heard)
+        with leading(Memory(8), port=later):
             member.trains_on(2)
             member.service.shutdown("the test is over")
 

@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeGuard
 
 import aiohttp
 
@@ -61,6 +62,8 @@ _LEASE_PAUSE_S, _NUM_HASTY = 0.25, 20
 """Another one may lead as soon as a lease is over: so soon all are tried again, for the first so many times."""
 
 _RETRIABLE = (aiohttp.ClientError, OSError, asyncio.TimeoutError, LighthouseUnreachableError)
+_OF_ONE = (AuthenticationError, ProtocolVersionError, ProtocolError)
+"""One of several that has another token, or is of another version, ends no job: only if all are so does a group end."""
 
 
 def resolve_job(argument: str | None) -> str:
@@ -108,8 +111,8 @@ class LighthouseConnection:
     ) -> None:
         places = config.parse_host_ports(address, what="lighthouse address", has_tls=tls is not None)
         self._addresses = [join_host_port(*place) for place in places]
-        self._num_tried = 0
-        self._trust = Trust()
+        self._num_tried = self._num_refused = 0
+        self._trust = Trust(int(len(self._addresses) > 1))
         self._tls = tls
         self._job = job
         self._token = token
@@ -145,6 +148,11 @@ class LighthouseConnection:
         pause = reconnect_delay_s(num_rounds - 1, random.random())
         return min(pause, _LEASE_PAUSE_S) if len(self._addresses) > 1 and num_rounds <= _NUM_HASTY else pause
 
+    def _is_refused_by_all(self, error: BaseException) -> TypeGuard[CoordinationError]:
+        """Note why an attempt failed; whether each of the lighthouses has refused this group, one after the other."""
+        self._num_refused = self._num_refused + 1 if isinstance(error, _OF_ONE) else 0
+        return self._num_refused >= len(self._addresses)
+
     def _attempt_s(self, attempt: int) -> float:
         if len(self._addresses) == 1:
             return self._connect_timeout_s
@@ -165,7 +173,10 @@ class LighthouseConnection:
             try:
                 channel = await self._connect(self._attempt_s(attempt))
                 break
-            except _RETRIABLE as error:
+            except (*_RETRIABLE, *_OF_ONE) as error:
+                if self._is_refused_by_all(error):
+                    await self._session.close()
+                    raise
                 pause = self._go_on(attempt)
                 attempt += 1
                 if loop.time() + pause >= deadline:
@@ -250,7 +261,7 @@ class LighthouseConnection:
         except BaseException:
             channel.abort()
             raise
-        self._channel = channel
+        self._channel, self._num_refused = channel, 0
         self._on_up()
         return channel
 
@@ -275,8 +286,7 @@ class LighthouseConnection:
         if not isinstance(welcome, Welcome):
             raise ProtocolError(f"{party} did not answer a hello, but sent {type(welcome).__name__}", self.address)
         if not self._trust.begins(welcome, asked_at):
-            met = self._trust.fence
-            message = f"{party} leads by lease {welcome.fence}, and {met} was met; do all have the same --etcd?"
+            message = f"{party} leads by lease {welcome.fence}, not {self._trust.fence} or later; do all have the same --etcd?"
             raise LighthouseUnreachableError(message, self.address)
         self.store_address = welcome.store_address
         self.heartbeat_timeout_s = welcome.heartbeat_timeout_s
@@ -341,7 +351,10 @@ class LighthouseConnection:
             await self._may_connect.wait()
             try:
                 channel = await self._connect(self._attempt_s(attempt))
-            except (*_RETRIABLE, TlsError) as error:  # certificates are renewed without a restart
+            except (*_RETRIABLE, *_OF_ONE) as error:
+                if self._is_refused_by_all(error) and not isinstance(error, TlsError):  # certificates are renewed
+                    self._on_refused(error)
+                    return None
                 address, pause = self.address, self._go_on(attempt)
                 attempt += 1
                 if attempt in (1, 5) or attempt % 15 == 0:
