@@ -13,12 +13,10 @@ from support.thoroughness import by_default
 
 from torchft_ckpt.core.coordination import leadership
 from torchft_ckpt.core.coordination.leadership import (
-    Answer,
     Call,
     Leadership,
     LeaseHeld,
     LeaseOf,
-    Stand,
     StoreFailed,
     Trust,
 )
@@ -28,11 +26,10 @@ from torchft_ckpt.core.coordination.messages import PROTOCOL_VERSION, Heartbeat,
 def leader_since(began: float, data: bytes = b"") -> Leadership:
     """A lighthouse that asked for a lease of 2 s at a time, and has it."""
     one = Leadership(2.0)
-    answers: dict[Call, Answer] = {Call.FENCE: None, Call.ACQUIRE: LeaseHeld(7, 2.0), Call.READ: data}
-    while one.stand is not Stand.LEADS:
-        call, _ = one.next_call(b"", began)
-        one.answered(call, answers[call], began, began + 0.1)
-        one.validate(began + 0.1)
+    assert one.next_call(b"", began)[0] is Call.ACQUIRE
+    one.answered(Call.ACQUIRE, LeaseHeld(7, 2.0, data), began, began + 0.1)
+    one.validate(began + 0.1)
+    assert one.data == data
     return one
 
 
@@ -44,28 +41,26 @@ def test_a_leader_decides_until_its_lease_less_the_margin_is_over_counted_from_b
 
 def test_a_leader_asks_again_four_times_in_a_lease_and_sooner_if_the_store_does_not_answer() -> None:
     one = leader_since(10.0)
-    assert one.next_call(b"", 10.1)[0] is Call.RENEW
+    assert one.next_call(b"", 10.1) == (Call.RENEW, pytest.approx(10.5))
     one.answered(Call.RENEW, LeaseHeld(7, 2.0), 10.2, 10.3)
     assert one.next_call(b"", 10.3) == (Call.RENEW, 10.7)
     one.answered(Call.RENEW, StoreFailed("nobody answers"), 10.7, 11.2)
     assert one.next_call(b"", 11.2) == (Call.RENEW, pytest.approx(11.3))
     one.look(12.0)
-    assert (one.stand, one.reason) == (Stand.STANDS_BY, "the store of the lease does not answer: nobody answers")
+    assert (one.is_leading, one.reason) == (False, "the store of the lease does not answer: nobody answers")
 
 
 def test_an_answer_that_comes_when_the_lease_is_over_changes_nothing() -> None:
     one = leader_since(10.0)
     one.answered(Call.RENEW, LeaseHeld(7, 2.0), 11.0, 11.9)
-    assert (one.stand, one.leads(11.9)) == (Stand.STANDS_BY, False)
-    assert one.next_call(b"", 11.9) == (Call.FENCE, 11.9)
-    one.answered(Call.FENCE, LeaseOf(7, "a:1", is_own=True), 11.9, 12.0)
-    assert one.next_call(b"", 12.0)[0] is Call.ACQUIRE
+    assert (one.is_leading, one.leads(11.9)) == (False, False)
+    assert one.next_call(b"", 11.9) == (Call.ACQUIRE, 11.9)
 
 
 def test_who_finds_another_one_leading_says_which_and_looks_again() -> None:
     one = Leadership(2.0)
-    one.answered(Call.FENCE, LeaseOf(3, "b:29510"), 1.0, 1.1)
-    assert (one.leader, one.next_call(b"", 1.1)) == ("b:29510", (Call.FENCE, pytest.approx(1.3)))
+    one.answered(Call.ACQUIRE, LeaseOf(3, "b:29510"), 1.0, 1.1)
+    assert (one.leader, one.next_call(b"", 1.1)) == ("b:29510", (Call.ACQUIRE, pytest.approx(1.3)))
 
 
 def test_what_is_to_outlive_the_leader_is_written_at_once_and_again_after_a_renewal_if_that_failed() -> None:
@@ -84,7 +79,8 @@ def test_what_is_to_outlive_the_leader_is_written_at_once_and_again_after_a_rene
 def test_a_leader_that_may_not_write_leads_no_more() -> None:
     one = leader_since(10.0)
     one.answered(Call.WRITE, None, 10.2, 10.3, written=b"new")
-    assert (one.stand, one.leads(10.3)) == (Stand.STANDS_BY, False)
+    assert (one.is_leading, one.leads(10.3)) == (False, False)
+    assert one.next_call(b"", 10.3) == (Call.ACQUIRE, pytest.approx(10.5))
 
 
 def welcome(fence: int, leads_for_s: float | None) -> Welcome:
@@ -155,7 +151,7 @@ def test_no_two_lighthouses_decide_at_once_and_all_recover(first: int) -> None:
 
 def broken_lease(patch: pytest.MonkeyPatch) -> None:
     """A leader does not look at its lease before it decides."""
-    patch.setattr(Leadership, "leads", lambda one, now: one.stand is Stand.LEADS)
+    patch.setattr(Leadership, "leads", lambda one, now: one.is_leading)
     patch.setattr(Leadership, "validate", lambda one, now: None)
 
 

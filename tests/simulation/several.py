@@ -24,7 +24,6 @@ from torchft_ckpt.core.coordination.leadership import (
     Leadership,
     LeaseHeld,
     LeaseOf,
-    Stand,
     StoreFailed,
 )
 from torchft_ckpt.core.coordination.lighthouse_events import (
@@ -76,15 +75,14 @@ class Store:
     def carry_out(self, who: str, call: Call, lease_s: float, data: bytes) -> Answer:
         now = self._clock.now * self._rate
         holder = self._holder if now < self._until else ""
-        if call is Call.READ:
-            return self.data
-        if call is Call.FENCE:
-            return LeaseOf(self.fence, holder, is_own=holder == who) if holder else None
-        if call is Call.ACQUIRE and holder in ("", who):
-            self.fence, self._holder = self.fence + 1, who
-        elif holder != who:
+        if call is Call.ACQUIRE:
+            if holder not in ("", who):
+                return LeaseOf(self.fence, holder)
+            self.fence, self._holder, self._until = self.fence + 1, who, now + lease_s
+            return LeaseHeld(self.fence, lease_s, self.data)
+        if holder != who:
             return None
-        elif call is Call.WRITE:
+        if call is Call.WRITE:
             self.data = data
             return LeaseHeld(self.fence, lease_s)
         self._until = now + lease_s
@@ -153,7 +151,7 @@ class Candidate(Lighthouse):
                 self._clock.after(self._delay(), process, lambda: self._answered(number, call, answer, began, data))
 
         self._clock.after(self._delay(), None, arrive)
-        patience_s = self.leadership.patience_s / self._clock_rate
+        patience_s = self.leadership.patience_s(call) / self._clock_rate
         failed = StoreFailed("no answer")
         self._clock.after(patience_s, process, lambda: self._answered(number, call, failed, began, data))
 
@@ -171,10 +169,10 @@ class Candidate(Lighthouse):
 
     def _look(self) -> None:
         self.leadership.look(self.now)
-        leads = self.leadership.stand is Stand.LEADS
+        leads = self.leadership.is_leading
         if leads is not self._is_leading:
             self._is_leading = leads
-            self._log(f"{self.process.name} {self.leadership.stand.value}: {self.leadership.reason}")
+            self._log(f"{self.process.name} {'leads' if leads else self.leadership.reason}")
             for connection in list(self.connections.values()):
                 connection.send_to_client(Dropped(reason=self.leadership.reason))
                 connection.close(by_server=True)

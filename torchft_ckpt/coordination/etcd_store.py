@@ -83,18 +83,14 @@ class EtcdStore:
 
     async def fence(self) -> LeaseOf | None:
         """Return who holds the lease; None: nobody does."""
-        kept = await self._get(self._leader_key)
-        if kept is None:
-            return None
-        try:
-            said = json.loads(base64.b64decode(kept["value"]))
-            leader, name = printable(str(said["leader"])[:300]), said["name"]
-        except (ValueError, KeyError, TypeError):
-            leader, name = "an unknown address", ""
-        return LeaseOf(int(kept["create_revision"]), leader, is_own=name == self._own_name)
+        held, _ = await self._held()
+        return held
 
-    async def acquire(self) -> LeaseHeld | None:
-        """Take the lease if nobody holds it."""
+    async def acquire(self) -> LeaseHeld | LeaseOf | None:
+        """Take the lease unless another one holds it."""
+        held, is_own = await self._held()
+        if held is not None and not is_own:
+            return held
         await self._revoke()
         self._lease_id = secrets.randbits(62) + 1
         granted = await self._post("lease/grant", {"TTL": int(self.lease_s), "ID": str(self._lease_id)})
@@ -105,7 +101,8 @@ class EtcdStore:
             await self._revoke()
             return None
         self._fence = int(done["header"]["revision"])
-        return LeaseHeld(self._fence, float(granted["TTL"]))
+        kept = await self._get(self._jobs_key)
+        return LeaseHeld(self._fence, float(granted["TTL"]), base64.b64decode((kept or {}).get("value", "")))
 
     async def renew(self) -> LeaseHeld | None:
         """Hold the lease for longer."""
@@ -114,11 +111,6 @@ class EtcdStore:
         kept = await self._get(self._leader_key)
         is_ours = lease_s > 0 and kept is not None and int(kept["create_revision"]) == self._fence
         return LeaseHeld(self._fence, lease_s) if is_ours else None
-
-    async def read(self) -> bytes:
-        """Return what was written last."""
-        kept = await self._get(self._jobs_key)
-        return b"" if kept is None else base64.b64decode(kept.get("value", ""))
 
     async def write(self, data: bytes) -> LeaseHeld | None:
         """Write if the lease is ours."""
@@ -142,6 +134,18 @@ class EtcdStore:
                 await self._session.close()
 
     # ---------------------------------------------------------------------------------------------------------- the gateway
+
+    async def _held(self) -> tuple[LeaseOf | None, bool]:
+        """Return who holds the lease, and whether we do."""
+        kept = await self._get(self._leader_key)
+        if kept is None:
+            return None, False
+        try:
+            said = json.loads(base64.b64decode(kept["value"]))
+            leader, name = printable(str(said["leader"])[:300]), said["name"]
+        except (ValueError, KeyError, TypeError):
+            leader, name = "an unknown address", ""
+        return LeaseOf(int(kept["create_revision"]), leader), name == self._own_name
 
     async def _revoke(self) -> None:
         if self._lease_id:

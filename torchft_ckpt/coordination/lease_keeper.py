@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from torchft_ckpt.core.coordination.leadership import Answer, Call, Leadership, LeaseStore, Stand, StoreFailed
+from torchft_ckpt.core.coordination.leadership import Answer, Call, Leadership, LeaseStore, StoreFailed
 from torchft_ckpt.errors import CoordinationError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class LeaseKeeper:
             CoordinationError: the store refuses us. One that does not answer may come yet.
         """
         try:
-            await asyncio.wait_for(self._store.fence(), self.state.patience_s)
+            await asyncio.wait_for(self._store.fence(), self.state.patience_s(Call.ACQUIRE))
         except (OSError, asyncio.TimeoutError) as error:
             logger.warning("the store of the lease does not answer (%s); trying again", error)
         self._task = self._loop.create_task(self._keep())
@@ -64,7 +64,7 @@ class LeaseKeeper:
         if self._timer is not None:
             self._timer.cancel()
         with contextlib.suppress(OSError, CoordinationError, asyncio.TimeoutError):
-            await asyncio.wait_for(self._store.release(), self.state.patience_s)
+            await asyncio.wait_for(self._store.release(), self.state.patience_s(Call.RENEW))
 
     def leads(self) -> bool:
         """Whether this lighthouse may decide now."""
@@ -75,7 +75,7 @@ class LeaseKeeper:
         """Note that time has passed, and say if that changes who leads."""
         state = self.state
         state.look(self._loop.time())
-        leads = state.stand is Stand.LEADS
+        leads = state.is_leading
         if leads is not self._is_leading:
             self._is_leading = leads
             if leads:
@@ -114,11 +114,11 @@ class LeaseKeeper:
                     await asyncio.wait_for(self._has_news.wait(), pause)
                 if self._has_news.is_set():
                     continue
-            began = self._loop.time()
+            began, patience_s = self._loop.time(), self.state.patience_s(call)
             try:
-                answer = await asyncio.wait_for(self._ask(call, data), self.state.patience_s)
+                answer = await asyncio.wait_for(self._ask(call, data), patience_s)
             except asyncio.TimeoutError:
-                answer = StoreFailed(f"nothing heard for {self.state.patience_s:g} s")
+                answer = StoreFailed(f"nothing heard for {patience_s:g} s")
             except (OSError, CoordinationError) as error:
                 answer = StoreFailed(str(error))
             except (LookupError, TypeError, ValueError) as error:
@@ -136,10 +136,4 @@ class LeaseKeeper:
     async def _ask(self, call: Call, data: bytes) -> Answer:
         if call is Call.WRITE:
             return await self._store.write(data)
-        asked = {
-            Call.FENCE: self._store.fence,
-            Call.ACQUIRE: self._store.acquire,
-            Call.READ: self._store.read,
-            Call.RENEW: self._store.renew,
-        }
-        return await asked[call]()
+        return await (self._store.acquire() if call is Call.ACQUIRE else self._store.renew())

@@ -38,15 +38,16 @@ class LeaseHeld:
 
     fence: int
     lease_s: float
+    data: bytes = b""
+    """Of a new lease: what was written last, whoever did; empty: nothing was."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOf:
-    """Somebody holds the lease. `is_own`: we do, but have not heard that we got it, or have given up deciding by it."""
+    """Somebody holds the lease."""
 
     fence: int
     leader: str
-    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class StoreFailed:
     reason: str
 
 
-Answer: TypeAlias = LeaseHeld | LeaseOf | StoreFailed | bytes | None
-"""None: nobody holds the lease; or what was to be written was not, as the lease is not ours."""
+Answer: TypeAlias = LeaseHeld | LeaseOf | StoreFailed | None
+"""None: the lease is not ours, and nothing was written."""
 
 
 class LeaseStore(Protocol):
@@ -72,14 +73,11 @@ class LeaseStore(Protocol):
     async def fence(self) -> LeaseOf | None:
         """Return who holds the lease; None: nobody does."""
 
-    async def acquire(self) -> LeaseHeld | None:
-        """Take the lease if nobody holds it; give up one of our own before. None: somebody was faster."""
+    async def acquire(self) -> LeaseHeld | LeaseOf | None:
+        """Take the lease unless another one holds it; give up one of our own before. None: somebody was faster."""
 
     async def renew(self) -> LeaseHeld | None:
         """Hold it for longer; None: it is ours no more."""
-
-    async def read(self) -> bytes:
-        """Return what was written last, whoever did; empty: nothing was."""
 
     async def write(self, data: bytes) -> LeaseHeld | None:
         """Write if the lease is ours; None: it is not, and nothing was written.
@@ -94,47 +92,9 @@ class LeaseStore(Protocol):
 class Call(Enum):
     """What the store is asked."""
 
-    FENCE = "fence"
     ACQUIRE = "acquire"
-    READ = "read"
     RENEW = "renew"
     WRITE = "write"
-
-
-class Stand(Enum):
-    """Where a lighthouse stands."""
-
-    STANDS_BY = "stands by"
-    CANDIDATE = "candidate"
-    READS = "reads"
-    """It has the lease, and reads what the last leader wrote."""
-    LEADS = "leads"
-
-
-class Heard(Enum):
-    """What an answer, or the clock, says."""
-
-    HELD = "held"
-    FREE = "free"
-    TAKEN = "taken"
-    DATA = "data"
-    FAILED = "failed"
-    OVER = "over"
-
-
-_NEXT = {
-    Stand.STANDS_BY: {Heard.FREE: Stand.CANDIDATE, Heard.TAKEN: Stand.STANDS_BY, Heard.FAILED: Stand.STANDS_BY},
-    Stand.CANDIDATE: {Heard.HELD: Stand.READS, Heard.FREE: Stand.STANDS_BY, Heard.FAILED: Stand.STANDS_BY},
-    Stand.READS: {Heard.DATA: Stand.LEADS, Heard.FAILED: Stand.READS, Heard.OVER: Stand.STANDS_BY},
-    Stand.LEADS: {
-        Heard.HELD: Stand.LEADS,
-        Heard.FREE: Stand.STANDS_BY,
-        Heard.FAILED: Stand.LEADS,
-        Heard.OVER: Stand.STANDS_BY,
-    },
-}
-"""What follows from what was heard. What is not here cannot be."""
-_HAS_LEASE = (Stand.READS, Stand.LEADS)
 
 
 class Leadership:
@@ -145,7 +105,8 @@ class Leadership:
     """
 
     def __init__(self, lease_s: float) -> None:
-        self.stand = Stand.STANDS_BY
+        self.is_leading = False
+        """It has the lease, as of the last `look`."""
         self.fence = 0
         """Of our lease; of one that is over, the last."""
         self.leader = ""
@@ -154,11 +115,8 @@ class Leadership:
         """Why this one does not lead."""
         self.data = b""
         """What is in the store, as it was read or written last."""
-        self.patience_s = lease_s / 4
-        """For one call."""
         self._lease_s = lease_s
-        self._until = float("-inf")
-        self._call_at = float("-inf")
+        self._until = self._call_at = float("-inf")
         self._why_failed = ""
         """What was heard of the last renewal; empty: it went well."""
         self._is_write_due = True
@@ -166,89 +124,69 @@ class Leadership:
 
     def leads(self, now: float) -> bool:
         """Whether this lighthouse may decide now."""
-        return self.stand is Stand.LEADS and now < self._until
+        return self.is_leading and now < self._until
 
     @property
     def over_at(self) -> float | None:
         """When `look` is due."""
-        return self._until if self.stand in _HAS_LEASE else None
+        return self._until if self.is_leading else None
 
     def left_s(self, now: float) -> float:
         """Return for how long it leads at least."""
-        return max(0.0, self._until - now) if self.stand is Stand.LEADS else 0.0
+        return max(0.0, self._until - now) if self.is_leading else 0.0
 
     def answer(self, heartbeat: Heartbeat, now: float) -> Heartbeat:
         """Return what to answer to a member."""
         return Heartbeat(heartbeat.number, self.left_s(now))
 
+    def patience_s(self, call: Call) -> float:
+        """Return for how long to wait for an answer. To take the lease takes several messages."""
+        return self._lease_s / (2 if call is Call.ACQUIRE else 4)
+
     def next_call(self, data: bytes, now: float) -> tuple[Call, float]:
         """Return what to ask the store next, and when. `data`: what is to be in it, if this lighthouse leads."""
-        if self.stand is Stand.CANDIDATE:
-            return Call.ACQUIRE, now
-        if self.stand is Stand.READS:
-            return Call.READ, self._call_at
-        if self.stand is Stand.STANDS_BY:
-            return Call.FENCE, self._call_at
+        if not self.is_leading:
+            return Call.ACQUIRE, self._call_at
         is_news = data != self.data and self._is_write_due and now < self._call_at
         return (Call.WRITE, now) if is_news else (Call.RENEW, self._call_at)
 
     def answered(self, call: Call, answer: Answer, began: float, now: float, written: bytes = b"") -> None:
         """Take the answer to a call. `began`: before it was sent. `written`: what was to be written."""
         self.look(now)
-        if call in (Call.READ, Call.RENEW, Call.WRITE) and self.stand not in _HAS_LEASE:
+        if not self.is_leading and call is not Call.ACQUIRE:
             return  # the lease was over before the answer came
-        pause_s, heard = self._lease_s / 10, _heard(answer)
-        if isinstance(answer, LeaseOf):
-            self.leader = answer.leader
-            self.reason = f"the one at {answer.leader} leads"
-        elif isinstance(answer, StoreFailed):
-            self._why_failed = f"the store of the lease does not answer: {answer.reason}"
-            self.reason, pause_s = self._why_failed, self._lease_s / 20
-        elif isinstance(answer, bytes):
-            self.data, pause_s = answer, 0.0
-        elif answer is None:
-            self.leader = ""
-            self.reason = "nobody holds the lease" if call is Call.FENCE else "its lease is not its own any more"
-        elif call is not Call.WRITE:
+        pause_s = self._lease_s / 10
+        if isinstance(answer, StoreFailed):
+            self.reason = self._why_failed = f"the store of the lease does not answer: {answer.reason}"
+            pause_s = self._lease_s / 20
+        elif isinstance(answer, LeaseHeld) and call is Call.WRITE:
+            self.data = written
+        elif isinstance(answer, LeaseHeld):
             self.fence, self.leader, self._why_failed = answer.fence, "", ""
             self._until = began + answer.lease_s * (1.0 - MARGIN)
-            pause_s = began + self._lease_s / 4 - now if call is Call.RENEW else 0.0
-        self._is_write_due = call is not Call.WRITE or heard is not Heard.FAILED
-        if call is Call.WRITE:
-            self.data = written if heard is Heard.HELD else self.data
+            pause_s = began + self._lease_s / 4 - now
+            if call is Call.ACQUIRE:
+                self.is_leading, self.data = True, answer.data
         else:
+            self.is_leading, self.leader = False, "" if answer is None else answer.leader
+            self.reason = f"the one at {self.leader} leads" if self.leader else "the lease is not its own"
+        self._is_write_due = call is not Call.WRITE or not isinstance(answer, StoreFailed)
+        if call is not Call.WRITE or not self.is_leading:
             self._call_at = now + max(0.0, pause_s)
-        self._hear(heard)
         self.look(now)
 
     def look(self, now: float) -> None:
         """Note that time has passed."""
-        if self.stand in _HAS_LEASE and now >= self._until:
+        if self.is_leading and now >= self._until:
             self.reason = self._why_failed or "it was stopped for longer than its lease"
-            self._call_at = now
-            self._hear(Heard.OVER)
-
-    def _hear(self, heard: Heard) -> None:
-        if heard not in _NEXT[self.stand]:
-            raise RuntimeError(f"internal error: a lighthouse that {self.stand.value} heard {heard.value}")
-        self.stand = _NEXT[self.stand][heard]
+            self.is_leading, self._call_at = False, now
 
     def validate(self, now: float) -> None:
         """Check the invariants, for tests; a `RuntimeError` says which one is broken."""
-        if self.stand in _HAS_LEASE and (self.fence <= 0 or self.leader):
-            raise RuntimeError(f"it {self.stand.value} with fence {self.fence}, and {self.leader!r} leads")
+        if self.is_leading and (self.fence <= 0 or self.leader):
+            raise RuntimeError(f"it leads with fence {self.fence}, and {self.leader!r} leads")
         if self.leads(now) and not 0.0 < self.left_s(now) < float("inf"):
             raise RuntimeError(f"it leads for {self.left_s(now)} s yet")
-
-
-def _heard(answer: Answer) -> Heard:
-    if isinstance(answer, LeaseHeld):
-        return Heard.HELD
-    if isinstance(answer, LeaseOf):
-        return Heard.FREE if answer.is_own else Heard.TAKEN
-    if isinstance(answer, StoreFailed):
-        return Heard.FAILED
-    return Heard.FREE if answer is None else Heard.DATA
 
 
 class Trust:
