@@ -8,7 +8,7 @@ those of all leases before. What is so at a time is counted from before a questi
   heartbeat, and leaves it soon after (`Trust`). A leader may have been stopped between looking at its clock and sending.
 - A member that has met a fence goes to no leader with a lower one, and the store takes no write of one that holds no lease: that
   is so even if a clock was wrong, or stood still, as that of a virtual machine that was paused. Such a leader may believe until
-  its next renewal that it leads. It can only tell then that a step counts which all have approved.
+  its next renewal that it leads. It can only tell then what needs no write: that a step counts which all have approved, say.
 
 So what a member takes was decided, and is taken, before the next lease begins. For members another leader is what a lighthouse is
 that has started again: they give back what they know (`restart`). What they may not be there to give back is small and in the
