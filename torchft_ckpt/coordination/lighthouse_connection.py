@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 DEAD_PEER_TIMEOUT_S = 10.0
 _PROTOCOL_PAUSE_S = 1.0
-_ATTEMPT_S = 1.0
+_ATTEMPT_S = 0.5
 """For the first attempt at each of several lighthouses, any of which may be off; each next one has twice as long."""
 _LEAST_PAUSE_S = 0.1
 _LEASE_PAUSE_S, _NUM_HASTY = 0.25, 20
