@@ -32,21 +32,44 @@ def ask(members: list[Member], states: Sequence[str], **leaves: str) -> None:
 
 
 def discards(members: list[Member]) -> None:
-    they_ask(*members)
+    for member in members:
+        member.asks()
+    discards_open(members)
+
+
+def discards_open(members: Sequence[Member]) -> None:
     members[0].votes(error="a batch was of no use")
     they_vote(*members[1:])
     assert {member.outcomes[-1] for member in members} == {Outcome.DISCARD}
 
 
-def two_have_come_in() -> tuple[Job, tuple[Member, Member, Member]]:
-    """A job of three in which two have died, and come back with a step: the survivor, and these."""
+def two_have_come_in(starts_again: str = "") -> tuple[Job, tuple[Member, Member, Member]]:
+    """A job of three in which two have died, and come back with a step: the survivor, and these. `starts_again`: when the
+    lighthouse does."""
     job, (a, b, c) = at_work()
     b.dies()
     c.dies()
     b, c = job.join("b", life=2), job.join("c", life=2)
+    members = (a, b, c)
     job.lets_in(b, c, others=[a])
-    they_vote(a, b, c)
-    return job, (a, b, c)
+    if starts_again.startswith("before"):
+        starts_anew(job, members)
+        ask([b, c, a], "xxx")
+    if starts_again == "before an attempt at it":
+        discards_open(members)
+        ask([b, c, a], "xxx")
+    for member in members:
+        member.votes()
+    if starts_again.startswith("after"):
+        starts_anew(job, members)
+    return job, members
+
+
+def starts_anew(job: Job, members: Sequence[Member]) -> None:
+    """The lighthouse is started again, and the last come first."""
+    job.restart()
+    for member in reversed(members):
+        member.connects()
 
 
 def told_to_load(members: list[Member]) -> dict[str, set[str]]:
@@ -136,8 +159,10 @@ def test_a_group_that_trains_alone_is_compared_with_nobody() -> None:
     assert all(step < 4 for step in tried)
 
 
-def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor() -> None:
-    _, (a, b, c) = two_have_come_in()
+@pytest.mark.parametrize("when", ["", "before their first step", "after it", "before an attempt at it"])
+def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor(when: str) -> None:
+    """Nor if the lighthouse is started again, and has forgotten who came in."""
+    _, (a, b, c) = two_have_come_in(when)
     assert a.replica.shows is Shows.SAMPLES
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
@@ -954,6 +979,69 @@ def test_who_has_caught_up_between_two_rounds_has_no_voice_before_it_was_equal_a
     they_vote(a, b, c)
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
+
+
+def test_who_has_computed_alone_before_the_lighthouse_was_started_again_has_no_voice_before_it_was_equal_after_a_step() -> (
+    None
+):
+    job, members = at_work()
+    a, b, c = members
+    ask(members, "xxx")
+    for member in members:
+        member.is_stopped = True
+        member.votes()
+    for member in (b, c):  # their loops have given the step up, and nobody takes what has counted
+        member.is_stopped = False
+        member.asks()
+        assert member.replica.warms_up
+        member.ends()
+    job.restart()
+    a.is_stopped = False
+    for member in members:
+        member.connects()
+        member.asks(shows="x", can_serve=True)
+    job.passes(job.settings.join_timeout_s)
+    for member in (b, c):
+        member.goes_on()
+    job.operator_allows_loss()
+    ask(members, "xxx")
+    assert roles(members) == [Role.HEALTHY] * 3 and {member.step for member in members} == {2}
+    discards_open(members)
+    ask(members, "xxx")
+    for member in members:
+        member.votes()
+    ask(members, "xyy")
+    assert told_to_load(members) == {"b": {"a"}, "c": {"a"}}
+
+
+def test_of_those_that_were_given_the_state_who_has_made_a_step_before_is_right() -> None:
+    """It was corrected, and then the lighthouse was started again: the others of its job are gone."""
+    job, (a, b) = at_work("ab")
+    discards([a, b])
+    ask([a, b], "xy")
+    assert told_to_load([a, b]) == {"b": {"a"}}
+    load(b, "x")
+    a.dies()
+    job.restart()
+    b.connects()
+    c, d = job.join("c"), job.join("d")
+    members = [b, c, d]
+    for member in (c, d):
+        member.warms_up()
+    b.asks(shows="x", can_serve=True)
+    while c.formed is None or not c.formed.held:
+        job.passes(1.0)
+    for member in (c, d):
+        member.comes_in()
+        member.asks(shows="x")
+    assert roles(members) == [Role.HEALTHY] * 3 and {member.last_request.came_in for member in members} == {True}
+    discards_open(members)
+    ask(members, "xxx")
+    assert {member.last_request.came_in for member in members} == {False}
+    for member in members:
+        member.votes()
+    ask(members, "xyy")
+    assert told_to_load(members) == {"c": {"b"}, "d": {"b"}}
 
 
 def test_who_began_the_job_and_has_caught_up_since_counts_as_one_that_came_in() -> None:

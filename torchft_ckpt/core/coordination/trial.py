@@ -13,9 +13,11 @@ itself, shows its state with its next request, and serves it. Here the requests 
   that asks not to heal takes no part in the step.
 
 Who is right: only groups that were found equal since they joined have a voice, and one that was given its state by others only
-once it has gone on from that (`came_in`); where none has, as when the job begins, all have. A strict majority of the voices is
-right; without one, those that show the same as the longest in the job. If those with a voice show nothing, the others are made
-equal among themselves, and have no voice by that. A group with a voice is told to load as `on_replicas_differ` says.
+once it has gone on from that (`came_in`); if none has, as when the job begins, all have, but for those that say that they have
+made one step at most since they were given theirs: a lighthouse that was started again knows of no voice. A strict majority of
+the voices is right; without one, those that show the same as the longest in the job. If those with a voice show nothing, the
+others are made equal among themselves, and have no voice by that. A group with a voice is told to load as `on_replicas_differ`
+says.
 
 What optimizers own has to be equal everywhere. Of all other leaves of a state it is found out once. One that has moved, and is
 equal in all groups after a step, is *common* from then on; of one that has not moved in all of them nothing is found out. What
@@ -177,10 +179,11 @@ class Trials:
             self._corrected.discard(replica_id)
             began = assignment.is_first and part.role is Role.HEALTHY and beginners.get(replica_id, False)
             if replica_id not in self._voices and (began or replica_id not in self._joined):
-                # Or it was given the first state before this lighthouse was started again.
-                began = began or (is_new_life and not member.asked.came_in and member.hello.version.proven)
+                began = began or (is_new_life and _holds_first(member))
                 self._joined[replica_id], self._same_at = not began, assignment.version.step
-                self._joined_at[replica_id] = assignment.version.step
+                # One that was corrected before this lighthouse was started again came in earlier.
+                is_known = is_new_life and member.asked.came_in
+                self._joined_at[replica_id] = member.asked.given_at if is_known else assignment.version.step
 
     def ended(self, step: int, approvers: Collection[str], others: Collection[str], *, differs: bool) -> None:
         """A step counts for these members, and not for others of its quorum. `differs`: their votes show different states."""
@@ -264,7 +267,9 @@ class Trials:
         judges = [m for m in self._voices if m in members]
         is_proof = bool(judges) or not silent & self._voices.keys()
         if not judges:
-            judges = sorted(members, key=lambda m: (self._joined.get(m, False), m))
+            # A lighthouse that was started again knows of nobody that it came in: each says so itself.
+            proved = [m for m in members if self._joined.get(m) is False or not _is_new(members[m], step)]
+            judges = sorted(proved or members, key=lambda m: (self._joined.get(m, False), m))
             has_come_in = step > self._same_at and self._joined.get(judges[0], False)
             if has_come_in and is_proof:  # all came in, and have made a step since
                 here = f"the job goes on from the state of step {step} of {name_some(judges)}"
@@ -492,6 +497,17 @@ def _is_tried_again(num_steps: int) -> bool:
 def _has_trained(member: Member) -> bool:
     """Whether a member was in a quorum, and held its state, when it connected."""
     return member.hello.was_in_quorum and member.hello.version.proven
+
+
+def _holds_first(member: Member) -> bool:
+    """Whether a member held the job's first state when it connected, and had heard of no quorum: it has computed nothing."""
+    return not member.asked.came_in and member.hello.version.proven and not member.hello.last_quorum_id
+
+
+def _is_new(member: Member, step: int) -> bool:
+    """Whether a member was given its state by others, and has made one step since at most, as it says itself."""
+    given_at = member.asked.given_at
+    return member.asked.came_in or 0 < given_at <= step <= given_at + 1
 
 
 def _known(shown: StateShown) -> str:
