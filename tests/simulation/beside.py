@@ -33,6 +33,10 @@ class Beside:
 
     def __init__(self) -> None:
         self.connections: set[str] = set()
+        self._names: dict[str, str] = {}
+        """By connection: who said Hello there."""
+        self._held: set[str] = set()
+        """Were told that others wait until they have the state, and have not asked since, be it on another connection."""
         self._num_members: dict[tuple[int, int], int] = {}
         """How many waited at the last comparison, by quorum id and step."""
         self.num_compared = 0
@@ -42,15 +46,20 @@ class Beside:
         if isinstance(event, ConnectionClosed):
             self.connections.discard(event.connection)
         elif isinstance(event, Received):
-            if isinstance(event.message, Hello) and event.message.is_beside:
-                self.connections.add(event.connection)
+            if isinstance(event.message, Hello):
+                self._names[event.connection] = event.message.replica_id
+                if event.message.is_beside and event.message.replica_id not in self._held:
+                    self.connections.add(event.connection)
             elif isinstance(event.message, QuorumRequest | LocateState | Leave):
                 self.connections.discard(event.connection)
+                self._held.discard(self._names.get(event.connection, ""))
         for instruction in instructions:
             if isinstance(instruction, Close):
                 self.connections.discard(instruction.connection)
             elif isinstance(instruction, Send) and _is_beside(instruction.message):
                 self.connections.add(instruction.connection)
+            elif isinstance(instruction, Send) and isinstance(instruction.message, Answer) and instruction.message.held:
+                self._held.add(self._names.get(instruction.connection, ""))
 
     def who_waits_for_them(self, state: LighthouseState, now: float) -> str:
         """Say how much longer those who ask wait, if nothing else happens, than they would without learners; empty: no longer.
