@@ -54,7 +54,7 @@ def test_an_answer_that_comes_when_the_lease_is_over_changes_nothing() -> None:
     one = leader_since(10.0)
     one.answered(Call.RENEW, LeaseHeld(7, 2.0), 11.0, 11.9)
     assert (one.is_leading, one.leads(11.9)) == (False, False)
-    assert one.next_call(b"", 11.9) == (Call.ACQUIRE, 11.9)
+    assert one.next_call(b"", 11.9) == (Call.ACQUIRE, 12.0)
 
 
 def test_who_finds_another_one_leading_says_which_and_looks_again() -> None:
@@ -80,7 +80,17 @@ def test_a_leader_that_may_not_write_leads_no_more() -> None:
     one = leader_since(10.0)
     one.answered(Call.WRITE, None, 10.2, 10.3, written=b"new")
     assert (one.is_leading, one.leads(10.3)) == (False, False)
-    assert one.next_call(b"", 10.3) == (Call.ACQUIRE, pytest.approx(10.5))
+    assert one.next_call(b"", 10.3) == (Call.ACQUIRE, 12.0)
+
+
+def test_who_leads_no_more_takes_no_other_lease_before_its_last_one_has_ended_as_groups_may_take_its_word_so_long() -> (
+    None
+):
+    one = leader_since(10.0)
+    one.look(11.8)
+    assert one.next_call(b"", 11.8) == (Call.ACQUIRE, 12.0)
+    one.answered(Call.ACQUIRE, LeaseHeld(8, 2.0), 12.0, 12.1)
+    assert one.leads(12.1)
 
 
 def welcome(fence: int, leads_for_s: float | None) -> Welcome:

@@ -176,10 +176,10 @@ class ReplicaGroup:
         """By its own clock."""
         return self._clock.now * self._clock_rate
 
-    def trusts_another_than(self, lighthouse: Lighthouse) -> bool:
-        """Whether it would take now what another lighthouse says."""
+    def trusts_a_lease_before(self, fence: int) -> bool:
+        """Whether it would take now what a lighthouse says by an older lease than this."""
         is_here = self.processes[0].is_alive and self.connection is not None and self._is_welcome
-        return is_here and self._lighthouse is not lighthouse and self.trust.takes(self._now)
+        return is_here and self.trust.fence < fence and self.trust.takes(self._now)
 
     def _retry(self) -> None:
         num = len(self._lighthouses)

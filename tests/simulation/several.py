@@ -346,9 +346,9 @@ class Lighthouses:
             if other is not one and other.process.is_alive and other.leadership.leads(other.now):
                 self._oracle.fail(f"{one.process.name} is given fence {lease.fence}, and {other.process.name} leads")
         for group in self.groups():
-            if group.trusts_another_than(one):
+            if group.trusts_a_lease_before(lease.fence):
                 self._oracle.fail(
-                    f"{one.process.name} is given fence {lease.fence}; {group.replica_id} takes another's"
+                    f"{one.process.name} is given fence {lease.fence}; {group.replica_id} takes what is said by an older one"
                 )
 
     def decides(self, one: Candidate, instructions: list[Instruction]) -> None:

@@ -116,7 +116,8 @@ class Leadership:
         self.data = b""
         """What is in the store, as it was read or written last."""
         self._lease_s = lease_s
-        self._until = self._call_at = float("-inf")
+        self._until = self._ends_at = self._call_at = float("-inf")
+        """When it stops to decide; when the lease itself ends; when to make the next call."""
         self._why_failed = ""
         """What was heard of the last renewal; empty: it went well."""
         self._is_write_due = True
@@ -145,8 +146,10 @@ class Leadership:
 
     def next_call(self, data: bytes, now: float) -> tuple[Call, float]:
         """Return what to ask the store next, and when. `data`: what is to be in it, if this lighthouse leads."""
-        if not self.is_leading:
-            return Call.ACQUIRE, self._call_at
+        if (
+            not self.is_leading
+        ):  # to give up a lease of our own before it ends would begin another while groups take our word
+            return Call.ACQUIRE, max(self._call_at, self._ends_at)
         is_news = data != self.data and self._is_write_due and now < self._call_at
         return (Call.WRITE, now) if is_news else (Call.RENEW, self._call_at)
 
@@ -163,7 +166,7 @@ class Leadership:
             self.data = written
         elif isinstance(answer, LeaseHeld):
             self.fence, self.leader, self._why_failed = answer.fence, "", ""
-            self._until = began + answer.lease_s * (1.0 - MARGIN)
+            self._until, self._ends_at = began + answer.lease_s * (1.0 - MARGIN), began + answer.lease_s
             pause_s = began + self._lease_s / 4 - now
             if call is Call.ACQUIRE:
                 self.is_leading, self.data = True, answer.data
