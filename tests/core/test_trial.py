@@ -58,6 +58,16 @@ def two_have_come_in(starts_again: str = "") -> tuple[Job, tuple[Member, Member,
     if starts_again == "before an attempt at it":
         discards_open(members)
         ask([b, c, a], "xxx")
+    if starts_again.endswith("without the survivor"):
+        job.restart()
+        for member in (b, c):
+            member.connects()
+            member.asks(shows="x", can_serve=True)
+        job.passes(job.settings.join_timeout_s)
+        assert b.formed is not None and b.formed.num_proved == 0, "nobody is there who did not come in"
+        discards_open([b, c])
+        starts_anew(job, members)
+        ask([b, c, a], "xxx")
     for member in members:
         member.votes()
     if starts_again.startswith("after"):
@@ -159,7 +169,10 @@ def test_a_group_that_trains_alone_is_compared_with_nobody() -> None:
     assert all(step < 4 for step in tried)
 
 
-@pytest.mark.parametrize("when", ["", "before their first step", "after it", "before an attempt at it"])
+@pytest.mark.parametrize(
+    "when",
+    ["", "before their first step", "after it", "before an attempt at it", "around an attempt without the survivor"],
+)
 def test_who_came_in_has_no_voice_so_two_newcomers_do_not_outvote_a_survivor(when: str) -> None:
     """Nor if the lighthouse is started again, and has forgotten who came in."""
     _, (a, b, c) = two_have_come_in(when)
@@ -979,6 +992,26 @@ def test_who_has_caught_up_between_two_rounds_has_no_voice_before_it_was_equal_a
     they_vote(a, b, c)
     ask([a, b, c], "xyy")
     assert told_to_load([a, b, c]) == {"b": {"a"}, "c": {"a"}}
+
+
+@pytest.mark.parametrize("starts_again", [False, True], ids=["", "the lighthouse is started again after it"])
+def test_two_that_come_in_before_the_first_step_and_make_it_do_not_outvote_the_one_that_began(
+    starts_again: bool,
+) -> None:
+    job = Job(least=1)
+    a = job.join("a")
+    a.asks()
+    a.votes(error="a batch was of no use")
+    b, c = job.join("b"), job.join("c")
+    job.lets_in(b, c, others=[a])
+    members = [a, b, c]
+    assert [member.last_request.given_at for member in members if member.last_request] == [0, 1, 1]
+    for member in members:
+        member.votes()
+    if starts_again:
+        starts_anew(job, members)
+    ask(members, "xyy")
+    assert told_to_load(members) == {"b": {"a"}, "c": {"a"}}
 
 
 def test_who_has_computed_alone_before_the_lighthouse_was_started_again_has_no_voice_before_it_was_equal_after_a_step() -> (

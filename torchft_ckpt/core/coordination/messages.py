@@ -306,7 +306,7 @@ class QuorumRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     came_in: bool = False
     """It was given its state by others, and has made no step since: that it is equal says nothing of its loop."""
     given_at: Count = 0
-    """With the state of which step it came in, however long ago; 0: it began the job, or has restored a checkpoint."""
+    """One more than the step with whose state it came in, however long ago; 0: it began the job, or has restored a checkpoint."""
     at_end: bool = False
     """An iteration of it has ended that did not count, and it lacks the newest state: it begins no step before it has that."""
     top_s: Seconds = 0.0

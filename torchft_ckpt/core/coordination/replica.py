@@ -248,7 +248,7 @@ class ReplicaState:
         self._has_caught_up = False
         """The state was given to it between two steps, and no quorum has formed with it since."""
         self._given_at = 0
-        """With the state of which step it came in; 0: it did not."""
+        """As in `QuorumRequest`."""
         self._vote: CommitVote | None = None
         """What was said of the step that is voted on and not decided."""
         self._wishes: StepWishes | None = None
@@ -506,7 +506,7 @@ class ReplicaState:
     def caught_up(self, version: StateVersion) -> None:
         """The newest state, as the lighthouse has just named it, is in place."""
         self._adopt(version)
-        self.newest_step = self._given_at = version.step
+        self.newest_step, self._given_at = version.step, version.step + 1
         self._has_caught_up = True
 
     def _moves(self, event: StepEvent) -> bool:
@@ -586,7 +586,8 @@ class ReplicaState:
         self._adopt(version)
         self._is_changed = False
         if self.quorum is None or not self.quorum.differs:  # who corrects has come in before
-            self._given_at = version.step
+            begins = self.quorum is not None and self.quorum.names_state
+            self._given_at = 0 if begins else version.step + 1
 
     def load_torn(self) -> None:
         """Loading failed half-way, or a step was not taken to its end: what is held now has no name."""

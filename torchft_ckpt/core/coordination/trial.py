@@ -172,7 +172,7 @@ class Trials:
             replica_id = part.replica_id
             if part.role is not Role.HEALTHY:
                 self.lost(replica_id)  # it comes in anew, also if its connection has held
-            elif is_new_life and not member.asked.came_in and _has_trained(member):
+            elif is_new_life and _has_trained(member, assignment.version.step):
                 self._voices[replica_id] = None  # it trained before this lighthouse was started again
                 self._same_at = assignment.version.step
                 self._joined.pop(replica_id, None)
@@ -183,7 +183,8 @@ class Trials:
                 self._joined[replica_id], self._same_at = not began, assignment.version.step
                 # One that was corrected before this lighthouse was started again came in earlier.
                 is_known = is_new_life and member.asked.came_in
-                self._joined_at[replica_id] = member.asked.given_at if is_known else assignment.version.step
+                step = assignment.version.step
+                self._joined_at[replica_id] = _given_at(member, step) if is_known else step
 
     def ended(self, step: int, approvers: Collection[str], others: Collection[str], *, differs: bool) -> None:
         """A step counts for these members, and not for others of its quorum. `differs`: their votes show different states."""
@@ -252,8 +253,10 @@ class Trials:
             may_speak = [
                 m for m in sorted(verdict.equal) if not (by_name[m].asked.came_in or self._loaded.get(m, -1) >= step)
             ]
-            have_gone_on = [m for m in may_speak if self._joined_at.get(m, -1) < step]
-            able = [m for m in may_speak if m in have_gone_on or not self._joined.get(m, False)]
+            have_gone_on = [
+                m for m in may_speak if self._joined_at.get(m, -1) < step and _given_at(by_name[m], step) < step
+            ]
+            able = [m for m in may_speak if m in have_gone_on or self._joined.get(m) is False]
             for replica_id in able or ([] if self._voices else may_speak):
                 self._voices.setdefault(replica_id)
                 self._joined.pop(replica_id, None)
@@ -356,11 +359,11 @@ class Trials:
     def _learn(self, members: dict[str, Member], right: Sequence[str], step: int, verdict: Verdict) -> None:
         """Find out which of the leaves that are shown by themselves have to be equal."""
         order = dict.fromkeys([*right, *members])
-        given_at = {m: at if (at := members[m].asked.given_at) <= step else 0 for m in order}
+        given_at = {m: _given_at(members[m], step) for m in order}
         came = {m for m in order if given_at[m] > min(given_at.values())}
         # The first step of those that came in proves nothing; who was only cut off has made others.
-        fresh = {m for m in order if self._joined.get(m, False) and (given_at[m] > 0 or step <= 1)}
-        fresh |= {m for m in order if given_at[m] > 0 and step - given_at[m] <= 1}
+        fresh = {m for m in order if self._joined.get(m, False) and (given_at[m] >= 0 or step <= 1)}
+        fresh |= {m for m in order if given_at[m] >= 0 and step - given_at[m] <= 1}
         stood = {m: _stood(members[m]) for m in order}
         found: dict[LeafFate, list[str]] = {fate: [] for fate in LeafFate}
         given: dict[str, bool] = {}
@@ -494,9 +497,16 @@ def _is_tried_again(num_steps: int) -> bool:
     return num_steps >= _FIRST_AGAIN and num_steps.bit_count() == 1
 
 
-def _has_trained(member: Member) -> bool:
-    """Whether a member was in a quorum, and held its state, when it connected."""
-    return member.hello.was_in_quorum and member.hello.version.proven
+def _given_at(member: Member, step: int) -> int:
+    """Return with the state of which step a member came in, as it says itself; -1: it did not, or says that of a later one."""
+    given_at = member.asked.given_at - 1
+    return given_at if given_at <= step else -1
+
+
+def _has_trained(member: Member, step: int) -> bool:
+    """Whether a member held the state of a quorum that it was in when it connected, and has gone on since it came in."""
+    hello, has_gone_on = member.hello, not member.asked.came_in and _given_at(member, step) < step
+    return has_gone_on and hello.was_in_quorum and hello.version.proven
 
 
 def _holds_first(member: Member) -> bool:
@@ -506,8 +516,8 @@ def _holds_first(member: Member) -> bool:
 
 def _is_new(member: Member, step: int) -> bool:
     """Whether a member was given its state by others, and has made one step since at most, as it says itself."""
-    given_at = member.asked.given_at
-    return member.asked.came_in or 0 < given_at <= step <= given_at + 1
+    given_at = _given_at(member, step)
+    return member.asked.came_in or (given_at >= 0 and step - given_at <= 1)
 
 
 def _known(shown: StateShown) -> str:
