@@ -135,7 +135,10 @@ class Candidate(Lighthouse):
 
     def _ask(self) -> None:
         data = self._data()
-        call, _ = self.leadership.next_call(data, self.now)
+        call, at = self.leadership.next_call(data, self.now)
+        if at > self.now + 1e-6:  # it was stopped meanwhile, and leads no more
+            self._next()
+            return
         self._is_asking = True
         self._pending += 1
         number, began, process = self._pending, self.now, self.process
