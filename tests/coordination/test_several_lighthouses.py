@@ -383,9 +383,6 @@ class Memory:
         self.may_write, self.is_writing = threading.Event(), threading.Event()
         self.may_write.set()
 
-    async def fence(self) -> LeaseOf | None:
-        return None
-
     async def acquire(self) -> LeaseHeld | LeaseOf | None:
         return LeaseHeld(self.number, self.lease_s, self.data)
 

@@ -81,11 +81,6 @@ class EtcdStore:
         self._fence = self._revision = 0
         self._session: aiohttp.ClientSession | None = None
 
-    async def fence(self) -> LeaseOf | None:
-        """Return who holds the lease; None: nobody does."""
-        held, _ = await self._held()
-        return held
-
     async def acquire(self) -> LeaseHeld | LeaseOf | None:
         """Take the lease unless another one holds it."""
         held, is_own = await self._held()

@@ -49,10 +49,7 @@ class LeaseKeeper:
         Raises:
             CoordinationError: the store refuses us. One that does not answer may come yet.
         """
-        try:
-            await asyncio.wait_for(self._store.fence(), self.state.patience_s(Call.ACQUIRE))
-        except (OSError, asyncio.TimeoutError) as error:
-            logger.warning("the store of the lease does not answer (%s); trying again", error)
+        await self._call(Call.ACQUIRE, b"", is_first=True)
         self._task = self._loop.create_task(self._keep())
 
     async def stop(self) -> None:
@@ -114,24 +111,28 @@ class LeaseKeeper:
                     await asyncio.wait_for(self._has_news.wait(), pause)
                 if self._has_news.is_set():
                     continue
-            began, patience_s = self._loop.time(), self.state.patience_s(call)
-            try:
-                answer = await asyncio.wait_for(self._ask(call, data), patience_s)
-            except asyncio.TimeoutError:
-                answer = StoreFailed(f"nothing heard for {patience_s:g} s")
-            except (OSError, CoordinationError) as error:
-                answer = StoreFailed(str(error))
-            except (LookupError, TypeError, ValueError) as error:
-                answer = StoreFailed(f"what it answers is not understood: {error!r}")
-            self.state.answered(call, answer, began, self._loop.time(), data)
-            self.look()
-            if call is Call.WRITE and isinstance(answer, StoreFailed):
-                if self._may_say():
-                    logger.warning(
-                        "groups are told nothing before it is written down, and it cannot be: %s", answer.reason
-                    )
-            elif call is Call.WRITE:
-                self._on_written()
+            await self._call(call, data)
+
+    async def _call(self, call: Call, data: bytes, *, is_first: bool = False) -> None:
+        """Make a call of the store, and take what it answers. `is_first`: that the store refuses us is raised."""
+        began, patience_s = self._loop.time(), self.state.patience_s(call)
+        try:
+            answer = await asyncio.wait_for(self._ask(call, data), patience_s)
+        except asyncio.TimeoutError:
+            answer = StoreFailed(f"nothing heard for {patience_s:g} s")
+        except (OSError, CoordinationError) as error:
+            if is_first and isinstance(error, CoordinationError):
+                raise
+            answer = StoreFailed(str(error))
+        except (LookupError, TypeError, ValueError) as error:
+            answer = StoreFailed(f"what it answers is not understood: {error!r}")
+        self.state.answered(call, answer, began, self._loop.time(), data)
+        self.look()
+        if call is Call.WRITE and isinstance(answer, StoreFailed):
+            if self._may_say():
+                logger.warning("groups are told nothing before it is written down, and it cannot be: %s", answer.reason)
+        elif call is Call.WRITE:
+            self._on_written()
 
     async def _ask(self, call: Call, data: bytes) -> Answer:
         if call is Call.WRITE:

@@ -70,9 +70,6 @@ class LeaseStore(Protocol):
     lease_s: float
     """For how long a lease is asked."""
 
-    async def fence(self) -> LeaseOf | None:
-        """Return who holds the lease; None: nobody does."""
-
     async def acquire(self) -> LeaseHeld | LeaseOf | None:
         """Take the lease unless another one holds it; give up one of our own before. None: somebody was faster."""
 
