@@ -150,6 +150,19 @@ def test_a_spare_that_has_the_last_state_does_not_keep_the_job_alive() -> None:
     assert b.hears() == ["refused: finished"]
 
 
+def test_one_that_trains_with_a_spare_goes_on_with_it_also_if_the_lighthouse_is_started_again() -> None:
+    job = Job(least=3)
+    a, b, spare = members = job.join("a"), job.join("b"), job.join("s", spare=True)
+    job.step(*members)
+    job.restart()
+    for member in members:
+        member.connects()
+    finishes(a)
+    b.asks()
+    spare.asks()
+    assert "refused: finished" not in b.hears() + spare.hears()
+
+
 def test_a_group_that_was_lost_before_the_end_comes_too_late() -> None:
     job, (a, b) = trained("a", "b")
     b.dies()

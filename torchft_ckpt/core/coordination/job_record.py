@@ -80,7 +80,7 @@ class JobRecord:
         holders = [
             m for m in self.staying() if m.version.step >= step and (is_valid(m.version) or m.replica_id in at_work)
         ]
-        train = [m for m in holders if not m.hello.spare or m.replica_id in self.quorum_members]
+        train = [m for m in holders if not m.hello.spare or m.replica_id in at_work or self._was_at_work(m)]
         goes_on = len(train) > 1 or any(self.finished_by.get(m.replica_id) == step for m in holders)
         goes_on = goes_on or any(self._is_restored(m, step) for m in self.staying())
         return None if goes_on or self.history.on_their_way(step, self.settings.join_timeout_s, self.now) else step
@@ -104,6 +104,10 @@ class JobRecord:
             return self.holds_newest
         best = cache(lambda: max((held for _, held in self.held() if self.history.is_valid(held)), default=None))
         return lambda version: self.holds_newest(version) or version == best()
+
+    def _was_at_work(self, member: Member) -> bool:
+        """Whether a member was in a quorum when this lighthouse was started again, which has formed none yet."""
+        return self.round is None and member.hello.was_in_quorum
 
     def _is_restored(self, member: Member, step: int) -> bool:
         """Whether a group asks to train on from a checkpoint of the last step of a job that is over, or of a later one."""
