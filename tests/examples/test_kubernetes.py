@@ -20,6 +20,7 @@ from support.processes import start
 
 from torchft_ckpt.__main__ import _parser
 from torchft_ckpt.cli.run import _plan
+from torchft_ckpt.config import parse_host_ports
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -32,9 +33,9 @@ SCHEMA = json.loads(Path(__file__).with_name("jobset.schema.json").read_text())
 Object = dict[str, Any]
 
 
-def objects() -> dict[str, Object]:
+def objects(folder: Path = FOLDER) -> dict[str, Object]:
     """Return all objects of the example by their kinds; there is one of each."""
-    found = [each for path in sorted(FOLDER.glob("*.yaml")) for each in yaml.safe_load_all(path.read_text())]
+    found = [each for path in sorted(folder.glob("*.yaml")) for each in yaml.safe_load_all(path.read_text())]
     kinds = {each["kind"]: each for each in found}
     assert len(kinds) == len(found)
     return kinds
@@ -102,6 +103,37 @@ def test_the_objects_find_each_other() -> None:
         e for e in group["env"] if e["name"] == "TORCHFT_CKPT_TOKEN"
     ]
     assert lighthouse["image"] == group["image"]
+
+
+def test_two_lighthouses_take_the_place_of_the_one_and_groups_find_both() -> None:
+    several, one = objects(FOLDER / "several"), objects()
+    for each in several.values():
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    service, spec = several["Service"], several["StatefulSet"]["spec"]
+    pod = spec["template"]
+    (container,), (alone,) = pod["spec"]["containers"], pod_of("Deployment")["spec"]["containers"]
+    assert several["NetworkPolicy"] == one["NetworkPolicy"]
+    assert pod["metadata"]["labels"] == service["spec"]["selector"] == spec["selector"]["matchLabels"]
+    assert pod["metadata"]["labels"] == pod_of("Deployment")["metadata"]["labels"]
+    assert several["PodDisruptionBudget"]["spec"]["selector"] == spec["selector"]
+    same = ("image", "ports", "readinessProbe", "livenessProbe", "resources", "securityContext")
+    assert {name: container[name] for name in same} == {name: alone[name] for name in same}
+
+    name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
+    addresses = ",".join(f"{spec['serviceName']}-{number}.{name}:{port}" for number in range(spec["replicas"]))
+    for text in (
+        (FOLDER / "several" / "lighthouses.yaml").read_text(),
+        (REPO / "docs/guides/kubernetes.md").read_text(),
+    ):
+        assert f"--lighthouse={addresses}" in text
+    values = {"POD": f"{name}-1", "NAMESPACE": "default"}
+    assert values.keys() <= {each["name"] for each in container["env"]}
+    arguments = [re.sub(r"\$\((\w+)\)", lambda m: values[m[1]], argument) for argument in container["args"]]
+    options = _parser().parse_args(arguments)
+    assert f"{options.hostname}:{port}" in addresses.split(",")
+    places = parse_host_ports(options.etcd, what="etcd address")
+    assert (len(places), options.etcd_prefix) == (3, "default/torchft")
+    assert [a for a in alone["args"] if not a.startswith("--hostname")] == [a for a in arguments if a in alone["args"]]
 
 
 def test_a_group_is_started_as_its_jobset_numbers_it() -> None:
