@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 import trustme
-from support.certificates import Files
+from support.certificates import Files, server_context
 from support.ports import reserved_port
 from support.processes import start
 from support.services import make_group_service
@@ -514,6 +514,35 @@ async def a_write_comes_late(etcd: Etcd) -> None:
         await store.write(b"last")
     assert await store.write(b"last") is not None
     await store.release()
+
+
+def test_a_renewed_certificate_is_shown_to_etcd_without_a_restart(tmp_path: Path) -> None:
+    shown = asyncio.run(shown_before_and_after_a_renewal(tmp_path, trustme.CA()))
+    assert len(shown) == 3 and shown[0] == shown[1] != shown[2]
+
+
+async def shown_before_and_after_a_renewal(folder: Path, authority: trustme.CA) -> list[str]:
+    """Return which certificates what plays etcd sees: twice the first one, also while files are written, and the new one."""
+    files, shown = Files(folder, authority), list[str]()
+    context = server_context(authority, "127.0.0.1", clients=authority)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        shown.append(writer.get_extra_info("peercert")["serialNumber"])
+        await reader.readuntil(b"}")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
+        address = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        ca, certificate, key = map(str, (files.authority, files.certificate, files.key))
+        store = EtcdStore(address, leader="a:1", authority=ca, certificate=certificate, key=key)
+        await store._get(store._leader_key)
+        files.key.write_text("half of a")
+        await store._get(store._leader_key)
+        files.renew(authority, "127.0.0.1")
+        await store._get(store._leader_key)
+        await store.release()
+    return shown
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ A renewal counts only if the leader's key is read after it, by a quorum of etcd:
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import secrets
 import ssl
@@ -17,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from torchft_ckpt.config import parse_host_ports
+from torchft_ckpt.config import parse_host_ports, stamp_of
 from torchft_ckpt.coordination.channel import client_session
 from torchft_ckpt.core.coordination.leadership import LeaseHeld, LeaseOf
 from torchft_ckpt.core.text import printable
@@ -63,17 +64,16 @@ class EtcdStore:
         places = parse_host_ports(addresses, what="etcd address", has_tls=is_tls)
         self._urls = [f"{'https' if is_tls else 'http'}://{join_host_port(*place)}/v3" for place in places]
         self._at = 0
+        self._files = (authority, certificate, key) if is_tls else ()
+        self._stamps: list[object] = []
         self._ssl: ssl.SSLContext | None = None
-        if is_tls:
-            try:
-                self._ssl = ssl.create_default_context(cafile=authority)
-                if certificate:
-                    self._ssl.load_cert_chain(certificate, key, password="")
-            except OSError as error:  # an SSLError is one, too
-                files = ", ".join(filter(None, (authority, certificate, key)))
-                raise ConfigError(f"the files of TLS for etcd ({files}) cannot be used: {error}", "etcd") from error
-        elif authority or certificate:
+        if not is_tls and (authority or certificate):
             raise ConfigError("files of TLS are given for etcd, and its address is not https://", "etcd")
+        try:
+            self._read_files()
+        except OSError as error:  # an SSLError is one, too
+            files = ", ".join(filter(None, self._files))
+            raise ConfigError(f"the files of TLS for etcd ({files}) cannot be used: {error}", "etcd") from error
         self._leader_key, self._jobs_key = (_text(f"{prefix}/{name}") for name in ("leader", "jobs"))
         self._leader, self._own_name = leader, secrets.token_hex(8)
         self._user, self._password, self._auth_token = user, password, ""
@@ -195,10 +195,22 @@ class EtcdStore:
             raise AuthenticationError(f"etcd refuses user {self._user!r} ({why}); {told}", "etcd")
         return str(answer["token"])
 
+    def _read_files(self) -> None:
+        """Read the files of TLS, if they are others than before: connections are made with those of now."""
+        authority, certificate, key = self._files or (None, None, None)
+        stamps: list[object] = [stamp_of(path) for path in filter(None, self._files)]
+        if self._files and (self._ssl is None or stamps != self._stamps):
+            context = ssl.create_default_context(cafile=authority)
+            if certificate:
+                context.load_cert_chain(certificate, key, password="")
+            self._ssl, self._stamps = context, stamps
+
     async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Send to the first member from `_at` on that can be reached, which is the next one if this one does not answer."""
         if self._session is None or self._session.closed:
             self._session = client_session()
+        with contextlib.suppress(OSError):  # they are being written, perhaps
+            self._read_files()
         headers = {"Authorization": self._auth_token} if self._auth_token else {}
         why = ""
         for _ in self._urls:
