@@ -323,6 +323,31 @@ def test_who_is_in_a_collective_with_one_that_does_not_come_back_is_told() -> No
     assert a.hears() == ["broken by a:1, lost"]
 
 
+@pytest.mark.parametrize("first", ["those that began it", "the one that did not"])
+@pytest.mark.parametrize("is_too_late", [False, True], ids=["", "its collectives are over"])
+def test_who_is_in_a_step_that_a_member_never_began_as_the_lighthouse_died_is_told_at_once(
+    first: str, is_too_late: bool
+) -> None:
+    """Else they would wait in its collectives until these time out, and it would wait for them."""
+    job, (a, b, c) = trained("a", "b", "c")
+    c.is_stopped = True  # it asks, and the answer is lost
+    for member in (a, b, c):
+        member.asks()
+        member.hears()
+    assert a.formed is not None and c.formed is not None and a.formed.version.step == c.formed.version.step + 1
+    job.restart()
+    c.is_stopped = False
+    back(*((a, b, c) if first.startswith("those") else (c, a, b)))
+    for member in (a, b):
+        assert f"broken by {member.replica_id}, lost" in member.hears()
+    for member in (a, b):
+        member.replica.error = None if is_too_late else member.replica.error
+        member.votes()
+    assert {a.outcomes[-1], b.outcomes[-1]} == {Outcome.DISCARD}
+    a.asks(), b.asks()
+    assert {member.hears()[-1] for member in (a, b, c)} == {f"quorum 1000 step {a.step} healthy"}
+
+
 def test_a_vote_in_doubt_that_comes_when_the_job_has_gone_on_does_not_count() -> None:
     job, (a, b) = in_doubt("a", "b")
     a.replica.decision_unknown()

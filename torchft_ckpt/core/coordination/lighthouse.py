@@ -375,7 +375,7 @@ class LighthouseState:
         yield Send(connection, welcome)
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
         yield from self._equality.joined(hello)
-        self._learn_from(hello, now)
+        yield from self._break_forgotten_collectives(self._learn_from(hello, now))
         member.version = self._as_it_counts(member, hello.version)
         self._speaking.said(replica_id, hello.speaks)
         if self._deciding.is_still_in_quorum(member):
@@ -427,18 +427,18 @@ class LighthouseState:
                 return Refused(code="quorum id" if no_id else "step", reason=reason)
         return None
 
-    def _learn_from(self, hello: Hello, now: float) -> None:
-        """Take what a member remembers, and this lighthouse may not remember."""
+    def _learn_from(self, hello: Hello, now: float) -> list[tuple[str, int]]:
+        """Take what a member remembers, and this lighthouse may not remember. Returns as `RestartRecovery.heard`."""
         open_step = self.round.step if self.round is not None else 0
         self._job.history.learn(hello, (version for _, version in self._job.held()), open_step=open_step)
-        if hello.last_epoch != self.epoch:
-            self._restart.heard(hello, now)
+        broken = self._restart.heard(hello, now) if hello.last_epoch != self.epoch else []
         is_last = self._job.quorum_ids.begin_after(hello.last_quorum_id, hello.last_epoch)
         # A job that went back in a quorum forms none below it: its states would be void.
         self._job.quorum_ids.begin_after(hello.rolled_back_to.quorum_id, hello.rolled_back_to.epoch)
         # It may hold the state of a quorum that it was not in.
         if self._job.quorum_ids.begin_after(hello.version.quorum_id, hello.version.epoch) or is_last:
             self._job.quorum_members.clear()
+        return broken
 
     def _holder(self, member: Member, trial: Verdict) -> Holder:
         """`trial`: who was found to hold the state that it names, or another one."""
@@ -1229,7 +1229,7 @@ class LighthouseState:
         for replica_id, quorum_id in broken:
             member = self.members.get(replica_id)
             if member is not None:
-                reason = "a member of this quorum is gone, and the lighthouse restarted"
+                reason = "a member of this quorum is gone, or not in this step, and the lighthouse restarted"
                 message = QuorumBroken(quorum_id=quorum_id, replica_id=replica_id, lost=True, reason=reason)
                 yield Send(member.connection, message)
 

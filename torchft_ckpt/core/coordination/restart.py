@@ -5,7 +5,8 @@ This file knows no connections and no clock. From the first `Hello` with a state
   way back may hold the newest state. Nor does it while it has heard only groups that were beside that quorum.
 - It collects votes in doubt and decides them (`commit.decide_forgotten`), but for what earlier lives have written down of them.
 - Members that are still in the step's collectives hear that these are broken as soon as a member that shares them is gone,
-  says so itself, or has not come back in time. Nobody else could tell them: the old lighthouse that knew the quorum is gone.
+  says so itself, never began that step, or has not come back in time. Nobody else could tell them: the old lighthouse that knew
+  the quorum is gone.
 
 Once this lighthouse has formed a quorum of its own, or named the state of the first one, there is nothing left to learn. A vote
 in doubt that comes later does not count, because the job has gone on without it.
@@ -98,22 +99,22 @@ class RestartRecovery:
         """Connected members that may share collectives of an earlier life, each with its step."""
         return {**self._training, **self._between}
 
-    def heard(self, hello: Hello, now: float) -> None:
-        if self.is_over:
-            return
-        if not (hello.was_in_quorum or hello.version.proven or self._last[0]):
-            return
+    def heard(self, hello: Hello, now: float) -> list[tuple[str, int]]:
+        """A member connects. Returns who must be told that which quorum's collectives are broken."""
+        if self.is_over or not (hello.was_in_quorum or hello.version.proven or self._last[0]):
+            return []
         if self._patient_until is None:
             self._patient_until = now + self.patience_s
         if not hello.was_in_quorum:
             if hello.version.proven:
                 _keep_latest(self._beside, hello.replica_id, hello.version, MAX_HEARD)
-            return
+            return []
         _keep_latest(self._hellos, hello.replica_id, hello, MAX_HEARD)
         here = self._training if hello.last_outcome is None else self._between
         here[hello.replica_id] = (hello.last_quorum_id, hello.last_epoch, hello.last_step)
         if hello.last_quorum_id > self._last[0]:
             self._last = (hello.last_quorum_id, hello.last_epoch, hello.last_quorum_size)
+        return self._break_off_beyond(hello)
 
     def voted(self, replica_id: str, vote: CommitVote, now: float) -> list[tuple[str, int]]:
         """A vote in doubt. Returns who must be told that which quorum's collectives are broken."""
@@ -145,6 +146,7 @@ class RestartRecovery:
         for key, votes in list(self._doubts.items()):
             everyone = self._everyone_heard(key[:2])
             committed, refused = self._testimony(key)
+            refused = refused or (everyone and self._is_not_begun_by_all(key))
             if (counts := self._decided.get(key)) is not None:
                 verdict = CommitDecision.COMMIT if counts else CommitDecision.DISCARD
             else:
@@ -230,6 +232,15 @@ class RestartRecovery:
     def _break_off(self, quorum: QuorumKey) -> list[tuple[str, int]]:
         return [(replica_id, key[0]) for replica_id, key in self._here.items() if key[:2] == quorum]
 
+    def _break_off_beyond(self, hello: Hello) -> list[tuple[str, int]]:
+        """If this member never began a step that others of its quorum are in, or the other way round: who is to be told."""
+        quorum, step = (hello.last_quorum_id, hello.last_epoch), hello.last_step
+        others = [h for h in self._hellos.values() if h is not hello and (h.last_quorum_id, h.last_epoch) == quorum]
+        least = min((h.last_step for h in others), default=step)
+        # Those who were there when the first came that never began it, or that began it, were told then.
+        those = [hello.replica_id] if step > least else [*self._training] if step < least else []
+        return [(m, quorum[0]) for m in those if m in self._training and self._training[m][:2] == quorum]
+
     def _is_over_at(self, now: float) -> bool:
         return self._patient_until is not None and now >= self._patient_until
 
@@ -242,6 +253,11 @@ class RestartRecovery:
     def _everyone_heard(self, quorum: QuorumKey) -> bool:
         sizes = [h.last_quorum_size for h in self._hellos.values() if (h.last_quorum_id, h.last_epoch) == quorum]
         return bool(sizes) and len(sizes) >= max(sizes)
+
+    def _is_not_begun_by_all(self, key: StepKey) -> bool:
+        """Whether a member of that quorum never began the step: the lighthouse was gone before it had told all of them."""
+        hellos = self._hellos.values()
+        return any((h.last_quorum_id, h.last_epoch) == key[:2] and h.last_step < key[2] for h in hellos)
 
     def _testimony(self, key: StepKey) -> tuple[bool, bool]:
         """Whether a member knows of a commit, and whether one knows that there was none, or has not approved."""
