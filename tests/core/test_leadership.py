@@ -59,7 +59,7 @@ def test_an_answer_that_comes_when_the_lease_is_over_changes_nothing() -> None:
 
 def test_who_finds_another_one_leading_says_which_and_looks_again() -> None:
     one = Leadership(2.0)
-    one.answered(Call.ACQUIRE, LeaseOf(3, "b:29510"), 1.0, 1.1)
+    one.answered(Call.ACQUIRE, LeaseOf("b:29510"), 1.0, 1.1)
     assert (one.leader, one.next_call(b"", 1.1)) == ("b:29510", (Call.ACQUIRE, pytest.approx(1.3)))
 
 

@@ -77,7 +77,7 @@ class Store:
         holder = self._holder if now < self._until else ""
         if call is Call.ACQUIRE:
             if holder not in ("", who):
-                return LeaseOf(self.fence, holder)
+                return LeaseOf(holder)
             self.fence, self._holder, self._until = self.fence + 1, who, now + lease_s
             return LeaseHeld(self.fence, lease_s, self.data)
         if holder != who:

@@ -83,9 +83,15 @@ class EtcdStore:
 
     async def acquire(self) -> LeaseHeld | LeaseOf | None:
         """Take the lease unless another one holds it."""
-        held, is_own = await self._held()
-        if held is not None and not is_own:
-            return held
+        kept = await self._get(self._leader_key)
+        if kept is not None:
+            try:
+                said = json.loads(base64.b64decode(kept["value"]))
+                leader, name = printable(str(said["leader"])[:300]), said["name"]
+            except (ValueError, KeyError, TypeError):
+                leader, name = "an unknown address", ""
+            if name != self._own_name:
+                return LeaseOf(leader)
         await self._revoke()
         self._lease_id = secrets.randbits(62) + 1
         granted = await self._post("lease/grant", {"TTL": int(self.lease_s), "ID": str(self._lease_id)})
@@ -129,18 +135,6 @@ class EtcdStore:
                 await self._session.close()
 
     # ---------------------------------------------------------------------------------------------------------- the gateway
-
-    async def _held(self) -> tuple[LeaseOf | None, bool]:
-        """Return who holds the lease, and whether we do."""
-        kept = await self._get(self._leader_key)
-        if kept is None:
-            return None, False
-        try:
-            said = json.loads(base64.b64decode(kept["value"]))
-            leader, name = printable(str(said["leader"])[:300]), said["name"]
-        except (ValueError, KeyError, TypeError):
-            leader, name = "an unknown address", ""
-        return LeaseOf(int(kept["create_revision"]), leader), name == self._own_name
 
     async def _revoke(self) -> None:
         if self._lease_id:

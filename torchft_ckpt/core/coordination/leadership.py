@@ -44,9 +44,8 @@ class LeaseHeld:
 
 @dataclass(frozen=True, slots=True)
 class LeaseOf:
-    """Somebody holds the lease."""
+    """Somebody holds the lease: the lighthouse at this address."""
 
-    fence: int
     leader: str
 
 
