@@ -142,9 +142,7 @@ class Leadership:
 
     def next_call(self, data: bytes, now: float) -> tuple[Call, float]:
         """Return what to ask the store next, and when. `data`: what is to be in it, if this lighthouse leads."""
-        if (
-            not self.is_leading
-        ):  # to give up a lease of our own before it ends would begin another while groups take our word
+        if not self.is_leading:  # our last lease could be given up before it ends, and groups may take our word so long
             return Call.ACQUIRE, max(self._call_at, self._ends_at)
         is_news = data != self.data and self._is_write_due and now < self._call_at
         return (Call.WRITE, now) if is_news else (Call.RENEW, self._call_at)
