@@ -132,7 +132,7 @@ class Several:
             command += ["--heartbeat-timeout-ms", "60000", "--hostname", "127.0.0.1", "--etcd", etcd.url, *options]
             self.by_address[address] = start(command, address)
         self.addresses = ",".join(self.by_address)
-        wait_until(lambda: self.leader(), "one leads")
+        self.leader()
 
     def status(self) -> dict[str, Any]:
         """Return what the one says that leads, with its address; or only why none does."""
@@ -143,8 +143,15 @@ class Several:
             return {"why": str(error)}
 
     def leader(self) -> str:
-        """Return the address of the one that leads; empty: none does."""
-        return str(self.status().get("address", ""))
+        """Return the address of the one that leads, once one does: on a slow machine a lease may end."""
+        found: list[str] = []
+
+        def leads() -> bool:
+            found[:] = [self.status().get("address", "")]
+            return found != [""]
+
+        wait_until(leads, "one leads")
+        return found[0]
 
     def end(self) -> None:
         for process in self.by_address.values():
