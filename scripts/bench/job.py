@@ -37,6 +37,9 @@ class Plan:
     """Of the Manager, besides what both libraries have."""
     serve_bytes_per_s: float = 0.0
     """What each group gives of its state; 0: as fast as it can. Collectives are not slowed."""
+    etcd: str = ""
+    """Where the lease is of several lighthouses, of which one leads; empty: there is one."""
+    num_lighthouses: int = 1
     log_level: str = "WARNING"
     links: Links | None = None
     """Where given, group i lives in member i's namespace, and the lighthouse with group 0."""
@@ -63,15 +66,19 @@ class Job:
         self._plan = plan
         self._store_ports: list[int] = []
         self._lighthouse = ""
+        self.lighthouses: dict[str, Child] = {}
+        """By address."""
         if plan.side != sides.PLAIN:
             num_stores = plan.num_groups + plan.num_spares + 1 if plan.side == sides.REFERENCE else 0
             settings = {"min_replicas": 2, "join_timeout_ms": plan.join_timeout_ms, "heartbeat_timeout_ms": 5000}
-            options = {"side": plan.side, "settings": settings, "num_stores": num_stores}
+            options = {"side": plan.side, "settings": settings, "num_stores": num_stores, "etcd": plan.etcd}
             if plan.links is not None:
                 options |= {"namespace": plan.links.namespaces[0], "host": plan.links.hosts[0]}
-            self.lighthouse = children.start("bench.lighthouse_worker", options, f"{plan.name or plan.side}-lighthouse")
-            event = self.lighthouse.wait_for("address", 60)
-            self._lighthouse, self._store_ports = event["address"], event["store_ports"]
+            name = f"{plan.name or plan.side}-lighthouse"
+            workers = [children.start("bench.lighthouse_worker", options, name) for _ in range(plan.num_lighthouses)]
+            events = [worker.wait_for("address", 60) for worker in workers]
+            self.lighthouses = dict(zip((event["address"] for event in events), workers, strict=True))
+            self._lighthouse, self._store_ports = ",".join(self.lighthouses), events[0]["store_ports"]
         self._numbers = itertools.count()
         self.groups: dict[int, Child] = {}
 

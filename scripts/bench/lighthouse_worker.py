@@ -1,4 +1,4 @@
-"""A process that holds one lighthouse of either library, and the stores that torchft's groups rendezvous at.
+"""A process that holds a lighthouse of either library, one of several perhaps, and the stores that torchft's groups meet at.
 
 The stores live here because torchrun would host them outside the workers too; our library makes its own where none is named.
 """
@@ -23,9 +23,12 @@ def main() -> None:
         enter(namespace)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    lighthouse = sides.load_lighthouse(options["side"])(
-        bind=f"{options.get('host', '127.0.0.1')}:0", **options["settings"]
-    )
+    settings = dict(options["settings"])
+    if etcd := options.get("etcd"):
+        from torchft_ckpt.coordination.etcd_store import EtcdStore
+
+        settings |= {"hostname": "127.0.0.1", "store": lambda address: EtcdStore(etcd, leader=address)}
+    lighthouse = sides.load_lighthouse(options["side"])(bind=f"{options.get('host', '127.0.0.1')}:0", **settings)
     stores = []
     for _ in range(options.get("num_stores", 0)):
         from torch.distributed import TCPStore

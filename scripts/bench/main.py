@@ -13,7 +13,17 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from bench import check_equal, join_cliff, join_learner, kill_gap, lighthouse_scale, overhead, rejoin, sides
+from bench import (
+    check_equal,
+    join_cliff,
+    join_learner,
+    kill_gap,
+    lighthouse_failover,
+    lighthouse_scale,
+    overhead,
+    rejoin,
+    sides,
+)
 from bench.processes import ChildEndedError
 from bench.stats import Verdict
 from bench.table import Row, Section, render, to_json
@@ -30,6 +40,7 @@ BENCHMARKS = {
     "overhead": overhead.run,
     "check_equal": check_equal.run,
     "lighthouse": lighthouse_scale.run,
+    "lighthouse_failover": lighthouse_failover.run,
 }
 
 

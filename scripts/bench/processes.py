@@ -106,10 +106,10 @@ class Child:
         text = self.log.read_text(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in text[-lines:])
 
-    def kill(self) -> float:
-        """Send SIGKILL; return when, on the common clock."""
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> float:
+        """Send SIGKILL, or another signal; return when, on the common clock."""
         at = time.monotonic()
-        self._process.send_signal(signal.SIGKILL)
+        self._process.send_signal(how)
         return at
 
     def end(self) -> None:
