@@ -230,6 +230,27 @@ def test_one_that_was_last_in_an_older_quorum_is_not_all_of_the_last_one_if_the_
     assert old.formed is not None
 
 
+@pytest.mark.parametrize(("error", "outcome"), [("it was cut off", Outcome.LEFT_BEHIND), (None, Outcome.COMMIT)])
+def test_who_votes_when_the_next_lighthouse_has_gone_on_hears_how_the_step_had_ended(
+    error: str | None, outcome: Outcome
+) -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    for member in (a, b, c):
+        member.asks()
+    a.votes(), b.votes()
+    c.is_cut_off()
+    assert a.outcomes == b.outcomes == [Outcome.COMMIT]
+    job.restart(with_store=True)
+    for member in (a, b):
+        member.connects()
+        member.asks()
+    job.passes(6.0)
+    assert a.formed is not None and a.formed.quorum_id == 1000
+    c.votes(error=error)
+    back(c)
+    assert c.outcomes == [outcome]
+
+
 def test_of_a_commit_that_all_voters_approved_nothing_is_left_as_each_of_their_votes_tells_it() -> None:
     assert trained("a", "b", "c")[0].lighthouse.untold.decided == ()
     job, (_, b, _) = in_doubt("a", "b", "c")

@@ -339,8 +339,9 @@ class StateHistory:
     def answer_late(self, replica_id: str, vote: CommitVote) -> CommitDecided:
         """Return what to tell a member that votes after the decision. If that is to commit, the member may hold that state."""
         key = (vote.quorum_id, vote.epoch, vote.step)
-        # What is not remembered was decided long ago, and the job went on without this member.
-        unknown = (None, Outcome.DISCARD, "this step was decided without this replica group")
+        # What is not remembered was decided long ago, perhaps by an earlier life, and the job went on without this member.
+        ended = Outcome.COMMIT if (key, True) in self.untold.decided else Outcome.DISCARD
+        unknown = (None, ended, "this step was decided without this replica group")
         tally, outcome, reason = self._decided.get(key, unknown)
         if tally is not None:
             outcome = tally.outcome(replica_id)
