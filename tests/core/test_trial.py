@@ -1047,36 +1047,6 @@ def test_who_has_computed_alone_before_the_lighthouse_was_started_again_has_no_v
     assert told_to_load(members) == {"b": {"a"}, "c": {"a"}}
 
 
-def test_of_those_that_were_given_the_state_who_has_made_a_step_before_is_right() -> None:
-    """It was corrected, and then the lighthouse was started again: the others of its job are gone."""
-    job, (a, b) = at_work("ab")
-    discards([a, b])
-    ask([a, b], "xy")
-    assert told_to_load([a, b]) == {"b": {"a"}}
-    load(b, "x")
-    a.dies()
-    job.restart()
-    b.connects()
-    c, d = job.join("c"), job.join("d")
-    members = [b, c, d]
-    for member in (c, d):
-        member.warms_up()
-    b.asks(shows="x", can_serve=True)
-    while c.formed is None or not c.formed.held:
-        job.passes(1.0)
-    for member in (c, d):
-        member.comes_in()
-        member.asks(shows="x")
-    assert roles(members) == [Role.HEALTHY] * 3 and {member.last_request.came_in for member in members} == {True}
-    discards_open(members)
-    ask(members, "xxx")
-    assert {member.last_request.came_in for member in members} == {False}
-    for member in members:
-        member.votes()
-    ask(members, "xyy")
-    assert told_to_load(members) == {"c": {"b"}, "d": {"b"}}
-
-
 def test_who_began_the_job_and_has_caught_up_since_counts_as_one_that_came_in() -> None:
     job, a, c = Job.of("ac", least=1)
     they_ask(a, c)

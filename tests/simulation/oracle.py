@@ -155,6 +155,8 @@ class Oracle:
         """By connection: the replica id of who said Hello there last."""
         self._came_in: dict[str, StateVersion] = {}
         """Members that a quorum was held for, and the state that they got."""
+        self._corrected: dict[str, StateVersion] = {}
+        """By replica id: the state that it was told to load the last time, in whichever life of the lighthouse."""
         self.num_corrected = 0
         """So many groups were told to load a state before a quorum, as theirs was another."""
         self.num_held = 0
@@ -668,7 +670,7 @@ class Oracle:
         if formed.differs:
             told = next(m.replica_id for m in state.members.values() if m.connection == connection)
             self.num_corrected += 1
-            life.told_to_load[told] = formed.version
+            life.told_to_load[told] = self._corrected[told] = formed.version
             theirs = [shown.get(source.replica_id) for source in formed.sources]
             if not theirs or any(one is None or one != theirs[0] or one == shown.get(told) for one in theirs):
                 self.fail(f"{told} is told to load {formed.version} from {formed.sources}, who show {theirs}")
@@ -683,7 +685,8 @@ class Oracle:
             if any(shown[m] != shown[able[0]] for m in able):
                 self.fail(f"{able} are in one quorum of {formed.version}, and show {[shown[m] for m in able]}")
             # Also one that says so of itself, after a correction in an earlier life.
-            is_new = {m for m in able if self._came_in.get(m) == formed.version or asked[m].came_in}
+            given = {m for m in able if formed.version in (self._came_in.get(m), self._corrected.get(m))}
+            is_new = given | {m for m in able if asked[m].came_in}
             if not life.voices and is_new == {*able} and not any(asked[m].came_in for m in able):
                 is_new = set()  # they have begun a step with it before, which nobody else has: it is the job's state
             if formed.rolled_back_to.quorum_id != formed.quorum_id:  # one that goes back is not judged

@@ -181,10 +181,7 @@ class Trials:
             if replica_id not in self._voices and (began or replica_id not in self._joined):
                 began = began or (is_new_life and _holds_first(member))
                 self._joined[replica_id], self._same_at = not began, assignment.version.step
-                # One that was corrected before this lighthouse was started again came in earlier.
-                is_known = is_new_life and member.asked.came_in
-                step = assignment.version.step
-                self._joined_at[replica_id] = _given_at(member, step) if is_known else step
+                self._joined_at[replica_id] = assignment.version.step
 
     def ended(self, step: int, approvers: Collection[str], others: Collection[str], *, differs: bool) -> None:
         """A step counts for these members, and not for others of its quorum. `differs`: their votes show different states."""
