@@ -359,7 +359,8 @@ def test_a_step_that_was_decided_here_counts_on_where_somebody_says_that_the_job
     job = Job(1)
     vote = CommitVote(quorum_id=77, epoch="old", step=3, approve=True, num_voters=1, counts=True)
     x, late = (Member(job, name, 1, ReplicaSettings(min_replica_size=1)) for name in ("x:1", "late:1"))
-    they_connect(late, x, last_quorum_id=77, last_quorum_size=1, last_epoch="old")
+    for member in (late, x):
+        member.connects(last_quorum_id=77, last_quorum_size=1, last_epoch="old", last_step=3)
     x.says(vote)
     x.dies()
     stranger(job, rolled_back_to=StateVersion(step=4, quorum_id=78, epoch="old"), last_quorum_id=77, last_epoch="old")

@@ -256,8 +256,8 @@ class RestartRecovery:
 
     def _is_not_begun_by_all(self, key: StepKey) -> bool:
         """Whether a member of that quorum never began the step: the lighthouse was gone before it had told all of them."""
-        hellos = self._hellos.values()
-        return any((h.last_quorum_id, h.last_epoch) == key[:2] and h.last_step < key[2] for h in hellos)
+        others = (h for m, h in self._hellos.items() if m not in self._doubts.get(key, ()))
+        return any((h.last_quorum_id, h.last_epoch) == key[:2] and h.last_step < key[2] for h in others)
 
     def _testimony(self, key: StepKey) -> tuple[bool, bool]:
         """Whether a member knows of a commit, and whether one knows that there was none, or has not approved."""
