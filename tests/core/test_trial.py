@@ -339,6 +339,24 @@ def test_who_is_to_load_goes_on_from_its_own_state_only_while_no_later_step_was_
     assert b.outcomes[-1] is not Outcome.COMMIT and "was committed, but the newest whole state here" in b.hears()[-1]
 
 
+def test_groups_that_go_on_from_an_older_state_as_the_operator_allows_it_are_compared_too() -> None:
+    job, (a, b, c) = at_work()
+    ask([a, b, c], "xxx")
+    b.is_stopped = c.is_stopped = True
+    for member in (a, b, c):
+        member.votes()
+    a.dies()
+    b.is_stopped = c.is_stopped = False  # their loops have given up the step that counts
+    ask([b, c], "xy")
+    b.ends()
+    ask([b], "x")
+    assert a.outcomes[-1] is Outcome.COMMIT and {b.step, c.step} == {a.step - 1}
+    job.operator_allows_loss()
+    assert told_to_load([b, c]) == {"c": {"b"}}
+    load(c, "x")
+    assert roles([b, c]) == [Role.HEALTHY] * 2
+
+
 def test_who_is_to_load_and_could_not_gets_the_state_as_all_do_while_others_hold_it() -> None:
     _, (a, b) = at_work("ab")
     discards([a, b])
@@ -1063,6 +1081,7 @@ def test_who_began_the_job_and_has_caught_up_since_counts_as_one_that_came_in() 
     they_vote(a, b, c)
     a.dies()
     ask([b, c], "yz")
+    print("\n".join(job.log[-12:]), b.hears(), c.hears(), b.formed)
     assert told_to_load([b, c]) == {"c": {"b"}}
 
 

@@ -836,11 +836,14 @@ class LighthouseState:
         yield from self._beside.give_held(newcomers, giving, assignment, now)
 
     def _trial_of(self, members: Collection[Member]) -> Verdict:
-        """Compare what members show of the newest state. One that has no name yet is given out when the quorum forms."""
-        newest = max((m.asked.version for m in members if not m.asked.torn), default=StateVersion())
-        if not self._job.holds_newest(newest):
+        """Compare what members show of the state they go on from. One without a name is given out when the quorum forms."""
+        counts = self._job.history.is_valid if self._job.may_lose_steps else self._job.holds_newest
+        held = [m for m in members if not m.asked.torn and counts(m.asked.version)]
+        if not held:
             return Verdict()
-        return self._trials.judge([m for m in members if m.asked.version == newest and not m.asked.torn], newest.step)
+        version = max(m.asked.version for m in held)
+        goes_back = not self._job.holds_newest(version)
+        return self._trials.judge([m for m in held if m.asked.version == version], version.step, goes_back=goes_back)
 
     def _answer_differing(self, trial: Verdict, members: list[Member]) -> Iterator[Instruction]:
         """Have members that showed another state load that of the others, which wait; or stop all of them."""

@@ -218,8 +218,9 @@ class Trials:
 
     # -------------------------------------------------------------------------------------------------- the verdict
 
-    def judge(self, members: Sequence[Member], step: int) -> Verdict:
-        """Compare what these members, which ask for one quorum with the state of a step, show of it."""
+    def judge(self, members: Sequence[Member], step: int, *, goes_back: bool = False) -> Verdict:
+        """Compare what these members, which ask for one quorum with the state of a step, show of it. `goes_back`: the job was
+        at a later one, so that they are equal gives nobody a voice: some may have computed something since."""
         verdict = Verdict()
         if not self._voices:
             self._left_out.clear()
@@ -245,7 +246,7 @@ class Trials:
         self._left_out -= (told := {*verdict.common, *verdict.own})
         if told != found and self._differed[0] != step:
             self._differed = step, Shows.SAMPLES  # the others are found again, and told, after this step
-        if not verdict.loads and not verdict.stops:
+        if not (verdict.loads or verdict.stops or goes_back):
             by_name = {member.replica_id: member for member in members}
             may_speak = [
                 m for m in sorted(verdict.equal) if not (by_name[m].asked.came_in or self._loaded.get(m, -1) >= step)
