@@ -57,7 +57,7 @@ class Scene:
         self._proxy = proxy
         self.sources: list[HTTPTransport[Any]] = []
         self.gates: list[Gate] = []
-        self.destination, self.hasty = make_transport(), make_transport(stall_timeout=timedelta(seconds=6))
+        self.destination, self.hasty = make_transport(), make_transport(stall_timeout=timedelta(seconds=12))
         self.progress: list[TransferProgress] = []
 
     def add(self, state: Any, fault: AnswerFault = pass_on, step: int = STEP) -> Gate:
