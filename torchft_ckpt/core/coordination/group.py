@@ -706,7 +706,7 @@ class GroupState:
                 self._requests[rank] = asked  # it waits until all ranks begin this iteration
             else:
                 yield SendToRank(rank, msgspec.structs.replace(formed, request_id=asked.request_id))
-        if formed.leaving:
+        if formed.leaving or self._is_told_to_leave:
             yield from self._begin_no_step()
 
     def _named(self, message: JoinerWaiting) -> Iterator[GroupInstruction]:
