@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import subprocess
 import sys
 import threading
 from concurrent.futures import wait
@@ -161,6 +162,21 @@ def test_what_a_pool_has_not_begun_is_cancelled_and_who_waits_for_it_is_told() -
     assert waits.cancelled()
     end.set()
     assert blocked.result(20) is None
+
+
+@pytest.mark.processes
+def test_a_thread_that_hangs_and_was_let_go_holds_up_no_exit() -> None:
+    """With the thread on its list, the process waits 10 s for it, and says then that it has not ended."""
+    program = """
+import logging, os
+from torchft_ckpt.threads import Thread
+logging.basicConfig()
+thread = Thread(os.read, "hangs", (os.pipe()[0], 1))
+thread.start()
+thread.let_go()
+"""
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=True, timeout=200)
+    assert done.stderr == ""
 
 
 def waits_for_a_future(work: Threads, gate: Event) -> None:

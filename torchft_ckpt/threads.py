@@ -146,6 +146,11 @@ class Thread(threading.Thread):
             _running.add(self)  # first, as one whose start is interrupted may run nevertheless
         super().start()
 
+    def let_go(self) -> None:
+        """The exit of the process does not wait for it any more: it hangs in a call of the kernel, and nothing else ends that."""
+        with _lock:
+            _running.discard(self)
+
 
 def in_background(work: Callable[[], _T], name: str) -> Future[_T]:
     """Do something once on a thread of its own; its result or error is the future's."""

@@ -9,11 +9,13 @@ from support.thoroughness import by_default
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumVerdict, decide_quorum
 
 
-def decide(asked: str, *, alive: str = "", last: str = "", least: int = 1, now: float = 1.0) -> QuorumVerdict:
+def decide(
+    asked: str, *, alive: str = "", last: str = "", least: int = 1, now: float = 1.0, shrink: str = ""
+) -> QuorumVerdict:
     """Each letter is a member; all who asked did so at time 0."""
     return decide_quorum(
         alive=alive or asked,
-        asked={name: Asked(at=0.0) for name in asked},
+        asked={name: Asked(at=0.0, shrink_only=name in shrink) for name in asked},
         last_quorum=last,
         min_replicas=least,
         join_timeout_s=60.0,
