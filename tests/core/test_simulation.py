@@ -774,16 +774,6 @@ def broken_lateness_of_corrected_ones(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Holds, "gives", gives)
 
 
-def broken_lateness_of_the_only_one(patch: pytest.MonkeyPatch) -> None:
-    """A name that counts, as nobody else is there, counts when the others are back, too."""
-    right = LighthouseState._as_it_counts
-
-    def as_it_counts(state: LighthouseState, member: Member, version: StateVersion) -> StateVersion:
-        return version if version is member.version else right(state, member, version)
-
-    patch.setattr(LighthouseState, "_as_it_counts", as_it_counts)
-
-
 def broken_lateness_of_outer_loops(patch: pytest.MonkeyPatch) -> None:
     """What was given for one attempt at a round is another state than that of the next attempt."""
     patch.setattr(hold, "_moves_between_attempts", lambda _: True)
@@ -792,7 +782,6 @@ def broken_lateness_of_outer_loops(patch: pytest.MonkeyPatch) -> None:
 
 
 FOUND_BY: dict[Break, int] = {
-    broken_lateness_of_the_only_one: 11,
     broken_leaving_together: 57,
     broken_lineage: 140,
     broken_giving_up: 4,
@@ -847,7 +836,6 @@ BROKEN: list[tuple[Break, str, Callable[[int], object], Sequence[int]]] = [
     (broken_lateness_in_a_hold, "holds values of another attempt than", run_with_turns, [64212]),
     (broken_lateness_of_followers, "holds values of another attempt than", simulate, [61257]),
     (broken_lateness_of_corrected_ones, "holds values of another attempt than", simulate, [61280]),
-    (broken_lateness_of_the_only_one, "holds values of another attempt than", run_with_too_few, range(12)),
     (broken_lateness_of_outer_loops, "not well", run_outer, [62188]),
     (broken_end_of_holds, "stood still", run_in_holds, range(100)),
     (broken_admission, "without its state", run_in_holds, range(100)),
