@@ -29,10 +29,14 @@ def signal_at_parents_death(number: signal.Signals) -> None:
         _prctl(_PR_SET_PDEATHSIG, number)
 
 
-_START_BOUND = (
-    "import os, sys; sys.path.pop(0); import ctypes; ctypes.CDLL(None).prctl(1, 9)\n"
-    "if os.getppid() == int(sys.argv[1]): os.execvp(sys.argv[2], sys.argv[2:])"
-)
+_START_BOUND = """\
+import os, sys
+sys.path.pop(0)
+import ctypes
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 """Has the kernel end this process with its parent (PR_SET_PDEATHSIG, SIGKILL), and becomes the command that follows. It stands in
 the new process: code between fork and exec can hang for ever in a process with threads, as torchrun is one."""
 
