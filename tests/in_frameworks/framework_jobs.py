@@ -150,14 +150,13 @@ class FrameworkJob:
         wait_until(lambda: self.asks(run), f"{run.log_path.name} asks for a quorum", timeout_s)
 
     def wait_until_met(self, *runs: Group, timeout_s: float = 240.0) -> None:
-        """Return once groups that were started at a time train together, or those that were later are about to come in."""
+        """Return once each of these has made a step, or those who have let it in as they make the next one."""
 
         def is_in(run: Group) -> bool:
             assert run.process.poll() is None, f"{run.log_path.name} has ended"
-            together = any(num == len(runs) for _, num in run.steps())
-            return together or (bool(run.steps("left_behind")) and self.asks(run))
+            return bool(run.steps()) or (bool(run.steps("left_behind")) and self.asks(run))
 
-        wait_until(lambda: sum(is_in(run) for run in runs) >= len(runs) - 1, "the groups train together", timeout_s)
+        wait_until(lambda: all(map(is_in, runs)), "the groups train together", timeout_s)
 
     def asks(self, run: Group) -> bool:
         """Whether all ranks of a group wait for a quorum."""
