@@ -340,11 +340,6 @@ def parse_bool(text: str) -> bool:
         raise ValueError("expected true or false") from None
 
 
-def parse_host_ports(addresses: str, *, what: str, has_tls: bool | None = None) -> list[tuple[str, int]]:
-    """Split a list of addresses, with commas between them: see `parse_host_port`."""
-    return [parse_host_port(one, what=what, has_tls=has_tls) for one in addresses.rstrip(", ").split(",")]
-
-
 def parse_host_port(address: str, *, what: str, default_host: str = "", has_tls: bool | None = None) -> tuple[str, int]:
     """Split `host:port`, `[v6]:port`, `:port` or `http://host:port` into host and port.
 

@@ -340,6 +340,12 @@ def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def parse_addresses(text: str, *, what: str, has_tls: bool | None = None) -> list[str]:
+    """Return the addresses of a list with commas between them, each as `host:port`: see `config.parse_host_port`."""
+    places = (config.parse_host_port(one, what=what, has_tls=has_tls) for one in text.rstrip(", ").split(","))
+    return [join_host_port(*place) for place in places]
+
+
 def bearer_matches(header: str | None, token: str) -> bool:
     """Whether an `Authorization` header carries the token, or another that is accepted for it, compared in constant time.
 

@@ -20,7 +20,7 @@ from support.processes import start
 
 from torchft_ckpt.__main__ import _parser
 from torchft_ckpt.cli.run import _plan
-from torchft_ckpt.config import parse_host_ports
+from torchft_ckpt.network import parse_addresses
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -131,7 +131,7 @@ def test_two_lighthouses_take_the_place_of_the_one_and_groups_find_both() -> Non
     arguments = [re.sub(r"\$\((\w+)\)", lambda m: values[m[1]], argument) for argument in container["args"]]
     options = _parser().parse_args(arguments)
     assert f"{options.hostname}:{port}" in addresses.split(",")
-    places = parse_host_ports(options.etcd, what="etcd address")
+    places = parse_addresses(options.etcd, what="etcd address")
     assert (len(places), options.etcd_prefix) == (3, "default/torchft")
     assert [a for a in alone["args"] if not a.startswith("--hostname")] == [a for a in arguments if a in alone["args"]]
 

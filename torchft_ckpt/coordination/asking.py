@@ -31,7 +31,7 @@ from torchft_ckpt.errors import (
     RefusedError,
     SourceLostError,
 )
-from torchft_ckpt.network import join_host_port
+from torchft_ckpt.network import parse_addresses
 from torchft_ckpt.threads import in_background
 from torchft_ckpt.tls import Tls, resolve_tls
 
@@ -61,8 +61,7 @@ class Lighthouse:
         if not address:
             raise ConfigError("no lighthouse address: pass --lighthouse or set TORCHFT_LIGHTHOUSE", "lighthouse")
         self._tls = tls or resolve_tls()
-        places = config.parse_host_ports(address, what="lighthouse address", has_tls=self._tls is not None)
-        self._addresses = [join_host_port(*place) for place in places]
+        self._addresses = parse_addresses(address, what="lighthouse address", has_tls=self._tls is not None)
         self.address = self._addresses[0]
         """Of the one that was asked last."""
         self.token = config.token_for(self.address, token)

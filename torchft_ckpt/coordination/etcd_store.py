@@ -18,12 +18,12 @@ from typing import Any
 
 import aiohttp
 
-from torchft_ckpt.config import parse_host_ports, stamp_of
+from torchft_ckpt.config import stamp_of
 from torchft_ckpt.coordination.channel import client_session
 from torchft_ckpt.core.coordination.leadership import LeaseHeld, LeaseOf
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import AuthenticationError, ConfigError, TlsError
-from torchft_ckpt.network import join_host_port
+from torchft_ckpt.network import parse_addresses
 
 ETCD_LEASE_S = 2.0
 """etcd gives none below 1.5 times its election timeout, which is 1 s by default, and counts in whole seconds."""
@@ -61,8 +61,8 @@ class EtcdStore:
         password: str = "",
     ) -> None:
         is_tls = addresses.strip().startswith("https://")
-        places = parse_host_ports(addresses, what="etcd address", has_tls=is_tls)
-        self._urls = [f"{'https' if is_tls else 'http'}://{join_host_port(*place)}/v3" for place in places]
+        places = parse_addresses(addresses, what="etcd address", has_tls=is_tls)
+        self._urls = [f"{'https' if is_tls else 'http'}://{place}/v3" for place in places]
         self._at = 0
         self._files = (authority, certificate, key) if is_tls else ()
         self._stamps: list[object] = []

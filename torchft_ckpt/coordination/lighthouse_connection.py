@@ -48,7 +48,7 @@ from torchft_ckpt.errors import (
     RefusedError,
     TlsError,
 )
-from torchft_ckpt.network import join_host_port
+from torchft_ckpt.network import parse_addresses
 from torchft_ckpt.tls import Tls
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,7 @@ class LighthouseConnection:
         connect_timeout: timedelta,
         tls: Tls | None = None,
     ) -> None:
-        places = config.parse_host_ports(address, what="lighthouse address", has_tls=tls is not None)
-        self._addresses = [join_host_port(*place) for place in places]
+        self._addresses = parse_addresses(address, what="lighthouse address", has_tls=tls is not None)
         self._num_tried = self._num_refused = 0
         self._trust = Trust(int(len(self._addresses) > 1))
         self._tls = tls

@@ -27,7 +27,7 @@ from torchft_ckpt.core.coordination.meeting import Claim
 from torchft_ckpt.core.coordination.messages import GroupToRank, Hello
 from torchft_ckpt.errors import ConfigError, CoordinationError
 from torchft_ckpt.manager.group_store import GroupStore
-from torchft_ckpt.network import Host, choose_host, join_host_port, leave_to_parent
+from torchft_ckpt.network import Host, choose_host, join_host_port, leave_to_parent, parse_addresses
 from torchft_ckpt.tls import Tls, resolve_tls, say_what_stays_plain
 
 logger = logging.getLogger(__name__)
@@ -126,8 +126,7 @@ def resolve_rank_config(
         )
     tls = resolve_tls()
     if lighthouse:
-        places = config.parse_host_ports(lighthouse, what="lighthouse address", has_tls=tls is not None)
-        lighthouse = ",".join(join_host_port(*place) for place in places)
+        lighthouse = ",".join(parse_addresses(lighthouse, what="lighthouse address", has_tls=tls is not None))
     host = choose_host(hostname, towards=lighthouse.partition(",")[0] or None, beside_nccl=beside_nccl)
     if tls is not None:
         tls.check_is_for(host.address)
