@@ -7,6 +7,7 @@ the machine is. The last test has processes, and the real one.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -362,25 +364,33 @@ def test_a_place_with_names_in_it_is_a_path_and_one_that_cannot_be_written_to_is
     names = {"replica_id": "team/a:1", "rank": 3, "job": "default"}
     there = EventFile(str(tmp_path / "{rank}" / "of-{replica_id}.log"), **names)
     assert there.path == tmp_path / "3" / "of-team_a:1.log"
-    assert EventFile(str(tmp_path), **names).path == tmp_path / "team_a:1-3.jsonl"
+    beside = EventFile(str(tmp_path), **names)
+    assert beside.path == tmp_path / "team_a:1-3.jsonl"
+    for file in (there, beside):  # else it writes its first line while the next test says how that goes
+        file.end("shut down", {})
     with pytest.raises(
         ConfigError, match=r"TORCHFT_CKPT_EVENTS=.* cannot be used: .*give a directory that this process"
     ):
         EventFile("/dev/null", **names)
 
 
+def writes_by(patch: pytest.MonkeyPatch, write: Callable[[int, bytes], int]) -> None:
+    """Have files of events written so, and nothing else of this process."""
+    patch.setattr(event_file, "os", SimpleNamespace(path=os.path, sep=os.sep, write=write))
+
+
 def test_a_full_disk_leaves_lines_out_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, room = event_file.os.write, [None, 10, None, None]
+    room = [None, 10, None, None]
 
     def write(where: int, data: bytes) -> int:
         left = room.pop(0) if room else len(data)
         if left is None and len(room) < 3:
             raise OSError(28, "No space left on device")
-        return real(where, data[:left])
+        return os.write(where, data[:left])
 
-    monkeypatch.setattr(event_file.os, "write", write)
+    writes_by(monkeypatch, write)
     file = EventFile(str(tmp_path), replica_id="a:1", rank=0, job="default")
     for number in range(4):
         file.add("StepCommitted", {"step": number, "spent": {"productive": 1.0}})
@@ -393,8 +403,8 @@ def test_a_full_disk_leaves_lines_out_and_is_said_once(
 def test_a_line_that_lacks_but_its_end_is_ended_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, cut = event_file.os.write, [40, 1, 1]  # the first one is torn, and then each lacks its end
-    monkeypatch.setattr(event_file.os, "write", lambda where, data: real(where, data[: -cut.pop(0)] if cut else data))
+    cut = [40, 1, 1]  # the first one is torn, and then each lacks its end
+    writes_by(monkeypatch, lambda where, data: os.write(where, data[: -cut.pop(0)] if cut else data))
     file = EventFile(str(tmp_path), replica_id="a:1", rank=0, job="default")
     file.add("Healed", {})
     file.end("finished", {})
@@ -415,13 +425,13 @@ def test_what_is_no_json_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_a_disk_that_hangs_holds_up_no_step_and_costs_no_more_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real, hangs = event_file.os.write, threading.Event()
+    hangs = threading.Event()
 
     def write(where: int, data: bytes) -> int:
         assert hangs.wait(60)
-        return real(where, data)
+        return os.write(where, data)
 
-    monkeypatch.setattr(event_file.os, "write", write)
+    writes_by(monkeypatch, write)
     monkeypatch.setattr(event_file, "_MOST_WAITING", 3)
     monkeypatch.setenv("TORCHFT_CKPT_EVENTS", str(tmp_path))
     with lighthouse() as server:
