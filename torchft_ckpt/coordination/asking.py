@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from torchft_ckpt import config
-from torchft_ckpt.coordination.channel import cause_of, client_session, raise_if_tls, secured, service_url
+from torchft_ckpt.coordination.channel import cause_of, client_session, raise_if_tls, read_at_most, secured, service_url
 from torchft_ckpt.coordination.lighthouse_connection import resolve_job
 from torchft_ckpt.core.coordination.messages import (
     AllowStepLoss,
@@ -140,7 +140,7 @@ class Lighthouse:
         raise LighthouseUnreachableError(f"none of the lighthouses at {every} leads: {'; '.join(why)}", every)
 
     async def _status(self, job: str | None) -> dict[str, Any]:
-        timeout, body = aiohttp.ClientTimeout(total=10), bytearray()
+        timeout = aiohttp.ClientTimeout(total=10)
         query = {} if job is None else {"job": resolve_job(job)}
         try:
             async with client_session(self._headers | {"Accept-Encoding": "identity"}) as session:
@@ -153,10 +153,9 @@ class Lighthouse:
                     self._check(response.status)
                     if "Content-Encoding" in response.headers:
                         raise self._is_none("it compresses its answer, and was asked not to")
-                    async for chunk in response.content.iter_chunked(1 << 16):
-                        body += chunk
-                        if len(body) > MAX_STATUS_BYTES:
-                            raise self._is_none(f"its status is longer than {MAX_STATUS_BYTES >> 20} MiB")
+                    body = await read_at_most(response, MAX_STATUS_BYTES)
+                    if len(body) > MAX_STATUS_BYTES:
+                        raise self._is_none(f"its status is longer than {MAX_STATUS_BYTES >> 20} MiB")
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise_if_tls(error, "the lighthouse", self.address, self._tls)
             why = cause_of(error, self._tls) if str(error) else "the status was not there after 10 s"

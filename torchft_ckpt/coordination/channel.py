@@ -126,6 +126,16 @@ def raise_if_tls(failed: BaseException | Mapping[str, str], party: str, address:
         raise TlsError(f"no TLS with {party} at {address}: {why}", address) from cause
 
 
+async def read_at_most(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """Return the body; of one that is longer than so many bytes the begin, which is longer, too."""
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(1 << 16):
+        body += chunk
+        if len(body) > most:
+            break
+    return bytes(body)
+
+
 def client_session(
     headers: Mapping[str, str] | None = None, traces: Sequence[aiohttp.TraceConfig] = ()
 ) -> aiohttp.ClientSession:

@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from torchft_ckpt.config import stamp_of
-from torchft_ckpt.coordination.channel import client_session
+from torchft_ckpt.coordination.channel import client_session, read_at_most
 from torchft_ckpt.core.coordination.leadership import LeaseHeld, LeaseOf
 from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import AuthenticationError, ConfigError, TlsError
@@ -212,10 +212,7 @@ class EtcdStore:
             try:
                 asked = self._session.post(f"{url}/{path}", json=body, headers=headers, ssl=self._ssl or True)
                 async with asked as response:
-                    text = await response.content.read(_MAX_ANSWER_BYTES)
-                    while not response.content.at_eof() and len(text) < _MAX_ANSWER_BYTES:
-                        text += await response.content.read(_MAX_ANSWER_BYTES)
-                    answer = json.loads(text)
+                    answer = json.loads(await read_at_most(response, _MAX_ANSWER_BYTES))
                     if not isinstance(answer, dict):
                         raise ValueError("it is no JSON object")
                     has_answered = True
