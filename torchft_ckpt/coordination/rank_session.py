@@ -49,6 +49,9 @@ class RankSession:
         AuthenticationError: it refused our token, or does not prove that it knows it.
     """
 
+    is_lighthouse_away = False
+    """Not known here: rank 0 knows it."""
+
     def __init__(
         self,
         *,
@@ -99,11 +102,6 @@ class RankSession:
     def waiting_for(self) -> str:
         """Say who has not asked for the next quorum yet. Any thread."""
         return f"group rank 0 at {self._address} has not answered"
-
-    @property
-    def is_lighthouse_away(self) -> bool:
-        """Not known here: rank 0 knows it."""
-        return False
 
     def schedule(self, delay_s: float, function: Callable[[], object]) -> None:
         """Call a function on the event-loop thread after a while; it must not block. Any thread."""

@@ -41,14 +41,14 @@ class Audit:
     """
 
     def __init__(self, manager: Manager, every: int, num_microbatches: int) -> None:
-        self._manager, self._every, self._num_microbatches = manager, every, num_microbatches
+        self._manager, self.every, self._num_microbatches = manager, every, num_microbatches
         self._shown: tuple[int, bytes] = (-1, b"")
         """A step, and digests of what its audited microbatch left behind here. They stay over a discard, as that does."""
         self._has_told_of_logs = False
 
     def microbatch(self, step: int) -> int | None:
         """Return which microbatch of a step is audited."""
-        return audited(step, self._every, self._num_microbatches)
+        return audited(step, self.every, self._num_microbatches)
 
     def groups(self, formed: Answer, nodes: Sequence[Sequence[Node]]) -> list[int]:
         """Return the replica ranks that compute it: first the one that it is dealt to, by `nodes`. Empty: it is not audited."""

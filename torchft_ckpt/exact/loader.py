@@ -136,7 +136,6 @@ class StepLoader:
             )
         self.num_steps = num_epochs * num_samples // global_batch_size if num_epochs and num_samples else num_steps
         self._manager, self._is_deterministic = manager, deterministic
-        self._checks_every = check_microbatches_every
         self._audit = Audit(manager, check_microbatches_every, self.num_microbatches)
         if deterministic:
             prepare_cublas()
@@ -214,7 +213,7 @@ class StepLoader:
         kind = torch.cuda.get_device_name(where) if where.type == "cuda" else torch.backends.cpu.get_cpu_capability()
         parts = f", read in {samples.part[1]} parts" if samples.part[1] > 1 else ""
         bits = "" if self._is_deterministic else ", any kernels"
-        bits += f", checked every {self._checks_every} steps" if self._checks_every else ""
+        bits += f", checked every {self._audit.every} steps" if self._audit.every else ""
         memory = f"; {self._find_layout().in_words}" if parameters else ""
         return (
             f"steps of {self.num_microbatches} microbatches of {samples.microbatch_size} of {source} {how}, seed {samples.seed}"

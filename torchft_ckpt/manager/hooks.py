@@ -46,6 +46,7 @@ class Hooks:
         self._starting = parts.starting
         self.registry = parts.registry
         """It holds what is registered, for what saves and restores it."""
+        self.timekeeper = parts.timekeeper
         self.events = parts.events
         """The queue of events to listeners, for what adds to it."""
         self.transport = parts.transport
@@ -66,7 +67,6 @@ class Hooks:
         # An outer loop
         self.first_inner_step = steps.first_inner_step
         # A save
-        self.timekeeper = parts.timekeeper
         self.lost_contributors = parts.client.lost_contributors
         self.contributor_names = parts.client.contributor_names
         self.leaves_on = parts.way_out.leaves_on

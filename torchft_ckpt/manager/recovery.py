@@ -222,9 +222,8 @@ class Recovery:
             with self._timekeeper.waiting(Waits.COMPARISON):
                 self._correct(plan.formed)
             return
-        with self._timekeeper.waiting(
-            Waits.STATE_BESIDE if plan.formed.follows and not plan.formed.held else Waits.STATE
-        ):
+        is_beside = plan.formed.follows and not plan.formed.held
+        with self._timekeeper.waiting(Waits.STATE_BESIDE if is_beside else Waits.STATE):
             self._load(plan)
 
     def _load(self, plan: StepPlan) -> None:

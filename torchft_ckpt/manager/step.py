@@ -268,8 +268,7 @@ class Steps:
                 self._store_prepared.wait(self._timeouts.connect.total_seconds())
             self._store_prepared = None
         self._started_at = time.monotonic()
-        is_outer = wishes.patience_s > 0 or wishes.waits is not None
-        self._timekeeper.begins_step(is_round=is_outer)
+        self._timekeeper.begins_step(is_round=wishes.is_outer)
         if loads_here:
             logger.warning(
                 "%s: gradients were cleared %d times, and should_commit was not called: the state of the other groups is loaded"
@@ -298,10 +297,10 @@ class Steps:
             self.leave()
             self._timekeeper.goes_outside()
             self._begin(wishes, limit)
-            self._timekeeper.begins_step(is_round=is_outer)
+            self._timekeeper.begins_step(is_round=wishes.is_outer)
         while self._reported:
             self._client.note_error(self._reported.pop(0))
-        if self._registry.is_used_by_loops and not (is_outer or now.is_learner):
+        if self._registry.is_used_by_loops and not (wishes.is_outer or now.is_learner):
             self._undo.begin(has_written=self._has_written)
 
     def defers(self) -> bool:
@@ -311,11 +310,10 @@ class Steps:
         A rank that holds the newest state need not begin before that, if its loop's forward pass is seen as a rule.
         """
         last = self._last_wishes
-        is_outer = last.patience_s or last.waits is not None
         is_seen = self._sharing.joined and self._seen_with.issuperset(self._sharing.joined)
         # A backward pass may come first, and nothing can be loaded in its middle.
         is_able = is_seen and not (self._writes_first or self._has_looked or self.graphs.is_open)
-        may_defer = is_able and not is_outer and self._holds()
+        may_defer = is_able and not last.is_outer and self._holds()
         if may_defer:  # else that is done as the step begins
             self._put_back(goes_on=True)  # what the loop reads from here on is the state's, too
         self.is_deferred, self._loop_thread = bool(may_defer and self._holds()), threading.get_ident()
@@ -697,9 +695,9 @@ class Steps:
     def wishes_before_forward(self) -> StepWishes | None:
         """Return what a step has to begin with before a forward pass; None: none has to begin. See `Manager.ensure_step`."""
         last, now = self._last_wishes, self._client.view()
-        is_outer = last.patience_s or last.waits is not None  # an outer loop begins its rounds itself
         is_ready = self._registry.knows_optimizers and not self._registry.is_empty
-        may_begin = is_ready and not is_outer and not self._sharing.is_half_taken
+        # An outer loop begins its rounds itself.
+        may_begin = is_ready and not last.is_outer and not self._sharing.is_half_taken
         # Of a loop that clears first, such a pass may be a look at the model, and what follows it belongs to the step before.
         has_to = self._is_committed is False or not self._sharing.clears_first
         return last if may_begin and has_to and not now.is_in_step else None

@@ -393,9 +393,8 @@ class Beside:
     ) -> Send:
         """Have a member receive the state of an assignment, beside a quorum that does not wait for it."""
         request, current = self._job.take_request(member), self._job.round
-        self._job.quorum_members.pop(
-            member.replica_id, None
-        )  # it may have been in the quorum, and have given its step up
+        # It may have been in the quorum, and have given its step up.
+        self._job.quorum_members.pop(member.replica_id, None)
         newest_step = self._job.history.lasting_step
         if why is Given.TO_FOLLOW and self._is_idle_spare(member):
             why = Given.TO_STAY

@@ -213,10 +213,10 @@ class Equality:
             OnReplicasDiffer.HEAL: "Their states are compared before the next step",
             OnReplicasDiffer.STOP: "None of them trains on (on_replicas_differ is 'stop')",
         }[policy]
+        self.last_said = found
         if policy is OnReplicasDiffer.STOP:
             tally.discard_all(found)
-        self.last_said = found
-        if policy is not OnReplicasDiffer.STOP and now < self._pass_on_from:
+        elif now < self._pass_on_from:
             return
         if now > self._pass_on_from + MAX_QUIET_S:
             self._quiet_s = SAY_AGAIN_S

@@ -137,6 +137,11 @@ class StepWishes:
     waits: bool | None = None
     """Whether the training thread waits for the quorum, None: where that helps. False: load nothing before the forward pass."""
 
+    @property
+    def is_outer(self) -> bool:
+        """Whether an outer loop asks."""
+        return self.patience_s > 0 or self.waits is not None
+
 
 class StepFacts(NamedTuple):
     """A rank's own circumstances as a step begins."""
@@ -638,10 +643,11 @@ class ReplicaState:
         if approve and self.num_participants < self.settings.min_replica_size:
             approve = False
             reason = f"{self.num_participants} replica groups contribute, min_replica_size is {self.settings.min_replica_size}"
-        if approve and self._is_again and not self._was_again and formed.num_proved < formed.num_contributors:
+        is_again = self._is_again and formed.num_proved < formed.num_contributors
+        if approve and is_again and not self._was_again:
             approve = False
             reason = "its loop has begun this step again, and a group comes in that was given what it held before"
-        self._was_again |= self._is_again and formed.num_proved < formed.num_contributors  # one attempt a rank
+        self._was_again |= is_again  # one attempt a rank
         self.speaks = self.speaks and self.participating_rank == 0
         is_known_holder = formed.role is Role.HEALTHY and not formed.names_state
         self._vote = CommitVote(

@@ -304,9 +304,8 @@ class Trials:
         again = [m for m in wrong if self._loaded.get(m, -1) >= step - 1]
         if self._young and any(_owned(members[m]) == _owned(members[right[0]]) for m in again):
             self._part(sorted(self._young), step, verdict)
-            self._parted -= {
-                name for name, was_own in self._young.items() if not was_own
-            }  # another one may have differed
+            # Another one may have differed.
+            self._parted -= {name for name, was_own in self._young.items() if not was_own}
             self._given_up, self._young = {*self._young}, {}
         if wrong and not verdict.stops:
             what = self._what(wrong, right, members, step)

@@ -171,17 +171,15 @@ def _find_lost(lives: Sequence[_Life]) -> None:
 
 def _of_group(lives: Sequence[_Life], losses: Mapping[str, float], end: float) -> dict[Account, float]:
     found, wall_s = dict.fromkeys(Account, 0.0), 0.0
-    for number, life in enumerate(lives):
-        later = lives[number + 1] if number + 1 < len(lives) else None
-        until = life.last
-        if not life.how and (later is not None or life.replica_id in losses):
-            lost_at = min(max(losses.get(life.replica_id, life.last), life.last), end if later is None else later.began)
-            life.seconds[Account.DISCARDED] += max(lost_at - life.last, 0.0)
-            lost_at, is_waited_for = max(lost_at, life.last), True
-        else:
-            lost_at, is_waited_for = life.last, life.how == SHUT_DOWN and later is not None
-        if is_waited_for:
-            until = max(end if later is None else later.began, lost_at)
+    for life, later in zip(lives, [*lives[1:], None], strict=True):
+        until_next = end if later is None else later.began
+        lost_at = until = life.last
+        is_lost = not life.how and (later is not None or life.replica_id in losses)
+        if is_lost:
+            lost_at = max(lost_at, min(losses.get(life.replica_id, lost_at), until_next))
+            life.seconds[Account.DISCARDED] += lost_at - life.last
+        if is_lost or (life.how == SHUT_DOWN and later is not None):
+            until = max(until_next, lost_at)
             life.seconds[Account.DOWN] += until - lost_at
         wall_s += until - life.began
         for account, seconds in life.seconds.items():
