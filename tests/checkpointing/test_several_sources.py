@@ -221,7 +221,7 @@ def test_blocks_that_differ_come_from_the_primary_and_the_tensors_are_named(scen
     assert differences(state, first) == []
     (warning,) = [str(each.message) for each in caught]
     assert f"{scene.gates[1].url} differs from {scene.gates[0].url}" in warning
-    assert "5 blocks differ, of layer2, layer7" in warning
+    assert "5 blocks differ; what differs is among layer2, layer7" in warning
     assert warning.count("layer") == 2
 
 
@@ -258,7 +258,7 @@ def test_when_the_primary_is_lost_another_one_is_adopted_and_what_differs_comes_
     scene.add(
         second, until(lambda: scene.gates[1].url in learnt["promote"])
     )  # or the first one's state may be whole before
-    with pytest.warns(ReplicaDivergenceWarning, match="8 blocks differ, of layer0, layer1") as caught:
+    with pytest.warns(ReplicaDivergenceWarning, match="8 blocks differ; what differs is among layer0, layer1") as caught:
         assert differences(scene.fetch(), second) == []
     assert [f"{scene.gates[0].url} differs from {scene.gates[1].url}" in str(each.message) for each in caught] == [True]
     assert num_blocks_asked(scene.gates[1]) == NUM_BLOCKS - fault.num_passed + 8

@@ -514,7 +514,8 @@ class BlockTransfer(TransferState):
 def _what_differs(destination: Destination, blocks: list[int]) -> str:
     names = destination.names_of(blocks)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(blocks)} blocks differ, of {', '.join(name[:120] for name in names[:5])}{more}"
+    some = "one block differs" if len(blocks) == 1 else f"{len(blocks)} blocks differ"
+    return f"{some}; what differs is among {', '.join(name[:120] for name in names[:5])}{more}"
 
 
 def _lowest(mask: int, limit: int) -> int:
