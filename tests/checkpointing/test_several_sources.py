@@ -258,7 +258,9 @@ def test_when_the_primary_is_lost_another_one_is_adopted_and_what_differs_comes_
     scene.add(
         second, until(lambda: scene.gates[1].url in learnt["promote"])
     )  # or the first one's state may be whole before
-    with pytest.warns(ReplicaDivergenceWarning, match="8 blocks differ; what differs is among layer0, layer1") as caught:
+    with pytest.warns(
+        ReplicaDivergenceWarning, match="8 blocks differ; what differs is among layer0, layer1"
+    ) as caught:
         assert differences(scene.fetch(), second) == []
     assert [f"{scene.gates[0].url} differs from {scene.gates[1].url}" in str(each.message) for each in caught] == [True]
     assert num_blocks_asked(scene.gates[1]) == NUM_BLOCKS - fault.num_passed + 8
