@@ -1,5 +1,5 @@
-"""For all tests: one that fails is named at once and shows the last lines of its processes; unknown names are looked up quickly;
-the longest begin first; each step has its line in the log.
+"""For all tests: one that fails is named at once and shows the last lines of its processes; one fails that leaves something to
+the next; unknown names are looked up quickly; the longest begin first; each step has its line in the log.
 
 Drawn examples have no deadline: on a busy machine any of them may take long. They are the same in each run that is not thorough.
 
@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from support.leftovers import none_left
 from support.processes import forget, last_lines
 
 gc.disable()  # until all tests are collected: to look for garbage in what is imported takes a fifth of that time
@@ -101,3 +102,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         report.sections.append((f"Processes ({report.when})", lines))
     if report.when == "teardown":
         forget(item.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test starts ends with it, unless it may belong to a fixture that other tests of its file use."""
+    fixtures = request.node._fixtureinfo.name2fixturedefs
+    scopes = {definitions[-1].scope for name, definitions in fixtures.items() if name != file_leaves_nothing.__name__}
+    yield from [None] if scopes & {"class", "module", "package"} else none_left(request.node.nodeid)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def file_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from none_left(request.node.nodeid)

@@ -6,8 +6,8 @@ other, and plain bugs of ours that only one source's answers reach.
 
 from __future__ import annotations
 
+import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -392,10 +392,10 @@ def test_a_second_group_that_cannot_be_planned_with_is_left_aside_and_the_third_
 def test_a_reader_of_dcps_compares_only_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with source_of(wanted()) as url, LyingSource(url, body_of(strips("s", step=STEP, **SMALL))) as lying:
         reader = PeerReader([lying.url], step=STEP, root="", timeout=LONG)
-        cells_of = peer_reader.cells_of
+        cells_of, hours = peer_reader.cells_of, itertools.count(time.monotonic() + 3600, 3600)
 
         def late(*arguments: Any) -> Any:
-            monkeypatch.setattr(peer_reader, "time", SimpleNamespace(monotonic=lambda: math.inf))
+            monkeypatch.setattr(peer_reader, "time", SimpleNamespace(monotonic=lambda: next(hours)))
             return cells_of(*arguments)
 
         monkeypatch.setattr(peer_reader, "cells_of", late)

@@ -6,7 +6,6 @@ One test for each way in which a read can die half-way. What a Manager makes of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def load_by_dcp(
     url: str, state: dict[str, Any], planner: DefaultLoadPlanner | None = None
 ) -> tuple[str, BaseException]:
     """Load; return what the user sees, and the error within it."""
-    reader = PeerReader([url], step=STEP, root="", timeout=timedelta(seconds=20), stall_timeout=timedelta(seconds=5))
+    reader = PeerReader([url], step=STEP, root="", timeout=LONG, stall_timeout=LONG)
     with pytest.raises(CheckpointException) as caught:
         dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     ((error, _),) = caught.value.failures.values()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from support import replicas as of_tests
 from support.ports import reserved_port
-from support.replicas import SHORT, Replica, lighthouse_of, shutdown, together
+from support.replicas import SHORT, Replica, ends, lighthouse_of, shutdown, together
 
 from torchft_ckpt import HTTPTransport, LighthouseServer, Manager, Optimizer, WorldSizeMode
 from torchft_ckpt.checkpointing.serving.snapshot_registry import SnapshotRegistry
@@ -346,7 +346,7 @@ def test_collectives_of_an_abandoned_step_do_not_end_in_the_next() -> None:
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on this machine")
 def test_groups_heal_over_ipv6_too() -> None:
-    server = LighthouseServer("[::1]:0", min_replicas=2)
+    server = ends(LighthouseServer("[::1]:0", min_replicas=2))
     with ThreadPoolExecutor(2) as pool:
         replicas = list(pool.map(lambda seed: Replica(server, "ab"[seed], seed, hostname=None), range(2)))
     assert replicas[0].bits() != replicas[1].bits()

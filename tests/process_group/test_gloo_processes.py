@@ -37,7 +37,8 @@ class Member:
         with self._log.open("wb") as stderr:
             self.process = Forked(script, [str(pipe)], dict(os.environ), stderr.fileno())
         self._answers: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -58,11 +59,12 @@ class Member:
         if self.process.poll() is not None:
             return False
         self.tell("ping")
-        return self.answer(5.0) == {"pong": True}
+        return self.answer() == {"pong": True}
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        self._reader.join(60)
         os.close(self._commands)
 
     def log(self) -> str:

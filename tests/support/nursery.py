@@ -24,6 +24,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+NAME = "nursery"
+"""Of the thread that hears from it."""
+
 
 class Forked:
     """A process that the nursery forked; as much of `subprocess.Popen` as tests use. `stdout` is a text stream.
@@ -119,7 +122,7 @@ class Nursery:
             [sys.executable, str(Path(__file__)), str(theirs.fileno())], pass_fds=[theirs.fileno()]
         )
         theirs.close()
-        threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=self._hear, name=NAME, daemon=True).start()
         atexit.register(self._end)
 
     def fork(
@@ -160,6 +163,10 @@ class Nursery:
         self._process.kill()
         self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
 
 _known: list[Nursery] = []
 
@@ -168,6 +175,11 @@ def _nursery() -> Nursery:
     if not _known:
         _known.append(Nursery())
     return _known[0]
+
+
+def pids() -> list[int]:
+    """Return that of this process's nursery; nothing if it has none yet."""
+    return [known.pid for known in _known]
 
 
 # The nursery itself

@@ -123,8 +123,9 @@ class Run:
         self.server = lighthouse_of(2)
         self.at_work = [replica(self.server, name, **options) for name in ("a", "b")]
         self.last_step = 1 << 30
-        self._pool = ThreadPoolExecutor(2)
-        self._loops = [self._pool.submit(self.train, replica) for replica in self.at_work]
+        pool = ThreadPoolExecutor(2)
+        self._loops = [pool.submit(self.train, replica) for replica in self.at_work]
+        pool.shutdown(wait=False)  # its threads end with the loops
         self.wait_for_steps(2)
 
     def train(self, replica: Replica) -> None:
@@ -146,7 +147,6 @@ class Run:
         self.train(joined)
         for loop in self._loops:
             loop.result(60)
-        self._pool.shutdown()
 
     def ends_alike(self, joined: Replica) -> None:
         """So it ends, with the same bits in all groups, and those at work have discarded no step."""

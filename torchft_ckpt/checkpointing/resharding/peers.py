@@ -402,7 +402,7 @@ class JobPeers:
         By default it asks as nobody, so that nothing is kept for us there, and of a state of any length.
         """
         client = SourceClient(address, step, options or replace(self.options, receiver="", max_total_bytes=None))
-        alarm = threading.Timer(max(deadline - time.monotonic(), 0.0), client.close)
+        alarm = threading.Timer(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX), client.close)
         alarm.daemon = True
         alarm.start()
         try:
