@@ -42,7 +42,7 @@ STEP = 7
 LEASE = timedelta(minutes=30)
 STALL_S = 0.3
 PATIENT_STALL_S = 1.2
-LAST_STALL_S = 6.0
+LAST_STALL_S = 15.0
 """Of a case that is run again alone, because its time was over before its fault was there."""
 GIVE_WAY_S = 0.2
 TIMEOUT_S = 20.0
@@ -207,6 +207,13 @@ class Tally:
     errors: dict[str, int] = field(default_factory=dict)
     took_s: float = 0.0
 
+    def add(self, other: Tally) -> None:
+        self.num_cases += other.num_cases
+        self.num_states += other.num_states
+        self.num_unfired += other.num_unfired
+        for name, number in other.errors.items():
+            self.errors[name] = self.errors.get(name, 0) + number
+
     def __str__(self) -> str:
         return (
             f"{self.num_cases} cases in {self.took_s:.1f} s: {self.num_states} states, {self.errors or 'no errors'}, "
@@ -341,10 +348,12 @@ class FaultBench:
         before = self.census()
 
         def work(case: Case, slot: Slot) -> None:
-            found = self._run(slot, mode, case, tally)
+            tried = Tally()
+            found = self._run(slot, mode, case, tried)
             if case.may_have_more_time(found):
                 hasty.append(case)
             else:
+                tally.add(tried)
                 complaints.extend(f"{mode}: {case.name}: {text}" for text in found)
 
         def work_on_any(case: Case) -> None:

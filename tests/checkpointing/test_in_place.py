@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import faulty_proxy
@@ -16,11 +18,13 @@ import torch
 import torch.distributed as dist
 from faulty_proxy import FaultyProxy
 from support.sources import make_transport
+from support.waiting import wait_until
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from torchft_ckpt.checkpointing import HTTPTransport
+from torchft_ckpt.checkpointing.fetching import engine
 from torchft_ckpt.checkpointing.protocol import parse_metadata
 from torchft_ckpt.errors import (
     CheckpointError,
@@ -358,15 +362,22 @@ def test_a_failure_midway_owns_up_to_having_overwritten_the_state(source, destin
     assert "torn: it is partly overwritten and must not be used" in str(error)
 
 
-def test_a_deadline_midway_owns_up_as_well(source, destination):
+def test_a_deadline_midway_owns_up_as_well(source, destination, monkeypatch):
+    """The deadline is far away until some blocks are here; then all of it has passed."""
+    late = [0.0]
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
     local = {"w": torch.zeros(100_000)}
     source.send_checkpoint([1], STEP, {"w": noise(100_000)}, LONG)
 
     def stall(connection: faulty_proxy.Connection, passed: int, data: bytes) -> bytes:
-        return data if passed < 200_000 or connection.ended.wait(60) else b""
+        if passed < 200_000:
+            return data
+        wait_until(lambda: local["w"].count_nonzero() > 0)
+        late[0] = 3600.0
+        return data if connection.ended.wait(60) else b""
 
     with FaultyProxy(parse_metadata(source.metadata()).port, stall) as proxy:
-        error = fails(destination, proxy.url, local, TransferTimeoutError, timeout=timedelta(seconds=2))
+        error = fails(destination, proxy.url, local, TransferTimeoutError)
     assert error.state_overwritten is True and differences(local, {"w": torch.zeros(100_000)}) != []
 
 

@@ -7,7 +7,6 @@ import logging
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -220,6 +219,7 @@ def test_an_address_at_which_nobody_answers_holds_nothing_up(
     source: HTTPTransport[Any], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_TELL_TIMEOUT_S", 60.0)
+    monkeypatch.setenv("TORCHFT_CKPT_CONNECT_TIMEOUT_SEC", "300")  # longer than the deadline
     place = ("127.0.0.3", port_of(source))
     with contextlib.ExitStack() as silent:
         silent.enter_context(socket.create_server(place, backlog=0))
@@ -227,9 +227,7 @@ def test_an_address_at_which_nobody_answers_holds_nothing_up(
             client = silent.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(place)
-        started = time.monotonic()
-        assert is_all_of(Receiver(how).receive(source.metadata()))
-        assert time.monotonic() - started < 8, "it was waited for, until the connect timeout"
+        assert is_all_of(Receiver(how).receive(source.metadata())), "it was waited for, until the connect timeout"
 
 
 def test_who_passes_on_the_proof_of_a_source_does_not_pass_for_it(source: HTTPTransport[Any]) -> None:
