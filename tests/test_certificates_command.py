@@ -57,7 +57,7 @@ def test_a_strict_client_believes_them(tmp_path: Path) -> None:
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     server = LighthouseServer("127.0.0.1:0", 1, ssl_context=tls_of(tmp_path, "127.0.0.1").server)
     try:
-        with urllib.request.urlopen(f"{server.address()}/healthz", context=context, timeout=20) as answer:
+        with urllib.request.urlopen(f"{server.address()}/healthz", context=context, timeout=60) as answer:
             assert answer.read() == b"ok\n"
     finally:
         server.shutdown()

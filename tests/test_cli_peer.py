@@ -478,13 +478,13 @@ def test_a_peer_that_drips_its_answer_is_left_at_the_deadline() -> None:
                 ended_by.append("the client")
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(10)
+        listener.settimeout(60)
         thread = threading.Thread(target=drip, args=(listener,), daemon=True)
         thread.start()
         client = JobPeers([[f"127.0.0.1:{listener.getsockname()[1]}"]])
         with pytest.raises(TransferTimeoutError, match="did not serve the index within the timeout"):
             client.index(timeout=timedelta(seconds=0.3))
-        thread.join(20)
+        thread.join(60)
     assert ended_by == ["the client"]
 
 

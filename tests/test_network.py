@@ -51,7 +51,7 @@ servers = pytest.mark.parametrize("start", [lighthouse_everywhere, transport_eve
 
 def is_served(host: str, port: int) -> bool:
     try:
-        socket.create_connection((host, port), timeout=10).close()
+        socket.create_connection((host, port), timeout=60).close()
     except OSError:
         return False
     return True

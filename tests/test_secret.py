@@ -77,7 +77,7 @@ def test_what_no_header_can_hold_is_quoted_by_no_error_of_a_transfer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         where = SourceAddress("127.0.0.1", listener.getsockname()[1])
         connection = SourceConnection(
-            where, headers={"Authorization": "Bearer hidden\n"}, connect_timeout_s=5, stall_timeout_s=5
+            where, headers={"Authorization": "Bearer hidden\n"}, connect_timeout_s=5, stall_timeout_s=60
         )
         with pytest.raises(SourceLostError, match="ValueError") as raised:
             connection.get("/v1/checkpoint")

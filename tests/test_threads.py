@@ -33,7 +33,7 @@ def test_all_is_done_once_and_in_order(num_threads: int, num_items: int) -> None
 
 
 def test_it_is_done_at_once() -> None:
-    barrier = threading.Barrier(4, timeout=30)
+    barrier = threading.Barrier(4, timeout=60)
     places = parallel_map(lambda _: barrier.wait(), range(4), 4)
     assert sorted(places) == [0, 1, 2, 3], "each has waited for all the others"
 
@@ -63,7 +63,7 @@ def test_an_interrupt_is_not_taken_for_an_error_of_the_work() -> None:
         raise KeyboardInterrupt if number else ValueError
 
     with pytest.raises(KeyboardInterrupt):
-        barrier = threading.Barrier(2, timeout=30)
+        barrier = threading.Barrier(2, timeout=60)
 
         def both(number: int) -> None:
             barrier.wait()
@@ -161,7 +161,7 @@ def test_what_a_pool_has_not_begun_is_cancelled_and_who_waits_for_it_is_told() -
     assert wait([waits], 20).done == {waits}
     assert waits.cancelled()
     end.set()
-    assert blocked.result(20) is None
+    assert blocked.result(60) is None
 
 
 @pytest.mark.processes
@@ -202,10 +202,10 @@ def test_who_is_interrupted_as_it_waits_leaves_the_threads_at_work(use: Any) -> 
     point, is_interrupted = 0, True
     while is_interrupted:
         work, gate = Threads("worker"), Event()
-        work.submit(int).result(20)  # its thread runs: to start one is Python's own
+        work.submit(int).result(60)  # its thread runs: to start one is Python's own
         is_interrupted = interrupted_at(point, functools.partial(use, work, gate), files=files, only_taken=True)
         gate.set()
-        assert work.submit(int).result(20) == 0
+        assert work.submit(int).result(60) == 0
         work.shutdown()
         point += 1
     assert point > 10
@@ -226,12 +226,12 @@ def test_a_pool_has_no_thread_too_many_after_its_start_was_interrupted_and_all_e
     monkeypatch.setattr(Thread, "start", start)
     with pytest.raises(Interrupted):
         work.submit(int)
-    assert work.submit(int).result(20) == 0
+    assert work.submit(int).result(60) == 0
     working = {*work._threads.values()}
     assert len(working) <= num_threads
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("interrupted_")]
     for thread in {*threads} - working:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive(), "it takes jobs of a pool that has its threads without it"
     work.shutdown(timeout_s=20)
     assert not any(thread.is_alive() for thread in threads)
@@ -253,7 +253,7 @@ def test_a_pool_works_and_ends_at_whatever_point_its_start_was_interrupted() -> 
         for number in range(5):
             work.submit(done.put, number)
         work.shutdown(timeout_s=20)
-        assert [done.get(timeout=20) for _ in range(5)] == [*range(5)] and done.empty()
+        assert [done.get(timeout=60) for _ in range(5)] == [*range(5)] and done.empty()
         point += 1
     assert point > 20
 
@@ -264,8 +264,8 @@ def test_a_signal_handler_waits_for_the_future_that_its_thread_is_about_to_wait_
     future = work.submit(gate.wait, 20)
     with future._condition:
         gate.set()
-        assert is_done(future, 20)
-        assert future.result(20)
+        assert is_done(future, 60)
+        assert future.result(60)
         assert future._condition._is_owned()  # type: ignore[attr-defined]
     assert not future._condition._is_owned()  # type: ignore[attr-defined]
     work.shutdown()
@@ -298,6 +298,6 @@ def test_what_a_thread_has_not_begun_at_the_end_is_cancelled_or_done() -> None:
             pass
         work.shutdown(wait=False, cancel_futures=cancels)
         may_end.set()
-        assert (first.result(20), is_done(second, 20), second.cancelled()) == (True, True, cancels)
+        assert (first.result(60), is_done(second, 60), second.cancelled()) == (True, True, cancels)
         with pytest.raises(RuntimeError, match="takes no work"):
             work.submit(int)

@@ -47,7 +47,7 @@ def served(tls: Tls, client: ssl.SSLContext | None = None) -> bytes:
         thread.start()
         with (client or tls.client()).wrap_socket(ours, server_hostname="127.0.0.1") as secured:
             shown = secured.getpeercert(binary_form=True)
-        thread.join(10)
+        thread.join(60)
     assert shown is not None
     return shown
 

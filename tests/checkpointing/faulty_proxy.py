@@ -65,12 +65,12 @@ class FaultyProxy:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join(20)
+        self._threads[0].join(60)
         self._listener.close()
         for connection in self._connections:
             connection.cut()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
         for connection in self._connections:
             connection._client.close()
             connection._source.close()

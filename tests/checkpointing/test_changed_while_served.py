@@ -33,7 +33,7 @@ class Scene:
 
     def __init__(self, versions: Callable[[dict[str, Any]], StateVersions] | None = None) -> None:
         self.state = {"first": torch.ones(3 * BLOCK // 4), "second": torch.full((3 * BLOCK // 4,), 2.0)}
-        self.lock = StateDictLock(timedelta(seconds=5))
+        self.lock = StateDictLock(timedelta(seconds=60))
         self.snapshot = Snapshot(
             self.state,
             step=STEP,

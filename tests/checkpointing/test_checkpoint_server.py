@@ -47,7 +47,7 @@ def framed(blocks: range) -> bytes:
 def ask(transport: HTTPTransport, path: str, headers: dict[str, str] | None = None, method: str = "GET"):
     """Send one request; return status, headers and body."""
     source = parse_metadata(transport.metadata())
-    connection = http.client.HTTPConnection(source.host, source.port, timeout=20)
+    connection = http.client.HTTPConnection(source.host, source.port, timeout=60)
     try:
         connection.request(method, path, headers={**TOKEN, **(headers or {})})
         response = connection.getresponse()
@@ -63,7 +63,7 @@ def ask(transport: HTTPTransport, path: str, headers: dict[str, str] | None = No
 def test_without_the_token_everything_is_refused(transport, path, header):
     transport.send_checkpoint([1], 3, STATE, LONG)
     source = parse_metadata(transport.metadata())
-    connection = http.client.HTTPConnection(source.host, source.port, timeout=20)
+    connection = http.client.HTTPConnection(source.host, source.port, timeout=60)
     connection.request("GET", f"/v1/checkpoint/3/{path}", headers={k: v.encode() for k, v in header.items()})
     response = connection.getresponse()
     body = json.loads(response.read())
@@ -91,7 +91,7 @@ def test_the_manifest_comes_with_its_digest_and_the_snapshots_name(transport):
 def test_a_head_request_gets_no_body_and_leaves_the_connection_usable(transport):
     transport.send_checkpoint([1], 3, STATE, LONG)
     address = parse_metadata(transport.metadata())
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=20)
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=60)
     for _ in range(2):
         connection.request("HEAD", "/v1/checkpoint/3/blocks/0-0", headers=TOKEN)
         answer = connection.getresponse()
@@ -182,7 +182,7 @@ def test_an_acknowledgement_that_makes_no_sense_frees_nothing(transport, text):
 
 def test_a_manifest_is_held_up_until_its_step_is_served(transport):
     source = parse_metadata(transport.metadata())
-    connection = http.client.HTTPConnection(source.host, source.port, timeout=20)
+    connection = http.client.HTTPConnection(source.host, source.port, timeout=60)
     connection.request("GET", "/v1/checkpoint/3/manifest?wait_s=10", headers=TOKEN)
     transport.send_checkpoint([1], 3, STATE, LONG)
     response = connection.getresponse()
@@ -194,7 +194,7 @@ def test_garbage_on_the_socket_leaves_the_server_working(transport):
     source = parse_metadata(transport.metadata())
     for garbage in (b"\x80\x04K\x01.\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 100_000):
         with socket.create_connection((source.host, source.port)) as sock:
-            sock.settimeout(20)
+            sock.settimeout(60)
             try:
                 sock.sendall(garbage)
                 sock.shutdown(socket.SHUT_WR)

@@ -36,7 +36,7 @@ def test_strangers_on_all_places_do_not_keep_a_receiver_out() -> None:
     with contextlib.ExitStack() as opened:
         hosts = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
         squatting = [
-            opened.enter_context(socket.create_connection(address, timeout=20, source_address=(host, 0)))
+            opened.enter_context(socket.create_connection(address, timeout=60, source_address=(host, 0)))
             for host in hosts
             for _ in range(4)
         ]

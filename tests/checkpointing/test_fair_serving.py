@@ -81,7 +81,7 @@ class Gate:
     def _digest_parts(self, *arguments: Any) -> Iterator[bytes | None]:
         for digest in self._digests(*arguments):
             self.num_slices += 1
-            self.permits.acquire(timeout=20)
+            self.permits.acquire(timeout=60)
             yield digest
 
 
@@ -262,7 +262,7 @@ def test_one_thread_touches_buffers_for_a_snapshot_however_many_receivers_come(m
             connection.request("GET", f"/v1/checkpoint/{STEP}/manifest", headers={"X-Ckpt-Receiver": f"r{number}"})
             assert connection.getresponse().read()
         connection.close()
-        assert touching.acquire(timeout=20)
+        assert touching.acquire(timeout=60)
         assert not touching.acquire(blocking=False)
     finally:
         goes_on.set()

@@ -181,7 +181,7 @@ def test_the_source_is_asked_once_for_each_digest_and_not_for_what_is_here_alrea
     asked = threading.Thread(target=receiving.state.await_uncheckable, args=("source", 9))
     asked.start()
     receiving.bring("source", BLOCKS)
-    asked.join(20)
+    asked.join(60)
     assert receiving.state.await_uncheckable("source", limit=9) == []
 
 
@@ -278,7 +278,7 @@ def test_nothing_more_is_computed_for_a_client_that_has_left(scene, monkeypatch)
     scene.serve(1)
     client = http.client.HTTPConnection(scene.source.metadata().removeprefix("http://"))
     client.request("GET", f"/v1/checkpoint/{STEP}/blake3?blocks=0-{NUM_BLOCKS - 1}")
-    assert begun.acquire(timeout=20)
+    assert begun.acquire(timeout=60)
     client.close()
     computing = scene.source._server._handlers._computing_blake3
     wait_until(lambda: not computing.locked(), "the request ends as its client has left")

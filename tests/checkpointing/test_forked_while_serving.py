@@ -44,7 +44,7 @@ def test_a_forked_child_keeps_no_connection_and_no_listener() -> None:
     source: HTTPTransport[object] = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1")
     source.send_checkpoint([1], 3, {"w": torch.zeros(16 << 18)}, LONG)
     address = SourceAddress(*parse_host_port(source.metadata(), what="address"))
-    link = SourceConnection(address, headers={}, connect_timeout_s=20, stall_timeout_s=20)
+    link = SourceConnection(address, headers={}, connect_timeout_s=20, stall_timeout_s=60)
     link.get("/v1/checkpoint/3/blocks/0-3")
     # Three listeners, both ends of the group's connection to the lighthouse and of the transfer's, and the descriptor by which
     # its bytes are sent.

@@ -428,7 +428,7 @@ def test_what_is_served_here_is_copied_aside_before_it_is_received_into(source, 
         assert reached.wait(120)
         destination.fetch_checkpoint([source.metadata()], STEP, LONG, local_state=ours, in_place=True)
         go_on.set()
-        thread.join(20)
+        thread.join(60)
     reader.shutdown()
     assert differences(ours, new) == []
     assert [differences(state, old) for state in got] in ([], [[]])

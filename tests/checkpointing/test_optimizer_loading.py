@@ -56,7 +56,7 @@ class Trained:
 def test_a_bfloat16_replica_that_healed_is_bit_equal_and_stays_so(name: str) -> None:
     source, healed = Trained(name), Trained(name)
     source.train(3)
-    registry = StateRegistry(StateDictLock(timedelta(seconds=5)))
+    registry = StateRegistry(StateDictLock(timedelta(seconds=60)))
     registry.register("default", healed.load, healed.state, optimizers=[healed.optimizer])
     registry.load({"default": copy.deepcopy(source.state())})
     assert differences(healed.state(), source.state()) == []

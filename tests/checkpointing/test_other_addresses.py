@@ -165,7 +165,7 @@ class Stranger:
     def _talk(self) -> None:
         client, _ = self._listener.accept()
         with client:
-            client.settimeout(20)
+            client.settimeout(60)
             while b"\r\n\r\n" not in self.heard:
                 self.heard += client.recv(65536)
             client.sendall(self._answer)
@@ -173,7 +173,7 @@ class Stranger:
                 self.heard += data
 
     def end(self) -> bytes:
-        self._thread.join(20)
+        self._thread.join(60)
         self._listener.close()
         return self.heard
 
@@ -203,7 +203,7 @@ def test_a_stranger_at_an_address_of_the_source_is_told_nothing(
 
     def wait(connection: Connection, passed: int, data: bytes) -> bytes:
         if passed > 40_000 and not asked.is_set():
-            stranger._thread.join(20)
+            stranger._thread.join(60)
             asked.set()
         return data
 

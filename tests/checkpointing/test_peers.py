@@ -89,7 +89,7 @@ class Scene:
 
 
 def get(url: str, headers: dict[str, str]) -> bytes:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
         return answer.read()
 
 
@@ -140,7 +140,7 @@ def test_a_receiver_that_is_done_serves_one_that_comes_later(scene):
         first = threads.submit(scene.fetch, early)
         wait_until(lambda: scene.num_blocks_sent() > NUM_BLOCKS // 2, "half of the blocks are sent")
         second = threads.submit(scene.fetch, late)
-        states = [first.result(20), second.result(20)]
+        states = [first.result(60), second.result(60)]
     assert [differences(state, scene.state) for state in states] == [[], []]
     assert scene.num_blocks_sent() < 1.8 * NUM_BLOCKS
 
@@ -263,7 +263,7 @@ def test_a_relay_is_closed_once_nothing_of_it_is_lent(scene):
         wait_until(lambda: relay.closed, "the relay is closed")
         assert not closed.is_set() and [len(view) for view in views] == [100]
     assert closed.wait(120)
-    closing.join(20)
+    closing.join(60)
     assert not relay.holds(0, 100)
 
 

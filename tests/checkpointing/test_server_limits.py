@@ -39,7 +39,7 @@ other_addresses = pytest.mark.skipif(
 
 
 def connected(source: SourceAddress, from_host: str = "127.0.0.1") -> socket.socket:
-    return socket.create_connection((source.host, source.port), timeout=20, source_address=(from_host, 0))
+    return socket.create_connection((source.host, source.port), timeout=60, source_address=(from_host, 0))
 
 
 def ended(sock: socket.socket) -> bool:
@@ -172,7 +172,7 @@ def test_a_manifest_that_is_read_slowly_is_not_given_up():
         while time.monotonic() < until:
             num_read += len(sock.recv(128 * 1024))
             time.sleep(SHORT_S / 10)
-        sock.settimeout(20)
+        sock.settimeout(60)
         while part := sock.recv(1 << 20):
             num_read += len(part)
             if num_read > 64 << 20:

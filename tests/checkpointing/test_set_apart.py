@@ -24,7 +24,7 @@ class Scene:
 
     def __init__(self, state: dict[str, Any], budget_bytes: int | None = None) -> None:
         self.state = state
-        self.lock = StateDictLock(timedelta(seconds=5))
+        self.lock = StateDictLock(timedelta(seconds=60))
         self.pool = BufferPool(BLOCK, budget_bytes)
         self.snapshot = Snapshot(state, step=1, lock=self.lock, pool=self.pool, num_expected=0)
         self.lock.add_before_write(self.snapshot.detach)
@@ -134,7 +134,7 @@ def test_memory_that_is_lent_is_not_used_again_before_it_is_given_back() -> None
         taken = scene.pool.take()
         taken.view[:] = bytes(BLOCK)
         assert bytes(views[0]) == scene.old
-    closing.join(10.0)
+    closing.join(60)
     scene.pool.give(taken)
     scene.pool.close("another")
     assert scene.pool.held_bytes() == 0

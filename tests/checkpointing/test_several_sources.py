@@ -99,7 +99,7 @@ def until(condition: Callable[[], bool], then: AnswerFault = pass_on) -> AnswerF
     """Hold answers that carry blocks until something has happened elsewhere."""
 
     async def fault(answer: Answer, wire: Wire) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while answer.kind == "blocks" and not condition() and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
         await then(answer, wire)

@@ -28,7 +28,7 @@ class Scene:
     """A trainer's tensors, and a snapshot of them: 4 blocks of contiguous memory, then 2 blocks of a strided tensor."""
 
     def __init__(self, num_expected: int = 1, step: int = 7) -> None:
-        self.lock = StateDictLock(timedelta(seconds=5))
+        self.lock = StateDictLock(timedelta(seconds=60))
         self.pool = BufferPool(BLOCK)
         self.weight = torch.arange(4 * BLOCK // 4, dtype=torch.float32)
         self.strided = torch.arange(2 * BLOCK // 4, dtype=torch.float32).view(32, 64).t()
@@ -54,7 +54,7 @@ def test_a_state_that_no_receiver_takes_is_said_once_by_its_largest_value(
     for step in (1, 2):
         state = {"w": torch.ones(2), "user": {"replay": [b"x" * 3000, b"y" * 10], "lr": 0.1}, "step": step}
         snapshot = Snapshot(
-            state, step=step, lock=StateDictLock(timedelta(seconds=5)), pool=BufferPool(BLOCK), num_expected=1
+            state, step=step, lock=StateDictLock(timedelta(seconds=60)), pool=BufferPool(BLOCK), num_expected=1
         )
         snapshot.manifest_bytes()
         snapshot.close()

@@ -34,7 +34,7 @@ BLOCK_BYTES = 4096
 
 def snapshot_of(state: object) -> Snapshot:
     return Snapshot(
-        state, step=1, lock=StateDictLock(timedelta(seconds=5)), pool=BufferPool(BLOCK_BYTES), num_expected=1
+        state, step=1, lock=StateDictLock(timedelta(seconds=60)), pool=BufferPool(BLOCK_BYTES), num_expected=1
     )
 
 

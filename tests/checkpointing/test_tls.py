@@ -214,7 +214,7 @@ def test_a_handshake_is_woken_by_close(authority):
         thread.start()
         assert begun.wait(120)
         link.close()
-        thread.join(10)
+        thread.join(60)
         over.set()
         assert [type(failure) for failure in failures] == [SourceLostError]
 

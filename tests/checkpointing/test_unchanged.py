@@ -27,7 +27,7 @@ class Scene:
     """A frozen tensor, one that is trained, and an average that the loop keeps; each of 4 MiB."""
 
     def __init__(self) -> None:
-        self.lock = StateDictLock(timedelta(seconds=5))
+        self.lock = StateDictLock(timedelta(seconds=60))
         self.frozen, self.trained = (nn.Parameter(torch.full((NUM,), value)) for value in (1.0, 8.0))
         self.frozen.requires_grad_(False)
         self.average, self.count = torch.full((NUM,), 3.0), torch.zeros(8)  # too small to be left where it is

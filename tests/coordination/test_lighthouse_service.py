@@ -56,7 +56,7 @@ class Group:
 
     async def hear(self, kind: type[FromLighthouse]) -> FromLighthouse:
         while True:
-            data = await self.socket.receive_str(timeout=10)
+            data = await self.socket.receive_str(timeout=60)
             message = decode_from_lighthouse(data, "lighthouse")
             if isinstance(message, kind):
                 return message
@@ -127,7 +127,7 @@ async def test_a_message_beyond_the_limit_ends_its_connection_only(lighthouse: L
         bad = await connect(session, lighthouse, "bad")
         with contextlib.suppress(ConnectionError):  # it may be closed while we send
             await bad.socket.send_str('{"type":"Leave","reason":"' + "x" * (8 << 20) + '"}')
-        closed = await bad.socket.receive(timeout=10)
+        closed = await bad.socket.receive(timeout=60)
         assert closed.type in (aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.ERROR)
         await good.say(request(1))
         other = await connect(session, lighthouse, "other")

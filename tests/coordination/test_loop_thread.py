@@ -27,7 +27,7 @@ def test_threads_that_end_a_loop_at_once_wait_for_each_other_and_one_last_thing_
         assert is_in.wait(120)
         second = pool.submit(thread.finish, late)
         may_end.set()
-        assert [first.result(20), second.result(20)] == [None, None]
+        assert [first.result(60), second.result(60)] == [None, None]
     assert done == ["slow"]
 
 
@@ -41,7 +41,7 @@ def test_an_end_within_an_end_as_a_signal_handler_makes_it_is_the_end() -> None:
         is_within.append(True)
         future = asyncio.run_coroutine_threadsafe(coroutine, thread.loop)
         thread.finish(lambda: asyncio.sleep(0))
-        return future.result(20)
+        return future.result(60)
 
     thread.run = interrupted  # type: ignore[method-assign]
     thread.finish(lambda: asyncio.sleep(3600))

@@ -72,7 +72,7 @@ def join(address: str, tls: Tls | None, **changes: Any) -> None:
 
 def get(server: LighthouseServer, path: str, context: ssl.SSLContext, token: str = "") -> tuple[int, bytes]:
     host, port = server.address().partition("://")[2].rsplit(":", 1)
-    connection = http.client.HTTPSConnection(host, int(port), context=context, timeout=20)
+    connection = http.client.HTTPSConnection(host, int(port), context=context, timeout=60)
     connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
     answer = connection.getresponse()
     found = answer.status, answer.read()
@@ -115,7 +115,7 @@ def test_without_a_token_who_shows_no_certificate_stays_a_stranger(files: Files,
     with lighthouse(files) as server:
         host, port = server.address().removeprefix("https://").rsplit(":", 1)
         context = tls_of(files, certificate=has_one).client()
-        connection = http.client.HTTPSConnection(host, int(port), context=context, timeout=20)
+        connection = http.client.HTTPSConnection(host, int(port), context=context, timeout=60)
         connection.request("GET", "/healthz")
         assert connection.getresponse().read() == b"ok\n"
         clients = server._front._clients
@@ -264,7 +264,7 @@ def test_a_server_that_leaves_our_request_unread_is_no_lighthouse_that_is_away(
         thread.start()
         assert main([command, "--lighthouse", f"127.0.0.1:{listener.getsockname()[1]}", *options]) == 1
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(20)
+        thread.join(60)
     said = f"its log says why: perhaps it does not accept our certificate {files.certificate}"
     assert said in capsys.readouterr().err
 
@@ -353,7 +353,7 @@ def test_a_redirect_of_a_tls_lighthouse_into_the_clear_is_not_followed(
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             assert main([command, "--lighthouse", address, "--token", SECRET]) == 1
             assert f"it redirects to http://{plain}/, which is not followed" in capsys.readouterr().err
-        thread.join(20)
+        thread.join(60)
     assert heard == []
 
 

@@ -316,7 +316,7 @@ def test_a_save_that_is_given_up_ends_at_once_and_frees_everything() -> None:
         while worker._needs_state:
             pass
         worker.cancel()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
     assert "given up" in str(worker.future.exception(0))
     assert worker._state.snapshot.closed

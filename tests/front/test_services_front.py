@@ -80,7 +80,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def connected(address: Address, from_host: str = "127.0.0.1") -> socket.socket:
-    return socket.create_connection(address, timeout=20, source_address=(from_host, 0))
+    return socket.create_connection(address, timeout=60, source_address=(from_host, 0))
 
 
 def handshake(path: str, token: str = TOKEN, key: bytes = base64.b64encode(bytes(16))) -> bytes:

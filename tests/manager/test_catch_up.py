@@ -198,7 +198,7 @@ def test_inner_steps_beside_a_transfer_take_no_lock_and_cause_no_copy(
         (snapshot,) = source.transport._snapshots.open_snapshots()
         statistics = snapshot.statistics()
         go_on.set()
-        assert caught_up.result(20)
+        assert caught_up.result(60)
 
     assert (statistics.phase, statistics.num_blocks_copied_aside, writes) == (SnapshotPhase.LIVE, 0, [])
     assert joiner.bits() == source.bits()
@@ -221,7 +221,7 @@ def test_a_source_that_commits_meanwhile_gives_the_old_state_whole_and_then_the_
         assert begun.wait(120)
         assert source.round()
         go_on.set()
-        assert caught_up.result(20)
+        assert caught_up.result(60)
 
     assert seen == [old, source.bits()]
     assert joiner.manager.current_step() == 4
@@ -386,7 +386,7 @@ def test_a_lighthouse_that_is_away_is_waited_for(port: int, replicas: list[Repli
         caught_up = pool.submit(joiner.manager.catch_up)
         time.sleep(0.3)  # whether the question was dropped or is on its way makes no difference to what must follow
         server = LighthouseServer(f"127.0.0.1:{port}", min_replicas=1, heartbeat_timeout_ms=5000)
-        answer = caught_up.result(20)
+        answer = caught_up.result(60)
     try:
         if not answer:  # the source was not back yet when the question was asked again
             wait_until(lambda: source.manager.replica_id() in server._jobs.states["default"].members)
@@ -583,7 +583,7 @@ def test_no_rank_is_done_before_the_other_holds_the_state(
         with pytest.raises(TimeoutError):
             first.result(0.3)
         may_fetch.set()
-        assert (first.result(20), second.result(20)) == (True, True)
+        assert (first.result(60), second.result(60)) == (True, True)
 
 
 def test_a_rank_that_holds_the_state_waits_for_the_one_whose_transfer_failed(

@@ -271,7 +271,7 @@ def test_the_thread_is_gone_when_there_is_nothing_to_do(connect: Callable[[int],
         assert work.wait()
     for thread in threading.enumerate():
         if thread.name == "torchft_ckpt-collectives":
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 

@@ -185,7 +185,7 @@ def test_a_handler_of_a_signal_saves_when_the_step_is_over(address: str, tmp_pat
         step()
         assert not futures[0].done(), "the save waits for the end of the step"
         step()
-        assert futures[0].result(20).step == 1
+        assert futures[0].result(60).step == 1
     finally:
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(CheckpointError, match="in the middle of a step"):
@@ -207,9 +207,9 @@ def test_a_handler_that_interrupts_a_save_gets_what_becomes_of_that_one(address:
         saves = True
         saved = group.checkpointer.save()
         saves = False
-        assert not futures[0].done() and saved.result(20).step == 1
+        assert not futures[0].done() and saved.result(60).step == 1
         step()
-        assert futures[0].result(20) is saved.result()
+        assert futures[0].result(60) is saved.result()
     finally:
         signal.signal(signal.SIGALRM, before)
         group.manager.shutdown()
@@ -241,7 +241,7 @@ def test_a_save_within_the_users_own_write_is_made_at_once(address: str, tmp_pat
     wrapped(group)()
     with group.manager.state_dict_lock.write():
         future = group.checkpointer.save()
-    assert future.result(20).step == 1
+    assert future.result(60).step == 1
 
 
 def test_a_loop_that_skips_after_the_vote_goes_on_and_saves_what_is_here(address: str, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_loop_that_skips_after_the_vote_goes_on_and_saves_what_is_here(address
             group.sgd.step()
         if skips:  # no optimizer has stepped, so these are the weights of step 1
             assert group.manager.state_dict() == {"step": 1, "batches_committed": 1}
-        group.checkpointer.save().result(20)
+        group.checkpointer.save().result(60)
     assert (group.manager.current_step(), group.held(), group.manager.view().torn) == (3, {2.0}, False)
 
 
@@ -276,7 +276,7 @@ def test_two_guarded_optimizers_take_a_step_together(address: str, tmp_path: Pat
         group.second.step()
     assert not is_early
     group.manager.start_quorum()
-    assert future.result(20).step == 2
+    assert future.result(60).step == 2
 
 
 # --------------------------------------------------------------- optimizers that step without a decision, and loops that spin

@@ -191,7 +191,7 @@ def test_a_scheduler_that_does_not_follow_stops_the_next_step_the_save_and_the_h
             ):
                 event()
         scheduler.step()
-        saved = checkpointer.save().result(20)
+        saved = checkpointer.save().result(60)
         optimizer.zero_grad()
         checkpointer.shutdown()
         assert (saved.step, group.rate()) == (1, 0.05)

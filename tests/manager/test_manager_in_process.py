@@ -249,8 +249,8 @@ def test_an_optimizer_step_that_raises_leaves_a_torn_state_and_gives_the_lock_ba
     hook.remove()
     assert replica.manager.view().torn and replica.manager.is_behind
     with ThreadPoolExecutor(1) as other_thread:
-        other_thread.submit(replica.manager.disallow_state_dict_read).result(timeout=10)
-        other_thread.submit(replica.manager.allow_state_dict_read).result(timeout=10)
+        other_thread.submit(replica.manager.disallow_state_dict_read).result(timeout=60)
+        other_thread.submit(replica.manager.allow_state_dict_read).result(timeout=60)
 
 
 def test_a_replica_that_could_not_take_a_committed_step_heals_instead_of_going_on() -> None:
@@ -442,7 +442,7 @@ def test_the_operator_may_accept_the_loss_of_steps(lighthouse: LighthouseServer)
     with ThreadPoolExecutor(1) as pool:
         committed = pool.submit(fresh.step)
         assert main(["allow-step-loss", "--lighthouse", lighthouse.address()]) == 0
-        assert committed.result(timeout=20) is True
+        assert committed.result(timeout=60) is True
     assert fresh.manager.current_step() == 1
 
 
@@ -585,7 +585,7 @@ def test_shutdown_leaves_no_thread_and_can_be_repeated(lighthouse: LighthouseSer
     replica.manager.shutdown()
     left = set(threading.enumerate()) - before
     for thread in left:  # the process group drops its sockets on a thread of its own, which ends by itself
-        thread.join(timeout=5)
+        thread.join(timeout=60)
     assert [thread.name for thread in left if thread.is_alive()] == []
 
 
@@ -605,7 +605,7 @@ def test_a_manager_that_cannot_be_made_leaves_nothing_running(
         Replica(lighthouse, "group")
     left = set(threading.enumerate()) - before
     for thread in left:
-        thread.join(timeout=5)
+        thread.join(timeout=60)
     assert [thread.name for thread in left if thread.is_alive()] == []
 
 
@@ -616,7 +616,7 @@ def test_shutdown_frees_a_thread_that_waits_for_a_quorum() -> None:
         waiting = pool.submit(replica.step)
         replica.manager.shutdown()
         with pytest.raises(Exception, match="was shut down"):
-            waiting.result(timeout=10)
+            waiting.result(timeout=60)
 
 
 @pytest.mark.parametrize("is_given", [False, True])

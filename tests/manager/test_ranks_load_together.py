@@ -114,7 +114,7 @@ class Inner:
     """The collectives that the ranks of a group call among themselves: they have to be the same on all of them."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._barrier = threading.Barrier(num_ranks, timeout=20)
+        self._barrier = threading.Barrier(num_ranks, timeout=60)
         self._names = [""] * num_ranks
 
     def call(self, rank: int, name: str) -> None:

@@ -32,7 +32,7 @@ class Loop:
         self.num_asked = 0
         self.__dict__.update(parts)
         self._names = [*parts]
-        self.registry = StateRegistry(StateDictLock(timedelta(seconds=5)))
+        self.registry = StateRegistry(StateDictLock(timedelta(seconds=60)))
         self.registry.register("loop", self.load, self.state)
         self.registry.guard(self.sgd)
         self.undo = Undo(self.registry, "group")

@@ -158,6 +158,6 @@ def test_a_source_whose_model_runs_on_serves_the_state_of_its_step():
             assert all(torch.equal(received[name], value) for name, value in state.items())
     finally:
         over.set()
-        trainer.join(20)
+        trainer.join(60)
         source.shutdown()
         destination.shutdown()

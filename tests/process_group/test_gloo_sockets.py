@@ -22,8 +22,8 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         client = socket.create_connection(listener.getsockname())
         server = listener.accept()[0]
     with client, server:
-        server.settimeout(5)
-        client.settimeout(5)
+        server.settimeout(60)
+        client.settimeout(60)
         yield client, server
 
 

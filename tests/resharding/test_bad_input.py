@@ -342,7 +342,7 @@ def test_hostile_requests_for_parts_are_refused_and_the_server_lives(path):
         address = source.urls[0].removeprefix("http://")
         statuses = {}
         for name, body in hostile_bodies().items():
-            connection = http.client.HTTPConnection(address, timeout=20)
+            connection = http.client.HTTPConnection(address, timeout=60)
             try:
                 connection.request("POST", f"/v1/checkpoint/{STEP}/{path}", body=body)
                 answer = connection.getresponse()
@@ -365,7 +365,7 @@ def test_parts_may_overlap_and_each_is_sent():
     """What is refused is what does not exist; asking twice is only a waste."""
     body = json.dumps({"parts": [[0, 0, 5, [0, 0], [2, 3]], [0, 0, 6, [1, 1], [1, 2]]] * 2}).encode()
     with Group([{"a": torch.arange(6.0).view(2, 3)}], STEP) as source:
-        connection = http.client.HTTPConnection(source.urls[0].removeprefix("http://"), timeout=20)
+        connection = http.client.HTTPConnection(source.urls[0].removeprefix("http://"), timeout=60)
         connection.request("POST", f"/v1/checkpoint/{STEP}/parts", body=body)
         data = connection.getresponse().read()
         connection.close()

@@ -112,7 +112,7 @@ class RunningJob:
     def end(self) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
         for rank in self.ranks:
             rank.shutdown()
 

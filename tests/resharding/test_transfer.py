@@ -130,7 +130,7 @@ def test_nothing_is_asked_for_while_what_is_held_is_compared():
     wait_until(lambda: transfer._ledger.num_streams() == 2, "the other source asks")
     assert transfer._ledger.in_flight() == 0
     transfer.adopted([], 1)
-    asked.join(20)
+    asked.join(60)
     assert transfer._ledger.in_flight() == 0b10
 
 
@@ -250,7 +250,7 @@ def test_copies_come_from_who_is_first_and_from_others_once_they_are_known_to_ho
     assert transfer._ledger.in_flight() == 0
     assert [transfer.primary_holder(part) for part in range(3)] == ["a", "a", "a"]
     transfer.allow({"b": [1]}, 0)
-    asked.join(20)
+    asked.join(60)
     assert transfer._ledger.in_flight() == 0b10
     bring(transfer, "b", 1)
     bring(transfer, "a", 0, 2)

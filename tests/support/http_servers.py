@@ -27,4 +27,4 @@ class Server(ThreadingHTTPServer):
         """Accept nothing more. May be called again."""
         self.shutdown()
         self.server_close()
-        self._thread.join(20)
+        self._thread.join(60)

@@ -52,7 +52,7 @@ def connecting(
 ) -> Iterator[SourceConnection]:
     """A receiver's connection."""
     connection = SourceConnection(
-        source, headers=headers or {}, connect_timeout_s=connect_timeout_s, stall_timeout_s=20, ssl_context=context
+        source, headers=headers or {}, connect_timeout_s=connect_timeout_s, stall_timeout_s=60, ssl_context=context
     )
     try:
         yield connection
@@ -72,7 +72,7 @@ def listening(talk: Callable[[socket.socket], None], scheme: str = "http") -> It
             except OSError:
                 return
             with client, contextlib.suppress(OSError):
-                client.settimeout(20)
+                client.settimeout(60)
                 talk(client)
 
     thread = threading.Thread(target=accept)
@@ -82,4 +82,4 @@ def listening(talk: Callable[[socket.socket], None], scheme: str = "http") -> It
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-        thread.join(20)
+        thread.join(60)

@@ -348,7 +348,7 @@ class LyingSource:
             def _forward(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
                 body = self.rfile.read(length)
-                source = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+                source = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
                 try:
                     source.request(self.command, self.path, body=body or None, headers=dict(self.headers))
                     answer = source.getresponse()

@@ -420,5 +420,5 @@ def no_threads_left() -> Iterator[None]:
     yield
     left = [thread for thread in threading.enumerate() if thread not in before and thread.is_alive()]
     for thread in left:
-        thread.join(5)
+        thread.join(60)
     assert not [thread for thread in left if thread.is_alive()]
