@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from support.waiting import wait_until
 from torchft_ckpt import HTTPTransport, LighthouseServer
 from torchft_ckpt.checkpointing.serving.snapshot import Snapshot, SnapshotPhase
 from torchft_ckpt.errors import SourceLostError, StateDictLoadError, TransferTimeoutError
+from torchft_ckpt.manager import between_steps
 
 pytestmark = pytest.mark.slow
 
@@ -359,15 +361,18 @@ def test_a_state_that_was_torn_and_could_not_be_caught_up_with_in_time_is_said_t
 ) -> None:
     running_source(replicas, lighthouse)
     joiner = start(replicas, lighthouse, "joiner")
+    late = [0.0]
+    monkeypatch.setattr(between_steps, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + late[0]))
 
     def die_half_way(*_: object, **__: object) -> object:
+        late[0] = 3600.0  # that is the only attempt
         error = SourceLostError("lost midway", "source")
         error.mark_torn()
         raise error
 
     monkeypatch.setattr(joiner.transport, "fetch_checkpoint", die_half_way)
     with pytest.raises(TransferTimeoutError, match="lost midway; the state that was here is torn") as caught:
-        joiner.manager.catch_up(timedelta(seconds=0.5))
+        joiner.manager.catch_up(timedelta(seconds=60))
     assert caught.value.state_overwritten and joiner.manager.is_behind
 
 

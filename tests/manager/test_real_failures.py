@@ -19,7 +19,7 @@ FAR_BELOW_S = 40.0
 
 def hasty() -> LighthouseProcess:
     """Return a lighthouse that is to find out soon who is stopped."""
-    return LighthouseProcess(heartbeat_timeout_ms=2000)
+    return LighthouseProcess(heartbeat_timeout_ms=5000)
 
 
 def assert_equal_ends(reports: list[dict]) -> None:

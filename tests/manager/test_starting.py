@@ -462,7 +462,7 @@ def test_who_finds_nobody_to_start_with_reads_for_itself_in_time(
     start: Callable[..., Rank], tmp_path: Path, saved: dict[int, list[list[int]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     a = start("a")  # min_replicas is 2
-    assert outcomes([restores(tmp_path, timeout=timedelta(seconds=0.5))(a)]) == [(STORAGE, 2)]
+    assert outcomes([restores(tmp_path, timeout=timedelta(seconds=3))(a)]) == [(STORAGE, 2)]
     assert "starts with nobody: 1 of at least 2 replica groups are here" in caplog.text
     b = start("b")
     assert together(Rank.step, a, b) == [True, True]
@@ -510,7 +510,7 @@ def test_a_rank_that_waits_for_the_others_of_its_group_says_for_which(
     monkeypatch.setattr(step_client, "PENDING_LOG_S", 0.2)
     first, second = start_groups(a=2)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(restores(tmp_path, timeout=timedelta(seconds=0.5)), first)
+        waiting = pool.submit(restores(tmp_path, timeout=timedelta(seconds=4)), first)
         said(caplog, "for other ranks of this group to restore the checkpoint with it: group ranks 1 have not come")
         found = [restores(tmp_path, timeout=timedelta(seconds=0.5))(second), waiting.result(60)]
     assert outcomes(found) == [(STORAGE, 2)] * 2

@@ -163,7 +163,7 @@ def test_a_group_that_is_merely_slow_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_group_stopped_between_two_rounds_is_missed_by_nobody_and_comes_back(tmp_path: Path) -> None:
-    with outer_job(tmp_path, lighthouse=LighthouseProcess(heartbeat_timeout_ms=2000), pause_s=0.03) as job:
+    with outer_job(tmp_path, lighthouse=LighthouseProcess(heartbeat_timeout_ms=5000), pause_s=0.03) as job:
         groups = job.start_groups(3, until=3)
         groups[1].signal(signal.SIGSTOP)
         step = groups[0].steps()[-1]["step"]

@@ -171,7 +171,7 @@ def test_a_store_that_refuses_is_an_error_at_once(gloo_ring: Callable[[int], Rin
 
 
 def test_a_store_that_accepts_but_never_answers_is_an_error_after_the_connect_timeout() -> None:
-    group = ProcessGroupGloo(connect_timeout=timedelta(seconds=0.5))
+    group = ProcessGroupGloo(connect_timeout=timedelta(seconds=3))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(ProcessGroupConfigureError, match=f"{port} accepted the connection but did not answer"):

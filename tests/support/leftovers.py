@@ -65,8 +65,8 @@ def _where(thread: threading.Thread) -> str:
 def _processes() -> set[int]:
     """Return the children of this process and of its nursery, as far as the system says."""
     found: set[int] = set()
-    with suppress(OSError):
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)  # raises where there is none
+    with suppress(OSError, AttributeError):  # there is no child, or no such call in this system
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         for parent in [os.getpid(), *nursery.pids()]:
             for task in os.listdir(f"/proc/{parent}/task"):
                 with suppress(FileNotFoundError), open(f"/proc/{parent}/task/{task}/children") as children:
