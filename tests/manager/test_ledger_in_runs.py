@@ -36,6 +36,12 @@ from torchft_ckpt.manager.event_file import EventFile
 from torchft_ckpt.manager.timekeeping import Timekeeper
 
 
+@pytest.fixture(autouse=True)
+def files_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads a file of events once it has ended reads all of it, whatever its thread has to wait for."""
+    monkeypatch.setattr(event_file, "_END_S", 60.0)
+
+
 class Timed(Replica):
     """Its clock goes on by `passes` alone."""
 
