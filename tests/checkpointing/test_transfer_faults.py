@@ -135,7 +135,7 @@ def test_a_lease_that_ends_frees_the_state_and_later_receivers_are_told(destinat
     while source._snapshots.open_snapshots() and time.monotonic() < until:
         threading.Event().wait(0.01)
     with pytest.raises(TransferTimeoutError, match="not served yet"):
-        receive(destination, source.metadata(), timedelta(seconds=0.5))
+        receive(destination, source.metadata(), timedelta(seconds=3))
     assert (source._snapshots.open_snapshots(), source._pool.held_bytes()) == ([], 0)
     source.shutdown()
 

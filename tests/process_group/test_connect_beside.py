@@ -49,7 +49,7 @@ def test_one_that_does_not_come_is_named_and_the_group_in_use_goes_on(gloo_ring:
     ring = gloo_ring(3)
     ring.configure([0, 1])
     for group in ring.members:
-        group._connect_timeout = timedelta(seconds=2)  # type: ignore[attr-defined]
+        group._connect_timeout = timedelta(seconds=5)  # type: ignore[attr-defined]
     errors = connect(ring, ring.new_address(), [0, 1])
     assert all(isinstance(error, ProcessGroupConfigureError) and "rank 2 never came" in str(error) for error in errors)
     assert reduced(ring, [0, 1]) == [2.0, 2.0]
