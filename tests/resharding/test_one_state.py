@@ -13,6 +13,7 @@ import torch
 from support.resharding import LONG, Group, Layout, LyingSource, Reply, imagined_rank, make_transport
 from torch.distributed.tensor import DTensor
 
+from torchft_ckpt.checkpointing import http_transport
 from torchft_ckpt.checkpointing.fetching.streams import Stream
 from torchft_ckpt.checkpointing.lock import StateDictLock
 from torchft_ckpt.checkpointing.resharding import fetch as fetch_module
@@ -131,6 +132,7 @@ def test_a_group_without_dead_ranks_is_read_where_the_first_has_one() -> None:
 def test_ranks_of_all_groups_are_asked_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """They train in step; only who hears of a step before it comes can serve it."""
     monkeypatch.setattr(peers_module, "_GRACE_S", 60.0)  # a group that answers later is left aside
+    monkeypatch.setattr(http_transport, "_REQUEST_S", 120.0)  # nor is what one has asked for forgotten meanwhile
     ranks = [make_transport() for _ in range(3)]
     is_over = threading.Event()
     served: set[int] = set()
@@ -139,7 +141,7 @@ def test_ranks_of_all_groups_are_asked_ahead(monkeypatch: pytest.MonkeyPatch) ->
         for step in range(100_000):
             for rank in ranks:
                 rank.advance_to(step)
-            hears_by = time.monotonic() + 10
+            hears_by = time.monotonic() + 60
             while any(asked := [rank.has_pending_request(step) for rank in ranks]):
                 # First one rank is asked which step is the newest; then all for one ahead, of which one may hear late.
                 if all(asked) or not served or time.monotonic() > hears_by:
@@ -287,8 +289,10 @@ def test_a_layout_is_that_of_the_state_where_no_optimizer_is_known_and_follows_n
 def test_a_state_that_only_another_transport_can_carry_has_no_layout():
     registry = registry_of(lambda: {"w": object()})
     assert registry.layout() == ParameterLayout()
+    transport = make_transport()
     with pytest.raises(UnsupportedValueError):
-        make_transport().send_checkpoint([0], 1, registry.capture(), LONG)
+        transport.send_checkpoint([0], 1, registry.capture(), LONG)
+    transport.shutdown()
 
 
 @pytest.mark.parametrize("is_sharded_alike", [True, False])
