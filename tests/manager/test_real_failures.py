@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -174,10 +175,12 @@ def test_a_killed_group_whose_forked_children_live_on_is_known_dead_at_once(tmp_
     with running_job(tmp_path, pause_s=PAUSE_S, lighthouse=lighthouse) as job:
         groups = [job.start(f"group_{i}")[0] for i in range(2)]
         groups.append(job.start("group_2", forks=True)[0])
+        child = groups[2].wait_for_event("forked")["child"]
         all_reach(groups, 5)
         groups[2].kill()
         step = groups[0].steps()[-1]["step"]
         all_reach(groups[:2], step + 5, timeout_s=FAR_BELOW_S)
+        os.kill(child, signal.SIGKILL)
         assert_equal_ends(job.finish())
 
 

@@ -105,11 +105,13 @@ def main() -> None:
     ddp = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
     generator = torch.Generator().manual_seed(options["seed"])
-    if options.get("forks") and os.fork() == 0:
+    if options.get("forks"):
         # A child that was forked while the connections are open, and outlives this process, as a data loader's worker may.
-        signal.alarm(120)
-        while True:
-            signal.pause()
+        if not (child := os.fork()):
+            signal.alarm(120)
+            while True:
+                signal.pause()
+        report("forked", child=child)
     num_abandoned = 0
     try:
         while not is_over(options, manager.current_step()):
