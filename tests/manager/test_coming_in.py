@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, cast
 
 import numpy as np
@@ -367,7 +367,7 @@ def test_a_group_whose_load_function_adds_no_parameter_group_is_told_which_one_a
         str(error.value),
     )
     run.last_step = 0
-    run._pool.shutdown()
+    wait(run._loops, 60)
 
 
 def test_a_group_that_unfreezes_in_an_iteration_that_did_not_count_comes_in_again_with_the_others_groups(

@@ -42,7 +42,7 @@ def test_a_spare_takes_the_place_of_a_killed_process_within_three_steps_and_cost
 ) -> None:
     """Of the three the first is that in which the group was killed. A step takes so long that a busy machine is not the cause."""
     lighthouse = LighthouseProcess(min_replicas=1)
-    with running_job(tmp_path, lighthouse=lighthouse, pause_s=0.7, min_replica_size=1, digest_each_step=True) as job:
+    with running_job(tmp_path, lighthouse=lighthouse, pause_s=1.5, min_replica_size=1, digest_each_step=True) as job:
         stays, leaves = (job.start(f"group_{i}")[0] for i in range(2))
         all_reach([stays, leaves], 2)
         began = time.monotonic()

@@ -5,6 +5,7 @@ What was told to end takes a moment to, and is waited for. What still runs then 
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import sys
@@ -32,9 +33,14 @@ def none_left(by: str) -> Iterator[None]:
     """
     threads, processes, settings = {*threading.enumerate()}, _processes(), _settings()
     yield
-    until = time.monotonic() + PATIENCE_S
-    left = [_where(thread) for thread in _threads_that_go_on(threads, until)]
-    left += [f"process {pid}" for pid in _processes() - processes if not _ends(pid, until)]
+    left: list[str] = []
+    for patience_s in (min(1.0, PATIENCE_S), PATIENCE_S):
+        until = time.monotonic() + patience_s
+        left = [_where(thread) for thread in _threads_that_go_on(threads, until)]
+        left += [f"process {pid}" for pid in _processes() - processes if not _ends(pid, until)]
+        if not left:
+            break
+        gc.collect()  # a worker of a DataLoader ends with its iterator, which the frames of a caught error may hold
     left += [f"{name}: {value!r}" for name, value in _settings().items() ^ settings.items()]
     if left:
         pytest.fail(f"{by} has left to the next one:\n" + "\n".join(left), pytrace=False)
