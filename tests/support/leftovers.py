@@ -21,8 +21,8 @@ from support import nursery
 
 PATIENCE_S = 60.0
 """All that was left is waited for so long together; only a failure takes it."""
-_OTHERS_SET = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-"""Variables; the second one by torch, as it imports its compiler."""
+_SET_BY_OTHERS = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "KMP_", "MPL")
+"""So begin variables that a library sets when it is first used, as torch does when its compiler is imported."""
 
 
 def none_left(by: str) -> Iterator[None]:
@@ -87,13 +87,14 @@ def _ends(pid: int, until: float) -> bool:
     except OSError:
         return True
     try:
-        ready, _, _ = select.select([process], [], [], max(until - time.monotonic(), 0.0))
+        ended = select.poll()  # not `select`, which takes no descriptor beyond the 1024th
+        ended.register(process, select.POLLIN)
+        return bool(ended.poll(max(until - time.monotonic(), 0.0) * 1000))
     finally:
         os.close(process)
-    return bool(ready)
 
 
 def _settings() -> dict[str, str]:
     """Return what belongs to the process and can be changed by anybody."""
-    settings = {f"variable {name}": value for name, value in os.environ.items() if name not in _OTHERS_SET}
+    settings = {f"variable {name}": value for name, value in os.environ.items() if not name.startswith(_SET_BY_OTHERS)}
     return {**settings, "working directory": os.getcwd()}
