@@ -20,6 +20,7 @@ from fault_matrix import (
     BLOCK_BYTES,
     FRAME_BYTES,
     KINDS,
+    LAST_STALL_S,
     MODES,
     NEEDED,
     NUM_BLOCKS,
@@ -432,15 +433,18 @@ def test_the_modes_together_have_faults_at_every_edge_of_what_is_asked() -> None
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_a_receive_asks_for_what_its_mode_says(bench: FaultBench, mode: Mode) -> None:
-    """Else faults would be put where nothing passes, or left out where something does. A busy machine may ask for more."""
-    slot = bench.slot(mode, PATIENT_STALL_S)
+    """Else faults would be put where nothing passes, or left out where something does.
+
+    Nobody seems to stall: what is begun anew looks first at what it has.
+    """
+    slot = bench.slot(mode, LAST_STALL_S)
     asked: set[str] = set()
     for _ in range(30):  # one source of two may be done before it has asked the other for all
-        assert bench.judge_one(slot, mode, Case("asks")) == []
+        assert bench.judge_one(slot, mode, Case("asks", stall_s=LAST_STALL_S)) == []
         asked |= {kind_of(path) for path in slot.gate.paths}
         if asked >= set(mode.asks):
             break
-    assert set(mode.asks) <= asked <= {*mode.asks, "peers", "samples"}
+    assert asked - {"peers"} == set(mode.asks)
 
 
 def test_the_blocks_of_a_default_run_are_of_every_sort() -> None:
