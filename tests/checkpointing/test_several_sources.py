@@ -57,7 +57,8 @@ class Scene:
         self._proxy = proxy
         self.sources: list[HTTPTransport[Any]] = []
         self.gates: list[Gate] = []
-        self.destination, self.hasty = make_transport(), make_transport(stall_timeout=timedelta(seconds=12))
+        self.destination = make_transport(stall_timeout=LONG, connect_timeout=LONG)
+        self.hasty = make_transport(stall_timeout=timedelta(seconds=12), connect_timeout=LONG)
         self.progress: list[TransferProgress] = []
 
     def add(self, state: Any, fault: AnswerFault = pass_on, step: int = STEP) -> Gate:
@@ -76,7 +77,10 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Iterator[Scene]:
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    """No source is left for another, or asked for beside it, because it or who receives from it stood still for a while."""
+    monkeypatch.setattr(block_transfer, "_PRIMARY_PATIENCE_S", 10 * LONG.total_seconds())
+    monkeypatch.setattr(ledger, "_MIN_PATIENCE_S", LONG.total_seconds())
     with ScriptedProxy() as proxy:
         scene = Scene(proxy)
         yield scene
@@ -186,8 +190,7 @@ def test_a_source_that_is_named_twice_is_asked_once(scene):
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("loss", [cut, hang, refuse, flip])
-def test_a_source_that_is_lost_midway_is_dropped_and_what_it_brought_is_kept(scene, loss, lost, monkeypatch):
-    monkeypatch.setattr(ledger, "_MIN_PATIENCE_S", LONG.total_seconds())  # else its last stream is cut before it stalls
+def test_a_source_that_is_lost_midway_is_dropped_and_what_it_brought_is_kept(scene, loss, lost):
     state = make_state()
     fault = Losing(10, loss)
     other = until(lambda: fault.is_lost)
@@ -201,9 +204,8 @@ def test_a_source_that_is_lost_midway_is_dropped_and_what_it_brought_is_kept(sce
 
 
 @pytest.mark.parametrize("first", ["http://127.0.0.1:1", "nobody", "of another step"])
-def test_the_first_source_does_not_have_to_have_it(scene, first, monkeypatch):
-    """Nobody waits for one that is known not to: with that patience the receive would not end before its deadline."""
-    monkeypatch.setattr(block_transfer, "_PRIMARY_PATIENCE_S", 10 * LONG.total_seconds())
+def test_the_first_source_does_not_have_to_have_it(scene, first):
+    """Nobody waits for one that is known not to: with this patience the receive would not end before its deadline."""
     gate = scene.add(make_state())
     url = scene.add(make_state(), step=STEP + 1).url if first == "of another step" else first
     assert differences(scene.fetch(urls=[url, gate.url]), make_state()) == []
@@ -300,7 +302,10 @@ def test_whatever_diverges_and_whoever_is_lost_when_the_state_is_that_of_one_sou
         assert not in_place or differences({**local, "who": received["who"]}, received) == []
 
 
-def test_a_replica_that_agreed_with_the_lost_primary_is_not_blamed_for_differing_from_the_new_one(scene, learnt):
+def test_a_replica_that_agreed_with_the_lost_primary_is_not_blamed_for_differing_from_the_new_one(
+    scene, learnt, monkeypatch
+):
+    monkeypatch.setattr(ledger, "_MIN_PATIENCE_S", 1.0)  # else nobody asks the third one for what the others hold up
     primary, heir, third = make_state("a", changed=(0,)), make_state("b"), make_state("c", changed=())
     third["layer0"] = primary["layer0"]
     asked = threading.Event()
