@@ -175,9 +175,17 @@ class Job:
         (self.directory / "stop").write_text(str(step))
         for control in self.directory.iterdir():
             if control.is_dir():
-                new = control / "stop.new"
-                new.write_text(str(step))
-                new.rename(control / "stop")
+                self._tell(control, "stop", step)
+
+    def pause(self, name: str, seconds: float) -> None:
+        """Have each further step of a group take so long, instead of `pause_s`."""
+        self._tell(self.control(name), "pause", seconds)
+
+    @staticmethod
+    def _tell(control: Path, what: str, value: float) -> None:
+        new = control / f"{what}.new"
+        new.write_text(str(value))
+        new.rename(control / what)  # nobody reads half of it
 
     def stop_soon(self, ahead: int) -> int:
         """Tell all groups to end so many steps on, two at least; return at which. It lies ahead: they stand still meanwhile."""

@@ -1,9 +1,10 @@
 """One rank of a replica group that trains a tiny model; a process of its own. It reports each step as a JSON line.
 
 Its options come as one JSON object on the command line. Files in the directory `control` steer it while it runs:
-`stop` holds the step to end at, `slow` the seconds that each fetch takes, `fail` makes each fetch fail. With `frozen_mb` the
-state holds so much that no step changes; `rate` is what a transfer is expected to bring in a second, before one was measured, and
-`serve_bytes_per_s` what this rank serves. Loading takes `load_s`, and the loop `top_s` from then to its next step.
+`stop` holds the step to end at, `slow` the seconds that each fetch takes, `pause` those of a forward pass (else `pause_s`), and
+`fail` makes each fetch fail. With `frozen_mb` the state holds so much that no step changes; `rate` is what a transfer is expected
+to bring in a second, before one was measured, and `serve_bytes_per_s` what this rank serves. Loading takes `load_s`, and the loop
+`top_s` from then to its next step.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def main() -> None:
         hostname="127.0.0.1",
         max_serve_bytes_per_s=options.get("serve_bytes_per_s"),
     )
-    transport.control, transport.cancelled = Path(options["control"]), threading.Event()
+    control = Path(options["control"])
+    transport.control, transport.cancelled = control, threading.Event()
     load_now, state_dict = state_functions(model, inner)
 
     def load_state_dict(state: dict[str, Any]) -> None:
@@ -108,7 +110,7 @@ def main() -> None:
     if options.get("forks"):
         # A child that was forked while the connections are open, and outlives this process, as a data loader's worker may.
         if not (child := os.fork()):
-            signal.alarm(120)
+            signal.alarm(300)
             while True:
                 signal.pause()
         report("forked", child=child)
@@ -121,8 +123,10 @@ def main() -> None:
                 report("begins")
             batch = torch.randn(8, 64, generator=generator).to(DEVICE)
             optimizer.zero_grad()
-            if options.get("pause_s"):
-                time.sleep(options["pause_s"])  # stands for a longer forward pass
+            pause = control / "pause"
+            pause_s = float(pause.read_text()) if pause.exists() else options.get("pause_s")
+            if pause_s:
+                time.sleep(pause_s)  # stands for a longer forward pass
             loss = (ddp(batch) - batch).square().mean()
             if num_abandoned < options.get("abandon", 0) and not manager.is_participating():
                 num_abandoned += 1
