@@ -201,7 +201,7 @@ def test_a_response_that_cannot_go_on_is_cut_whatever_the_system_says(source, mo
         raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
 
     monkeypatch.setattr(handlers, "send_burst", fails)
-    connection = connected(source, timeout_s=5)  # an idle connection is closed after 10 s
+    connection = connected(source, timeout_s=8)  # an idle connection is closed after 10 s
     connection.request("GET", f"/v1/checkpoint/{STEP}/blocks/0-{4 * NUM // BLOCK - 1}")
     answer = connection.getresponse()
     with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):

@@ -52,7 +52,7 @@ MEMORY_BYTES = 96 * 1024 * 1024
 pytestmark = pytest.mark.slow
 FUZZ = settings(
     derandomize=True,
-    deadline=timedelta(seconds=2),
+    deadline=timedelta(seconds=60),
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -254,8 +254,7 @@ def test_a_receiver_that_finds_no_room_is_told_what_it_may_be():
     ],
 )
 def test_a_request_that_is_too_long_is_refused_and_ends_the_connection(rest, status):
-    with serving(head_timeout_s=SHORT_S) as source, connected(source) as sock:
-        answered, refusal = answer_to(sock, HEAD + rest)
+    with serving(head_timeout_s=SHORT_S) as source, asked(source, HEAD + rest) as (sock, answered, refusal):
         assert (answered, refusal["error"]) == (status, "too_large")
         with contextlib.suppress(ConnectionError):
             assert ended(sock)

@@ -52,9 +52,9 @@ def is_free(lock: StateDictLock) -> bool:
     """Whether another thread can take both sides."""
 
     def take() -> bool:
-        with lock.write(timedelta(seconds=5)):
+        with lock.write(timedelta(seconds=60)):
             pass
-        with lock.read(timedelta(seconds=5)):
+        with lock.read(timedelta(seconds=60)):
             return True
 
     with ThreadPoolExecutor(1) as executor:

@@ -31,7 +31,7 @@ def source(tmp_path: Path) -> Iterator[tuple[Forked, str]]:
 
 @pytest.fixture
 def destination() -> Iterator[HTTPTransport]:
-    transport: HTTPTransport = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", stall_timeout=timedelta(seconds=3))
+    transport: HTTPTransport = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", stall_timeout=LONG)
     yield transport
     transport.shutdown()
 
@@ -39,8 +39,10 @@ def destination() -> Iterator[HTTPTransport]:
 def test_a_state_crosses_from_a_process_stalls_while_it_is_stopped_and_is_lost_when_it_is_killed(source, destination):
     process, url = source
     process.send_signal(signal.SIGSTOP)
+    hasty: HTTPTransport = HTTPTransport(hostname="127.0.0.1", bind="127.0.0.1", stall_timeout=timedelta(seconds=3))
     with pytest.raises(TransferStalledError, match="it may hang"):
-        destination.recv_checkpoint(0, url, 3, LONG)
+        hasty.recv_checkpoint(0, url, 3, LONG)
+    hasty.shutdown()
     process.send_signal(signal.SIGCONT)
     assert differences(destination.recv_checkpoint(0, url, 3, LONG), example_state(3)) == []
     process.kill()

@@ -326,7 +326,7 @@ def flip_a_bit(checkpoint: Path, manifest: str) -> str:
 
 
 def wait_for_file(storage: Path, name: str, *, of_step: int) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not list(storage.glob(f"step-{of_step:012d}.*/{name}")):
         assert time.monotonic() < until, f"no {name} of step {of_step}"
         time.sleep(0.01)

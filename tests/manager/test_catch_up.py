@@ -56,7 +56,7 @@ class Replica:
             num_chunks=1,
             hostname="127.0.0.1",
             block_bytes=BLOCK_BYTES,
-            stall_timeout=timedelta(seconds=5),
+            stall_timeout=timedelta(seconds=60),
         )
         explicitly_locked = options.pop("explicitly_locked", True)
         self.manager = manager_of(

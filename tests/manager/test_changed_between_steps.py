@@ -21,7 +21,7 @@ from torch import nn
 
 from torchft_ckpt import HTTPTransport, LighthouseServer
 
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 class MeetingTransport(HTTPTransport[Any]):

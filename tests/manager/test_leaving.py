@@ -211,16 +211,17 @@ def test_the_operator_asks_from_outside(lighthouse: LighthouseServer, capsys: py
     replica.step()
     assert replica.manager.should_leave()
     members = lighthouse._jobs.states["default"].members
-    wait_until(lambda: not members, "the group's last word arrives", 20)
+    wait_until(lambda: not members, "the group's last word arrives")
     assert main(["drain", "group", "--lighthouse", lighthouse.address()]) == 1
     assert "has no replica group group here now" in capsys.readouterr().err
     assert main(["drain", "\n", "--lighthouse", lighthouse.address()]) == 2
 
 
 def test_a_save_of_a_group_that_leaves_is_whole_without_the_others(
-    lighthouse: LighthouseServer, tmp_path: Path
+    lighthouse: LighthouseServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another group trains along, and does not save."""
+    monkeypatch.setattr("torchft_ckpt.checkpointer._TO_CLOSE", timedelta(minutes=4))
     leaving, staying = Replica(lighthouse, "a"), Replica(lighthouse, "b", seed=1)
     checkpointer = Checkpointer(tmp_path, manager=leaving.manager)
     together([leaving, staying], Replica.step)
@@ -238,7 +239,7 @@ def test_a_save_of_a_group_that_leaves_is_whole_without_the_others(
     assert torch.equal(state["model"]["weight"], leaving.model.weight)
     started_at = time.monotonic()
     checkpointer.shutdown()
-    assert time.monotonic() - started_at < 10.0  # of 13
+    assert time.monotonic() - started_at < 120.0, "it waited for what is closed"
     assert staying.step(), "the other goes on, and discards nothing"
 
 

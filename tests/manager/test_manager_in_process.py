@@ -157,15 +157,15 @@ def test_steps_discarded_for_one_cause_are_warned_of_once_in_a_row(
 def test_waiting_for_a_quorum_says_what_for_and_how_long(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_client, "PENDING_LOG_S", 0.4)
+    monkeypatch.setattr(step_client, "PENDING_LOG_S", 1.0)
     server = lighthouse_of(2)
-    replica = Replica(server, "alone", quorum_timeout=timedelta(seconds=2), quorum_retries=0)
+    replica = Replica(server, "alone", quorum_timeout=timedelta(seconds=5), quorum_retries=0)
     with caplog.at_level(logging.WARNING, "torchft_ckpt.manager"), pytest.raises(QuorumTimeoutError) as error:
         replica.step()
     assert "1 of at least 2 replica groups are here (alone:" in str(error.value)
-    said = [line for line in caplog.messages if re.search(r"has waited [012]\.\d s for a quorum at step 0: ", line)]
+    said = [line for line in caplog.messages if re.search(r"has waited \d+\.\d s for a quorum at step 0: ", line)]
     assert any("1 of at least 2 replica groups" in line for line in said)
-    assert len(said) <= 5, "at a fifth of PENDING_LOG_S, and then each time that it has passed"
+    assert len(said) <= 6, "at a fifth of PENDING_LOG_S, and then each time that it has passed"
 
 
 def test_an_error_in_the_step_discards_it_and_the_next_one_counts(lighthouse: LighthouseServer) -> None:
@@ -420,7 +420,7 @@ def test_a_job_never_starts_over_when_its_newest_state_is_gone(lighthouse: Light
         assert first.step()
     shutdown(first)
 
-    fresh = Replica(lighthouse, "group", quorum_timeout=timedelta(seconds=2), quorum_retries=0)
+    fresh = Replica(lighthouse, "group", quorum_timeout=timedelta(seconds=5), quorum_retries=0)
     with pytest.raises(QuorumTimeoutError, match=r"step 4 was committed.*Manager.load_state_dict.*allow-step-loss"):
         fresh.step()
     assert fresh.manager.current_step() == 0

@@ -199,7 +199,7 @@ def test_abort_frees_a_configure_whose_store_never_answers() -> None:
 
 
 def test_an_absent_rank_is_named(new_address: Callable[[], str]) -> None:
-    group = ProcessGroupGloo(connect_timeout=timedelta(seconds=2))
+    group = ProcessGroupGloo(connect_timeout=timedelta(seconds=4))
     with pytest.raises(ProcessGroupConfigureError, match="rank 0, rank 2 never came to the store"):
         group.configure(new_address(), "r1", 1, 3, 7)
     group.shutdown()

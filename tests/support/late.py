@@ -27,7 +27,7 @@ class AsksLate(HTTPTransport[Any]):
         waiting = self._lighthouse._jobs.states["default"]._job.waiting
         source, self._source = self._source, ""
         if source:
-            wait_until(lambda: any(name.startswith(source) for name in waiting), f"{source} asks again", 20)
+            wait_until(lambda: any(name.startswith(source) for name in waiting), f"{source} asks again", 60)
         state = super().fetch_checkpoint(*arguments, **how)
         self.num_received += 1
         return state

@@ -435,7 +435,7 @@ def nothing_leaks() -> Iterator[None]:
     """Threads and descriptors are those of before, in the end, but for a few that other tests' leavings may open meanwhile."""
     threads, descriptors = set(threading.enumerate()), num_descriptors()
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         left = set(threading.enumerate()) - threads
         if not left and num_descriptors() <= descriptors + SPARE_DESCRIPTORS:
