@@ -22,13 +22,15 @@ from torch import nn
 
 from torchft_ckpt import DistributedDataParallel, Optimizer
 from torchft_ckpt.checkpointing.lock import StateDictLock
-from torchft_ckpt.core.coordination.hold import BEGINS_WITHIN_S
+from torchft_ckpt.core.coordination import hold
 from torchft_ckpt.ddp import PureDistributedDataParallel
 from torchft_ckpt.errors import ConfigError, StateDictLoadError
 from torchft_ckpt.manager import coming_in
 from torchft_ckpt.manager.coming_in import CameIn
 from torchft_ckpt.manager.saving import Onlooking, SaveIdentity, save_identity
 from torchft_ckpt.manager.state_registry import StateRegistry
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 class Counting(Replica):
@@ -123,8 +125,11 @@ def test_those_who_wait_for_a_group_that_loads_are_told_that_this_time_does_not_
     run.end(joined)
 
 
-def test_those_who_wait_hear_of_state_functions_that_take_long_between_the_load_and_the_step() -> None:
+def test_those_who_wait_hear_of_state_functions_that_take_long_between_the_load_and_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What of it is not the script's loop: they are called for what goes back, and for what is shown."""
+    monkeypatch.setattr(hold, "BEGINS_WITHIN_S", 2.0)
     run = Run()
 
     class Long(Replica):
@@ -136,7 +141,7 @@ def test_those_who_wait_hear_of_state_functions_that_take_long_between_the_load_
 
         def state(self) -> dict[str, Any]:
             if self.has_loaded:
-                threading.Event().wait(1.4 * BEGINS_WITHIN_S)
+                threading.Event().wait(1.4 * hold.BEGINS_WITHIN_S)
             return super().state()
 
     joined = Long(run.server, "c", seed=7)

@@ -41,6 +41,7 @@ class Noting(ProcessGroupGloo):
         return fails if self.cut_off else super().connect_beside(store_addr, replica_id, rank, world_size)
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_first_quorum_of_a_newcomer_takes_the_process_group_that_was_made_beside() -> None:
     run = Run()
     group = Noting()

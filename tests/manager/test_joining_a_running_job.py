@@ -14,6 +14,8 @@ from support.replicas import SHORT, Replica, Run, lighthouse_of
 
 from torchft_ckpt import HTTPTransport
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 def step(replica: Replica, meanwhile: Callable[[], None]) -> bool:
     """A step whose forward pass takes as long as something else."""

@@ -186,6 +186,7 @@ def test_too_few_groups_for_a_quorum_and_a_lighthouse_that_is_away_have_their_ow
         back[0].shutdown()
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_newcomer_is_outside_and_loads_and_the_others_are_held() -> None:
     run = Run(Timed)
     held = run.at_work[0]
