@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from torchft_ckpt.core.coordination.job_record import JobRecord
 from torchft_ckpt.core.coordination.joining import SILENT_S, Joining
@@ -56,14 +55,6 @@ FIRST_WITHIN_S = 60.0
 """One that is to begin the job, and says nothing for so long, comes in later."""
 BEGINS_WITHIN_S = 0.5
 """So long, or half as long again as it says that its loop takes, a group that has the state may take to ask for the step."""
-
-
-class _End(Enum):
-    """How the wait for a group ends that does not come."""
-
-    GONE = auto()
-    COULD_NOT = auto()
-    LATE = auto()
 
 
 @dataclass(slots=True)
@@ -255,11 +246,11 @@ class Holds:
                 del self._awaited[replica_id]
                 yield Log(f"{replica_id} has the state of step {self._version.step} after {now - awaited.since:.2f} s")
                 continue
-            end, why = self._end(replica_id, awaited, stood_s, now)
+            could_not, why = self._end(replica_id, awaited, stood_s, now)
             if why:
                 del self._awaited[replica_id]
                 self._job.beginners.pop(replica_id, None)
-                self._note_failed(replica_id, awaited, end, why, stood_s - awaited.stood_s, now)
+                self._note_failed(replica_id, awaited, could_not, why, stood_s - awaited.stood_s, now)
                 yield Log(f"the others wait no longer for {replica_id}: {why}")
         if not any(self._is_held_up(self._job.members[replica_id]) for replica_id in self._job.waiting):
             self._awaited.clear()
@@ -275,18 +266,18 @@ class Holds:
             return member is not None and member.phase is MemberPhase.WARMS_UP and member.version == self._version
         return self._is_held_up(member)
 
-    def _end(self, replica_id: str, awaited: _Awaited, stood_s: float, now: float) -> tuple[_End, str]:
-        """Say how and why the others wait no longer for a group; empty: they do."""
+    def _end(self, replica_id: str, awaited: _Awaited, stood_s: float, now: float) -> tuple[bool, str]:
+        """Say why the others wait no longer for a group; empty: they do. Also whether it could not load, and is not just late."""
         member = self._job.members.get(replica_id)
         if member is None:
-            return _End.GONE, "it is gone"
+            return False, "it is gone"
         if member.phase is not MemberPhase.FOLLOWS:
-            return _End.COULD_NOT, "it could not receive or load the state"
+            return True, "it could not receive or load the state"
         if self._is_needed:
             said_at = awaited.since if awaited.said is None else awaited.said_at
             hangs = not self._are_few and now >= said_at + max(FIRST_WITHIN_S, awaited.begins_within_s)
-            return _End.LATE, f"it has said nothing for {now - said_at:.0f} s, and comes in later" if hangs else ""
-        return _End.LATE, self._why_late(awaited, stood_s, now)
+            return False, f"it has said nothing for {now - said_at:.0f} s, and comes in later" if hangs else ""
+        return False, self._why_late(awaited, stood_s, now)
 
     def _why_late(self, awaited: _Awaited, stood_s: float, now: float) -> str:
         said, since_s = awaited.said, now - awaited.said_at
@@ -303,15 +294,16 @@ class Holds:
         need_s = stood_s + max(0.0, said.reach_s - since_s)
         return self._joining.why_not(need_s, now)
 
-    def _note_failed(self, replica_id: str, awaited: _Awaited, end: _End, why: str, cost_s: float, now: float) -> None:
+    def _note_failed(
+        self, replica_id: str, awaited: _Awaited, could_not: bool, why: str, cost_s: float, now: float
+    ) -> None:
         is_slow = awaited.has_loaded and awaited.begins_within_s == BEGINS_WITHIN_S and replica_id in self._job.members
         if is_slow and self._joining.excuses(replica_id, now):
             return  # nobody could know how long its loop takes this time; it tells that the next time
-        if end is _End.COULD_NOT and awaited.holding <= self._job.members.keys():  # else it may have been one of those
+        if could_not and awaited.holding <= self._job.members.keys():  # else it may have been one of those
             self._joining.could_not(replica_id, cost_s, now, why)
             return
-        is_on_its_way = awaited.said is not None and not awaited.has_loaded and awaited.said.reach_s > 0.0
-        is_far = is_on_its_way and end is not _End.COULD_NOT
+        is_far = awaited.said is not None and awaited.said.reach_s > 0.0 and not could_not
         self._joining.failed([replica_id], cost_s, now, why, {replica_id} if is_far else frozenset())
 
     # ----------------------------------------------------------------------------------------------------- invariants

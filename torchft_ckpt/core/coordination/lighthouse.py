@@ -201,17 +201,14 @@ class LighthouseState:
 
     @property
     def quorum_id(self) -> int:
-        """See `JobRecord`."""
         return self._job.quorum_id
 
     @property
     def newest_step(self) -> int:
-        """See `JobRecord`."""
         return self._job.newest_step
 
     @property
     def finished_step(self) -> int | None:
-        """See `JobRecord`."""
         return self._job.finished_step
 
     @property
@@ -220,12 +217,10 @@ class LighthouseState:
         return self._job.history.untold
 
     def why_failed(self, member: Member) -> str:
-        """See `Joining`."""
         return self._joining.why_failed(member)
 
     @property
     def last_said_to_differ(self) -> str:
-        """See `Equality.last_said`."""
         return self._equality.last_said
 
     @property
@@ -486,18 +481,12 @@ class LighthouseState:
         if request.at_end:
             self._job.computes_alone(member)
         yield from self._leaving.answer(now)
-        if member.request is None:
-            yield from self._reconsider(now)
-            return
-        if self._beside.should_warm_up(member):
-            yield self._beside.let_warm_up(member, now)
-            yield from self._meet(now)
-            yield from self._reconsider(now)  # others may have waited for it
-            return
+        if member.request is not None and self._beside.should_warm_up(member):
+            yield self._beside.let_warm_up(member, now)  # others may have waited for it
+        elif member.request is not None and was_beside:
+            yield from self._beside.have_state_captured()
         if replica_id not in self._job.quorum_members:
             yield from self._meet(now)
-        if was_beside:
-            yield from self._beside.have_state_captured()
         yield from self._reconsider(now)
 
     def _meet(self, now: float) -> Iterator[Instruction]:
@@ -694,12 +683,10 @@ class LighthouseState:
                 yield self._beside.let_warm_up(member, now, why)
         if not admitted:
             return
-        if (hold := self._joining.hold(admitted, now)) is not None:
-            yield from self._notify_pending(
-                hold[0], now, hold[1], is_warning=True, exclude=outside.keys() | others.keys()
-            )
-            return
         out = outside.keys() | others.keys()
+        if (hold := self._joining.hold(admitted, now)) is not None:
+            yield from self._notify_pending(hold[0], now, hold[1], is_warning=True, exclude=out)
+            return
         asked = {
             m.replica_id: Asked(
                 at=m.asked_at,
@@ -710,9 +697,9 @@ class LighthouseState:
             for m in admitted
         }
         asked |= coming
-        out |= {m.replica_id for m in ending if m.replica_id not in asked}
-        out |= {m.replica_id for m in self.members.values() if self._beside.is_absent_spare(m)}
-        alive = [m for m, here in self.members.items() if m in asked or not (m in out or here.is_excused)]
+        absent = out | {m.replica_id for m in self.members.values() if m.is_excused or self._beside.is_absent_spare(m)}
+        absent |= {m.replica_id for m in ending if m.replica_id not in asked}
+        alive = [m for m in self.members if m in asked or m not in absent]
         newest = self._job.history.holders(self._job.held(), self.newest_step)
         verdict = decide_quorum(
             alive=alive,
@@ -755,17 +742,15 @@ class LighthouseState:
         if isinstance(assignment, StepLost):
             yield from self._notify_pending(self._why_lost(assignment, verdict.members), now, None, is_warning=True)
             return
-        hold = None
-        if not self.allow_step_loss:
-            hold = self._job.history.why_not_back(
-                assignment.version.step,
-                self._job.held(exclude=verdict.members),
-                is_first=assignment.is_first and assignment.version != self._job.first,
-                restarted_at=self._restart.first_heard_at,
-                patience_s=self.settings.join_timeout_s,
-                now=now,
-            )
-        if hold is not None:
+        hold = self._job.history.why_not_back(
+            assignment.version.step,
+            self._job.held(exclude=verdict.members),
+            is_first=assignment.is_first and assignment.version != self._job.first,
+            restarted_at=self._restart.first_heard_at,
+            patience_s=self.settings.join_timeout_s,
+            now=now,
+        )
+        if hold is not None and not self.allow_step_loss:
             yield from self._notify_pending(hold[0], now, hold[1], is_warning=True)
             return
         lacking = [self.members[replica_id] for replica_id in assignment.lacking]
@@ -785,17 +770,16 @@ class LighthouseState:
         was_held = self._holds.is_on
         yield from self._holds.look(now)  # those who waited in it may have been sent to warm up since
         if self._holds.is_on:
-            yield from self._notify_pending(self._holds.reason(now), now, now + LOOK_AGAIN_S, exclude=out, is_held=True)
+            why = self._holds.reason(now)
+            yield from self._notify_pending(why, now, now + LOOK_AGAIN_S, exclude=absent, is_held=True)
             return
         if was_held:  # and others may come for the state of now
             yield from self._try_to_form(now)
             return
         learners = self._beside.to_teach(following, others, now)
         # If it expected all who ask, those who train would capture their state at each step for one that does not come in.
-        is_expecting = bool(may_come) or turns_come
-        yield from self._form_quorum(
-            assignment, learners, verdict.reason, now, others, trial, is_expecting=is_expecting
-        )
+        expects = bool(may_come) or turns_come
+        yield from self._form_quorum(assignment, learners, verdict.reason, now, others, trial, is_expecting=expects)
 
     def _why_not_held_for(self, member: Member, admitted: list[Member], holding: list[Member], now: float) -> str:
         """Say why the quorum of those who are admitted is not held for a member that asks `at_end`; empty: it is."""
@@ -902,9 +886,7 @@ class LighthouseState:
     def _refuse_late_groups(self, now: float) -> Iterator[Instruction]:
         """If the job is over, refuse the members that came too late for its last step, and who would train on from it alone."""
         step = self.finished_step
-        if step is None:
-            return
-        while self._job.waiting:
+        while self._job.waiting and step is not None:
             yield from self._refuse_late(self.members[next(iter(self._job.waiting))], step, now)
 
     def _refuse_late(self, member: Member, step: int, now: float) -> Iterator[Instruction]:
