@@ -129,6 +129,29 @@ def test_one_without_which_no_step_counts_is_waited_for_as_long_as_it_hangs() ->
     assert in_quorum(job) == {"a:1", "b:1"}
 
 
+def test_that_steps_are_lost_is_said_and_noted_also_if_the_job_goes_on_with_a_first_state_that_has_its_name() -> None:
+    job, a, b = Job.of("ab", 2, least=2)
+    job.restart()
+    b.dies()
+    job.gives_first = False
+    c, d = job.join("c"), job.join("d")
+    they_ask(c, d, can_serve=True)
+    a.connects()  # it has the state of an earlier life
+    a.dies()
+    receives(d)
+    assert job.lighthouse.newest_step == 2 and not in_quorum(job)
+    job.operator_allows_loss()
+    assert in_quorum(job) == {"c:1", "d:1"}
+    assert "steps 1 to 2 are lost, the job goes on from 0" in job.log
+    assert job.lighthouse.newest_step == 0 and not job.lighthouse.allow_step_loss
+    a.is_stopped = False
+    a.connects()
+    a.asks()
+    assert a.replica.warms_up
+    they_vote(c, d)
+    assert (c.step, d.step, job.lighthouse.newest_step) == (1, 1, 1)
+
+
 def test_it_is_said_for_whom_a_job_waits_that_cannot_begin() -> None:
     job, (a, b) = begins(names="ab")
     job.passes(2 * SILENT_S)

@@ -1010,7 +1010,7 @@ class LighthouseState:
         if is_new:
             self._job.history.formed(quorum_id, len(members))
         place = self._connecting.take([member.replica_id for member in members], now) if is_new else ""
-        if assignment.version != self._job.first:
+        if assignment.version != self._job.first or assignment.version.step < self.newest_step:
             yield from self._go_on_from(assignment, quorum_id)
         elif quorum_id > self.quorum_id:  # a member has told of an earlier life since that state got its name
             self._job.quorum_ids.give(quorum_id)
@@ -1097,7 +1097,7 @@ class LighthouseState:
         if own := [member.replica_id for member in members if assignment.is_first and self._trials.is_to_load(member)]:
             gone = f"nobody is left who holds the state of step {step} that {name_some(own)} was to load"
             yield Log(f"{gone}: the job goes on from its own", is_warning=True)
-        if assignment.is_first:
+        if assignment.is_first and assignment.version != self._job.first:
             fresh = {m.replica_id for m in members if m.asked.version.step == step and not m.has_computed}
             begin = fresh if fresh.intersection(holders) else {*holders}
             for replica_id in {m.replica_id for m in members} - begin:
