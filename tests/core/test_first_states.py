@@ -129,6 +129,24 @@ def test_one_without_which_no_step_counts_is_waited_for_as_long_as_it_hangs() ->
     assert in_quorum(job) == {"a:1", "b:1"}
 
 
+def test_if_the_job_goes_on_with_a_first_state_that_was_given_for_an_attempt_that_is_over_its_holder_has_another() -> (
+    None
+):
+    job, (a, b) = begins(names="ab", least=1)
+    b.follows()
+    b.says(b.replica.locate(has_finished=True))
+    job.passes(1.0)
+    assert in_quorum(job) == {"a:1"}
+    a.votes(error="its loss was not a number")
+    a.says(a.replica.locate(has_finished=True))
+    b.asks(can_serve=True)
+    job.passes(1.0)
+    assert in_quorum(job) == {"b:1"}, "nobody else is there"
+    b.votes(error="nor was this one")
+    a.asks(can_serve=True)
+    assert a.replica.warms_up, "it has made an attempt of its own before that"
+
+
 def test_that_steps_are_lost_is_said_and_noted_also_if_the_job_goes_on_with_a_first_state_that_has_its_name() -> None:
     job, a, b = Job.of("ab", 2, least=2)
     job.restart()

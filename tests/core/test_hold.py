@@ -309,7 +309,7 @@ def test_one_that_was_not_waited_for_says_what_it_holds_and_asks_for_no_step_in_
     job, a, _, c = waits_for_c(least=1, allow_step_loss=True)
     assert job.lighthouse._holds.is_on
     job.passes(30.0)
-    assert job.lighthouse._holds.is_late(c.replica_id)
+    assert job.lighthouse._holds.is_late(c.replica_id, a.step)
     c.says(c.replica.locate())
     assert a.replica.phase.value == "training"
 
@@ -915,6 +915,31 @@ def test_one_with_values_of_an_attempt_that_is_over_asks_while_its_giver_is_cut_
     c.ends()
     c.asks(at_end=True, reach_s=0.5)
     assert held_for(job) == ["c:1"] and c.plan is not None and c.plan.load
+
+
+def test_if_the_job_goes_on_with_values_of_an_attempt_that_was_over_its_giver_has_others_and_comes_in_as_all_do() -> (
+    None
+):
+    job, a, b, c = waits_for_c()
+    c.comes_in()
+    a.asks(can_serve=True)  # its loss was not a number
+    a.is_cut_off()
+    b.dies()
+    c.asks(can_serve=True)
+    d = job.join("d")
+    d.warms_up(reach_s=0.5)
+    assert held_for(job) == ["d:1"], "it receives what c has"
+    a.connects()
+    a.asks(can_serve=True)
+    assert a.replica.warms_up, "what it has is of an attempt of its own, and c has made none of these"
+    d.comes_in()
+    d.asks()
+    assert [m.hears()[-1] for m in (c, d)] == ["quorum 2 step 2 healthy"] * 2
+    they_vote(c, d)
+    a.ends()
+    a.asks(at_end=True, reach_s=0.5)
+    they_ask(c, d, can_serve=True)
+    assert held_for(job) == ["a:1"] and a.plan is not None and a.plan.load
 
 
 def test_one_of_an_outer_loop_asks_anew_with_the_state_that_it_had() -> None:

@@ -46,6 +46,7 @@ from torchft_ckpt.core.coordination.messages import (
     QuorumRequest,
     StateLocated,
     StateVersion,
+    group_name,
 )
 from torchft_ckpt.core.coordination.patience import JoinAllowance
 from torchft_ckpt.core.coordination.quorum import Asked, QuorumIds
@@ -759,7 +760,7 @@ def broken_lateness_in_a_hold(patch: pytest.MonkeyPatch) -> None:
     def begin(holds: Holds, newcomers: list[Member], *given: object) -> None:
         right(holds, newcomers, *given)  # type: ignore[arg-type]
         for member in newcomers:
-            holds._late.pop(member.replica_id, None)
+            holds._late.pop(group_name(member.replica_id), None)
 
     patch.setattr(Holds, "begin", begin)
 

@@ -104,8 +104,9 @@ class Holds:
         self._given: dict[str, int] = {}
         """Who was given it, or corrected, since the last quorum formed, and the state of which step. Likewise."""
         self._late: dict[str, int] = {}
-        """Were given the state of this step, and have not begun it with the others, or who gave it has asked anew: it may be that
-        of another attempt at it. Also those that have lost their connection since: they may come back with it."""
+        """Groups that were given the state of this step, and have not begun it with the others, or who gave it has asked anew: it
+        may be that of another attempt at it. If such ones go on, as nobody else is there, then those that are not there. Also if
+        their connection is lost: they may come back with it."""
 
     @property
     def is_on(self) -> bool:
@@ -171,19 +172,29 @@ class Holds:
             self._version, self._began, self._stood_before_s = assignment.version, now, 0.0
         self.gives(newcomers, giving)
         usual_top_s = max(other.asked.top_s for other in holding)
-        for member in holding:  # if nobody else is there, the job goes on from such a state
-            self._late.pop(member.replica_id, None)
+        self._go_on([other.replica_id for other in holding], assignment.version.step)
         for member in newcomers:
             top_s = max(usual_top_s, member.asked.top_s)
             those = frozenset(other.replica_id for other in holding)
             self._awaited[member.replica_id] = _Awaited(now, self._stood(now), top_s, those)
             self._tried[group_name(member.replica_id)] = member.replica_id
 
-    def quorum_forms(self, members: Collection[str], step: int) -> None:
-        """A quorum of these forms for a step: what comes now is another boundary."""
-        self._are_late(members)
-        self._late = {m: of_step for m, of_step in self._late.items() if of_step >= step and m not in members}
+    def quorum_forms(self, step: int) -> None:
+        """A quorum forms for a step: what comes now is another boundary."""
+        self._are_late(self._job.quorum_members)
+        self._go_on(self._job.quorum_members, step)
+        self._late = {name: of_step for name, of_step in self._late.items() if of_step >= step}
         self._tried.clear()
+
+    def _go_on(self, holding: Collection[str], step: int) -> None:
+        """The job goes on from the state of a step as these have it. If that is of an attempt that was over, as nobody else was
+        there, then what others have of that step is of another one."""
+        names = {group_name(replica_id) for replica_id in holding}
+        if step in map(self._late.get, names):
+            here = [group_name(m) for m, version in self._job.held() if version.step == step]
+            away = self._job.history.on_their_way(step, float("inf"), self._job.now)
+            self._late |= dict.fromkeys([*here, *away], step)
+        self._late = {name: of_step for name, of_step in self._late.items() if name not in names}
 
     def gives(self, members: Collection[Member], giving: Collection[Member]) -> None:
         """These, which the quorum is held for or whose own differs, are given the state with which the others have asked."""
@@ -194,12 +205,12 @@ class Holds:
     def teaches(self, learners: Iterable[Member], step: int) -> None:
         """These receive the state of a step beside the quorum that begins it: whoever asks for that step again is at another
         attempt at it."""
-        self._late |= {m.replica_id: step for m in learners if _moves_between_attempts(m.asked)}
+        self._late |= {group_name(m.replica_id): step for m in learners if _moves_between_attempts(m.asked)}
 
     def _are_late(self, others: Collection[str]) -> None:
         """What was given, but to the others, may be of an attempt that is over; who waits with it has no name for it."""
         given = {m: step for m, step in self._given.items() if m not in others}
-        self._late |= given
+        self._late |= {group_name(m): step for m, step in given.items()}
         for replica_id in self._job.waiting.keys() & given.keys():
             member = self._job.members[replica_id]
             if member.version.step == given[replica_id]:
@@ -211,7 +222,7 @@ class Holds:
         """A member asks for a step. If it has given its state for that to others, they have the values of the attempt before."""
         awaited = self._awaited.get(member.replica_id)
         if awaited is not None and awaited.has_loaded and not request.at_end:
-            self._late.pop(member.replica_id, None)  # it has the state of now
+            self._late.pop(group_name(member.replica_id), None)  # it has the state of now
         if request.request_id == self._giving.get(member.replica_id, request.request_id):
             return
         self._are_late([member.replica_id])
@@ -222,9 +233,9 @@ class Holds:
             self._awaited.clear()
             self._joining.stood_for_hold(self._stood(now), now)
 
-    def is_late(self, replica_id: str) -> bool:
-        """Whether a member that asks with the name of a state was given that for a step that the others have begun without it."""
-        return replica_id in self._late
+    def is_late(self, replica_id: str, step: int) -> bool:
+        """Whether what a member has of a step is of another attempt at it than that with which the others go on."""
+        return self._late.get(group_name(replica_id)) == step
 
     # ------------------------------------------------------------------------------------------------------ in a hold
 

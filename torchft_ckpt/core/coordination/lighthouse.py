@@ -595,7 +595,7 @@ class LighthouseState:
 
     def _as_it_counts(self, member: Member, version: StateVersion) -> StateVersion:
         """Return a member's state, without its name if that is void, or is that of another attempt at the step of others."""
-        if self._holds.is_late(member.replica_id) and self._beside.others_hold(member):
+        if self._holds.is_late(member.replica_id, version.step) and self._beside.others_hold(member):
             version = StateVersion(step=version.step)
         return self._job.history.as_it_counts(version)
 
@@ -1016,7 +1016,6 @@ class LighthouseState:
             self._job.quorum_ids.give(quorum_id)
         self._trials.begins(assignment, members, self._job.beginners)
         self._job.first, self._job.beginners = StateVersion(), {}
-        self._holds.quorum_forms([member.replica_id for member in members], assignment.version.step)
         self._speaking.begins([member.replica_id for member in members], now)
         current = self._deciding.begin(assignment, members, quorum_id, now)
         current.leaves = LeavesFound(common=trial.common, own=trial.own)
@@ -1027,6 +1026,7 @@ class LighthouseState:
         self._contributors.note(quorum_id, current.step, writers)
         self.reason = reason
         self._job.quorum_members = dict.fromkeys(m for m, role in roles.items() if role is Role.HEALTHY)
+        self._holds.quorum_forms(current.step)
         self._spares.note_at_work(self.members[replica_id] for replica_id in self._job.quorum_members)
         self._evaluate_at = None
         self._choose_store_hosts(roles)
