@@ -147,6 +147,21 @@ def test_if_the_job_goes_on_with_a_first_state_that_was_given_for_an_attempt_tha
     assert a.replica.warms_up, "it has made an attempt of its own before that"
 
 
+def test_where_none_can_be_connected_one_that_holds_the_first_state_is_tried_first_and_gives_it_to_others() -> None:
+    job, (b, c) = begins(names="bc", least=1)
+    a = job.join("a")
+    a.warms_up(reach_s=0.1)
+    a.comes_in()
+    a.asks()
+    receives(c)
+    assert in_quorum(job) == {"a:1", "b:1", "c:1"}
+    they_vote(a, b, c, connects=False)
+    d = job.join("d")
+    d.warms_up(reach_s=0.1)
+    they_ask(a, b, c, can_serve=True)
+    assert d.formed is not None and [source.replica_id for source in d.formed.sources] == ["b:1"], "a was just given it"
+
+
 def test_that_steps_are_lost_is_said_and_noted_also_if_the_job_goes_on_with_a_first_state_that_has_its_name() -> None:
     job, a, b = Job.of("ab", 2, least=2)
     job.restart()

@@ -184,9 +184,12 @@ class Joining:
         return "" if debt is None else debt.reason
 
     def in_debt(self, members: Iterable[Member]) -> list[Member]:
-        """Return those that could not come in, in the order in which they are tried."""
-        debts = {m.replica_id: (debt.refusals, m) for m in members if (debt := self._debt(m)) is not None}
-        return [m for refusals, m in sorted(debts.values(), key=lambda one: (one[0], one[1].replica_id)) if refusals]
+        """Return those that could not come in, in the order in which they are tried: of those that were refused as often, who was
+        just given its state, and would give it to others, comes after those that had it."""
+        owing = [
+            (debt.refusals, m.asked.came_in, m.replica_id, m) for m in members if (debt := self._debt(m)) is not None
+        ]
+        return [member for refusals, _, _, member in sorted(owing) if refusals]
 
     def hold(self, members: Iterable[Member], now: float) -> tuple[str, float] | None:
         """Say why not even those who need these members try them now, and until when; None: they may be tried."""
