@@ -60,6 +60,22 @@ def test_a_group_that_lacks_the_state_gets_it_before_the_quorum_and_is_in_it_as_
     assert job.lighthouse.round is not None and job.lighthouse.round.tally.roles["c:1"] is Role.HEALTHY
 
 
+def test_a_group_that_comes_while_the_others_are_in_a_long_step_hears_who_has_not_asked_and_since_when() -> None:
+    job, a, b = Job.of("ab", 2, least=2)
+    they_ask(a, b)
+    job.passes(60.0)
+    c = job.join("c")
+    c.warms_up()
+    c.hears()
+    job.passes(8.0)
+    waits = "it waits for a:1, b:1: their step began {} s ago, and they have not asked for the next one yet"
+    assert c.hears() == [f"pending: {waits.format(s)}" for s in (61, 66)], "and again now and then"
+    assert job.lighthouse.members["c:1"].notified_reason == waits.format(66), "status shows it"
+    are_asked([a])
+    job.passes(2.0)
+    assert c.hears() == ["pending: 2 replica groups have asked, waiting at most 60 s for b:1"]
+
+
 def trains(job: Job, members: list[Member]) -> None:
     """They make the open step, in a second, and ask for the next one with what they have captured."""
     job.passes(1.0)

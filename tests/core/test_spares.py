@@ -189,7 +189,7 @@ def test_a_call_is_taken_back_where_the_lost_group_is_in_before_the_spare_is_clo
     b.warms_up(reach_s=0.1)
     comes_in(job, b, a)
     steps_in(spare)
-    for _ in range(2):
+    for _ in range(3):
         trains(job, a, b)
     assert any("it is a spare" in words for words in spare.hears())
     assert a.formed is not None and a.formed.replica_world_size == 2

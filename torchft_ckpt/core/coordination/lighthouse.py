@@ -682,6 +682,11 @@ class LighthouseState:
             if why == TURN_UNKNOWN or (why == OUT_OF_TURN and self.round is not None and are_few):
                 yield self._beside.let_warm_up(member, now, why)
         if not admitted:
+            who = name_some(m for m in self._job.quorum_members if m not in self._job.waiting) or "the others"
+            step = "goes on" if self.round is None else f"began {now - self.round.formed_at:.0f} s ago"
+            reason = f"it waits for {who}: their step {step}, and they have not asked for the next one yet"
+            due = (m for m in ending if not m.notified_reason or now - m.notified_at >= NOTICE_AGAIN_S)
+            yield from (_notify(member, reason, now) for member in due if member.replica_id not in outside)
             return
         out = outside.keys() | others.keys()
         if (hold := self._joining.hold(admitted, now)) is not None:
