@@ -59,6 +59,19 @@ def test_a_group_of_its_own_counts_the_discarded_iteration_and_the_others_end_wi
     assert a.hears() == ["refused: finished"]
 
 
+def test_of_two_that_go_on_one_that_waits_with_values_of_an_attempt_that_is_over_goes_on_too() -> None:
+    job, (a, b, c) = trained("a", "b", "c")
+    finishes(a)
+    b.asks(can_serve=True, shows="w")
+    c.asks(can_serve=True, shows="of its own")
+    b.asks(can_serve=True, shows="w")  # its loss was not a number
+    c.follows()
+    c.asks()
+    assert c.replica.warms_up and job.lighthouse.finished_step is None
+    job.passes(1.0)
+    assert b.hears()[-1].startswith("quorum")
+
+
 def test_of_two_that_go_on_one_that_loads_what_differs_before_its_step_goes_on_too() -> None:
     job, (a, b, c) = trained("a", "b", "c")
     finishes(a)

@@ -325,7 +325,7 @@ def test_one_that_was_not_waited_for_says_what_it_holds_and_asks_for_no_step_in_
     job, a, _, c = waits_for_c(least=1, allow_step_loss=True)
     assert job.lighthouse._holds.is_on
     job.passes(30.0)
-    assert job.lighthouse._holds.is_late(c.replica_id, a.step)
+    assert job.lighthouse._job.late == {"c": a.step}
     c.says(c.replica.locate())
     assert a.replica.phase.value == "training"
 

@@ -760,7 +760,7 @@ def broken_lateness_in_a_hold(patch: pytest.MonkeyPatch) -> None:
     def begin(holds: Holds, newcomers: list[Member], *given: object) -> None:
         right(holds, newcomers, *given)  # type: ignore[arg-type]
         for member in newcomers:
-            holds._late.pop(group_name(member.replica_id), None)
+            holds._job.late.pop(group_name(member.replica_id), None)
 
     patch.setattr(Holds, "begin", begin)
 

@@ -103,10 +103,6 @@ class Holds:
         Empty in outer loops: what they give is the same in each attempt."""
         self._given: dict[str, int] = {}
         """Who was given it, or corrected, since the last quorum formed, and the state of which step. Likewise."""
-        self._late: dict[str, int] = {}
-        """Groups that were given the state of this step, and have not begun it with the others, or who gave it has asked anew: it
-        may be that of another attempt at it. If such ones go on, as nobody else is there, then those that are not there. Also if
-        their connection is lost: they may come back with it."""
 
     @property
     def is_on(self) -> bool:
@@ -183,18 +179,18 @@ class Holds:
         """A quorum forms for a step: what comes now is another boundary."""
         self._are_late(self._job.quorum_members)
         self._go_on(self._job.quorum_members, step)
-        self._late = {name: of_step for name, of_step in self._late.items() if of_step >= step}
+        self._job.late = {name: of_step for name, of_step in self._job.late.items() if of_step >= step}
         self._tried.clear()
 
     def _go_on(self, holding: Collection[str], step: int) -> None:
         """The job goes on from the state of a step as these have it. If that is of an attempt that was over, as nobody else was
         there, then what others have of that step is of another one."""
         names = {group_name(replica_id) for replica_id in holding}
-        if step in map(self._late.get, names):
+        if step in map(self._job.late.get, names):
             here = [group_name(m) for m, version in self._job.held() if version.step == step]
             away = self._job.history.on_their_way(step, float("inf"), self._job.now)
-            self._late |= dict.fromkeys([*here, *away], step)
-        self._late = {name: of_step for name, of_step in self._late.items() if name not in names}
+            self._job.late |= dict.fromkeys([*here, *away], step)
+        self._job.late = {name: of_step for name, of_step in self._job.late.items() if name not in names}
 
     def gives(self, members: Collection[Member], giving: Collection[Member]) -> None:
         """These, which the quorum is held for or whose own differs, are given the state with which the others have asked."""
@@ -205,12 +201,12 @@ class Holds:
     def teaches(self, learners: Iterable[Member], step: int) -> None:
         """These receive the state of a step beside the quorum that begins it: whoever asks for that step again is at another
         attempt at it."""
-        self._late |= {group_name(m.replica_id): step for m in learners if _moves_between_attempts(m.asked)}
+        self._job.late |= {group_name(m.replica_id): step for m in learners if _moves_between_attempts(m.asked)}
 
     def _are_late(self, others: Collection[str]) -> None:
         """What was given, but to the others, may be of an attempt that is over; who waits with it has no name for it."""
         given = {m: step for m, step in self._given.items() if m not in others}
-        self._late |= {group_name(m): step for m, step in given.items()}
+        self._job.late |= {group_name(m): step for m, step in given.items()}
         for replica_id in self._job.waiting.keys() & given.keys():
             member = self._job.members[replica_id]
             if member.version.step == given[replica_id]:
@@ -222,7 +218,7 @@ class Holds:
         """A member asks for a step. If it has given its state for that to others, they have the values of the attempt before."""
         awaited = self._awaited.get(member.replica_id)
         if awaited is not None and awaited.has_loaded and not request.at_end:
-            self._late.pop(group_name(member.replica_id), None)  # it has the state of now
+            self._job.late.pop(group_name(member.replica_id), None)  # it has the state of now
         if request.request_id == self._giving.get(member.replica_id, request.request_id):
             return
         self._are_late([member.replica_id])
@@ -232,10 +228,6 @@ class Holds:
                 self._job.beginners.pop(replica_id, None)
             self._awaited.clear()
             self._joining.stood_for_hold(self._stood(now), now)
-
-    def is_late(self, replica_id: str, step: int) -> bool:
-        """Whether what a member has of a step is of another attempt at it than that with which the others go on."""
-        return self._late.get(group_name(replica_id)) == step
 
     # ------------------------------------------------------------------------------------------------------ in a hold
 

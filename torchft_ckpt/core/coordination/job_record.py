@@ -13,7 +13,7 @@ from torchft_ckpt.core.coordination.history import StateHistory
 from torchft_ckpt.core.coordination.layouts import groups_apart
 from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings
 from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase, Round
-from torchft_ckpt.core.coordination.messages import QuorumRequest, StateVersion
+from torchft_ckpt.core.coordination.messages import QuorumRequest, StateVersion, group_name
 from torchft_ckpt.core.coordination.quorum import QuorumIds
 
 
@@ -40,6 +40,10 @@ class JobRecord:
     """The members that begin the job with that: its holders and those that were to receive it. True: its loop has read no step of
     another state, and has computed nothing; or it holds the state, and no such member does. Always connected; who computes
     something alone since is none of them any more."""
+    late: dict[str, int] = field(default_factory=dict)
+    """By group, the step of which it has the values of another attempt than those that the others go on with: it was given them,
+    and has not begun the step with the others, or who gave them has asked anew. If such ones go on, as nobody else is there, it
+    is those that are not there. Also if its connection is lost: it may come back with them."""
     finished_at_step: int | None = None
     """The latest step at which a group said that it has finished; None again once the job goes on. See `finished_step`."""
     finished_by: dict[str, int] = field(default_factory=dict)
@@ -75,11 +79,10 @@ class JobRecord:
         step = self.finished_at_step
         if step is None or step != self.newest_step:
             return None
-        # One at work without a name for its state is about to load what it differs in, and goes on too.
+        # One without a name for its state that is at work, or late, is about to load what it differs in, and goes on too.
         at_work, is_valid = self.quorum_members, self.history.is_valid
-        holders = [
-            m for m in self.staying() if m.version.step >= step and (is_valid(m.version) or m.replica_id in at_work)
-        ]
+        near = [m for m in self.staying() if m.version.step >= step]
+        holders = [m for m in near if is_valid(m.version) or m.replica_id in at_work or self.is_late(m, step)]
         train = [m for m in holders if not m.hello.spare or m.replica_id in at_work or self._was_at_work(m)]
         goes_on = len(train) > 1 or any(self.finished_by.get(m.replica_id) == step for m in holders)
         goes_on = goes_on or any(self._is_restored(m, step) for m in self.staying())
@@ -89,6 +92,9 @@ class JobRecord:
     def may_lose_steps(self) -> bool:
         """Whether the operator allows it, at present."""
         return self.allows_step_loss or self.settings.allow_step_loss
+
+    def is_late(self, member: Member, step: int) -> bool:
+        return self.late.get(group_name(member.replica_id)) == step
 
     def held(self, exclude: Collection[str] = ()) -> Iterator[tuple[str, StateVersion]]:
         """Yield the members that are not excluded, each with the state that it holds."""

@@ -184,15 +184,11 @@ class LighthouseState:
 
     def next_deadline(self) -> float | None:
         """Return when `Tick` is due, if nothing else happens before. It never needs to be early."""
-        deadlines = []
-        if (silent := self._roster.longest_silent()) is not None:
-            deadlines.append(silent.last_seen + self.settings.heartbeat_timeout_s)
-        if (self._job.waiting or self._holds.is_on) and self._evaluate_at is not None:
-            deadlines.append(self._evaluate_at)
-        deadlines += self._leaving.deadlines()
-        for deadline in (self._restart.deadline(self._job.now), self._connecting.deadline):
-            deadlines += [] if deadline is None else [deadline]
-        return min(deadlines, default=None)
+        silent = self._roster.longest_silent()
+        silent_at = None if silent is None else silent.last_seen + self.settings.heartbeat_timeout_s
+        look_at = self._evaluate_at if self._job.waiting or self._holds.is_on else None
+        deadlines = [silent_at, look_at, self._restart.deadline(self._job.now), self._connecting.deadline]
+        return min((at for at in (*deadlines, *self._leaving.deadlines()) if at is not None), default=None)
 
     @property
     def round(self) -> Round | None:
@@ -232,9 +228,8 @@ class LighthouseState:
     def has_lost_nothing(self) -> bool:
         """Whether the groups that are here all hold the newest state whole, and train on from it: no step could be lost."""
         members = self.members.values()
-        is_whole = all(m.request is None or not m.request.torn for m in members)
-        holds_all = all(self._job.holds_newest(m.version) for m in members)
-        return bool(members) and is_whole and holds_all and self.finished_step is None
+        held = [self._job.holds_newest(m.version) and not (m.request is not None and m.request.torn) for m in members]
+        return bool(held) and all(held) and self.finished_step is None
 
     @property
     def is_deserted(self) -> bool:
@@ -327,8 +322,7 @@ class LighthouseState:
             yield from self._on_member_lost(member.replica_id, event.reason, now, is_closed=True)
 
     def _on_hello(self, connection: str, hello: Hello, now: float) -> Iterator[Instruction]:
-        refusal = self._why_refused(connection, hello)
-        if refusal is not None:
+        if (refusal := self._why_refused(connection, hello)) is not None:
             yield Send(connection, refusal)
             yield Close(connection)
             return
@@ -595,7 +589,7 @@ class LighthouseState:
 
     def _as_it_counts(self, member: Member, version: StateVersion) -> StateVersion:
         """Return a member's state, without its name if that is void, or is that of another attempt at the step of others."""
-        if self._holds.is_late(member.replica_id, version.step) and self._beside.others_hold(member):
+        if self._job.is_late(member, version.step) and self._beside.others_hold(member):
             version = StateVersion(step=version.step)
         return self._job.history.as_it_counts(version)
 
