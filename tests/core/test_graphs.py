@@ -13,7 +13,7 @@ from torchft_ckpt.core.training.graphs import OpenGraphs
 
 def told(story: str) -> str:
     """The answers, `y` or `n`."""
-    graphs, answers = OpenGraphs(), []
+    graphs, answers = OpenGraphs(lambda: None), []
     for letter in story:
         if letter == "|":
             graphs.begins()
@@ -47,6 +47,17 @@ def told(story: str) -> str:
 )
 def test_where_the_loop_may_go_back_through_weights_of_before(loop: str, answers: str) -> None:
     assert told(loop) == answers
+
+
+def test_a_forward_pass_begins_a_step_again_if_one_of_the_same_module_in_it_waits_for_its_backward_pass() -> None:
+    told: list[str] = []
+    graphs = OpenGraphs(lambda: told.append(now))
+    for now in ("begins", "a", "b", "a again", "closes", "a after that", "begins", "a in the next"):
+        if now in ("begins", "closes"):
+            getattr(graphs, now)(*"a" * (now == "closes"))
+        else:
+            graphs.opens(now[0])
+    assert told == ["a again"]
 
 
 def test_a_loop_that_was_seen_to_go_back_into_the_step_before_is_known_for_that() -> None:

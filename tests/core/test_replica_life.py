@@ -248,6 +248,7 @@ def test_a_step_in_which_nothing_has_happened_may_be_kept_until_it_is_voted_on()
     assert kept == [False, True, True, False, False]
 
 
+@pytest.mark.parametrize("by", ["zero_grad", "a forward pass"])
 @pytest.mark.parametrize("newcomers", [0, 1])
 @pytest.mark.parametrize(
     ("attempts", "against"),
@@ -264,7 +265,7 @@ def test_a_step_in_which_nothing_has_happened_may_be_kept_until_it_is_voted_on()
     ],
 )
 def test_a_step_that_a_loop_begins_again_now_and_then_does_not_count_if_a_group_comes_in_with_it(
-    attempts: str, against: list[int], newcomers: int
+    attempts: str, against: list[int], newcomers: int, by: str
 ) -> None:
     """It may have moved its place in the data since that group was given the state. A loop that does so in each step has not.
 
@@ -273,8 +274,10 @@ def test_a_step_that_a_loop_begins_again_now_and_then_does_not_count_if_a_group_
     state, votes = replica(), []
     for attempt in attempts.split(", "):
         request = state.begin(StepWishes(), StepFacts())
-        if "again" in attempt:
+        if "again" in attempt and by == "zero_grad":
             assert state.keeps_step(StepWishes(), has_reduced=False, is_loading=False)
+        elif "again" in attempt:
+            state.begins_again()
         answer = formed(request.request_id, version=state.version, contributors=3)
         num_new = 0 if "alone" in attempt else newcomers
         state.formed(msgspec.structs.replace(answer, num_proved=3 - num_new))

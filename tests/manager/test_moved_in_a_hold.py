@@ -11,9 +11,14 @@ import torch
 from support.replicas import Replica, Run
 
 from torchft_ckpt.core.coordination.replica import StepPhase
+from torchft_ckpt.ddp import PureDistributedDataParallel
 
+CLEARS_LAST = "continues, and clears gradients at the end of its iterations"
 _QUIET = range(33, 48)
 """At 32 and 64 steps, and at each other power of two, all groups are compared, and their loops wait. Here they do not."""
+
+
+LEAVE_OUT = ("continues", "catches an error", CLEARS_LAST)
 
 
 class Case:
@@ -34,6 +39,7 @@ class Reading(Replica):
         self.read: dict[int, int] = {}
         """Which batch, by the number of the step, if that counts."""
         super().__init__(*arguments, **options)
+        self.network = PureDistributedDataParallel(self.manager, self.model) if case.how == CLEARS_LAST else self.model
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "place": self.place}
@@ -43,7 +49,7 @@ class Reading(Replica):
         self.place = state["place"]
 
     def forward(self) -> torch.Tensor:
-        loss: torch.Tensor = self.model(torch.full((2, 8), 1.0 + self.place % 2)).square().mean()
+        loss: torch.Tensor = self.network(torch.full((2, 8), 1.0 + self.place % 2)).square().mean()
         return loss
 
     def leaves_out(self, how: str) -> bool:
@@ -58,7 +64,8 @@ class Reading(Replica):
         step, before = self.manager.current_step(), self.manager.statistics().num_committed
         if self.case.votes.is_set() and not self.case.has_loaded:
             self.case.is_on.wait(0.1)  # so the other two come together long before the groups are compared again
-        self.optimizer.zero_grad()
+        if self.case.how != CLEARS_LAST:
+            self.optimizer.zero_grad()
         if self.case.how == "clears twice":
             self.forward()
             self.place += 1
@@ -70,18 +77,20 @@ class Reading(Replica):
         except ValueError:
             self.place += 1
             return False
-        if self.leaves_out("continues"):
+        if self.leaves_out("continues") or self.leaves_out(CLEARS_LAST):
             self.place += 1
             return False
         loss.backward()  # type: ignore[no-untyped-call]
         if self.case.how == "accumulates":
             self.place += 1
             self.forward().backward()  # type: ignore[no-untyped-call]
-        for parameter in self.model.parameters():
+        for parameter in self.model.parameters() if self.case.how != CLEARS_LAST else ():
             assert parameter.grad is not None
             self.manager.allreduce(parameter.grad)
         self.votes()
         self.optimizer.step()
+        if self.case.how == CLEARS_LAST:
+            self.optimizer.zero_grad()
         if counts := self.manager.statistics().num_committed > before:
             self.read[step] = self.place
             self.place += 1
@@ -110,7 +119,7 @@ class Newcomer(Reading):
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
         self.case.is_on.set()
-        give_up_at, leaves_out = time.monotonic() + 30, self.case.how in ("continues", "catches an error")
+        give_up_at, leaves_out = time.monotonic() + 30, self.case.how in LEAVE_OUT
         while leaves_out and not all(other.num_left_out for other in self.others) and time.monotonic() < give_up_at:
             threading.Event().wait(0.001)
         self.case.is_on.clear()
@@ -129,7 +138,7 @@ def join(case: Case) -> tuple[list[Any], Newcomer]:
     return others, joined
 
 
-@pytest.mark.parametrize("how", ["continues", "catches an error"])
+@pytest.mark.parametrize("how", LEAVE_OUT)
 def test_a_step_does_not_count_that_one_begins_with_a_batch_which_the_others_left_out_while_it_loaded(how: str) -> None:
     """They are the source of its state, and had moved on from that in the same step. All make the step again, and begin alike."""
     others, _ = join(Case(how))

@@ -33,7 +33,7 @@ class Averaging:
         self.asked: list[tuple[torch.dtype, tuple[int, ...], ReduceOp.RedOpType]] = []
         self.errors: list[Exception] = []
         self._group = group
-        self.hooks, self.open_graphs = self, OpenGraphs()
+        self.hooks, self.open_graphs = self, OpenGraphs(lambda: None)
 
     def ensure_step(self, *, is_training: bool = True) -> None: ...
 

@@ -151,7 +151,7 @@ class Steps:
         self._use_async_quorum = use_async_quorum
         self._quorum_retries = quorum_retries
         self._sharing = SharedStep()
-        self.graphs = OpenGraphs()
+        self.graphs = OpenGraphs(client.begins_again)
         self._undo = Undo(registry, client.replica_id)
         self._taking = StepTaking()
         self._worker = Threads("torchft_ckpt-quorum")

@@ -239,6 +239,10 @@ class StepClient:
             self._raise_if_fatal()
             return replica.keeps_step(wishes, has_reduced=has_reduced, is_loading=is_loading, joins_open=joins_open)
 
+    def begins_again(self) -> None:
+        with self._lock, self._replica as replica:
+            replica.begins_again()
+
     def may_begin(self) -> bool:
         """See `ReplicaState.may_begin`."""
         with self._lock, self._replica as replica:

@@ -458,6 +458,10 @@ class ReplicaState:
         self._is_again = is_ready and not (has_reduced or has_failed)
         return self._is_again
 
+    def begins_again(self) -> None:
+        """The loop goes on with the open step, perhaps at another place of its data, as one that `keeps_step` does."""
+        self._is_again = self.is_in_step
+
     def begin(self, wishes: StepWishes, facts: StepFacts) -> QuorumRequest:
         """A step begins. One that is open is abandoned."""
         waits = self.waits_for_quorum if wishes.waits is None else wishes.waits or bool(facts.shown)

@@ -7,13 +7,17 @@ through weights that have changed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 
 class OpenGraphs:
-    """The forward passes of this rank's modules without their backward passes. A module is any hashable that identifies it."""
+    """The forward passes of this rank's modules without their backward passes. A module is any hashable that identifies it.
 
-    def __init__(self) -> None:
+    `begins_again` is called if a module computes another one in the same step: the loop may have left the first one's batch out.
+    """
+
+    def __init__(self, begins_again: Callable[[], None]) -> None:
+        self._begins_again = begins_again
         self._step = 0
         """How many steps have begun here."""
         self._opened: dict[Hashable, int] = {}
@@ -50,7 +54,9 @@ class OpenGraphs:
 
     def opens(self, module: Hashable) -> None:
         """A module computes a forward pass that a backward pass is to follow."""
-        if self._opened.get(module, self._step) < self._step:
+        if self._opened.get(module) == self._step:
+            self._begins_again()
+        elif module in self._opened:
             self._was_look(module)
         self._opened[module] = self._step
 
