@@ -276,10 +276,11 @@ class Recovery:
             "Its script changes once a round what the others change at another place, or by what it had read before it came in:"
             " change it if loop.round_counted() is True, and read manager.current_step() there"
             if self._registry.trains_apart
-            else "Its training loop used something that it had read before it had this state (read the step after zero_grad), or"
-            " changes what belongs to a step after zero_grad, in this group alone, or by a count that no state_dict function"
-            " returns (take manager.current_step()), or by random numbers of its own (weights that it moves to evaluate and back,"
-            " as an optimizer's eval() and train() do, are rounded by that: do so in all groups, by manager.current_step())"
+            else "Its loop used something that it had read before it had this state (read the step after zero_grad), or"
+            " that the others left out since (continue), or changes what belongs to a step after zero_grad, in this"
+            " group alone, or by a count that no state_dict function returns (take manager.current_step()), or by"
+            " random numbers of its own (weights that it moves to evaluate and back, as an optimizer's eval() and"
+            " train() do, are rounded by that: do so in all groups, by manager.current_step())"
         ) + (f". Each group has its own {name_some(own)}, and no step may be computed with that" if own else "")
         if again:
             differs = ReplicasDifferError(
