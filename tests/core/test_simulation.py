@@ -667,9 +667,9 @@ def broken_sources(patch: pytest.MonkeyPatch) -> None:
     """Who was just given the state gives it to others, though there are some who had it before."""
     right = Beside.give_held
 
-    def give(beside: Beside, newcomers: object, proved: object, assignment: object, now: float) -> object:
+    def give(beside: Beside, newcomers: object, proved: object, assignment: object) -> object:
         holding = [beside._job.members[part.replica_id] for part in assignment.parts]  # type: ignore[attr-defined]
-        return right(beside, newcomers, Beside.giving(holding), assignment, now)  # type: ignore[arg-type]
+        return right(beside, newcomers, Beside.giving(holding), assignment)  # type: ignore[arg-type]
 
     patch.setattr(Beside, "give_held", give)
 

@@ -297,16 +297,16 @@ class Beside:
         newcomers: Collection[Member],
         giving: Collection[Member],
         assignment: Assignment,
-        now: float,
     ) -> Iterator[Instruction]:
         """Have newcomers receive the state with which the next quorum begins, which is held meanwhile, from these."""
         ranks = {part.replica_id: rank for rank, part in enumerate(assignment.parts)}
         sources = [member.as_source(ranks[member.replica_id]) for member in giving]
         for member in giving:
             yield Send(member.connection, JoinerWaiting(num_held=len(newcomers)))
+        sizes = len(assignment.parts), assignment.num_contributors
         for member in newcomers:
             why = "the others have asked for the step, and wait until this group has its state"
-            yield self._gives(member, Given.TO_COME_IN, why, now, assignment=assignment, sources=sources)
+            yield self._gives(member, Given.TO_COME_IN, why, assignment.version, sizes, sources)
             member.is_called = True  # it comes as soon as it can
 
     def have_state_captured(self) -> Iterator[Instruction]:
@@ -379,45 +379,51 @@ class Beside:
             why = self._why_follows(member) if follows else why
             yield Log(f"{member.replica_id} gets step {current.step} outside of the quorum: {why}")
             given = Given.TO_FOLLOW if follows else Given.TO_LEARN
-            yield self._gives(member, given, why, now, assignment=current.assignment, sources=sources)
+            sizes = len(current.assignment.parts), current.assignment.num_contributors
+            yield self._gives(member, given, why, current.assignment.version, sizes, sources)
 
     def _gives(
         self,
         member: Member,
         why: Given,
         reason: str,
-        now: float,
-        *,
-        assignment: Assignment,
+        version: StateVersion,
+        sizes: tuple[int, int],
         sources: list[Source],
     ) -> Send:
-        """Have a member receive the state of an assignment, beside a quorum that does not wait for it."""
-        request, current = self._job.take_request(member), self._job.round
-        # It may have been in the quorum, and have given its step up.
-        self._job.quorum_members.pop(member.replica_id, None)
-        newest_step = self._job.history.lasting_step
-        if why is Given.TO_FOLLOW and self._is_idle_spare(member):
-            why = Given.TO_STAY
-        is_held = why is Given.TO_COME_IN
-        member.phase = MemberPhase.AWAY if why is Given.TO_LEARN else MemberPhase.FOLLOWS
-        member.follows_until = now + SAY_EVERY_S if member.is_beside else now
+        """Have a member receive a state, and take part in no quorum before. `sizes`: all members, and those that contribute."""
+        request, current, now = self._job.take_request(member), self._job.round, self._job.now
+        newest_step, is_held = self._job.history.lasting_step, why is Given.TO_COME_IN
+        if why is Given.TO_CORRECT:
+            member.phase, member.version, current = MemberPhase.BETWEEN, StateVersion(step=version.step), None
+        else:  # it may have been in the quorum, and have given its step up
+            self._job.quorum_members.pop(member.replica_id, None)
+            why = Given.TO_STAY if why is Given.TO_FOLLOW and self._is_idle_spare(member) else why
+            member.phase = MemberPhase.AWAY if why is Given.TO_LEARN else MemberPhase.FOLLOWS
+            member.follows_until = now + SAY_EVERY_S if member.is_beside else now
         given = StateGiven(
             request_id=request.request_id,
             quorum_id=self._job.quorum_id,
             epoch=self._job.epoch,
-            version=assignment.version,
-            replica_world_size=len(assignment.parts),
-            num_contributors=assignment.num_contributors,
+            version=version,
+            replica_world_size=sizes[0],
+            num_contributors=sizes[1],
             why=why,
             sources=sources,
             names_state=is_held and self._job.beginners.get(member.replica_id, False),
-            newest_step=min(newest_step, assignment.version.step) if is_held else newest_step,
+            newest_step=min(newest_step, version.step) if is_held else newest_step,
             # In a hold the sources know it, or they are of another life.
             leaves=LeavesFound() if current is None or is_held else current.leaves,
             rolled_back_to=self._job.history.rolled_back_to,
             reason=reason,
         )
         return Send(member.connection, given)
+
+    def corrects(self, member: Member, sources: list[Source], num_members: int) -> Send:
+        """Have a member that differs from these load their state before its step."""
+        version, names = member.asked.version, name_some(source.replica_id for source in sources)
+        reason = clip(f"it came to another state of step {version.step} than {names}")
+        return self._gives(member, Given.TO_CORRECT, reason, version, (num_members, num_members), sources)
 
     def _newest_version(self) -> StateVersion:
         valid = (version for _, version in self._job.held() if self._job.history.is_valid(version))

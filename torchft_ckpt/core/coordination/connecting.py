@@ -65,6 +65,8 @@ class Connecting:
         self._meeting: _Meeting | None = None
         """The last one, if it may still go well, or a quorum may take it."""
         self._pauses_until = float("-inf")
+        self._store_hosts: tuple[str, ...] = ()
+        """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._tried_alone: set[str] = set()
         """Newcomers that could not be connected, alone or together with others."""
         self.deadline: float | None = None
@@ -98,7 +100,22 @@ class Connecting:
         unmet = {other.replica_id: other for other in others if other.replica_id not in member.met}
         return [m for m, other in unmet.items() if other is not member and member.replica_id not in other.met]
 
-    def begin(self, store_address: str, now: float) -> Iterator[Instruction]:
+    def choose_stores(self, members: Collection[str]) -> None:
+        """A quorum of these forms. Stay with the stores that members are connected to: a new connection may take seconds (name
+        lookups)."""
+        hosts = [m for m in members if self._job.members[m].hello.store_address]
+        able = [m for m in hosts if m in self._job.quorum_members] or hosts
+        kept = [replica_id for replica_id in self._store_hosts if replica_id in able]
+        self._store_hosts = tuple([*kept, *(m for m in able if m not in kept)][:2])
+
+    def store_addresses(self) -> tuple[str, str]:
+        """Addresses of the present store and of the one that stands by; empty where there is none."""
+        members = self._job.members
+        addresses = [members[host].hello.store_address for host in self._store_hosts if host in members]
+        present, standby, *_ = [*addresses, "", ""]
+        return present, standby
+
+    def begin(self, now: float) -> Iterator[Instruction]:
         """Connect those who train with the newcomers that have not met them, unless that is on the way.
 
         Those who train have to have met each other: else it could be one of them that cannot be connected.
@@ -106,7 +123,7 @@ class Connecting:
         if self._meeting is not None and not self._meeting.is_over:
             return
         self.deadline = None
-        at_work = [self._job.members[m] for m in self._job.quorum_members]
+        at_work, (store_address, _) = [self._job.members[m] for m in self._job.quorum_members], self.store_addresses()
         if not store_address or not at_work or not self._have_met(at_work):
             return
         new = [m for m in self._job.members.values() if self._is_newcomer(m, at_work, now)]

@@ -151,6 +151,21 @@ class JobRecord:
         least = max([1, *(member.min_contributors for member in holding)])
         return len(holding) < least or len(admitted) < self.settings.min_replicas
 
+    def next_quorum_id(self, members: Collection[Member]) -> int:
+        last = self.round
+        if (
+            last is None
+            or last.tally.broken
+            or last.is_void
+            or self.quorum_id != last.quorum_id
+            or any(member.asked.needs_new_quorum for member in members)
+            or last.tally.roles.keys() != {member.replica_id for member in members}
+            # It goes back to an older state: the lost ones are told by the ids of the quorums that they came from.
+            or (self.newest_step > 0 and not any(self.holds_newest(m.asked.version) for m in members))
+        ):
+            return self.quorum_id + 1
+        return self.quorum_id
+
     def apart(self) -> dict[str, str]:
         """Return the groups that cannot train with the others, each with the reason for the operator."""
         return groups_apart(

@@ -61,7 +61,6 @@ from torchft_ckpt.core.coordination.messages import (
     ConnectedBeside,
     Drain,
     Dropped,
-    Given,
     Heartbeat,
     Hello,
     JoinerWaiting,
@@ -85,7 +84,6 @@ from torchft_ckpt.core.coordination.messages import (
     Start,
     Starts,
     StartTold,
-    StateGiven,
     StateLocated,
     StateVersion,
     ToLighthouse,
@@ -161,8 +159,6 @@ class LighthouseState:
         self._contributors = RecentContributors()
         self._speaking = Speaking()
         self._deciding = Deciding(self._job, self._joining, self._equality, self._trials, self._speaking, self._leaving)
-        self._store_hosts: tuple[str, ...] = ()
-        """At most two: the member at whose store the last quorum met, and the one that stands by for it."""
         self._evaluate_at: float | None = None
         """When to look again whether a quorum can be formed. Set while anybody waits for one."""
         self.reason = ""
@@ -296,7 +292,7 @@ class LighthouseState:
             yield from self._on_join_progress(member, message, now)
         elif isinstance(message, ConnectedBeside):
             yield from self._connecting.answered(member, message, now)
-            yield from self._meet(now)
+            yield from self._connecting.begin(now)
         elif isinstance(message, CollectiveWait):
             yield from self._deciding.waits(member, message, now)
         elif isinstance(message, LeafDigests):
@@ -359,7 +355,7 @@ class LighthouseState:
             protocol=PROTOCOL_VERSION,
             epoch=self.epoch,
             heartbeat_timeout_s=self.settings.heartbeat_timeout_s,
-            store_address=self._store_addresses()[0],
+            store_address=self._connecting.store_addresses()[0],
         )
         yield Send(connection, welcome)
         yield Log(f"{replica_id} is here at step {hello.version.step}, {len(self.members)} replica groups live")
@@ -480,11 +476,8 @@ class LighthouseState:
         elif member.request is not None and was_beside:
             yield from self._beside.have_state_captured()
         if replica_id not in self._job.quorum_members:
-            yield from self._meet(now)
+            yield from self._connecting.begin(now)
         yield from self._reconsider(now)
-
-    def _meet(self, now: float) -> Iterator[Instruction]:
-        return self._connecting.begin(self._store_addresses()[0], now)
 
     # --------------------------------------------------------------------------------------------------------- leaving
 
@@ -544,7 +537,7 @@ class LighthouseState:
             self._trials.lost(replica_id)  # it comes in anew
         yield Send(member.connection, msgspec.structs.replace(located, is_finished=self.finished_step is not None))
         if replica_id not in self._job.quorum_members:
-            yield from self._meet(now)
+            yield from self._connecting.begin(now)
         yield from self._reconsider(now)
 
     def _on_start(self, member: Member, request_id: int, starts: Starts, now: float) -> Iterator[Instruction]:
@@ -800,7 +793,7 @@ class LighthouseState:
             self._trials.lost(member.replica_id)  # it is compared anew after its first step
         names = name_some(member.replica_id for member in newcomers)
         yield Log(f"{names} receives the state of step {assignment.version.step}, and the others wait for that")
-        yield from self._beside.give_held(newcomers, giving, assignment, now)
+        yield from self._beside.give_held(newcomers, giving, assignment)
 
     def _give_first(self, assignment: Assignment, newcomers: list[Member], now: float) -> Iterator[Instruction]:
         """Give the job's first state to those who begin the job with its holders: it gets its name, and the quorum is held."""
@@ -816,7 +809,7 @@ class LighthouseState:
         self._holds.begin(newcomers, holding, giving, assignment, now)
         names = name_some(member.replica_id for member in newcomers) or "nobody"
         yield Log(f"{assignment.reason}: {names} receives it, and the job begins when that is done")
-        yield from self._beside.give_held(newcomers, giving, assignment, now)
+        yield from self._beside.give_held(newcomers, giving, assignment)
 
     def _trial_of(self, members: Collection[Member]) -> Verdict:
         """Compare what members show of the state they go on from. One without a name is given out when the quorum forms."""
@@ -840,25 +833,11 @@ class LighthouseState:
                 yield Send(self.members[replica_id].connection, stop)
             return
         places = {member.replica_id: place for place, member in enumerate(members)}
-        for replica_id, sources in trial.loads.items():
-            member = self.members[replica_id]
-            self._holds.gives([member], [self.members[source] for source in sources])
-            request = self._job.take_request(member)
-            member.phase, member.version = MemberPhase.BETWEEN, StateVersion(step=request.version.step)
-            given = StateGiven(
-                request_id=request.request_id,
-                quorum_id=self.quorum_id,
-                epoch=self.epoch,
-                version=request.version,
-                replica_world_size=len(members),
-                num_contributors=len(members),
-                why=Given.TO_CORRECT,
-                sources=[self.members[source].as_source(places[source]) for source in sources],
-                newest_step=self._job.history.lasting_step,
-                rolled_back_to=self._job.history.rolled_back_to,
-                reason=clip(f"it came to another state of step {request.version.step} than {name_some(sources)}"),
-            )
-            yield Send(member.connection, given)
+        for replica_id, names in trial.loads.items():
+            giving = [self.members[name] for name in names]
+            self._holds.gives([self.members[replica_id]], giving)
+            sources = [member.as_source(places[member.replica_id]) for member in giving]
+            yield self._beside.corrects(self.members[replica_id], sources, len(members))
 
     def _refuse_to_heal(self, helpless: list[str], assignment: Assignment, now: float) -> Iterator[Instruction]:
         """Send the members away that would have to load a state and cannot. The others form their quorum without them."""
@@ -940,21 +919,6 @@ class LighthouseState:
                     yield Log(said, is_warning=True)
                 yield _notify(member, reason, now)
 
-    def _next_quorum_id(self, members: list[Member]) -> int:
-        last = self.round
-        if (
-            last is None
-            or last.tally.broken
-            or last.is_void
-            or self.quorum_id != last.quorum_id
-            or any(member.asked.needs_new_quorum for member in members)
-            or last.tally.roles.keys() != {member.replica_id for member in members}
-            # It goes back to an older state: the lost ones are told by the ids of the quorums that they came from.
-            or (self.newest_step > 0 and not any(self._job.holds_newest(m.asked.version) for m in members))
-        ):
-            return self.quorum_id + 1
-        return self.quorum_id
-
     def _notify_pending(
         self,
         reason: str,
@@ -1001,7 +965,7 @@ class LighthouseState:
         """
         yield from self._deciding.replaced(now)
         members = [self.members[part.replica_id] for part in assignment.parts]
-        quorum_id = self._next_quorum_id(members)
+        quorum_id = self._job.next_quorum_id(members)
         if assignment.is_first and assignment.version.quorum_id >= self.quorum_id:
             quorum_id = assignment.version.quorum_id  # it names their state, and no quorum yet
         last = self.round
@@ -1028,7 +992,7 @@ class LighthouseState:
         self._holds.quorum_forms(current.step)
         self._spares.note_at_work(self.members[replica_id] for replica_id in self._job.quorum_members)
         self._evaluate_at = None
-        self._choose_store_hosts(roles)
+        self._connecting.choose_stores(roles)
         if is_new:
             who = ", ".join(f"{part.replica_id} ({part.role.value})" for part in assignment.parts[:8])
             more = f" and {len(members) - 8} more" if len(members) > 8 else ""
@@ -1045,7 +1009,7 @@ class LighthouseState:
         asking = [self.members[replica_id] for replica_id in self._job.waiting]
         awaits_turn = any(m.out_of_turn_since is not None and not m.asked.at_end for m in asking)
         places = range(len(members), len(members) + len(taught))
-        store, standby = self._store_addresses()
+        store, standby = self._connecting.store_addresses()
         meets = Meeting(store_address=store, place=place, standby_store_address=standby)
         patience_s = max(member.asked.patience_s for member in members)
         num_contributors, num_voters = assignment.num_contributors, assignment.num_voters  # each counts all members
@@ -1084,7 +1048,7 @@ class LighthouseState:
                 yield Send(member.connection, JoinerWaiting())
         sources = [members[rank].as_source(rank) for rank in teachers]
         yield from self._beside.teach(taught, current, sources, others, now)
-        yield from self._meet(now)
+        yield from self._connecting.begin(now)
         if self._job.waiting:
             self._evaluate_at = now + PENDING_NOTICE_S  # to notify them of the reason
 
@@ -1122,19 +1086,6 @@ class LighthouseState:
                 reason = "the others went on after the lighthouse restarted"
                 broken = QuorumBroken(quorum_id=old_quorum_id, replica_id=replica_id, lost=True, reason=reason)
                 yield Send(self.members[replica_id].connection, broken)
-
-    def _choose_store_hosts(self, roles: Mapping[str, Role]) -> None:
-        """Stay with the stores that members are connected to: a new connection may take seconds (name lookups)."""
-        hosts = [m for m in roles if self.members[m].hello.store_address]
-        able = [m for m in hosts if roles[m] is Role.HEALTHY] or hosts
-        kept = [replica_id for replica_id in self._store_hosts if replica_id in able]
-        self._store_hosts = tuple([*kept, *(m for m in able if m not in kept)][:2])
-
-    def _store_addresses(self) -> tuple[str, str]:
-        """Addresses of the present store and of the one that stands by; empty where there is none."""
-        addresses = [self.members[host].hello.store_address for host in self._store_hosts if host in self.members]
-        present, standby, *_ = [*addresses, "", ""]
-        return present, standby
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -1196,7 +1147,7 @@ class LighthouseState:
         yield from self._break_forgotten_collectives(self._restart.left(replica_id))
         yield from self._settle_forgotten_steps(now)
         if not is_back:
-            yield from self._meet(now)
+            yield from self._connecting.begin(now)
             yield from self._beside.call_spares()
             yield from self._reconsider(now)
 
@@ -1230,7 +1181,7 @@ class LighthouseState:
             yield from let_go
             yield from self._reconsider(now)
         yield from self._connecting.expire(now)
-        yield from self._meet(now)
+        yield from self._connecting.begin(now)
         yield from self._break_forgotten_collectives(self._restart.expire(now))
         yield from self._settle_forgotten_steps(now)
         if (self._job.waiting or self._holds.is_on) and self._evaluate_at is not None and now >= self._evaluate_at:
