@@ -108,6 +108,17 @@ def test_a_restarted_lighthouse_takes_what_it_hears_first_within_what_it_can_cou
     assert [ids.why_never_given(999 + n, "now") == "" for n in (0, 1)] == [True, False]
 
 
+def test_who_says_again_in_an_open_step_what_it_voted_of_an_earlier_one_holds_what_it_makes_that_step_with() -> None:
+    job, (a, b) = trained("a", "b")
+    job.step(a, b)
+    version = StateVersion(step=2, quorum_id=1, epoch=job.lighthouse.epoch)
+    they_ask(a, b)
+    a.says(CommitVote(quorum_id=1, epoch=job.lighthouse.epoch, step=0, approve=True))
+    assert job.lighthouse.members["a:1"].version == job.lighthouse.members["b:1"].version == version
+    they_vote(a, b)
+    assert a.step == b.step == job.lighthouse.newest_step == 3
+
+
 def test_the_mere_word_that_later_steps_were_committed_stops_no_job_that_trains() -> None:
     job, (a,) = trained("a")
     stranger(job, newest_step=FAR, last_epoch="old")

@@ -339,9 +339,12 @@ class Deciding:
         return self.as_told(member, answer, now)
 
     def _note_held(self, replica_ids: Iterable[str], key: StepKey) -> None:
-        """Note that members that hear of a commit hold its state from now on, but for those that gave up waiting just now."""
+        """Note that members that hear of a commit hold its state from now on, but for those that gave up waiting just now. Who is
+        in a step that is open holds the state of that, whatever it says of an earlier one."""
+        current = self._job.round
+        in_step = [] if current is None or current.tally.decided else current.living()
         for replica_id in replica_ids:
-            if self._is_listening(replica_id):
+            if self._is_listening(replica_id) and replica_id not in in_step:
                 self._job.members[replica_id].version = state_after(key)
 
     def declined(self, replica_id: str) -> Iterator[Instruction]:
