@@ -49,15 +49,29 @@ def test_where_the_loop_may_go_back_through_weights_of_before(loop: str, answers
     assert told(loop) == answers
 
 
+def begun_again(steps: list[str]) -> list[int]:
+    """By its forward (`a`, `b`) and backward passes (`A`, `B`), in which of its steps a loop is said to begin one again."""
+    told: list[int] = []
+    begun: list[str] = []
+    graphs = OpenGraphs(lambda: told.append(len(begun) - 1))
+    for step in steps:
+        graphs.begins()
+        begun.append(step)
+        for letter in step:
+            (graphs.opens if letter.islower() else graphs.closes)(letter.lower())
+    return told
+
+
 def test_a_forward_pass_begins_a_step_again_if_one_of_the_same_module_in_it_waits_for_its_backward_pass() -> None:
-    told: list[str] = []
-    graphs = OpenGraphs(lambda: told.append(now))
-    for now in ("begins", "a", "b", "a again", "closes", "a after that", "begins", "a in the next"):
-        if now in ("begins", "closes"):
-            getattr(graphs, now)(*"a" * (now == "closes"))
-        else:
-            graphs.opens(now[0])
-    assert told == ["a again"]
+    assert begun_again(["aabAB", "aAaA"]) == [0], "accumulated gradients are gone back through one by one"
+    assert begun_again(["aA", "a", "aA"]) == [], "it was let go with its step"
+    assert begun_again(["aA", "aaA", *["aA"] * 20, "aaA", "aaaA"]) == [1, 22]
+
+
+@pytest.mark.parametrize("turn", [["aaA", "baBA"], ["aaA"] * 5 + ["baBA"], ["aaaA"] * 3 + ["aA"]])
+def test_a_module_that_often_computes_twice_before_one_backward_pass_leaves_nothing_out(turn: list[str]) -> None:
+    """A critic of a real batch and a false one; microbatches of which the last step of an epoch has one only."""
+    assert begun_again(turn * 8) == [0]
 
 
 def test_a_loop_that_was_seen_to_go_back_into_the_step_before_is_known_for_that() -> None:

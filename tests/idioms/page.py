@@ -73,9 +73,9 @@ A discarded step is undone in the registered state:
   Keep such a value in a tensor, or change it only if the step counted.
 - Random generators and the place in the data go on: the batch was read.
 - If your loop itself skips a step before the vote (`continue`), nothing goes back. If a group comes in with that
-  step, the step is discarded. If your loop clears gradients at the end of the iteration and does not use
-  `DistributedDataParallel`, it counts instead: that group may have computed it with the batch that was left out, and gets the
-  others' place before the next one.""",
+  step, the step is discarded. If your loop clears gradients at the end of the iteration, and does not use
+  `DistributedDataParallel` or skips more than one step in 16, it counts instead: that group may have computed it with the batch
+  that was left out, and gets the others' place before the next one.""",
     Category.WEIGHTS: """\
 Register averaged weights, and update them only if the step counted:
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+_OFTEN = 16
+"""A module that computes two forward passes before a backward pass so often, once in so many steps, does so on purpose."""
+
 
 class OpenGraphs:
     """The forward passes of this rank's modules without their backward passes. A module is any hashable that identifies it.
 
     `begins_again` is called if a module computes another one in the same step: the loop may have left the first one's batch out.
+    Not if it does so often: a critic sees a real batch and a false one, but not in the generator's steps.
     """
 
     def __init__(self, begins_again: Callable[[], None]) -> None:
@@ -24,6 +28,8 @@ class OpenGraphs:
         """By module: in which of these its last forward pass was computed, if no backward pass has followed."""
         self._waited = self._has_closed = False
         """As gradients were cleared last, a backward pass was to come; and one has come since, of whatever module."""
+        self._twice: dict[Hashable, int] = {}
+        """By module: the last step in which it computed another one."""
         self._spans: dict[Hashable, bool] = {}
         """By module: whether a backward pass was seen to go back into the step before; False: it was only looked at there."""
 
@@ -55,7 +61,9 @@ class OpenGraphs:
     def opens(self, module: Hashable) -> None:
         """A module computes a forward pass that a backward pass is to follow."""
         if self._opened.get(module) == self._step:
-            self._begins_again()
+            if self._step - self._twice.get(module, -_OFTEN) >= _OFTEN:
+                self._begins_again()
+            self._twice[module] = self._step
         elif module in self._opened:
             self._was_look(module)
         self._opened[module] = self._step
