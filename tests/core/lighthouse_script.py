@@ -315,6 +315,8 @@ class Member:
         collectives: str = "",
         num_collectives: int = 0,
         state: str = "",
+        computed_s: float = 0.0,
+        reduced_s: float = 0.0,
     ) -> None:
         """Ends its part of the step. Who has to load has loaded, unless `load` is False. `state`: its state, where that is to be
         compared.
@@ -331,7 +333,7 @@ class Member:
         if broken or not connects:
             self.replica.collectives_failed()
         digest = state if self.replica.is_checked else ""
-        self.last_vote = self.replica.vote(collectives, num_collectives, digest)
+        self.last_vote = self.replica.vote(collectives, num_collectives, digest, (computed_s, reduced_s))
         self.says(self.last_vote)
 
     def waits_in(self, index: int, *, digest: str = "x", deviates: bool = False, rank: int = 0) -> None:

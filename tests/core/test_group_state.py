@@ -728,3 +728,14 @@ def test_ranks_do_not_wait_for_ever_for_one_that_makes_turn_after_turn_and_does_
         assert told(group.handle(LighthouseMessage(alone))) == [(1, "StepAlone")]
     assert number == 17
     assert told(group.handle(LighthouseMessage(formed(asked.request_id)))) == [(0, "QuorumFormed"), (1, "QuorumFormed")]
+
+
+def test_a_group_has_computed_as_long_as_its_slowest_rank_and_came_to_collectives_with_its_last() -> None:
+    group = open_step()
+    spent = [{"computed_s": 1.0, "reduced_s": 0.25}, {"computed_s": 0.5, "reduced_s": 0.75}]
+    (voted,) = [
+        message
+        for rank, times in enumerate(spent)
+        for message in up(group.handle(RankMessage(rank, msgspec.structs.replace(vote(), **times))))
+    ]
+    assert isinstance(voted, CommitVote) and (voted.computed_s, voted.reduced_s) == (1.0, 0.25)

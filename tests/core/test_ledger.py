@@ -63,6 +63,23 @@ def test_who_waits_for_the_quorum_waits_for_what_its_thread_is_at_and_what_is_be
     assert ledger.open_s == ledger.beside[Waits.QUORUM] == 2.0
 
 
+def test_what_a_step_has_computed_by_itself_is_apart_from_its_time_in_collectives_and_other_waits() -> None:
+    ledger = Ledger(0.0)
+    ledger.goes(State.STEP, 1.0)
+    ledger.reduces(True, 3.0)
+    wait(ledger, Waits.COMPARISON, 4.0, 5.0)
+    wait(ledger, Waits.MICROBATCH, 5.0, 6.0)
+    ledger.reduces(False, 6.0)
+    wait(ledger, Waits.MICROBATCH, 7.0, 10.0)
+    wait(ledger, Waits.COLLECTIVE, 10.0, 10.5)
+    wait(ledger, Waits.VOTE, 10.5, 12.0)
+    assert (ledger.computed_s, ledger.reduced_s) == (6.0, 2.5)
+    ledger.settles(Account.PRODUCTIVE, 12.0)
+    ledger.goes(State.STEP, 15.0)
+    assert (ledger.computed_s, ledger.reduced_s) == (0.0, 0.0)
+    ledger.validate()
+
+
 def test_waits_of_several_threads_end_in_any_order() -> None:
     ledger = Ledger(0.0)
     ledger.goes(State.STEP, 0.0)

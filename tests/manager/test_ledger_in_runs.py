@@ -28,6 +28,7 @@ from torchft_ckpt import Checkpointer, LighthouseServer, LocalSGD, ProcessGroupG
 from torchft_ckpt.__main__ import main
 from torchft_ckpt.cli.goodput import read_accounts
 from torchft_ckpt.config import Replay
+from torchft_ckpt.coordination.asking import Lighthouse
 from torchft_ckpt.core.training.ledger import Account, Waits
 from torchft_ckpt.errors import ConfigError, CoordinationError
 from torchft_ckpt.events import StepCommitted
@@ -157,6 +158,21 @@ def test_a_quorum_is_waited_for_that_another_group_has_not_come_to() -> None:
         while_it_waits(one, Waits.QUORUM, one.step, 1.0, comes)
         assert one.spent() == {"quorum": 10.0}
         assert other.spent() == {}
+        one.manager.shutdown()
+        other.manager.shutdown()
+
+
+def test_a_vote_says_how_long_a_group_has_computed_and_the_status_for_whom_the_others_waited() -> None:
+    with lighthouse(min_replicas=2) as server, ThreadPoolExecutor(2) as pool:
+        one, other = Timed(server, "a"), Timed(server, "b")
+        [*pool.map(Timed.step, (one, other))]
+        [*pool.map(lambda group: group.step(lambda: group.passes(5.0 if group is other else 2.0)), (one, other))]
+        assert [group.manager.hooks._steps._vote.computed_s for group in (one, other)] == [2.0, 5.0]
+        status = Lighthouse(server.address(), None).status("default")
+        late = other.manager.replica_id()
+        assert (status["waited_for"]["replica_id"], status["waited_for"]["phase"]) == (late, "forward and backward")
+        waited = {member["replica_id"]: [*member["waited_for_s"]] for member in status["members"]}
+        assert waited[late] == ["forward and backward"]
         one.manager.shutdown()
         other.manager.shutdown()
 

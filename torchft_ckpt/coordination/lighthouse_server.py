@@ -363,6 +363,7 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
             "waiting_s": round(now - member.asked_at, 3) if member.request else None,
             "reason": member.notified_reason or learner_in_words(member, state.newest_step) or state.why_failed(member),
             "silent_s": round(now - member.last_seen, 3),
+            "waited_for_s": _waited_for(state, member.replica_id),
             "leaving": member.wishes_to_leave,
         }
         for member in state.members.values()
@@ -370,10 +371,30 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
     return _in_short(state) | {
         "participants": list(state.round.tally.roles) if state.round else [],
         "members": members,
+        "waited_for": _last_waited_for(state),
         "lost": _lost(state, now),
         "allows_step_loss": state.allow_step_loss,
         "differed": state.last_said_to_differ,
     }
+
+
+def _last_waited_for(state: LighthouseState) -> dict[str, object] | None:
+    """Return for whom the others waited in the last step that counts; None: for nobody."""
+    last = state.waiting.last
+    if last is None:
+        return None
+    told = {"replica_id": last.replica_id, "phase": last.phase.value, "step": last.step}
+    return told | {
+        "waited_s": round(last.seconds, 4),
+        "took_s": round(last.took_s, 4),
+        "slow_for_steps": state.waiting.num_slow,
+    }
+
+
+def _waited_for(state: LighthouseState, replica_id: str) -> dict[str, float]:
+    """Return how long the others have waited for a group, in all of its lives, by phase."""
+    waited = state.waiting.seconds.get(group_name(replica_id), {})
+    return {phase.value: round(seconds, 3) for phase, seconds in waited.items() if seconds}
 
 
 def _lost(state: LighthouseState, now: float) -> dict[str, str]:

@@ -202,6 +202,7 @@ class Collectives:
         on_error: called on any thread with what went wrong.
         schedule: calls a function later, on a thread that must not be blocked.
         on_wait: called, on that thread, with a collective of the step that has been waited in for a while.
+        reduces: told that a collective is open, and that none is any more. It does not block.
     """
 
     def __init__(
@@ -212,12 +213,14 @@ class Collectives:
         on_error: Callable[[Exception], None],
         schedule: Callable[[float, Callable[[], object]], None],
         on_wait: Callable[[Issued], object],
+        reduces: Callable[[bool], None] = lambda is_open: None,
     ) -> None:
         self._process_group = process_group
         self._clearing = clearing
         self._on_error = on_error
         self._schedule = schedule
         self._on_wait = on_wait
+        self._reduces = reduces
         self._queue = CollectiveQueue()
         self._lock = threading.Lock()
         self._open: list[Future[torch.Tensor]] = []
@@ -256,6 +259,7 @@ class Collectives:
             now = time.monotonic()
             if self._num_unfinished == 0:
                 self._last_progress_at = now
+                self._reduces(True)
             self._num_unfinished += 1
             self._look_later()
         future = self._start(reduction)
@@ -334,6 +338,8 @@ class Collectives:
         with self._lock:
             self._num_unfinished -= 1
             self._last_progress_at = time.monotonic()
+            if self._num_unfinished == 0:
+                self._reduces(False)
         return reduction.tensor
 
     def has_open(self) -> bool:

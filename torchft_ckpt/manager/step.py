@@ -162,6 +162,7 @@ class Steps:
             on_error=client.note_collective_error,
             schedule=client.schedule,
             on_wait=client.report_wait,
+            reduces=timekeeper.reduces,
         )
         self._quorum: Future[None] | None = None
         """The quorum thread's work for the open step."""

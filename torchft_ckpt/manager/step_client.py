@@ -661,7 +661,7 @@ class StepClient:
         """
         with self._lock, self._replica as replica:
             self._raise_if_fatal()
-            vote = replica.vote(collectives, num_collectives, state_digest)
+            vote = replica.vote(collectives, num_collectives, state_digest, self._timekeeper.spent_in_step())
             is_learner = replica.is_learner
         if not is_learner:
             self.send(vote)

@@ -74,6 +74,17 @@ class Timekeeper:
             with self._lock:
                 self._ledger.ends(who, self._clock())
 
+    def reduces(self, is_open: bool) -> None:
+        """See `Ledger.reduces`."""
+        with self._lock:
+            self._ledger.reduces(is_open, self._clock())
+
+    def spent_in_step(self) -> tuple[float, float]:
+        """Return how long the open step has computed while no collective was open, and how long it was in collectives."""
+        with self._lock:
+            self._ledger.passes(self._clock())
+            return self._ledger.computed_s, self._ledger.reduced_s
+
     def copying(self) -> contextlib.AbstractContextManager[None]:
         """Around what copies aside what is served or saved, as the state is about to change."""
         return self.waiting(Waits.SAVE if self._num_saves else Waits.NEWCOMER)

@@ -27,6 +27,7 @@ beside              the groups beside the quorum: who stays outside, what it is 
 spares              when a spare takes the place of one of the others, which it has followed so far
 learning            who follows the others outside of the quorum before it comes in
 leaving             when a group that is to leave may go
+waiting             for whom the others waited in a step, in which phase, and who is slow
 patience            how long to wait before trying again
 speaking            which group writes for the job what all would write
 equality            which votes show different states of one name

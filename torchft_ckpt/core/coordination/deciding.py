@@ -35,6 +35,7 @@ from torchft_ckpt.core.coordination.recovery import Assignment
 from torchft_ckpt.core.coordination.restart import Settled, StepKey
 from torchft_ckpt.core.coordination.speaking import Speaking
 from torchft_ckpt.core.coordination.trial import Trials
+from torchft_ckpt.core.coordination.waiting import Timing, Waiting
 
 
 class Deciding:
@@ -57,6 +58,7 @@ class Deciding:
         self._leaving = leaving
         self._trained: frozenset[str] = frozenset()
         """Committed the last step that counted: they can connect to each other."""
+        self.waiting = Waiting()
 
     def begin(self, assignment: Assignment, members: list[Member], quorum_id: int, now: float) -> Round:
         """Return the step that these members begin."""
@@ -100,6 +102,7 @@ class Deciding:
             if member.replica_id not in current.tally.roles or member.replica_id in current.tally.votes:
                 return  # it has no part in this step, or has had it
             was_broken = current.tally.broken
+            current.voted_at[member.replica_id] = now
             current.tally.cast(member.replica_id, vote)
             current.name_late(member.replica_id)
             if vote.broken and not current.tally.decided:
@@ -225,7 +228,10 @@ class Deciding:
             self._joining.trained(self._trained)
             for replica_id in self._trained & self._job.members.keys():
                 self._job.members[replica_id].met = self._trained
+            if slow := self.waiting.committed(current.step, self._timings(current, followers), now):
+                yield Log(slow, is_warning=True)
         else:
+            self.waiting.discarded(now)
             yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
         for replica_id in refused if not current.assignment.is_first else ():
             self._job.quorum_members.pop(replica_id, None)
@@ -266,6 +272,15 @@ class Deciding:
                 if decided.leaving:
                     yield self._leaving.say_who_stays(member)
         yield from self._end_late_waits(current, current.waits_in_vain(current.late, current.gone_on))
+
+    def _timings(self, current: Round, followers: Iterable[str]) -> dict[str, Timing]:
+        """Return when those asked and voted who are told that the step counts."""
+        votes, members, voted_at = current.tally.votes, self._job.members, current.voted_at
+        return {
+            m: Timing(members[m].asked_at, votes[m].computed_s, votes[m].reduced_s, voted_at[m])
+            for m in followers
+            if m in voted_at and current.tally.roles[m] is Role.HEALTHY
+        }
 
     def _who_could_not_come_in(self, current: Round) -> list[str]:
         """Return the members on whose account the step that has just ended is discarded.

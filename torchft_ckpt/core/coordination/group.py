@@ -602,6 +602,8 @@ class GroupState:
             issued=_by_rank([self._votes[rank].issued for rank in range(self.world_size) if rank in self._votes]),
             collectives=self._collectives(),
             state_digests=self._state_digests(),
+            computed_s=max(cast.computed_s for cast in self._votes.values()),
+            reduced_s=min(cast.reduced_s for cast in self._votes.values()),
             reason=clip(self._reason_of(rank, vote)),
         )
         yield SendToLighthouse(self._voted)

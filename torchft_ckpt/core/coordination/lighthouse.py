@@ -102,6 +102,7 @@ from torchft_ckpt.core.coordination.spares import Spares
 from torchft_ckpt.core.coordination.speaking import Speaking
 from torchft_ckpt.core.coordination.starting import StartingGroups
 from torchft_ckpt.core.coordination.trial import Trials, Verdict
+from torchft_ckpt.core.coordination.waiting import Waiting
 
 OWN_ID = (
     "If that is another replica group, and not this one started again: each group needs a replica id of its own"
@@ -210,6 +211,11 @@ class LighthouseState:
 
     def why_failed(self, member: Member) -> str:
         return self._joining.why_failed(member)
+
+    @property
+    def waiting(self) -> Waiting:
+        """For whom the groups wait."""
+        return self._deciding.waiting
 
     @property
     def last_said_to_differ(self) -> str:

@@ -204,6 +204,8 @@ class Round:
     tally: Tally
     """Its roles are those of the assignment. A member that is not in `tally.lost` is connected."""
     formed_at: float
+    voted_at: dict[str, float] = field(default_factory=dict)
+    """When members voted, before the decision."""
     leaves: LeavesFound = field(default_factory=LeavesFound)
     """What was found before it: see `Verdict`."""
     waits: dict[int, dict[str, CollectiveWait]] = field(default_factory=dict)

@@ -419,6 +419,10 @@ class CommitVote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ranks; empty where one of them has none."""
     connects: bool = True
     """False: the members of the quorum could not connect to each other, so its process group was not made."""
+    computed_s: Seconds = 0.0
+    """For so long it has computed in the step while none of its collectives was open. Of a group: its slowest rank."""
+    reduced_s: Seconds = 0.0
+    """For so long a collective was open. Of a group: of the rank that came last."""
     reason: Text = ""
     """Why it does not approve; of one that approves, what was found of how the groups compute: see `equality`."""
 

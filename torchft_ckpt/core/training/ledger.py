@@ -25,6 +25,9 @@ time of a step stands open until that is decided, and then goes where `decide_fa
 
 What a thread beside it does for a step (it asks for the quorum, it connects) is counted apart. `LOST` and `DOWN` are seen only by
 who knows what came later, and the other groups: `core.training.goodput`.
+
+Of the open step is known, besides, how long this rank computed while no collective of it was open, and how long it was in one: the
+first is its own, and in the second it may have waited for others (`core.coordination.waiting`).
 """
 
 from __future__ import annotations
@@ -170,6 +173,10 @@ class Ledger:
         self._kept = 0.0
         """Spent on microbatches of the open step, or of attempts at it that did not count."""
         self._told = dict(self.seconds)
+        self.computed_s = self.reduced_s = 0.0
+        """Of the open step: spent at its computation while no collective was open, and in collectives."""
+        self._reduces = False
+        """A collective is open, beside what the thread is at."""
 
     def passes(self, now: float) -> None:
         """Put the time since the last event into its account."""
@@ -180,6 +187,11 @@ class Ledger:
         elif self._quorum is not None:
             self.beside[self._quorum] += past
         account = ACCOUNTS[self.state, waits]
+        if account is None and waits is not Waits.VOTE:
+            if waits is Waits.COLLECTIVE or self._reduces:
+                self.reduced_s += past
+            else:
+                self.computed_s += past
         if account is not None:
             self.seconds[account] += past
         elif waits is Waits.MICROBATCH:
@@ -210,11 +222,16 @@ class Ledger:
         self.passes(now)
         self._quorum = what
 
+    def reduces(self, is_open: bool, now: float) -> None:
+        """A collective is open from now on, or none is any more."""
+        self.passes(now)
+        self._reduces = is_open
+
     def settles(self, fate: Account, now: float) -> None:
         """The open step ends with this account: the next state is between two steps, or outside."""
         self.passes(now)
         self.seconds[fate] += self._open
-        self._open = 0.0
+        self._open = self.computed_s = self.reduced_s = 0.0
         if fate is Account.PRODUCTIVE:
             self.seconds[fate] += self._kept
             self._kept = 0.0
