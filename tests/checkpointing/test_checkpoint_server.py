@@ -13,7 +13,13 @@ import torch
 import xxhash
 
 from torchft_ckpt.checkpointing import HTTPTransport
-from torchft_ckpt.checkpointing.protocol import DIGEST_HEADER, RECEIVED_HEADER, RECEIVER_HEADER, parse_metadata
+from torchft_ckpt.checkpointing.protocol import (
+    DIGEST_HEADER,
+    RECEIVED_HEADER,
+    RECEIVER_HEADER,
+    STACKS_PATH,
+    parse_metadata,
+)
 from torchft_ckpt.errors import (
     AddressInUseError,
     ConfigError,
@@ -269,3 +275,14 @@ def test_who_comes_for_a_state_that_cannot_be_sent_is_told_why_at_once_until_ano
         assert torch.equal(receiver.fetch_checkpoint([transport.metadata()], 3, LONG)["w"], STATE["w"])
     finally:
         receiver.shutdown()
+
+
+def test_who_has_the_token_is_told_where_the_threads_are(transport: HTTPTransport) -> None:
+    status, _, body = ask(transport, STACKS_PATH)
+    assert status == 200
+    assert "thread MainThread:\n" in body.decode()
+    assert (
+        f"{__file__}:" in body.decode()
+        and " in test_who_has_the_token_is_told_where_the_threads_are\n" in body.decode()
+    )
+    assert ask(transport, STACKS_PATH, {"Authorization": "Bearer guess"})[0] == 401

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from torchft_ckpt.core.coordination.messages import Outcome
+from torchft_ckpt.core.coordination.waiting import Phase
 from torchft_ckpt.core.training import ledger as ledger_module
 from torchft_ckpt.core.training.ledger import ACCOUNTS, Account, Ledger, State, Waits, decide_fate
 
@@ -73,10 +74,17 @@ def test_what_a_step_has_computed_by_itself_is_apart_from_its_time_in_collective
     wait(ledger, Waits.MICROBATCH, 7.0, 10.0)
     wait(ledger, Waits.COLLECTIVE, 10.0, 10.5)
     wait(ledger, Waits.VOTE, 10.5, 12.0)
-    assert (ledger.computed_s, ledger.reduced_s) == (6.0, 2.5)
+    assert {phase: ledger.spent_in(phase) for phase in Phase} == {
+        Phase.COMPUTE: 6.0,
+        Phase.QUORUM: 0.0,
+        Phase.ALLREDUCE: 2.5,
+        Phase.VOTE: 1.5,
+    }
     ledger.settles(Account.PRODUCTIVE, 12.0)
     ledger.goes(State.STEP, 15.0)
-    assert (ledger.computed_s, ledger.reduced_s) == (0.0, 0.0)
+    wait(ledger, Waits.QUORUM, 15.0, 16.0)
+    assert [ledger.spent_in(phase) for phase in (Phase.COMPUTE, Phase.QUORUM)] == [0.0, 1.0]
+    assert ledger.phases[Phase.COMPUTE] == 6.0
     ledger.validate()
 
 

@@ -121,7 +121,9 @@ def test_a_step_that_does_not_count_is_nobodys() -> None:
     b.votes(computed_s=5.0)
     make_step(job, b, a)
     assert job.lighthouse.waiting.seconds["b"][Phase.COMPUTE] == 1.5
-    assert job.lighthouse.waiting.last == Waited("b:1", Phase.COMPUTE, 1.5, 1, 2.0), "the time of the other is not in it"
+    assert job.lighthouse.waiting.last == Waited("b:1", Phase.COMPUTE, 1.5, 1, 2.0), (
+        "the time of the other is not in it"
+    )
 
 
 def test_groups_of_ever_new_names_cost_no_more_memory() -> None:

@@ -1,4 +1,5 @@
-"""The commands about the lighthouse: run one, ask one, have a group leave, let a job go on, forget one. None imports torch.
+"""The commands about the lighthouse: run one, ask one, have a group leave, let a job go on, forget one. None imports torch,
+but for `status --stacks`, which asks ranks.
 
 `lighthouse` takes its options in torchft's spelling too, with underscores.
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchft_ckpt import config
 from torchft_ckpt.cli.options import add_tls, add_token, tls_of
+from torchft_ckpt.core.text import printable
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.network import max_descriptors
 
@@ -78,6 +80,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     status = commands.add_parser("status", help="print what a lighthouse knows of its jobs, or of one, as JSON")
     _add_lighthouse(status, "print all of this job (default: all jobs in short)")
+    status.add_argument(
+        "--stacks",
+        metavar="GROUP",
+        help="print where the Python threads of each rank of this replica group are, as the ranks say: it may stand, or be slow",
+    )
     status.set_defaults(run=_run_status)
 
     drain = commands.add_parser(
@@ -165,7 +172,32 @@ def _comes_within(signals: queue.SimpleQueue[int], seconds: float) -> bool:
 
 
 def _run_status(options: argparse.Namespace) -> int:
+    if options.stacks is not None:
+        return _print_stacks(options)
     print(json.dumps(_lighthouse(options).status(options.job), indent=2))
+    return 0
+
+
+def _print_stacks(options: argparse.Namespace) -> int:
+    from torchft_ckpt.checkpointing.resharding.peers import JobPeers
+
+    lighthouse = _lighthouse(options)
+    status = lighthouse.status(options.job)
+    if options.job is None:
+        jobs = [*status.get("jobs", ())]
+        if len(jobs) != 1:
+            raise ConfigError(f"name the job by --job: the lighthouse has {', '.join(jobs) or 'none'}", "job")
+        status = lighthouse.status(jobs[0])
+    named = {member["replica_id"]: member["urls"] for member in status.get("members", ())}
+    groups = [urls for name, urls in named.items() if urls and options.stacks in (name, name.rpartition(":")[0])]
+    if not groups:
+        known = ", ".join(named) or "none"
+        raise ConfigError(
+            f"no group {options.stacks[:80]} is here that has told its addresses; here are {known}", "group"
+        )
+    peers = JobPeers(groups, token=lighthouse.token, ssl_context=tls_of(options))
+    for rank, (url, stacks) in enumerate(peers.stacks()):
+        print(f"{options.stacks} rank {rank} at {url}", *map(printable, stacks.splitlines()), sep="\n")
     return 0
 
 

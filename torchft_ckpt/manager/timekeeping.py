@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchft_ckpt.core.coordination.waiting import Phase
 from torchft_ckpt.core.training.ledger import Account, Ledger, State, Waits
 from torchft_ckpt.threads import Condition
 
@@ -83,7 +84,7 @@ class Timekeeper:
         """Return how long the open step has computed while no collective was open, and how long it was in collectives."""
         with self._lock:
             self._ledger.passes(self._clock())
-            return self._ledger.computed_s, self._ledger.reduced_s
+            return self._ledger.spent_in(Phase.COMPUTE), self._ledger.spent_in(Phase.ALLREDUCE)
 
     def copying(self) -> contextlib.AbstractContextManager[None]:
         """Around what copies aside what is served or saved, as the state is about to change."""

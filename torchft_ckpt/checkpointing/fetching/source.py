@@ -30,6 +30,7 @@ from torchft_ckpt.checkpointing.protocol import (
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
+    STACKS_PATH,
     BoxRequest,
     Index,
     PartsRequest,
@@ -65,7 +66,7 @@ _MARGIN_S = 0.2
 _SHARE = re.compile(r"\A([0-9]{1,6})/([0-9]{1,6})\Z")
 _MAX_DIGESTS_BYTES = 96 * MAX_DIGESTS
 _MAX_PEERS_BYTES = 4 * 1024 * 1024
-_MAX_INDEX_BYTES = 1024 * 1024
+_MAX_INDEX_BYTES = _MAX_STACKS_BYTES = 1024 * 1024
 
 
 class SourceClient:
@@ -124,6 +125,13 @@ class SourceClient:
         if answer.status != 200:
             raise _as_error(answer, answer.refusal())
         return self._decoded(answer, decode_index, "an index", _MAX_INDEX_BYTES)
+
+    def fetch_stacks(self) -> str:
+        """Return where the threads of the source are, in words."""
+        answer = self._connection.get(STACKS_PATH)
+        if answer.status != 200:
+            raise _as_error(answer, answer.refusal())
+        return answer.read(_MAX_STACKS_BYTES).decode(errors="replace")
 
     def fetch_manifest(
         self, *, deadline: float, pause: Callable[[float], bool], on_refused: Callable[[SourceRefusedError], None]

@@ -173,6 +173,15 @@ class JobPeers:
         deadline = _deadline(timeout)
         return self._following(lambda until: self._index_of(self._ranks[0], until), deadline)
 
+    def stacks(self, *, timeout: timedelta = _ANSWER_TIMEOUT) -> Iterator[tuple[str, str]]:
+        """Yield the url of each rank, and where its threads are, in words; or why it does not say."""
+        for address in self._ranks:
+            try:
+                with self._asking(address, None, _deadline(timeout), "its stacks") as client:
+                    yield str(address), client.fetch_stacks()
+            except CheckpointError as error:
+                yield str(address), f"{error}\n"
+
     def manifest(self, step: int | None = None, *, timeout: timedelta = _ANSWER_TIMEOUT) -> Manifest:
         """Return all of the first rank's state but its bytes. Keeps nothing there.
 

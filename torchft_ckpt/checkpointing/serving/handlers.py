@@ -40,6 +40,7 @@ from torchft_ckpt.checkpointing.protocol import (
     RECEIVED_HEADER,
     RECEIVER_HEADER,
     SHARE_HEADER,
+    STACKS_PATH,
     Peer,
     Peers,
     Refusal,
@@ -75,6 +76,7 @@ from torchft_ckpt.core.transfer.scheduler import blocks_of
 from torchft_ckpt.errors import CheckpointError, SourceLostError, StateChangedError
 from torchft_ckpt.front.limits import acknowledged_bytes
 from torchft_ckpt.network import bearer_matches, keep_from_forked_children, without_mapping
+from torchft_ckpt.threads import stacks_in_words
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 16 * 1024
@@ -144,6 +146,7 @@ class CheckpointHandlers:
         step = PREFIX + r"/{step:[0-9]{1,18}}"
         app.router.add_get(PREFIX, self._index)
         app.router.add_get(PROOF_PATH, self._prove, allow_head=False)
+        app.router.add_get(STACKS_PATH, _stacks, allow_head=False)
         app.router.add_get(f"{PREFIX}/{LATEST}/manifest", self._latest_manifest)
         app.router.add_get(step + "/manifest", self._manifest)
         app.router.add_get(step + r"/blocks/{runs:[0-9]{1,18}-[0-9]{1,18}}", self._blocks, allow_head=False)
@@ -669,6 +672,10 @@ async def _writable(sock: socket.socket) -> None:
         await writable
     finally:
         loop.remove_writer(sock)
+
+
+async def _stacks(request: web.Request) -> web.StreamResponse:
+    return web.Response(text=stacks_in_words())
 
 
 def _json(body: bytes, headers: dict[str, str] | None = None) -> web.Response:

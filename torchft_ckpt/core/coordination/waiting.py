@@ -129,9 +129,9 @@ class Waiting:
             return ""
         self._named.add(replica_id)
         return (
-            f"{clip(replica_id)} has been slower than the other groups for {self.num_slow} steps: in step {step} they waited for it"
-            f" {last.seconds:.3f} of {took_s:.3f} s ({phase.value}). Its machine may be slow or shared; `status --stacks GROUP`"
-            " shows what it does"
+            f"{clip(replica_id)} has been slower than the other groups for {self.num_slow} steps: in step {step} they waited"
+            f" for it {last.seconds:.3f} of {took_s:.3f} s ({phase.value}). Its machine may be slow or shared;"
+            " `status --stacks GROUP` shows what it does"
         )
 
     def _count(self, group: str, phase: Phase, seconds: float) -> None:

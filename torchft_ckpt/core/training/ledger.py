@@ -26,8 +26,8 @@ time of a step stands open until that is decided, and then goes where `decide_fa
 What a thread beside it does for a step (it asks for the quorum, it connects) is counted apart. `LOST` and `DOWN` are seen only by
 who knows what came later, and the other groups: `core.training.goodput`.
 
-Of the open step is known, besides, how long this rank computed while no collective of it was open, and how long it was in one: the
-first is its own, and in the second it may have waited for others (`core.coordination.waiting`).
+By phase it is counted, besides, how long the thread computed while no collective was open, and how long one was, or it waited:
+the first is a rank's own, and in the others it may have waited for other groups (`core.coordination.waiting`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from torchft_ckpt.core.coordination.messages import Outcome
+from torchft_ckpt.core.coordination.waiting import Phase
 
 
 class Account(Enum):
@@ -173,8 +174,10 @@ class Ledger:
         self._kept = 0.0
         """Spent on microbatches of the open step, or of attempts at it that did not count."""
         self._told = dict(self.seconds)
-        self.computed_s = self.reduced_s = 0.0
-        """Of the open step: spent at its computation while no collective was open, and in collectives."""
+        self.phases = dict.fromkeys(Phase, 0.0)
+        """What of it was spent in which phase of steps, whether they counted or not. None of it falls."""
+        self._before = dict(self.phases)
+        """As it was when the last step was settled."""
         self._reduces = False
         """A collective is open, beside what the thread is at."""
 
@@ -183,15 +186,15 @@ class Ledger:
         past, self._at = max(now - self._at, 0.0), max(now, self._at)
         waits = self._waits[-1][1] if self._waits else Waits.NOTHING
         if waits is Waits.QUORUM:
+            self.phases[Phase.QUORUM] += past
             waits = self._quorum or waits
         elif self._quorum is not None:
             self.beside[self._quorum] += past
         account = ACCOUNTS[self.state, waits]
-        if account is None and waits is not Waits.VOTE:
-            if waits is Waits.COLLECTIVE or self._reduces:
-                self.reduced_s += past
-            else:
-                self.computed_s += past
+        if account is None:
+            reduces = waits is Waits.COLLECTIVE or self._reduces
+            phase = Phase.VOTE if waits is Waits.VOTE else Phase.ALLREDUCE if reduces else Phase.COMPUTE
+            self.phases[phase] += past
         if account is not None:
             self.seconds[account] += past
         elif waits is Waits.MICROBATCH:
@@ -231,11 +234,15 @@ class Ledger:
         """The open step ends with this account: the next state is between two steps, or outside."""
         self.passes(now)
         self.seconds[fate] += self._open
-        self._open = self.computed_s = self.reduced_s = 0.0
+        self._open, self._before = 0.0, dict(self.phases)
         if fate is Account.PRODUCTIVE:
             self.seconds[fate] += self._kept
             self._kept = 0.0
         self.state = State.BETWEEN
+
+    def spent_in(self, phase: Phase) -> float:
+        """Return how long the open step has been in a phase."""
+        return self.phases[phase] - self._before[phase]
 
     def keeps(self, part: float) -> None:
         """Of the microbatches of attempts that did not count this part is used on, and the rest is let go."""
