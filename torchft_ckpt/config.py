@@ -23,6 +23,8 @@
 |                                     |                               | that tell nothing new; 2; with 0 each has a line |
 | `TORCHFT_CKPT_EVENTS`               |                               | where each rank writes its events: a directory,  |
 |                                     |                               | or a path with `{replica_id}` and `{rank}`       |
+| `TORCHFT_CKPT_METRICS_PORT`         |                               | where group rank 0 serves metrics; 0: any port;  |
+|                                     |                               | by default it serves none                        |
 | `TORCHFT_CKPT_USE_BUCKETIZATION`    | `TORCHFT_USE_BUCKETIZATION`   | DiLoCo exchanges buckets, not single parameters  |
 | `MASTER_ADDR`, `MASTER_PORT`        |                               | TCPStore at which the ranks of one replica group |
 |                                     |                               | find each other, as torchrun sets them           |
@@ -71,6 +73,7 @@ CONNECT_TIMEOUT = ("TORCHFT_CKPT_CONNECT_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_
 QUORUM_RETRIES = ("TORCHFT_CKPT_QUORUM_RETRIES", "TORCHFT_QUORUM_RETRIES")
 LOG_EVERY = ("TORCHFT_CKPT_LOG_EVERY_SEC",)
 EVENTS = ("TORCHFT_CKPT_EVENTS",)
+METRICS_PORT = ("TORCHFT_CKPT_METRICS_PORT",)
 USE_BUCKETIZATION = ("TORCHFT_CKPT_USE_BUCKETIZATION", "TORCHFT_USE_BUCKETIZATION")
 STORE_ADDR = ("MASTER_ADDR",)
 STORE_PORT = ("MASTER_PORT",)

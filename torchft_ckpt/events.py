@@ -86,10 +86,12 @@ class Healed(Event):
     Attributes:
         sources: the `replica_id` of each group that sent it.
         took_s: seconds of the transfer.
+        received_bytes: what came from them; 0 if the transport does not say.
     """
 
     sources: tuple[str, ...]
     took_s: float
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from _thread import RLock
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -49,15 +50,11 @@ _to_end: list[weakref.WeakMethod[Callable[[], object]]] = []
 
 def stacks_in_words() -> str:
     """Return where each Python thread of this process is, the innermost call first. It reads no file, and waits for nothing."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    lines = []
-    for ident, frame in sys._current_frames().items():
+    names, lines = {thread.ident: thread.name for thread in threading.enumerate()}, []
+    for ident, innermost in sys._current_frames().items():
+        calls = itertools.islice(traceback.walk_stack(innermost), _MOST_CALLS)
         lines.append(f"thread {names.get(ident, ident)}:")
-        at: FrameType | None = frame
-        for _ in range(_MOST_CALLS):
-            if at is not None:
-                lines.append(f"  {at.f_code.co_filename}:{at.f_lineno} in {at.f_code.co_name}")
-                at = at.f_back
+        lines += [f"  {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in calls]
     return "\n".join(lines) + "\n"
 
 

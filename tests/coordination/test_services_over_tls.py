@@ -104,6 +104,8 @@ def test_members_need_a_certificate_readers_the_token_and_probes_nothing(files: 
         assert get(server, "/", anonymous)[0] == 401
         status, body = get(server, "/", anonymous, SECRET)
         assert (status, json.loads(body)["jobs"]) == (200, {})
+        assert get(server, "/metrics", anonymous)[0] == 401
+        assert get(server, "/metrics", anonymous, SECRET)[0] in (200, 501), "501 without the extra metrics"
         status, body = get(server, "/v1/groups", anonymous, SECRET)
         assert (status, json.loads(body)["error"]) == (403, "certificate")
         join(server.address(), tls_of(files), token=SECRET)

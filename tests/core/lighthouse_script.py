@@ -333,7 +333,8 @@ class Member:
         if broken or not connects:
             self.replica.collectives_failed()
         digest = state if self.replica.is_checked else ""
-        self.last_vote = self.replica.vote(collectives, num_collectives, digest, (computed_s, reduced_s))
+        vote = self.replica.vote(collectives, num_collectives, digest)
+        self.last_vote = msgspec.structs.replace(vote, computed_s=computed_s, reduced_s=reduced_s)
         self.says(self.last_vote)
 
     def waits_in(self, index: int, *, digest: str = "x", deviates: bool = False, rank: int = 0) -> None:

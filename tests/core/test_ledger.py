@@ -74,7 +74,7 @@ def test_what_a_step_has_computed_by_itself_is_apart_from_its_time_in_collective
     wait(ledger, Waits.MICROBATCH, 7.0, 10.0)
     wait(ledger, Waits.COLLECTIVE, 10.0, 10.5)
     wait(ledger, Waits.VOTE, 10.5, 12.0)
-    assert {phase: ledger.spent_in(phase) for phase in Phase} == {
+    assert ledger.phases_of_step() == {
         Phase.COMPUTE: 6.0,
         Phase.QUORUM: 0.0,
         Phase.ALLREDUCE: 2.5,
@@ -83,7 +83,7 @@ def test_what_a_step_has_computed_by_itself_is_apart_from_its_time_in_collective
     ledger.settles(Account.PRODUCTIVE, 12.0)
     ledger.goes(State.STEP, 15.0)
     wait(ledger, Waits.QUORUM, 15.0, 16.0)
-    assert [ledger.spent_in(phase) for phase in (Phase.COMPUTE, Phase.QUORUM)] == [0.0, 1.0]
+    assert [ledger.phases_of_step()[phase] for phase in (Phase.COMPUTE, Phase.QUORUM)] == [0.0, 1.0]
     assert ledger.phases[Phase.COMPUTE] == 6.0
     ledger.validate()
 

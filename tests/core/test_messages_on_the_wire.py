@@ -87,6 +87,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
         "group_world_size": st.integers(1, 65536),
         "heartbeat_timeout_s": st.floats(messages.MIN_HEARTBEAT_TIMEOUT_S, 1e9),
         "store_address": PLACES.filter(bool) if message is messages.ConnectBeside else PLACES,
+        "metrics_address": PLACES,
         "replica_rank": RANKS,
         "replica_world_size": GROUPS,
         "num_contributors": GROUPS,
@@ -130,7 +131,7 @@ def strategy(message: type) -> st.SearchStrategy[object]:
             fields[field.name] = special[field.name]
         elif field.name == "join_stall_limit_s":
             fields[field.name] = st.none() | SECONDS
-        elif field.name in ("reach_s", "stood_s", "top_s", "held_s"):
+        elif field.name in ("reach_s", "stood_s", "top_s", "held_s", "computed_s", "reduced_s"):
             fields[field.name] = SECONDS
         elif field.type is bool:
             fields[field.name] = st.booleans()

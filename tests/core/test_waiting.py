@@ -78,8 +78,8 @@ def test_one_that_is_slow_for_many_steps_is_named_once_in_each_life() -> None:
     for _ in range(NUM_SLOW - 1):
         make_step(job, b, a, c)
     assert named(job) == []
-    assert job.lighthouse.waiting.last == Waited("b:1", Phase.COMPUTE, 1.5, NUM_SLOW - 1, 2.0)
-    assert job.lighthouse.waiting.seconds == {
+    assert job.lighthouse.job.waits.last == Waited("b:1", Phase.COMPUTE, 1.5, NUM_SLOW - 1, 2.0)
+    assert job.lighthouse.job.waits.seconds == {
         "b": {Phase.COMPUTE: 1.5 * (NUM_SLOW - 1), Phase.QUORUM: 0.0, Phase.ALLREDUCE: 0.0, Phase.VOTE: 0.0}
     }
     for _ in range(NUM_SLOW + 1):
@@ -108,9 +108,9 @@ def test_one_that_is_slow_now_and_then_is_not_named() -> None:
 def test_what_a_hostile_member_says_of_itself_counts_for_no_more_than_the_step_took() -> None:
     job, a, b, c = Job.of("abc", 1)
     make_step(job, b, a, c, computed_s=1e9)
-    assert job.lighthouse.waiting.last == Waited("b:1", Phase.COMPUTE, 2.0, 1, 2.0)
+    assert job.lighthouse.job.waits.last == Waited("b:1", Phase.COMPUTE, 2.0, 1, 2.0)
     make_step(job, b, a, c, computed_s=0.0, reduced_s=1e9)
-    assert job.lighthouse.waiting.last is None
+    assert job.lighthouse.job.waits.last is None
 
 
 def test_a_step_that_does_not_count_is_nobodys() -> None:
@@ -120,8 +120,8 @@ def test_a_step_that_does_not_count_is_nobodys() -> None:
     a.votes(error="the loader is broken", broken=True)
     b.votes(computed_s=5.0)
     make_step(job, b, a)
-    assert job.lighthouse.waiting.seconds["b"][Phase.COMPUTE] == 1.5
-    assert job.lighthouse.waiting.last == Waited("b:1", Phase.COMPUTE, 1.5, 1, 2.0), (
+    assert job.lighthouse.job.waits.seconds["b"][Phase.COMPUTE] == 1.5
+    assert job.lighthouse.job.waits.last == Waited("b:1", Phase.COMPUTE, 1.5, 1, 2.0), (
         "the time of the other is not in it"
     )
 

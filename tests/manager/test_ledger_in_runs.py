@@ -166,13 +166,12 @@ def test_a_vote_says_how_long_a_group_has_computed_and_the_status_for_whom_the_o
     with lighthouse(min_replicas=2) as server, ThreadPoolExecutor(2) as pool:
         one, other = Timed(server, "a"), Timed(server, "b")
         [*pool.map(Timed.step, (one, other))]
-        [*pool.map(lambda group: group.step(lambda: group.passes(5.0 if group is other else 2.0)), (one, other))]
-        assert [group.manager.hooks._steps._vote.computed_s for group in (one, other)] == [2.0, 5.0]
+        [*pool.map(lambda group: group.step(lambda: group.passes(5000.0 if group is other else 2.0)), (one, other))]
+        assert [group.manager.hooks._steps._vote.computed_s for group in (one, other)] == [2.0, 5000.0]
         status = Lighthouse(server.address(), None).status("default")
         late = other.manager.replica_id()
         assert (status["waited_for"]["replica_id"], status["waited_for"]["phase"]) == (late, "forward and backward")
-        waited = {member["replica_id"]: [*member["waited_for_s"]] for member in status["members"]}
-        assert waited[late] == ["forward and backward"]
+        assert {member["replica_id"] for member in status["members"] if member["waited_for_s"]} >= {late}
         one.manager.shutdown()
         other.manager.shutdown()
 

@@ -20,6 +20,7 @@
 |                                                           | `MAX_DIGESTED_BYTES` at most, 416 beyond                      |
 | `GET /v1/checkpoint/{step}/peers`                         | `Peers`: who else receives this snapshot, and holds what      |
 | `POST /v1/checkpoint/{step}/done`                         | 204; the receiver has everything, or has given up             |
+| `GET /v1/stacks`                                          | where the Python threads of the process are, in words         |
 
 | header                   | sent with          | meaning                                                             |
 |--------------------------|--------------------|---------------------------------------------------------------------|

@@ -64,6 +64,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="go on from an older state when every group that held the newest committed step is gone",
     )
+    lighthouse.add_argument(
+        "--no-group-label",
+        action="store_true",
+        help="do not tell groups apart at /metrics; for jobs of more than some hundred",
+    )
     add_token(lighthouse)
     add_tls(lighthouse)
     etcd = lighthouse.add_argument_group("several lighthouses, of which one leads by a lease in etcd")
@@ -133,6 +138,7 @@ def _run_lighthouse(options: argparse.Namespace) -> int:
         allow_step_loss=options.allow_step_loss,
         store=_store_of(options),
         ssl_context=None if tls is None else tls.server,
+        has_group_label=not options.no_group_label,
     )
     print(f"lighthouse at {server.address()}", flush=True)
     signals.get()

@@ -2,11 +2,12 @@
 
     GET /v1/groups?job=NAME    WebSocket of one replica group, messages of `core.coordination.messages`
     GET /                      status as JSON, for people: all jobs in short; with ?job=NAME that one
+    GET /metrics               for Prometheus
     GET /healthz               200, for probes
 
 Of several lighthouses one leads (`store`); the others say so to whoever comes.
 
-The first two want `Authorization: Bearer TOKEN` where a token is set. The first wants a certificate, too, where TLS is set
+All but the last want `Authorization: Bearer TOKEN` where a token is set. The first wants a certificate, too, where TLS is set
 up with an authority.
 """
 
@@ -26,7 +27,7 @@ from dataclasses import asdict
 from aiohttp import web
 from msgspec.structs import replace
 
-from torchft_ckpt import config
+from torchft_ckpt import __version__, config
 from torchft_ckpt.coordination.channel import Channel, client_of, open_websocket, refuse_token, request_socket
 from torchft_ckpt.coordination.lease_keeper import LeaseKeeper
 from torchft_ckpt.coordination.loop_thread import LoopThread
@@ -48,6 +49,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import (
 from torchft_ckpt.core.coordination.messages import (
     MAX_GROUPS,
     MIN_HEARTBEAT_TIMEOUT_S,
+    PROTOCOL_VERSION,
     Dropped,
     Heartbeat,
     Hello,
@@ -55,11 +57,14 @@ from torchft_ckpt.core.coordination.messages import (
     ToLighthouse,
     Welcome,
     decode_to_lighthouse,
+    group_label,
     group_name,
     refuse_unreadable,
 )
+from torchft_ckpt.core.services.metrics import Samples
 from torchft_ckpt.errors import ConfigError, ProtocolError
 from torchft_ckpt.front.limits import FrontLimits, introduced, on_overrun
+from torchft_ckpt.front.metrics import Exporter
 from torchft_ckpt.front.serving import Front
 from torchft_ckpt.network import advertised_host, bearer_matches, join_host_port, listen_as
 from torchft_ckpt.threads import end_at_exit
@@ -92,6 +97,7 @@ class LighthouseServer:
             it has the lease.
         ssl_context: of a server, for https, or a function that returns the one for the next connection. Where it asks for
             certificates, groups need one. Default: of `TORCHFT_CKPT_TLS_CERT`, `_KEY` and `_CA`, else plain http.
+        has_group_label: metrics tell groups apart. Without it there are as many, however many groups there are.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -112,6 +118,7 @@ class LighthouseServer:
         allow_step_loss: bool = False,
         store: Callable[[str], LeaseStore] | None = None,
         ssl_context: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
+        has_group_label: bool = True,
     ) -> None:
         if min_replicas < 1:
             raise ConfigError(f"min_replicas={min_replicas}: at least one replica group has to train", "min_replicas")
@@ -139,6 +146,7 @@ class LighthouseServer:
         )
         self._unix_time_of_zero = time.time() - time.monotonic()
         self._jobs = self._new_jobs()
+        self._exporter = Exporter(self._samples, without="" if has_group_label else "group")
         self._lease: LeaseKeeper | None = None
         self._unsaid: deque[Instruction] = deque()
         """What is carried out once what has to outlive this lighthouse is in the store."""
@@ -184,6 +192,7 @@ class LighthouseServer:
             [
                 web.get("/v1/groups", self._serve_group),
                 web.get("/", self._serve_status),
+                web.get("/metrics", self._serve_metrics),
                 web.get("/healthz", _serve_health),
             ]
         )
@@ -194,7 +203,7 @@ class LighthouseServer:
             token=self._token,
             limits=_LIMITS,
             ssl_context=self._ssl_context,
-            without_certificate=("/", "/healthz"),
+            without_certificate=("/", "/metrics", "/healthz"),
         )
         await self._front.start()
         if store is not None:
@@ -316,6 +325,34 @@ class LighthouseServer:
         self._timer = None
         self._handle(Tick())
 
+    def _samples(self) -> Samples:
+        leads, now = self._lease is None or self._lease.leads(), asyncio.get_running_loop().time()
+        jobs = {name: (state, state.job.waits) for name, state in self._jobs.states.items() if leads}
+        return {
+            "build_info": {(__version__, str(PROTOCOL_VERSION)): 1.0},
+            "lighthouse_leads": {(): float(leads)},
+            "job_groups": {(job,): len(s.members) for job, (s, _) in jobs.items()},
+            "job_participants": {(job,): len(s.round.tally.roles) if s.round else 0 for job, (s, _) in jobs.items()},
+            "job_step": {(job,): s.newest_step for job, (s, _) in jobs.items()},
+            "job_quorum_id": {(job,): s.quorum_id for job, (s, _) in jobs.items()},
+            "job_quorum_age_seconds": {(job,): now - s.job.quorum_since for job, (s, _) in jobs.items() if s.round},
+            "job_steps_committed_total": {(job,): waits.num_committed for job, (_, waits) in jobs.items()},
+            "job_steps_discarded_total": {
+                (job, cause): num for job, (_, waits) in jobs.items() for cause, num in waits.num_discarded.items()
+            },
+            "job_waited_for_seconds_total": {
+                (job, group, phase.value): seconds
+                for job, (_, waits) in jobs.items()
+                for group, of_group in waits.seconds.items()
+                for phase, seconds in of_group.items()
+            },
+        }
+
+    async def _serve_metrics(self, request: web.Request) -> web.Response:
+        if not bearer_matches(request.headers.get("Authorization"), self._token):
+            return refuse_token(request, self._front)
+        return await self._exporter.serve(request)
+
     async def _serve_status(self, request: web.Request) -> web.Response:
         if not bearer_matches(request.headers.get("Authorization"), self._token):
             return refuse_token(request, self._front)
@@ -355,15 +392,20 @@ def _in_short(state: LighthouseState) -> dict[str, object]:
 
 
 def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
+    waits = state.job.waits
     members = [
         {
             "replica_id": member.replica_id,
             "step": member.version.step,
             "urls": member.checkpoint_addresses,
+            "metrics": member.hello.metrics_address,
             "waiting_s": round(now - member.asked_at, 3) if member.request else None,
             "reason": member.notified_reason or learner_in_words(member, state.newest_step) or state.why_failed(member),
             "silent_s": round(now - member.last_seen, 3),
-            "waited_for_s": _waited_for(state, member.replica_id),
+            "waited_for_s": {
+                phase.value: round(seconds, 3)
+                for phase, seconds in waits.seconds.get(group_label(member.replica_id), {}).items()
+            },
             "leaving": member.wishes_to_leave,
         }
         for member in state.members.values()
@@ -371,30 +413,12 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
     return _in_short(state) | {
         "participants": list(state.round.tally.roles) if state.round else [],
         "members": members,
-        "waited_for": _last_waited_for(state),
+        "waited_for": waits.last
+        and waits.last._asdict() | {"phase": waits.last.phase.value, "slow_for_steps": waits.num_slow},
         "lost": _lost(state, now),
         "allows_step_loss": state.allow_step_loss,
         "differed": state.last_said_to_differ,
     }
-
-
-def _last_waited_for(state: LighthouseState) -> dict[str, object] | None:
-    """Return for whom the others waited in the last step that counts; None: for nobody."""
-    last = state.waiting.last
-    if last is None:
-        return None
-    told = {"replica_id": last.replica_id, "phase": last.phase.value, "step": last.step}
-    return told | {
-        "waited_s": round(last.seconds, 4),
-        "took_s": round(last.took_s, 4),
-        "slow_for_steps": state.waiting.num_slow,
-    }
-
-
-def _waited_for(state: LighthouseState, replica_id: str) -> dict[str, float]:
-    """Return how long the others have waited for a group, in all of its lives, by phase."""
-    waited = state.waiting.seconds.get(group_name(replica_id), {})
-    return {phase.value: round(seconds, 3) for phase, seconds in waited.items() if seconds}
 
 
 def _lost(state: LighthouseState, now: float) -> dict[str, str]:

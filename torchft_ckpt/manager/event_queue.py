@@ -16,10 +16,12 @@ logger = logging.getLogger(__name__)
 class EventQueue:
     """Events that happened, until the training thread hands them over to `on_event`. Any thread may add one.
 
-    If there is a file, each is written to it as it happens. What `on_event` raises is logged the first time, and ends no step.
+    If there is a file, each is written to it as it happens, and `count` is called with each. What `on_event` raises is logged the
+    first time, and ends no step.
     """
 
     def __init__(self, on_event: Callable[[Event], None] | None, party: str, file: EventFile | None = None) -> None:
+        self.count: Callable[[Event], None] = lambda event: None
         self._on_event = on_event
         self._party = party
         self.file = file
@@ -41,6 +43,7 @@ class EventQueue:
         """Note that something happened. Waits for nothing."""
         if self.file is not None:
             self.file.add(type(event).__name__, asdict(event))
+        self.count(event)
         if self._on_event is not None:
             self._pending.append(event)
 

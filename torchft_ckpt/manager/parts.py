@@ -36,6 +36,7 @@ from torchft_ckpt.manager.foreign_transport import as_ours
 from torchft_ckpt.manager.guarding import StepGuard
 from torchft_ckpt.manager.healing import Healing
 from torchft_ckpt.manager.leaving import WayOut
+from torchft_ckpt.manager.metrics import GroupMetrics
 from torchft_ckpt.manager.outcomes import ManagerStatistics, StepOutcomes
 from torchft_ckpt.manager.rank_config import RankConfig, Timeouts
 from torchft_ckpt.manager.recovery import Recovery
@@ -106,6 +107,9 @@ class Parts:
         self.registry = StateRegistry(self.lock)
         self.followers = Followers(self.registry)
         self.own = OwnState()
+        metrics_port = config.resolve(None, config.METRICS_PORT, -1, config.parse_port)
+        has_metrics = metrics_port >= 0 and rank_0 is None and replay is None
+        self.metrics = GroupMetrics(rank_config, self.timekeeper) if has_metrics else None
         self.events = EventQueue(on_event, party, file)
         self.own.known.is_replay = replay is not None
         self.check = EqualityCheck(self.lock, self.own.known)
@@ -182,6 +186,9 @@ class Parts:
         )
         self.guard = StepGuard(self.client, self.registry, serving, self.steps, self.timekeeper)
         try:
+            if self.metrics is not None:
+                self.events.count = self.metrics.note
+                self.metrics.start(metrics_port, self.client)
             self.client.connect(
                 rank_config,
                 rank_0,
@@ -200,11 +207,13 @@ class Parts:
             raise
 
     def end_events(self) -> None:
-        """Hand over the last events, and write how this life has ended."""
+        """Hand over the last events, write how this life has ended, and close the port of metrics."""
         self.events.deliver()
         if self.events.file is not None:
             ended = FINISHED if self.between_steps.has_finished else SHUT_DOWN
             self.events.file.end(LEFT if self.client.has_left else ended, self.timekeeper.close())
+        if self.metrics is not None:
+            self.metrics.shutdown()
 
     def statistics(self) -> ManagerStatistics:
         """See `Manager.statistics`."""

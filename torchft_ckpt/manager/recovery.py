@@ -349,6 +349,7 @@ class Recovery:
                 replica_id=self.client.replica_id,
                 sources=tuple(source.replica_id for source in located.sources),
                 took_s=self._healing.took_s,
+                received_bytes=0 if (progress := self._healing.progress) is None else progress.brought_bytes,
             )
         )
 

@@ -18,6 +18,8 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
+import msgspec
+
 from torchft_ckpt.core.coordination.meeting import Claim
 from torchft_ckpt.core.coordination.messages import (
     Answer,
@@ -62,6 +64,7 @@ from torchft_ckpt.core.coordination.replica import (
     StepPlan,
     StepWishes,
 )
+from torchft_ckpt.core.coordination.waiting import Phase
 from torchft_ckpt.core.training.ledger import Waits
 from torchft_ckpt.errors import (
     CollectiveFailedError,
@@ -148,6 +151,8 @@ class StepClient:
         self._events = events
         self._answer_leaves = answer_leaves
         self._timekeeper = timekeeper
+        self.metrics_address = ""
+        """Where metrics are served, for whoever asks the lighthouse."""
         self._on_leaving: Callable[[GroupToRank], None]
         self._connect_beside: Callable[[ConnectBeside], None]
         self._lock = self._changed = Condition()
@@ -661,8 +666,10 @@ class StepClient:
         """
         with self._lock, self._replica as replica:
             self._raise_if_fatal()
-            vote = replica.vote(collectives, num_collectives, state_digest, self._timekeeper.spent_in_step())
+            vote = replica.vote(collectives, num_collectives, state_digest)
             is_learner = replica.is_learner
+        spent = {phase: round(seconds, 4) for phase, seconds in self._timekeeper.phases(of_step=True).items()}
+        vote = msgspec.structs.replace(vote, computed_s=spent[Phase.COMPUTE], reduced_s=spent[Phase.ALLREDUCE])
         if not is_learner:
             self.send(vote)
         return vote
@@ -719,7 +726,8 @@ class StepClient:
     def _hello(self) -> Hello:
         """Return what a lighthouse has to know that hears of this group for the first time."""
         with self._lock, self._replica as replica:
-            return replica.hello(self.replica_id, self._group_world_size)
+            hello = replica.hello(self.replica_id, self._group_world_size)
+        return msgspec.structs.replace(hello, metrics_address=self.metrics_address)
 
     def _hear(self, message: GroupToRank) -> None:
         """Note a message; abort or cancel where it says so. Never blocks."""

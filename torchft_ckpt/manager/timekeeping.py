@@ -13,6 +13,7 @@ import torch
 
 from torchft_ckpt.core.coordination.waiting import Phase
 from torchft_ckpt.core.training.ledger import Account, Ledger, State, Waits
+from torchft_ckpt.errors import CheckpointError, SaveInFlightError
 from torchft_ckpt.threads import Condition
 
 
@@ -33,6 +34,8 @@ class Timekeeper:
         self._between = State.BETWEEN
         self._num_saves = 0
         """So many are being written: what is copied aside then is copied for them."""
+        self.num_ended_saves = dict.fromkeys(("saved", "failed", "skipped"), 0)
+        """By outcome; skipped: this rank had no part in it, or the one before was not over."""
 
     def begins_step(self, *, is_round: bool = False) -> None:
         """The training thread, which is the one that calls, begins a step. One that is open was abandoned.
@@ -80,12 +83,6 @@ class Timekeeper:
         with self._lock:
             self._ledger.reduces(is_open, self._clock())
 
-    def spent_in_step(self) -> tuple[float, float]:
-        """Return how long the open step has computed while no collective was open, and how long it was in collectives."""
-        with self._lock:
-            self._ledger.passes(self._clock())
-            return self._ledger.spent_in(Phase.COMPUTE), self._ledger.spent_in(Phase.ALLREDUCE)
-
     def copying(self) -> contextlib.AbstractContextManager[None]:
         """Around what copies aside what is served or saved, as the state is about to change."""
         return self.waiting(Waits.SAVE if self._num_saves else Waits.NEWCOMER)
@@ -99,6 +96,9 @@ class Timekeeper:
     def _is_saved(self, saved: Future[Any]) -> None:
         with self._lock:
             self._num_saves -= 1
+            failure = CheckpointError("it was given up") if saved.cancelled() else saved.exception()
+            is_begun = failure is None or type(failure) not in (CheckpointError, SaveInFlightError)
+            self.num_ended_saves["saved" if failure is None else "failed" if is_begun else "skipped"] += 1
 
     def quorum_is_at(self, what: Waits | None) -> None:
         """See `Ledger.quorum_is_at`."""
@@ -124,6 +124,12 @@ class Timekeeper:
         with self._lock:
             self._ledger.passes(self._clock())
             return dict(self._ledger.seconds)
+
+    def phases(self, *, of_step: bool = False) -> dict[Phase, float]:
+        """Return how long steps were in which phase so far, the open one too; `of_step`: that alone."""
+        with self._lock:
+            self._ledger.passes(self._clock())
+            return self._ledger.phases_of_step() if of_step else dict(self._ledger.phases)
 
     def close(self) -> dict[str, float]:
         """This life ends. Returns what was spent since the last time."""

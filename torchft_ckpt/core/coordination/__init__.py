@@ -5,6 +5,7 @@ messages            what travels between them: typed, bounded, validated on deco
 quorum              who trains together next, and under which id
 recovery            which state a quorum trains from, and who loads it from whom
 commit              whether the step of a quorum counts
+causes              of which few causes a discarded step was one
 sequence            which collectives may start without asking, and when those of a step differ
 
 The lighthouse:

@@ -35,7 +35,7 @@ from torchft_ckpt.core.coordination.recovery import Assignment
 from torchft_ckpt.core.coordination.restart import Settled, StepKey
 from torchft_ckpt.core.coordination.speaking import Speaking
 from torchft_ckpt.core.coordination.trial import Trials
-from torchft_ckpt.core.coordination.waiting import Timing, Waiting
+from torchft_ckpt.core.coordination.waiting import Timing
 
 
 class Deciding:
@@ -58,7 +58,6 @@ class Deciding:
         self._leaving = leaving
         self._trained: frozenset[str] = frozenset()
         """Committed the last step that counted: they can connect to each other."""
-        self.waiting = Waiting()
 
     def begin(self, assignment: Assignment, members: list[Member], quorum_id: int, now: float) -> Round:
         """Return the step that these members begin."""
@@ -76,6 +75,8 @@ class Deciding:
         )
         if not current.is_needed and self._job.round is not None:
             self._joining.stood([m for m in holding if not m.asked.came_in], now - self._job.round.formed_at, now)
+        if self._job.round is None or self._job.round.quorum_id != quorum_id:
+            self._job.quorum_since = now
         self._job.round = current
         return current
 
@@ -228,10 +229,16 @@ class Deciding:
             self._joining.trained(self._trained)
             for replica_id in self._trained & self._job.members.keys():
                 self._job.members[replica_id].met = self._trained
-            if slow := self.waiting.committed(current.step, self._timings(current, followers), now):
+            members, votes = self._job.members, tally.votes
+            timings = {
+                m: Timing(members[m].asked_at, votes[m].computed_s, votes[m].reduced_s, at)
+                for m, at in current.voted_at.items()
+                if m in followers and tally.roles[m] is Role.HEALTHY
+            }
+            if slow := self._job.waits.committed(current.step, timings, now):
                 yield Log(slow, is_warning=True)
         else:
-            self.waiting.discarded(now)
+            self._job.waits.discarded(tally.reason, now)
             yield Log(f"step {current.step} of quorum {current.quorum_id} is discarded: {tally.reason}")
         for replica_id in refused if not current.assignment.is_first else ():
             self._job.quorum_members.pop(replica_id, None)
@@ -272,15 +279,6 @@ class Deciding:
                 if decided.leaving:
                     yield self._leaving.say_who_stays(member)
         yield from self._end_late_waits(current, current.waits_in_vain(current.late, current.gone_on))
-
-    def _timings(self, current: Round, followers: Iterable[str]) -> dict[str, Timing]:
-        """Return when those asked and voted who are told that the step counts."""
-        votes, members, voted_at = current.tally.votes, self._job.members, current.voted_at
-        return {
-            m: Timing(members[m].asked_at, votes[m].computed_s, votes[m].reduced_s, voted_at[m])
-            for m in followers
-            if m in voted_at and current.tally.roles[m] is Role.HEALTHY
-        }
 
     def _who_could_not_come_in(self, current: Round) -> list[str]:
         """Return the members on whose account the step that has just ended is discarded.

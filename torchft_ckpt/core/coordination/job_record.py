@@ -15,6 +15,7 @@ from torchft_ckpt.core.coordination.lighthouse_events import LighthouseSettings
 from torchft_ckpt.core.coordination.lighthouse_records import Member, MemberPhase, Round
 from torchft_ckpt.core.coordination.messages import QuorumRequest, StateVersion, group_name
 from torchft_ckpt.core.coordination.quorum import QuorumIds
+from torchft_ckpt.core.coordination.waiting import Waiting
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +54,9 @@ class JobRecord:
     named_checkpoint: str = ""
     """The newest that a group has said, as it started, that it can read, or has heard of; empty: none. An older one only if
     the operator allows the loss of steps."""
+    waits: Waiting = field(default_factory=Waiting)
+    quorum_since: float = 0.0
+    """When the first step of the last quorum began."""
     now: float = 0.0
     """The time of the last event. Never falls."""
 

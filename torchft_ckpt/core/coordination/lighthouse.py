@@ -102,7 +102,6 @@ from torchft_ckpt.core.coordination.spares import Spares
 from torchft_ckpt.core.coordination.speaking import Speaking
 from torchft_ckpt.core.coordination.starting import StartingGroups
 from torchft_ckpt.core.coordination.trial import Trials, Verdict
-from torchft_ckpt.core.coordination.waiting import Waiting
 
 OWN_ID = (
     "If that is another replica group, and not this one started again: each group needs a replica id of its own"
@@ -213,9 +212,9 @@ class LighthouseState:
         return self._joining.why_failed(member)
 
     @property
-    def waiting(self) -> Waiting:
-        """For whom the groups wait."""
-        return self._deciding.waiting
+    def job(self) -> JobRecord:
+        """What is so at present, to be read."""
+        return self._job
 
     @property
     def last_said_to_differ(self) -> str:

@@ -217,6 +217,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     checkpoint_addresses: Addresses = []
     """As in `QuorumRequest`, as far as they are known: whoever looks for the state may need them before the next one."""
     store_address: StorePlace = ""
+    metrics_address: StorePlace = ""
+    """Where its rank 0 serves metrics."""
     is_beside: bool = False
     """It is beside the quorum, a learner: nobody is to wait for it."""
     spare: bool = False
@@ -1148,6 +1150,11 @@ def refuse_unreadable(data: str | bytes, error: ProtocolError, *, ours: str, par
 def group_name(replica_id: str) -> str:
     """Return the name that a replica group keeps over its incarnations: what stands before the last colon."""
     return replica_id.rpartition(":")[0] or replica_id
+
+
+def group_label(replica_id: str) -> str:
+    """Return the same for metrics: `unnamed` for all groups without a name, which have another id in each life."""
+    return replica_id.rpartition(":")[0] or "unnamed"
 
 
 def clip(text: str, most: int = MAX_QUOTE_CHARS) -> str:

@@ -631,20 +631,13 @@ class ReplicaState:
         self.collectives_failed()
         return True
 
-    def vote(
-        self,
-        collectives: str = "",
-        num_collectives: int = 0,
-        state_digest: str = "",
-        spent_s: tuple[float, float] = (0.0, 0.0),
-    ) -> CommitVote:
+    def vote(self, collectives: str = "", num_collectives: int = 0, state_digest: str = "") -> CommitVote:
         """All work of the step is done, or failed: what to say about it.
 
         Args:
             collectives: a word for those of the step in their order.
             num_collectives: how many they are.
             state_digest: of the state that was here when the step was asked for, where it `is_checked`; else empty.
-            spent_s: as `CommitVote.computed_s` and `reduced_s`.
         """
         if self.quorum is None or not self._moves(StepEvent.VOTE):
             raise RuntimeError(f"internal error: there is no step to vote on in phase {self.phase.value}")
@@ -673,8 +666,6 @@ class ReplicaState:
             issued=[num_collectives],
             state_digests=[state_digest] if state_digest and approve and is_known_holder else [],
             connects=not self._is_unconnected,
-            computed_s=round(spent_s[0], 4),
-            reduced_s=round(spent_s[1], 4),
             reason=reason[:1000],
         )
         if self._vote.broken:

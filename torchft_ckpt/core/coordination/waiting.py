@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from torchft_ckpt.core.coordination.messages import clip, group_name
+from torchft_ckpt.core.coordination.causes import CAUSES, cause_of
+from torchft_ckpt.core.coordination.messages import clip, group_label
 
 LEAST_S = 0.001
 """Who is late by less is not waited for."""
@@ -49,15 +50,13 @@ class Timing(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """The others waited for this member."""
+    """The others, half of them or more, waited for this member so long, in a step that took so long from the end of the last."""
 
     replica_id: str
     phase: Phase
-    seconds: float
-    """How long half of the members waited, or more."""
+    waited_s: float
     step: int
     took_s: float
-    """The step, from the end of the one before it."""
 
 
 def find_late(timings: Mapping[str, Timing]) -> tuple[str, Phase, float] | None:
@@ -91,13 +90,14 @@ def find_late(timings: Mapping[str, Timing]) -> tuple[str, Phase, float] | None:
 
 
 class Waiting:
-    """For whom the groups of one job have waited. Not thread-safe. `now`: seconds that never fall."""
+    """The steps of one job: how many, and for whom its groups waited. Not thread-safe. `now`: seconds that never fall."""
 
     def __init__(self) -> None:
+        self.num_committed, self.num_discarded = 0, dict.fromkeys(CAUSES, 0)
         self.last: Waited | None = None
         """In the last step that was committed."""
         self.seconds: dict[str, dict[Phase, float]] = {}
-        """By group, of at most `MAX_GROUPS_COUNTED`: how long the others have waited for it. None of it falls."""
+        """How long the others have waited for each group, of at most `MAX_GROUPS_COUNTED`. None of it falls."""
         self.num_slow = 0
         """For so many steps in a row the one of `last` has been slow."""
         self._slow: tuple[str, Phase] | None = None
@@ -105,37 +105,32 @@ class Waiting:
         """Those lives of groups that were named, and are there."""
         self._ended_at: float | None = None
 
-    def discarded(self, now: float) -> None:
+    def discarded(self, reason: str, now: float) -> None:
         """A step has ended, and does not count."""
         self._ended_at = now
+        self.num_discarded[cause_of(reason)] += 1
 
     def committed(self, step: int, timings: Mapping[str, Timing], now: float) -> str:
         """A step counts. Returns a warning that names who is slow, once for each life of a group; else nothing."""
-        before, self._ended_at = self._ended_at, now
-        late = None if before is None else find_late(timings)
-        if before is None or late is None:
-            self.last, self._slow, self.num_slow = None, None, 0
+        took_s, self._ended_at = now - (now if self._ended_at is None else self._ended_at), now
+        self.num_committed += 1
+        late, before = find_late(timings) if took_s else None, self._slow
+        self.last = self._slow = None
+        if late is not None:
+            replica_id, phase, late_s = late
+            self.last = last = Waited(replica_id, phase, min(late_s, took_s), step, took_s)
+            self._count(group_label(replica_id), phase, last.waited_s)
+            self._slow = (replica_id, phase) if last.waited_s >= SLOW_PART * took_s else None
+        self.num_slow = 0 if self._slow is None else self.num_slow + 1 if self._slow == before else 1
+        if self.last is None or self.num_slow < NUM_SLOW or self.last.replica_id in self._named:
             return ""
-        took_s, (replica_id, phase, late_s) = now - before, late
-        self.last = last = Waited(replica_id, phase, min(late_s, took_s), step, took_s)
-        self._count(group_name(replica_id), phase, last.seconds)
-        if last.seconds < SLOW_PART * took_s:
-            self._slow, self.num_slow = None, 0
-            return ""
-        self.num_slow = self.num_slow + 1 if self._slow == (replica_id, phase) else 1
-        self._slow = replica_id, phase
-        self._named &= timings.keys()
-        if self.num_slow < NUM_SLOW or replica_id in self._named:
-            return ""
-        self._named.add(replica_id)
+        self._named = {self.last.replica_id, *self._named.intersection(timings)}
         return (
-            f"{clip(replica_id)} has been slower than the other groups for {self.num_slow} steps: in step {step} they waited"
-            f" for it {last.seconds:.3f} of {took_s:.3f} s ({phase.value}). Its machine may be slow or shared;"
-            " `status --stacks GROUP` shows what it does"
+            f"{clip(self.last.replica_id)} has been slower than the other groups for {self.num_slow} steps: in step {step} they"
+            f" waited for it {self.last.waited_s:.3f} of {took_s:.3f} s ({self.last.phase.value}). Its machine may be slow or"
+            " shared; `status --stacks GROUP` shows what it does"
         )
 
     def _count(self, group: str, phase: Phase, seconds: float) -> None:
-        if group not in self.seconds and len(self.seconds) >= MAX_GROUPS_COUNTED:
-            return
-        of_group = self.seconds.setdefault(group, dict.fromkeys(Phase, 0.0))
-        of_group[phase] += seconds
+        if group in self.seconds or len(self.seconds) < MAX_GROUPS_COUNTED:
+            self.seconds.setdefault(group, dict.fromkeys(Phase, 0.0))[phase] += seconds

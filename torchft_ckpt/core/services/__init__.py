@@ -6,5 +6,6 @@ fairness    whose work is done next, and which names keep a place, where clients
 launching   which replica groups of a launched job start again, and how the job ends
 interfaces  at which of its machine's addresses a process is reached
 handshakes  why two parties do not come to speak TLS, and what to do
+metrics     what is counted for Prometheus, and under which names
 proofs      how two parties prove that they know the token, without sending it
 """

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torchft_ckpt.core.coordination.causes import cause_of
+
 NUM_BEFORE_WARNING = 3
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
@@ -28,19 +30,12 @@ _HEARTBEAT = (
     "Where that group lives and is only held up, give the lighthouse a longer --heartbeat-timeout-ms; where it dies, its own log"
     " says of what"
 )
-_ADVICE = (
-    ("the loops of the groups differ", _LOOP),
-    ("gave step", _LOOP),
-    ("gave the step up", _LOOP),
-    ("nothing heard from it for", _HEARTBEAT),
-    ("its connection closed", _HEARTBEAT),
-    ("ProcessGroupConfigureError", _HOSTNAME),
-    ("CollectiveFailedError", _TIMEOUT),
-    ("ProcessGroupError", _TIMEOUT),
-    ("broke:", _TIMEOUT),
-    ("the decision", _TIMEOUT),
-)
-"""Texts in the reason of a discarded step, each with the advice that helps. The first that fits is its cause."""
+_ADVICE = {
+    "loops differ": _LOOP,
+    "group lost": _HEARTBEAT,
+    "not connected": _HOSTNAME,
+    "collective failed": _TIMEOUT,
+}
 
 _OF_ONE_LIFE = re.compile(r":[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?<!\w)\d[\d.]*")
 """The parts in which two alike reasons differ: the process of a group, and counts, times, addresses."""
@@ -64,7 +59,7 @@ class DiscardRun:
         Returns:
             a warning, once in a run.
         """
-        advice = next((advice for what, advice in _ADVICE if what in reason), "")
+        advice = _ADVICE.get(cause_of(reason), "")
         cause = advice or _OF_ONE_LIFE.sub("", reason)
         self._count = self._count + 1 if cause == self._cause else 1
         self._cause = cause

@@ -240,9 +240,9 @@ class Ledger:
             self._kept = 0.0
         self.state = State.BETWEEN
 
-    def spent_in(self, phase: Phase) -> float:
-        """Return how long the open step has been in a phase."""
-        return self.phases[phase] - self._before[phase]
+    def phases_of_step(self) -> dict[Phase, float]:
+        """Return how long the open step has been in each phase."""
+        return {phase: spent - self._before[phase] for phase, spent in self.phases.items()}
 
     def keeps(self, part: float) -> None:
         """Of the microbatches of attempts that did not count this part is used on, and the rest is let go."""
