@@ -98,6 +98,16 @@ def test_one_that_is_slow_for_many_steps_is_named_once_in_each_life() -> None:
     assert len(named(job)) == 2 and named(job)[1].startswith("b:2 has been slower")
 
 
+def test_one_that_is_slow_in_one_phase_after_another_is_named_too() -> None:
+    waiting, quick = Waiting(), Timing(asked_at=0.0, computed_s=0.0, reduced_s=0.0, voted_at=0.0)
+    late = [quick._replace(computed_s=1.0), quick._replace(asked_at=1.0), quick._replace(voted_at=1.0)]
+    said = [
+        waiting.committed(step, {"a:1": quick, "b:1": late[step % 3], "c:1": quick}, 2.0 * step)
+        for step in range(NUM_SLOW + 1)
+    ]
+    assert [bool(warning) for warning in said] == [False] * NUM_SLOW + [True]
+
+
 def test_one_that_is_slow_now_and_then_is_not_named() -> None:
     job, a, b, c = Job.of("abc", 1)
     for number in range(3 * NUM_SLOW):
@@ -131,6 +141,7 @@ def test_groups_of_ever_new_names_cost_no_more_memory() -> None:
     for number in range(MAX_GROUPS_COUNTED + 10):
         waiting.committed(number, {f"g{number}:1": ALIKE._replace(computed_s=2.0), "a:1": ALIKE}, float(number))
     assert len(waiting.seconds) == MAX_GROUPS_COUNTED
+    assert waiting.of_all[Phase.COMPUTE] == MAX_GROUPS_COUNTED + 9, "of the first step nobody knows how long it took"
 
 
 def test_the_table_of_phases_has_a_row_for_each() -> None:

@@ -57,7 +57,6 @@ from torchft_ckpt.core.coordination.messages import (
     ToLighthouse,
     Welcome,
     decode_to_lighthouse,
-    group_label,
     group_name,
     refuse_unreadable,
 )
@@ -404,7 +403,7 @@ def _at_length(state: LighthouseState, now: float) -> dict[str, object]:
             "silent_s": round(now - member.last_seen, 3),
             "waited_for_s": {
                 phase.value: round(seconds, 3)
-                for phase, seconds in waits.seconds.get(group_label(member.replica_id), {}).items()
+                for phase, seconds in waits.seconds.get(group_name(member.replica_id), {}).items()
             },
             "leaving": member.wishes_to_leave,
         }

@@ -5,7 +5,7 @@
 | quorum               | asking for the quorum later than the others                                                    |
 | forward and backward | computing longer than the others while none of its collectives was open, as its ranks measured |
 | allreduce            | being in collectives for less time, beyond what the two above explain: it came to them later   |
-| vote                 | voting later, beyond what they explain if there was no collective                              |
+| vote                 | voting later, beyond what they explain if there was no collective: its way here is slow, say   |
 
 Late is who is behind the median, of an even number the quicker one. Of all groups and phases the one that is behind by most is
 the one that the others waited for. The times in votes are members' words, so no more is believed than the step took, and nothing
@@ -98,9 +98,11 @@ class Waiting:
         """In the last step that was committed."""
         self.seconds: dict[str, dict[Phase, float]] = {}
         """How long the others have waited for each group, of at most `MAX_GROUPS_COUNTED`. None of it falls."""
+        self.of_all = dict.fromkeys(Phase, 0.0)
+        """The same of all together."""
         self.num_slow = 0
         """For so many steps in a row the one of `last` has been slow."""
-        self._slow: tuple[str, Phase] | None = None
+        self._slow: str | None = None
         self._named: set[str] = set()
         """Those lives of groups that were named, and are there."""
         self._ended_at: float | None = None
@@ -119,8 +121,10 @@ class Waiting:
         if late is not None:
             replica_id, phase, late_s = late
             self.last = last = Waited(replica_id, phase, min(late_s, took_s), step, took_s)
-            self._count(group_label(replica_id), phase, last.waited_s)
-            self._slow = (replica_id, phase) if last.waited_s >= SLOW_PART * took_s else None
+            self.of_all[phase] += last.waited_s
+            if (group := group_label(replica_id)) in self.seconds or len(self.seconds) < MAX_GROUPS_COUNTED:
+                self.seconds.setdefault(group, dict.fromkeys(Phase, 0.0))[phase] += last.waited_s
+            self._slow = replica_id if last.waited_s >= SLOW_PART * took_s else None
         self.num_slow = 0 if self._slow is None else self.num_slow + 1 if self._slow == before else 1
         if self.last is None or self.num_slow < NUM_SLOW or self.last.replica_id in self._named:
             return ""
@@ -130,7 +134,3 @@ class Waiting:
             f" waited for it {self.last.waited_s:.3f} of {took_s:.3f} s ({self.last.phase.value}). Its machine may be slow or"
             " shared; `status --stacks GROUP` shows what it does"
         )
-
-    def _count(self, group: str, phase: Phase, seconds: float) -> None:
-        if group in self.seconds or len(self.seconds) < MAX_GROUPS_COUNTED:
-            self.seconds.setdefault(group, dict.fromkeys(Phase, 0.0))[phase] += seconds

@@ -191,13 +191,12 @@ class Ledger:
         elif self._quorum is not None:
             self.beside[self._quorum] += past
         account = ACCOUNTS[self.state, waits]
-        if account is None:
-            reduces = waits is Waits.COLLECTIVE or self._reduces
-            phase = Phase.VOTE if waits is Waits.VOTE else Phase.ALLREDUCE if reduces else Phase.COMPUTE
-            self.phases[phase] += past
         if account is not None:
             self.seconds[account] += past
-        elif waits is Waits.MICROBATCH:
+            return
+        reduces = waits is Waits.COLLECTIVE or self._reduces
+        self.phases[Phase.VOTE if waits is Waits.VOTE else Phase.ALLREDUCE if reduces else Phase.COMPUTE] += past
+        if waits is Waits.MICROBATCH:
             self._kept += past
         else:
             self._open += past
