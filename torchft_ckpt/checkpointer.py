@@ -342,11 +342,8 @@ class Checkpointer:
         try:
             if self._manager is None:
                 return self._save(state_dict, step, rank_state, tier)
-            timekeeper = self._manager.hooks.timekeeper
-            with timekeeper.waiting(Waits.SAVE):
-                future = self._save(state_dict, step, rank_state, tier)
-            timekeeper.saves(future)
-            return future
+            with self._manager.hooks.timekeeper.waiting(Waits.SAVE):
+                return self._save(state_dict, step, rank_state, tier)
         finally:
             self._is_saving = False
 
@@ -403,10 +400,13 @@ class Checkpointer:
             self._worker = None
             worker.drop()
             future.set_exception(CheckpointError(f"no thread could be started for the save: {error}", "save"))
-            return future
-        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-        self._last[tier] = name, worker
-        return worker.future
+        else:
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+            self._last[tier] = name, worker
+            future = worker.future
+        if self._manager is not None:
+            self._manager.hooks.timekeeper.saves(future)
+        return future
 
     def _writer(
         self,

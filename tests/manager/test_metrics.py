@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.replicas import Replica, Run, lighthouse_of
+from support.replicas import Replica, Run, ends, lighthouse_of
 
-from torchft_ckpt import LighthouseServer
+from torchft_ckpt import Checkpointer, LighthouseServer
 from torchft_ckpt.coordination.asking import Lighthouse
 from torchft_ckpt.core.coordination.causes import CAUSES
 from torchft_ckpt.core.coordination.waiting import Phase
 from torchft_ckpt.core.services import metrics
 from torchft_ckpt.core.training.ledger import Account
-from torchft_ckpt.errors import CheckpointDamagedError, SaveInFlightError
+from torchft_ckpt.errors import CheckpointError
 from torchft_ckpt.front import metrics as front_metrics
 from torchft_ckpt.front.metrics import Exporter
 from torchft_ckpt.manager.timekeeping import Timekeeper
@@ -229,7 +229,7 @@ def test_what_rules_and_panels_choose_by_a_label_is_a_value_of_it(label: str) ->
     values = {
         "account": {account.value for account in Account},
         "cause": {*CAUSES},
-        "outcome": {"saved", "failed", "skipped"},
+        "outcome": {"saved", "failed"},
         "phase": {phase.value for phase in Phase},
     }
     text = (EXAMPLES / "rules.yml").read_text() + (EXAMPLES / "dashboard.json").read_text().replace('\\"', '"')
@@ -246,10 +246,28 @@ def test_the_page_of_metrics_has_a_row_for_each() -> None:
         assert row[3].strip() == told
 
 
-def test_saves_are_counted_by_how_they_ended() -> None:
-    keeper = Timekeeper()
-    for failure in (None, CheckpointDamagedError("it is not whole"), SaveInFlightError("the one before"), None):
-        save: Future[None] = Future()
-        keeper.saves(save)
-        save.set_result(None) if failure is None else save.set_exception(failure)
-    assert keeper.num_ended_saves == {"saved": 2, "failed": 1, "skipped": 1}
+def test_saves_that_were_begun_are_counted_by_how_they_ended(tmp_path: Path) -> None:
+    one = Replica(lighthouse_of(1), "a")
+    checkpointer = ends(Checkpointer(str(tmp_path / "checkpoints"), manager=one.manager))
+    keeper = one.manager.hooks.timekeeper
+    with pytest.raises(CheckpointError, match="no part in the save"):
+        checkpointer.save().result(60)
+    assert keeper.num_ended_saves == {"saved": 0, "failed": 0}, "it was not begun, as nothing was committed"
+    assert one.step()
+    first = checkpointer.save()
+    first.result(60)
+    assert checkpointer.save() is first, "the state is the same, and so is the save"
+    assert keeper.num_ended_saves == {"saved": 1, "failed": 0}
+    assert one.step()
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    (tmp_path / "checkpoints").write_text("no folder")
+    with pytest.raises(CheckpointError):
+        checkpointer.save().result(60)
+    assert keeper.num_ended_saves == {"saved": 1, "failed": 1}
+
+
+def test_a_save_that_was_given_up_has_failed() -> None:
+    keeper, save = Timekeeper(), Future[None]()
+    keeper.saves(save)
+    save.set_exception(CheckpointError("the next save began before this one was whole"))
+    assert keeper.num_ended_saves == {"saved": 0, "failed": 1}

@@ -13,7 +13,6 @@ import torch
 
 from torchft_ckpt.core.coordination.waiting import Phase
 from torchft_ckpt.core.training.ledger import Account, Ledger, State, Waits
-from torchft_ckpt.errors import CheckpointError, SaveInFlightError
 from torchft_ckpt.threads import Condition
 
 
@@ -34,8 +33,7 @@ class Timekeeper:
         self._between = State.BETWEEN
         self._num_saves = 0
         """So many are being written: what is copied aside then is copied for them."""
-        self.num_ended_saves = dict.fromkeys(("saved", "failed", "skipped"), 0)
-        """By outcome; skipped: this rank had no part in it, or the one before was not over."""
+        self.num_ended_saves = {"saved": 0, "failed": 0}
 
     def begins_step(self, *, is_round: bool = False) -> None:
         """The training thread, which is the one that calls, begins a step. One that is open was abandoned.
@@ -96,9 +94,8 @@ class Timekeeper:
     def _is_saved(self, saved: Future[Any]) -> None:
         with self._lock:
             self._num_saves -= 1
-            failure = CheckpointError("it was given up") if saved.cancelled() else saved.exception()
-            is_begun = failure is None or type(failure) not in (CheckpointError, SaveInFlightError)
-            self.num_ended_saves["saved" if failure is None else "failed" if is_begun else "skipped"] += 1
+            is_saved = not saved.cancelled() and saved.exception() is None
+            self.num_ended_saves["saved" if is_saved else "failed"] += 1
 
     def quorum_is_at(self, what: Waits | None) -> None:
         """See `Ledger.quorum_is_at`."""

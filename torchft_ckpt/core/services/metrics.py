@@ -40,7 +40,7 @@ OF_GROUP = BUILD | {
     "heals_total": ("job group", "States of other groups that were loaded."),
     "heal_bytes_total": ("job group", "What was received of them."),
     "heal_seconds_total": ("job group", "How long that took."),
-    "saves_total": ("job group outcome", "Saves of this rank that have ended, by outcome: saved, failed, skipped."),
+    "saves_total": ("job group outcome", "Saves that this rank has begun and that have ended, by outcome: saved, failed."),
 }
 METRICS: Mapping[str, tuple[str, str]] = OF_LIGHTHOUSE | OF_GROUP
 """By name, after `torchft_ckpt_`: the labels, and what it says. Those that end with `_total` are counters."""
