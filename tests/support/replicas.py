@@ -53,7 +53,7 @@ def lighthouse_of(least: int, **options: Any) -> LighthouseServer:
 
 
 def manager_of(
-    lighthouse: LighthouseServer | str, load: Any, state: Any, *, name: str = "alone", **options: Any
+    lighthouse: LighthouseServer | str, load: Any, state: Any, *, name: str | None = "alone", **options: Any
 ) -> Manager:
     """Return the Manager of a group; of one rank, and with Gloo, unless the options say something else."""
     usual = {
@@ -69,7 +69,7 @@ def manager_of(
 class Replica:
     """A tiny model with its manager."""
 
-    def __init__(self, lighthouse: LighthouseServer | str, name: str, seed: int = 0, **options: Any) -> None:
+    def __init__(self, lighthouse: LighthouseServer | str, name: str | None, seed: int = 0, **options: Any) -> None:
         with _seeding:
             torch.manual_seed(seed)
             self.model, self.sgd = self.build()

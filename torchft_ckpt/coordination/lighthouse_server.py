@@ -96,7 +96,7 @@ class LighthouseServer:
             it has the lease.
         ssl_context: of a server, for https, or a function that returns the one for the next connection. Where it asks for
             certificates, groups need one. Default: of `TORCHFT_CKPT_TLS_CERT`, `_KEY` and `_CA`, else plain http.
-        has_group_label: metrics tell groups apart. Without it there are as many, however many groups there are.
+        has_group_label: metrics tell groups apart. Without it their label is empty, and they say what is so of all together.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -145,7 +145,7 @@ class LighthouseServer:
         )
         self._unix_time_of_zero = time.time() - time.monotonic()
         self._jobs = self._new_jobs()
-        self._exporter = Exporter(self._samples, without="" if has_group_label else "group")
+        self._exporter, self._has_group_label = Exporter(self._samples), has_group_label
         self._lease: LeaseKeeper | None = None
         self._unsaid: deque[Instruction] = deque()
         """What is carried out once what has to outlive this lighthouse is in the store."""
@@ -342,7 +342,7 @@ class LighthouseServer:
             "job_waited_for_seconds_total": {
                 (job, group, phase.value): seconds
                 for job, (_, waits) in jobs.items()
-                for group, of_group in waits.seconds.items()
+                for group, of_group in (waits.seconds if self._has_group_label else {"": waits.of_all}).items()
                 for phase, seconds in of_group.items()
             },
         }

@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -23,29 +24,27 @@ from torchft_ckpt.events import Event, Healed, QuorumChanged, StepCommitted, Ste
 from torchft_ckpt.front.limits import FrontLimits
 from torchft_ckpt.front.metrics import MISSING, PATH, Exporter, is_installed
 from torchft_ckpt.front.serving import Front
+from torchft_ckpt.manager.outcomes import ManagerStatistics
 from torchft_ckpt.manager.rank_config import RankConfig
-from torchft_ckpt.manager.step_client import StepClient
 from torchft_ckpt.manager.timekeeping import Timekeeper
 from torchft_ckpt.network import bearer_matches, bind_for, join_host_port, listen_as
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 32
+_NAME, _BACKLOG = "the metrics port", 32
 _LIMITS = FrontLimits(max_connections=32, max_connections_per_client=32, max_strangers=32)
 
 
 class GroupMetrics:
     """Counts from the beginning; serves from `start` until `shutdown`. Any thread may note an event."""
 
-    def __init__(self, rank_config: RankConfig, timekeeper: Timekeeper) -> None:
-        self._rank_config = rank_config
-        self._timekeeper = timekeeper
+    def __init__(self, rank_config: RankConfig, keeper: Timekeeper, counted: Callable[[], ManagerStatistics]) -> None:
+        self._rank_config, self._keeper, self._counted = rank_config, keeper, counted
         self._labels = rank_config.job, group_label(rank_config.replica_id)
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("steps_committed", "heals", "heal_bytes", "heal_seconds"), 0.0)
+        self._healed_bytes, self._healed_s = 0, 0.0
         self._discarded = dict.fromkeys(CAUSES, 0)
         self._quorum_id, self._quorum_since = 0, time.monotonic()
-        self._client: StepClient | None = None
         self._thread: LoopThread | None = None
 
     def note(self, event: Event) -> None:
@@ -53,24 +52,20 @@ class GroupMetrics:
         with self._lock:
             if isinstance(event, StepCommitted | StepDiscarded | QuorumChanged) and event.quorum_id != self._quorum_id:
                 self._quorum_id, self._quorum_since = event.quorum_id, time.monotonic()
-            if isinstance(event, StepCommitted):
-                self._counts["steps_committed"] += 1
-            elif isinstance(event, StepDiscarded):
+            if isinstance(event, StepDiscarded):
                 self._discarded[cause_of(event.reason)] += 1
             elif isinstance(event, Healed):
-                self._counts["heals"] += 1
-                self._counts["heal_bytes"] += event.received_bytes
-                self._counts["heal_seconds"] += event.took_s
+                self._healed_bytes += event.received_bytes
+                self._healed_s += event.took_s
 
-    def start(self, port: int, client: StepClient) -> None:
-        """Serve them, or say why not. `port`: 0 for any. `client`: knows the state that is here."""
-        self._client = client
+    def start(self, port: int) -> str:
+        """Serve them, and return where; or say why not. `port`: 0 for any."""
         if not is_installed():
             logger.warning("%s is set, and this group has no metrics: %s", config.METRICS_PORT[0], MISSING)
-            return
+            return ""
         host, token = self._rank_config.host.address, self._rank_config.token
         try:
-            listeners = listen_as("the metrics port", bind_for(host), port, _BACKLOG, token)
+            listeners = listen_as(_NAME, bind_for(host), port, _BACKLOG, token)
         except AddressInUseError as error:
             logger.warning(
                 "this group has no metrics: %s. Groups that share a machine need a port each: with %s=0 each takes a free"
@@ -78,10 +73,11 @@ class GroupMetrics:
                 error,
                 config.METRICS_PORT[0],
             )
-            return
-        self._thread = LoopThread("torchft_ckpt-metrics")
-        self._front = self._thread.run(self._serve(listeners))
-        client.metrics_address = join_host_port(host, listeners[0].getsockname()[1])
+            return ""
+        thread = LoopThread("torchft_ckpt-metrics")
+        self._front = thread.run(self._serve(listeners))
+        self._thread = thread
+        return join_host_port(host, listeners[0].getsockname()[1])
 
     def shutdown(self) -> None:
         """Close the port, end the thread. May be called twice."""
@@ -92,13 +88,7 @@ class GroupMetrics:
         app, tls, token = web.Application(), self._rank_config.tls, self._rank_config.token
         context, exporter = None if tls is None else tls.server, Exporter(self._samples)
         front = Front(
-            app,
-            listeners,
-            name="the metrics port",
-            token=token,
-            limits=_LIMITS,
-            ssl_context=context,
-            without_certificate=(PATH,),
+            app, listeners, name=_NAME, token=token, limits=_LIMITS, ssl_context=context, without_certificate=(PATH,)
         )
 
         async def serve(request: web.Request) -> web.Response:
@@ -110,16 +100,18 @@ class GroupMetrics:
         return front
 
     def _samples(self) -> Samples:
-        us, keeper = self._labels, self._timekeeper
-        steps = 0 if self._client is None else self._client.view().version.step
+        us, keeper, counted = self._labels, self._keeper, self._counted()
         with self._lock:
             age_s = time.monotonic() - self._quorum_since if self._quorum_id else 0.0
             return {
                 "build_info": {(__version__, str(PROTOCOL_VERSION)): 1.0},
-                "step": {us: steps},
+                "step": {us: counted.step},
                 "quorum_id": {us: self._quorum_id},
                 "quorum_age_seconds": {us: age_s},
-                **{f"{name}_total": {us: count} for name, count in self._counts.items()},
+                "steps_committed_total": {us: counted.num_committed},
+                "heals_total": {us: counted.num_healed},
+                "heal_bytes_total": {us: self._healed_bytes},
+                "heal_seconds_total": {us: self._healed_s},
                 "steps_discarded_total": {(*us, cause): num for cause, num in self._discarded.items()},
                 "ledger_seconds_total": {(*us, account.value): s for account, s in keeper.seconds().items()},
                 "phase_seconds_total": {(*us, phase.value): s for phase, s in keeper.phases().items()},

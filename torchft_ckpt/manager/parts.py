@@ -109,7 +109,7 @@ class Parts:
         self.own = OwnState()
         metrics_port = config.resolve(None, config.METRICS_PORT, -1, config.parse_port)
         has_metrics = metrics_port >= 0 and rank_0 is None and replay is None
-        self.metrics = GroupMetrics(rank_config, self.timekeeper) if has_metrics else None
+        self.metrics = GroupMetrics(rank_config, self.timekeeper, self.statistics) if has_metrics else None
         self.events = EventQueue(on_event, party, file)
         self.own.known.is_replay = replay is not None
         self.check = EqualityCheck(self.lock, self.own.known)
@@ -188,7 +188,7 @@ class Parts:
         try:
             if self.metrics is not None:
                 self.events.count = self.metrics.note
-                self.metrics.start(metrics_port, self.client)
+                self.client.metrics_address = self.metrics.start(metrics_port)
             self.client.connect(
                 rank_config,
                 rank_0,

@@ -40,19 +40,10 @@ OF_GROUP = BUILD | {
     "heals_total": ("job group", "States of other groups that were loaded."),
     "heal_bytes_total": ("job group", "What was received of them."),
     "heal_seconds_total": ("job group", "How long that took."),
-    "saves_total": ("job group outcome", "Saves that this rank has begun and that have ended, by outcome: saved, failed."),
+    "saves_total": (
+        "job group outcome",
+        "Saves that this rank has begun and that have ended, by outcome: saved, failed.",
+    ),
 }
 METRICS: Mapping[str, tuple[str, str]] = OF_LIGHTHOUSE | OF_GROUP
 """By name, after `torchft_ckpt_`: the labels, and what it says. Those that end with `_total` are counters."""
-
-
-def labelled(name: str, values: Values, without: str = "") -> tuple[list[str], Values]:
-    """Return the labels of a metric, without one of them, and the values by those: what differed in that one alone is summed."""
-    labels = METRICS[name][0].split()
-    if without not in labels:
-        return labels, values
-    at, summed = labels.index(without), dict[tuple[str, ...], float]()
-    for key, value in values.items():
-        rest = (*key[:at], *key[at + 1 :])
-        summed[rest] = summed.get(rest, 0.0) + value
-    return [label for label in labels if label != without], summed
