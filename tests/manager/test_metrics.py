@@ -23,7 +23,7 @@ from torchft_ckpt.core.coordination.causes import CAUSES
 from torchft_ckpt.core.coordination.waiting import Phase
 from torchft_ckpt.core.services import metrics
 from torchft_ckpt.core.training.ledger import Account
-from torchft_ckpt.errors import CheckpointError
+from torchft_ckpt.errors import CheckpointError, ConfigError
 from torchft_ckpt.front import metrics as front_metrics
 from torchft_ckpt.front.metrics import Exporter
 from torchft_ckpt.manager.timekeeping import Timekeeper
@@ -184,6 +184,14 @@ def test_a_group_whose_port_is_taken_trains_without_metrics(
     (said,) = [record.message for record in caplog.records if "has no metrics" in record.message]
     assert "the metrics port cannot listen on 127.0.0.1:" in said and f"{PORT}=0" in said
     assert metrics_of(server) == {"a": ""}
+
+
+def test_what_is_no_port_is_refused_before_anything_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = lighthouse_of(1)
+    monkeypatch.setenv(PORT, "70000")
+    monkeypatch.setattr("torchft_ckpt.manager.parts.HTTPTransport", lambda **options: pytest.fail("it listens"))
+    with pytest.raises(ConfigError, match=PORT):
+        Replica(server, "a")
 
 
 def test_without_the_client_a_job_trains_and_says_what_to_install(

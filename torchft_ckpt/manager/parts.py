@@ -87,6 +87,8 @@ class Parts:
             tells=None if replay is None else Path(replay.told_in) / str(rank_config.group_rank),
             is_spare=settings.spare or settings.fixed_with_spares,
         )
+        has_metrics = rank_0 is None and replay is None
+        metrics_port = config.resolve(None, config.METRICS_PORT, -1, config.parse_port) if has_metrics else -1
         place = config.resolve(None, config.EVENTS, "", str)
         file = None
         if place and replay is None:  # a replay's steps are none of the job's
@@ -107,9 +109,7 @@ class Parts:
         self.registry = StateRegistry(self.lock)
         self.followers = Followers(self.registry)
         self.own = OwnState()
-        metrics_port = config.resolve(None, config.METRICS_PORT, -1, config.parse_port)
-        has_metrics = metrics_port >= 0 and rank_0 is None and replay is None
-        self.metrics = GroupMetrics(rank_config, self.timekeeper, self.statistics) if has_metrics else None
+        self.metrics = GroupMetrics(rank_config, self.timekeeper, self.statistics) if metrics_port >= 0 else None
         self.events = EventQueue(on_event, party, file)
         self.own.known.is_replay = replay is not None
         self.check = EqualityCheck(self.lock, self.own.known)
