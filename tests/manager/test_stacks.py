@@ -20,7 +20,13 @@ def test_a_group_that_stands_says_where(monkeypatch: pytest.MonkeyPatch, capsys:
     with ThreadPoolExecutor(1) as pool:
         stands = pool.submit(one.step)
         asked = Lighthouse(address, None)
-        wait_until(lambda: any(member["urls"] for member in asked.status("default")["members"]), "one group has asked")
+        wait_until(
+            lambda: any(
+                member["urls"] and member["replica_id"] == one.manager.replica_id()
+                for member in asked.status("default")["members"]
+            ),
+            "it has asked for the step",
+        )
 
         def stacks(group: str, *arguments: str) -> str:
             assert main(["status", "--lighthouse", address, "--stacks", group, *arguments]) == 0
@@ -30,11 +36,11 @@ def test_a_group_that_stands_says_where(monkeypatch: pytest.MonkeyPatch, capsys:
         said = stacks(one.manager.replica_id(), "--job", "default")
         assert said.startswith(f"{one.manager.replica_id()} rank 0 at http://") and "in await_plan\n" in said
         assert main(["status", "--lighthouse", address, "--stacks", "c"]) == 2
-        assert "no group c is here" in capsys.readouterr().err
+        assert "job default has no group c that has told its addresses" in capsys.readouterr().err
         other.step()
         stands.result(60)
 
 
 def test_without_a_job_there_is_no_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--lighthouse", lighthouse_of(1).address(), "--stacks", "a"]) == 2
-    assert "name the job by --job: the lighthouse has none" in capsys.readouterr().err
+    assert "knows no job default" in capsys.readouterr().err

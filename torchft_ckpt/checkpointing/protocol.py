@@ -134,7 +134,6 @@ PREFIX = "/v1/checkpoint"
 LATEST = "latest"
 PROOF_PATH = f"{PREFIX}/proof"
 STACKS_PATH = "/v1/stacks"
-"""Where the threads of the process are, in words: for people."""
 NONCE_DIGITS = 32
 PROOF_DIGITS = 64
 RECEIVER_HEADER = "X-Ckpt-Receiver"

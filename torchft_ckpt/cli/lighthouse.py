@@ -1,5 +1,4 @@
-"""The commands about the lighthouse: run one, ask one, have a group leave, let a job go on, forget one. None imports torch,
-but for `status --stacks`, which asks ranks.
+"""The commands about the lighthouse: run one, ask one, drain, let a job go on, forget one. `status --stacks` alone imports torch.
 
 `lighthouse` takes its options in torchft's spelling too, with underscores.
 """
@@ -186,24 +185,19 @@ def _run_status(options: argparse.Namespace) -> int:
 
 def _print_stacks(options: argparse.Namespace) -> int:
     from torchft_ckpt.checkpointing.resharding.peers import JobPeers
+    from torchft_ckpt.coordination.lighthouse_connection import resolve_job
 
-    lighthouse = _lighthouse(options)
-    status = lighthouse.status(options.job)
-    if options.job is None:
-        jobs = [*status.get("jobs", ())]
-        if len(jobs) != 1:
-            raise ConfigError(f"name the job by --job: the lighthouse has {', '.join(jobs) or 'none'}", "job")
-        status = lighthouse.status(jobs[0])
-    named = {member["replica_id"]: member["urls"] for member in status.get("members", ())}
-    groups = [urls for name, urls in named.items() if urls and options.stacks in (name, name.rpartition(":")[0])]
-    if not groups:
-        known = ", ".join(named) or "none"
+    lighthouse, job = _lighthouse(options), resolve_job(options.job)
+    urls = {member["replica_id"]: member["urls"] for member in lighthouse.status(job).get("members", ())}
+    name = next((name for name in urls if urls[name] and options.stacks in (name, name.rpartition(":")[0])), "")
+    if not name:
+        known = ", ".join(map(printable, urls)) or "none"
         raise ConfigError(
-            f"no group {options.stacks[:80]} is here that has told its addresses; here are {known}", "group"
+            f"job {job} has no group {options.stacks[:80]} that has told its addresses, of {known}", "group"
         )
-    peers = JobPeers(groups, token=lighthouse.token, ssl_context=tls_of(options))
+    peers = JobPeers([urls[name]], token=lighthouse.token, ssl_context=tls_of(options))
     for rank, (url, stacks) in enumerate(peers.stacks()):
-        print(f"{options.stacks} rank {rank} at {url}", *map(printable, stacks.splitlines()), sep="\n")
+        print(*map(printable, [f"{name} rank {rank} at {url}", *stacks.splitlines()]), sep="\n", flush=True)
     return 0
 
 
