@@ -183,7 +183,7 @@ def make_trainer(folder: Path, num_steps: int, **options: Any) -> Trainer:
     return Trainer(
         accelerator="cpu",
         max_steps=num_steps,
-        accumulate_grad_batches=ACCUMULATE,
+        accumulate_grad_batches=options.pop("accumulate", ACCUMULATE),
         gradient_clip_val=0.05,
         logger=CSVLogger(folder, name="logs", version=0, flush_logs_every_n_steps=1),
         log_every_n_steps=1,
@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--slow-save", type=float, default=0.0, help="seconds that the save of step 10 takes")
     parser.add_argument("--min-replica-size", type=int, default=1)
     parser.add_argument("--stands-after", type=int, default=STANDS_AFTER, help="this many steps after that one")
+    parser.add_argument("--exact", action="store_true", help="steps of the whole data set, whoever is there")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     torch.set_num_threads(1)
@@ -226,19 +227,28 @@ def main() -> None:
     num_groups = int(os.environ["NUM_REPLICA_GROUPS"])
     sampler = sampler_of(group, data, num_groups=num_groups, rank=rank, num_ranks=num_ranks)
     loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler, drop_last=True)
+    exact = {"global_batch_size": 4 * BATCH_SIZE} if options.exact else {}
+    accumulate = 1 if options.exact else ACCUMULATE
     if options.sharded:
         strategy: Any = FaultToleranceModelParallelStrategy(
-            manager, data_parallel_size=num_ranks, tensor_parallel_size=1
+            manager, data_parallel_size=num_ranks, tensor_parallel_size=1, **exact
         )
-        trainer = make_trainer(options.folder, options.steps, strategy=strategy, devices=num_ranks)
-    else:
-        strategy = FaultToleranceStrategy(manager)
         trainer = make_trainer(
-            options.folder, options.steps, strategy=strategy, plugins=[TellingIO(10, options.slow_save)]
+            options.folder, options.steps, strategy=strategy, devices=num_ranks, accumulate=accumulate
         )
+    else:
+        strategy = FaultToleranceStrategy(manager, **exact)
+        plugins = [TellingIO(10, options.slow_save)]
+        trainer = make_trainer(options.folder, options.steps, strategy=strategy, plugins=plugins, accumulate=accumulate)
     # Other weights in each life of each group: what is equal at the end came from the others.
-    model = (ShardedNet if options.sharded else Net)(int.from_bytes(os.urandom(4), "big"), options.steps)
-    model.num_groups, model.stands_after = lambda: manager.num_participants(), options.stands_after
+    seed = 0 if options.exact else int.from_bytes(os.urandom(4), "big")
+    model = (ShardedNet if options.sharded else Net)(seed, options.steps)
+    if options.exact and not options.sharded:
+        model.layers.insert(1, nn.BatchNorm1d(32))
+        model.layers.append(nn.Dropout(0.1))
+    model.stands_after = options.stands_after
+    if num_groups > 1 or not options.exact:
+        model.num_groups = lambda: manager.num_participants()
     model.go_on, model.is_back = (options.folder.parent / name for name in ("go_on", "is_back"))
     model.pause_s = options.pause
     averages: list[Any] = []

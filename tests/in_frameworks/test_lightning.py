@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -38,6 +39,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_job import ACCUMULATE, BATCH_SIZE, Net, make_data, make_trainer, sampler_of
 from support.launched import REPO
 from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(REPO / "examples"))
+import plain_steps
 
 from torchft_ckpt import LighthouseServer, Manager, ProcessGroupGloo
 from torchft_ckpt.errors import ConfigError
@@ -253,6 +257,40 @@ def test_callbacks_hear_of_a_step_once_however_often_it_is_tried(tmp_path: Path,
     train_here(tmp_path / "job", 15, strategy=FaultToleranceStrategy(manager, "cpu"), more_callbacks=[spoil, told])
     assert manager.statistics().num_discarded == 3
     assert told.heard == plain.heard
+
+
+@pytest.mark.slow
+def test_exact_steps_are_those_of_plain_torch_and_callbacks_hear_of_each_once(tmp_path: Path, manager: Manager) -> None:
+    """Of three steps an attempt is discarded, and nothing is computed in the next one."""
+    told, spoil, data = Hears(), SpoilSteps(manager, {3, 10, 11}), make_data()
+    strategy = FaultToleranceStrategy(manager, "cpu", global_batch_size=4 * BATCH_SIZE)
+    trainer = make_trainer(tmp_path, 15, strategy=strategy, accumulate=1, enable_progress_bar=False)
+    trainer.callbacks[:0] = [spoil, told]
+    model, plain = Net(7, 15), Net(7, 15)
+    trainer.fit(model, DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler_of(0, data)))
+    made = plain.configure_optimizers()
+    losses = plain_steps.train(
+        plain,
+        lambda net, batch: torch.nn.functional.mse_loss(net.layers(batch[1]), batch[2]),
+        data,
+        made["optimizer"],
+        made["lr_scheduler"]["scheduler"],
+        steps=15,
+        global_batch_size=4 * BATCH_SIZE,
+        microbatch_size=BATCH_SIZE,
+        seed=5,
+        clip=0.05,
+    )
+
+    assert dict(leaves("", model.state_dict())) == dict(leaves("", plain.state_dict()))
+    optimizers = [one.state_dict()["state"] for one in (trainer.optimizers[0], made["optimizer"])]
+    assert dict(leaves("", optimizers[0])) == dict(leaves("", optimizers[1]))
+    rows = {int(row["step"]): float(row["loss"]) for row in rows_of(tmp_path) if row["loss"]}
+    assert rows == {step: torch.tensor(loss).item() for step, loss in enumerate(losses) if step in rows}
+    assert len(rows) >= 14 and manager.statistics().num_discarded == 3
+    heard = [(what, step) for what, step, _ in told.heard if what != "backward"]
+    of_a_step = ("batch begins", 0), ("zero_grad", 0), ("optimizer steps", 0), ("batch ends", 1)
+    assert heard == [(what, step + later) for step in range(15) for what, later in of_a_step]
 
 
 @pytest.mark.slow
@@ -472,6 +510,34 @@ def test_a_killed_group_comes_back_and_ends_bit_equal(tmp_path: Path, killed_spe
     assert sorted(path.name for path in (folder / "best").iterdir()) == sorted(
         ast.literal_eval(states[0]["values"][f"/best/paths/{i}"]) for i in range(2)
     )
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [None, 2], ids=["a-process-each", "two-ranks-each-with-fsdp2"])
+def test_exact_steps_leave_no_trace_of_a_group_that_was_killed(tmp_path: Path, nproc: int | None) -> None:
+    """Weights, moments, buffers, schedule, epochs and logged losses have the bits of a job of one group in which nobody dies. The
+    group that is killed is in a microbatch."""
+    options = ["--steps=30", "--exact", *(["--sharded"] if nproc else [])]
+    plain, folder = tmp_path / "plain" / "out", tmp_path / "out"
+    plain.parent.mkdir()
+    with FrameworkJob(plain.parent, SCRIPT, *options, f"--folder={plain}", num_groups=1, nproc=nproc) as job:
+        alone = job.start(0)
+        alone.end()
+    with FrameworkJob(tmp_path, SCRIPT, *options, f"--folder={folder}", "--stands-after=5", nproc=nproc) as job:
+        kept, killed = job.start(1), job.start(0)
+        kill_in_a_step(killed, kept, tmp_path)
+        again = job.start(0)
+        job.wait_until_asks(again)
+        (tmp_path / "is_back").touch()
+        kept.end()
+        again.end()
+
+    for rank in range(nproc or 1):
+        runs = (alone, kept, again)
+        assert_equal_states(*(next(s for s in run.states() if s["values"]["/rank/rank"] == str(rank)) for run in runs))
+    assert any(participants == 2 for _, participants in again.steps())
+    assert rows_of(folder) == rows_of(plain)
 
 
 @pytest.mark.processes

@@ -12,12 +12,14 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fingerprints import leaves
 from framework_jobs import FrameworkJob, Group, assert_equal_states
 from support.launched import REPO
 from support.waiting import wait_until
@@ -27,8 +29,12 @@ if importlib.util.find_spec("transformers") is None or importlib.util.find_spec(
 
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import SequentialSampler
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
+sys.path.insert(0, str(REPO / "examples"))
+import plain_steps
+
+from torchft_ckpt import LighthouseServer, Manager, ProcessGroupGloo
 from torchft_ckpt.errors import ConfigError
 from torchft_ckpt.integrations.transformers import ContinuedSampler, FaultToleranceCallback
 
@@ -125,6 +131,35 @@ def test_the_group_that_speaks_is_killed_and_comes_back(tmp_path: Path, nproc: i
     assert [line["step"] for line in logged(tmp_path, "log")] == list(range(4, STEPS + 1, 4))
     assert {line["group"] for line in logged(tmp_path, "log")} == {0, 1}
     assert all(line["loss"] < 6 for line in logged(tmp_path, "log"))
+
+
+def test_exact_steps_leave_no_trace_of_a_group_that_was_killed(tmp_path: Path) -> None:
+    """Weights, moments, schedule, averages of a callback's and all logged losses have the bits of a job of one group in which
+    nobody dies. The group that is killed speaks for the job, in a microbatch, and comes back in the middle between two logs."""
+    plain, is_there, is_back = (tmp_path / name for name in ("plain", "is there", "is back"))
+    plain.mkdir()
+    options = ["--exact", "--averages=after", "--steps=40"]
+    with FrameworkJob(plain, SCRIPT, f"--folder={plain}", *options, num_groups=1) as job:
+        wanted = job.start(0).end()
+    with FrameworkJob(tmp_path, SCRIPT, f"--folder={tmp_path}", *options) as job:
+        survivor = job.start(1, "--meet", "2", str(is_there), "--meet", "21", str(is_back))
+        survivor.wait_for_step(2)
+        first = job.start(0, "--hold=9")
+        job.wait_until_asks(first)
+        is_there.touch()
+        first.wait_for("HELD")
+        first.kill()
+        survivor.wait_for_step(21, participants=1)
+        again = job.start(0)
+        job.wait_until_asks(again)
+        is_back.touch()
+        assert_equal_states(wanted, survivor.end(), again.end())
+
+    assert any(participants == 2 for _, participants in again.steps())
+    assert [(line["step"], line["loss"]) for line in logged(tmp_path, "log")] == [
+        (line["step"], line["loss"]) for line in logged(plain, "log")
+    ]
+    assert {line["group"] for line in logged(tmp_path, "log")} == {0, 1}
 
 
 def test_too_few_groups_wait_and_lose_no_step(tmp_path: Path) -> None:
@@ -339,8 +374,98 @@ def test_arguments_that_would_leave_groups_apart_are_refused(
         FaultToleranceCallback(manager=None).on_init_end(args, TrainerState(), TrainerControl())
 
 
-@pytest.mark.processes
-@pytest.mark.slow
+class Rows(torch.utils.data.Dataset):
+    def __init__(self) -> None:
+        self.rows = torch.randn(20, 4, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.rows[index], "labels": self.rows[index].sum()}
+
+
+class Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.mse_loss(self.layers(x)[:, 0], labels)}
+
+
+def optimizer_of(model: torch.nn.Module) -> tuple[Any, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def train_exactly(folder: Path, model: torch.nn.Module, resume: str | None) -> tuple[list[float], int]:
+    """Train by the Trainer, in one group; return the logged losses, and how many attempts were discarded."""
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    manager = Manager(ProcessGroupGloo(), None, None, 1, replica_id="g", lighthouse_addr=lighthouse.address())
+    spoils = [] if resume else [4]
+
+    def spoil(*_: object) -> None:
+        if spoils and manager.current_step() == spoils[0]:
+            spoils.clear()
+            manager.report_error(RuntimeError("the test says so"))
+
+    model.register_forward_hook(spoil)
+    args = TrainingArguments(
+        str(folder),
+        max_steps=9,
+        per_device_train_batch_size=2,
+        max_grad_norm=0.5,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_steps=5,
+        logging_steps=1,
+        seed=11,
+    )
+    callback = FaultToleranceCallback(manager, global_batch_size=8)
+    try:
+        trainer = Trainer(model, args, train_dataset=Rows(), callbacks=[callback], optimizers=optimizer_of(model))
+        trainer.train(resume_from_checkpoint=resume)
+        assert manager.current_step() == 9
+    finally:
+        manager.shutdown()
+        lighthouse.shutdown()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return losses, manager.statistics().num_discarded
+
+
+def test_exact_steps_are_those_of_plain_torch_also_from_a_checkpoint_on(tmp_path: Path) -> None:
+    """The Trainer's loss is not divided, and of one step an attempt is discarded."""
+    model, resumed, plain = Plain(), Plain(), Plain()
+    found, num_discarded = train_exactly(tmp_path, model, None)
+    found_again, _ = train_exactly(tmp_path, resumed, str(tmp_path / "checkpoint-5"))
+    losses = plain_steps.train(
+        plain,
+        lambda net, batch: net(**batch)["loss"],
+        Rows(),
+        *optimizer_of(plain),
+        steps=9,
+        global_batch_size=8,
+        microbatch_size=2,
+        seed=11,
+        clip=0.5,
+    )
+    wanted = dict(leaves("", plain.state_dict()))
+    assert dict(leaves("", model.state_dict())) == wanted == dict(leaves("", resumed.state_dict()))
+    assert found == found_again == [torch.tensor(one).item() for one in losses]
+    assert num_discarded == 1
+
+
+def test_the_trainer_is_made_with_a_callback_that_feeds_it(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = Trainer(Plain(), args, train_dataset=Rows())
+    trainer.add_callback(FaultToleranceCallback(Alone(), global_batch_size=8))
+    with pytest.raises(ConfigError, match="is made with the callback"):
+        trainer.train()
+
+
 class Alone:
     """The Manager of a group that finds no other one."""
 

@@ -5,7 +5,8 @@ to one file of all groups. `--wait STEP FILE`, more than once: it stands still a
 the same, and it goes slowly from there until all groups train. With one of these its steps take a while. `--hold STEP`: it never
 takes the step after that one. `--warm-up FILE`: its first iteration takes until the file exists. `--resumes`: it asks what to
 resume from, and prints `RESUMES path`. `--as-trl`: it has a reference model that a callback moves, and rollouts, which it prints
-at its end (`ROLLOUTS ...`).
+at its end (`ROLLOUTS ...`). `--exact`: steps of the whole data set, whoever is there; with `--hold` it says `HELD`, and ends no
+microbatch of that step or a later one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from torchft_ckpt import Manager, ProcessGroupGloo
 from torchft_ckpt.integrations.transformers import FaultToleranceCallback
 
-LENGTH = 8
+LENGTH, BATCH = 8, 4
 
 
 class Numbered(Dataset):
@@ -134,10 +136,15 @@ class SyncsReference(TrainerCallback):
                 copied.mul_(0.4).add_(0.6 * parameter)
 
 
-def note_what_is_read(model: torch.nn.Module) -> None:
+def note_what_is_read(model: torch.nn.Module, holds: Callable[[], bool]) -> None:
     def note(module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if module.training:
-            say(f"READ {named['input_ids'][:, 0].tolist()}")
+        if not module.training:
+            return
+        say(f"READ {named['input_ids'][:, 0].tolist()}")
+        if holds():
+            say("HELD")
+        while holds():
+            time.sleep(1)
 
     model.register_forward_pre_hook(note, with_kwargs=True)
 
@@ -160,6 +167,7 @@ def main() -> None:
     parser.add_argument("--hold", type=float, default=math.inf)
     parser.add_argument("--averages", choices=["before", "after"], help="in the list of callbacks, than the library's")
     parser.add_argument("--as-trl", action="store_true")
+    parser.add_argument("--exact", action="store_true")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
@@ -167,7 +175,7 @@ def main() -> None:
     manager = Manager(
         ProcessGroupGloo(), None, None, min_replica_size=options.min_replicas, replica_id=f"group_{group}"
     )
-    torch.manual_seed(group)  # weights differ until the groups are made equal
+    torch.manual_seed(0 if options.exact else group)  # else weights differ until the groups are made equal
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
@@ -176,10 +184,15 @@ def main() -> None:
             num_hidden_layers=1,
             num_attention_heads=2,
             max_position_embeddings=LENGTH,
+            attention_dropout=0.2,
         )
     )
-    note_what_is_read(model)
-    fault_tolerance = FaultToleranceCallback(manager, loggers=[Logger(group, options.folder / "log.jsonl")])
+    note_what_is_read(model, lambda: options.exact and manager.current_step() >= options.hold)
+    fault_tolerance = FaultToleranceCallback(
+        manager,
+        loggers=[Logger(group, options.folder / "log.jsonl")],
+        global_batch_size=4 * BATCH if options.exact else None,
+    )
     averages = [Averages(manager, model)] if options.averages else []
     reference = copy.deepcopy(model)
     trainer = Trainer(
@@ -187,8 +200,9 @@ def main() -> None:
         args=TrainingArguments(
             output_dir=str(options.folder / "checkpoints"),
             max_steps=options.steps,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=1 if options.exact else 2,
+            dataloader_num_workers=1 if options.exact else 0,
             max_grad_norm=0.1,
             learning_rate=1e-2,
             lr_scheduler_type=options.schedule,
@@ -203,7 +217,7 @@ def main() -> None:
             use_cpu=True,
             seed=7,
         ),
-        train_dataset=Numbered(100 * group, options.samples),
+        train_dataset=Numbered(0 if options.exact else 100 * group, options.samples),
         eval_dataset=Numbered(200, 8),
         callbacks=[
             Recorder(manager, options),
@@ -231,7 +245,8 @@ def main() -> None:
         reference=reference.state_dict() if options.as_trl else {},
         trainer={
             name: getattr(trainer.state, name) for name in ("global_step", "epoch", "best_metric", "best_global_step")
-        },
+        }
+        | ({"train_loss": trainer.state.log_history[-1]["train_loss"]} if options.exact else {}),
     )
     say(f"ROLLOUTS {getattr(trainer, '_buffered_inputs', None)}")
     manager.shutdown()

@@ -6,6 +6,7 @@ captured   what microbatches leave behind (gradients, buffers, logged values), i
 staying    what the inner loop leaves as it is, or is refused
 kernels    deterministic ones in the inner loop, on accelerators
 tree_sum   the sum of the nodes of all groups, over the process group
+feeding    a framework's loop, which takes a step for a batch
 audit      a microbatch that several groups compute, to find who computes something else
 
 Who computes what, and all that follows from a step's number, is decided in `core.training.microbatches`.

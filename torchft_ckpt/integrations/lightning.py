@@ -25,6 +25,9 @@ Lightning ends the loop after the batch, and the process with status 143.
 
 **One group speaks for the job** (`Manager.speaks`). To Lightning it alone has rank zero, from the end of a step on. One that does
 not speak any more falls silent before it votes.
+
+**With `global_batch_size` steps are exact** (`StepLoader`): a batch of Lightning's stands for a step, and `optimizer_step` calls
+Lightning's closure for each microbatch. What `training_step` logs is kept back, and logged as its mean when the step counts.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
@@ -60,6 +64,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.utilities import _log_hyperparams
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
@@ -72,8 +77,10 @@ from torchft_ckpt.core.training.discards import pauses_s
 from torchft_ckpt.data import DistributedSampler
 from torchft_ckpt.ddp import GradientAverage
 from torchft_ckpt.errors import ConfigError, StateFormatError
+from torchft_ckpt.exact.feeding import StandIn, feed
 
 if TYPE_CHECKING:
+    from torchft_ckpt.exact import Step, StepLoader
     from torchft_ckpt.manager import Manager
 
 logger = logging.getLogger(__name__)
@@ -109,6 +116,12 @@ class _ReplicaGroup(Strategy):
     """Where loops and data were when the open step began; None between two steps."""
     _has_moved = False
     """`_place` was loaded, and the loops are elsewhere yet."""
+    _global_batch_size: int | None = None
+    _steps: StepLoader | None = None  # steps are not exact
+    _step: Step | None = None
+    _microbatch: Any = None
+    _zero_grad: Callable[..., Any]
+    """Lightning's, which makes what clears gradients: with exact steps it is called once a batch."""
 
     @property
     def _trainer(self) -> Any:
@@ -152,6 +165,8 @@ class _ReplicaGroup(Strategy):
             )
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
             raise ConfigError("LBFGS evaluates its closure several times: it cannot be used", party="LBFGS")
+        if self._global_batch_size is not None and getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigError("fp16 does not go with global_batch_size; use bf16", party="precision")
         self._average = GradientAverage(self._manager, self.model.parameters)
         self._begin_before_batches(trainer.fit_loop.epoch_loop)
         for optimizer in self.optimizers:
@@ -159,7 +174,18 @@ class _ReplicaGroup(Strategy):
         self._manager.register_state_dict_fn(KEY, self._load, self._state)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Warn if all groups would train on the same batches."""
+        """Give stand-ins for the steps, if these are exact; else warn if all groups would train on the same batches."""
+        size, trains = self._global_batch_size, self._trainer.training and isinstance(dataloader, DataLoader)
+        if trains and size is not None:
+            ranks = getattr(self, "distributed_sampler_kwargs", {"rank": 0, "num_replicas": 1})
+            seed, part = int(os.environ.get("PL_GLOBAL_SEED", "0")), (ranks["rank"], ranks["num_replicas"])
+            by = [one for one in self._trainer.callbacks if isinstance(one, GradientAccumulationScheduler)]
+            most = max([count for one in by for count in one.scheduling.values()], default=1)
+            self._steps, dataloader = feed(self._manager, dataloader, size, accumulates=most, seed=seed, part=part)
+        if self._steps is not None and trains:
+            automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
+            self._zero_grad, automatic._make_zero_grad_fn = automatic._make_zero_grad_fn, lambda *_: None
+            return super().process_dataloader(dataloader)
         if (
             self._trainer.training
             and isinstance(dataloader, DataLoader)
@@ -232,8 +258,50 @@ class _ReplicaGroup(Strategy):
         self._manager.start_quorum()
         if self._has_moved:
             self._take_place()
+        self._step = None if self._steps is None else next(iter(self._steps))
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the strategy does it, with the module's hooks; what stands for a step is nothing that they know."""
+        return batch if isinstance(batch, StandIn) else super().batch_to_device(batch, *args, **kwargs)
+
+    def _compute(self, closure: Callable[[], Any]) -> None:
+        """Compute the microbatches of the open step, and take the mean of their gradients over the groups."""
+        assert self._step is not None
+        trainer, results, logged = self._trainer, self._trainer._results, dict[str, Any]()
+        log = results.update_metrics
+
+        def keep(key: str, value: Any, size: int) -> None:
+            if isinstance(value, torch.Tensor):
+                logged[key] = self.reduce(value.clone().float())
+            else:
+                log(key, value, size)
+
+        results.update_metrics = keep
+        try:
+            for microbatch in self._step:
+                logged.clear()
+                batch = trainer.precision_plugin.convert_input(microbatch)
+                batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+                self._microbatch = self.batch_to_device(batch, dataloader_idx=0)
+                loss = closure()
+                self._step.log(loss=self.reduce(loss.detach().clone()), **logged)
+        finally:
+            del results.update_metrics
+            self._microbatch = None
+
+    def _log_means(self, closure: Any) -> torch.Tensor:
+        """Log the means of what was logged in a step that counts; return that of the losses."""
+        assert self._step is not None
+        results = self._trainer._results
+        means = {key: torch.tensor(mean, device=self.root_device) for key, mean in self._step.means.items()}
+        for key in means.keys() & results.keys():  # who has computed none yet does not know how to log them
+            results.update_metrics(key, means[key], self._global_batch_size)
+        closure._result = ClosureResult(means["loss"])
+        return means["loss"]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._microbatch is not None:
+            args = self._microbatch, *args[1:]
         output = super().training_step(*args, **kwargs)
         if output is None:
             raise ConfigError(
@@ -252,8 +320,13 @@ class _ReplicaGroup(Strategy):
         """
         assert self._average is not None
         module: Any = model or self.lightning_module
-        result, pauses = closure(), pauses_s()
-        self._average.take()
+        pauses = pauses_s()
+        if self._steps is None:
+            result = closure()
+            self._average.take()
+        else:
+            self._zero_grad(0, optimizer)()
+            self._compute(closure)
         while not self._vote():
             if not self._has_moved:
                 time.sleep(next(pauses))  # where groups are missing
@@ -261,8 +334,14 @@ class _ReplicaGroup(Strategy):
             if self._has_moved:
                 self._average.forget()
                 raise _StateLoaded
-            self._average.again()
+            if self._steps is None:
+                self._average.again()
+            else:
+                self._step = next(iter(self._steps))
+                self._compute(closure)
         self._average.forget()
+        if self._steps is not None:
+            result = self._log_means(closure)
         with self._manager.taking_step():
             # Hooks, unscaling and clipping see the averages.
             result = self.precision_plugin.optimizer_step(optimizer, model=module, closure=lambda: result, **kwargs)
@@ -521,6 +600,9 @@ class FaultToleranceStrategy(_ReplicaGroup, SingleDeviceStrategy):
     Args:
         manager: of this rank, with no state functions of its own for what Lightning trains.
         device: default: the first GPU, or the CPU where there is none.
+        global_batch_size: samples in a step, whoever is there: steps are exact, as with `StepLoader`. The loader's batches are
+            its microbatches, and all groups have the same data set. One without access by index trains as without this, and a
+            warning says so.
         kwargs: of `SingleDeviceStrategy`.
 
     Raises:
@@ -528,7 +610,14 @@ class FaultToleranceStrategy(_ReplicaGroup, SingleDeviceStrategy):
             manually, or with LBFGS, takes `dataloader_iter`, or its `training_step` returned None.
     """
 
-    def __init__(self, manager: Manager, device: torch.device | str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        device: torch.device | str | None = None,
+        *,
+        global_batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         if manager.group_world_size != 1:
             raise ConfigError(
                 f"this group has {manager.group_world_size} ranks, and FaultToleranceStrategy trains one process:"
@@ -536,7 +625,7 @@ class FaultToleranceStrategy(_ReplicaGroup, SingleDeviceStrategy):
                 party="world_size",
             )
         super().__init__(device or ("cuda:0" if torch.cuda.is_available() else "cpu"), **kwargs)
-        self._manager = manager
+        self._manager, self._global_batch_size = manager, global_batch_size
 
 
 class FaultToleranceModelParallelStrategy(_ReplicaGroup, ModelParallelStrategy):
@@ -547,12 +636,13 @@ class FaultToleranceModelParallelStrategy(_ReplicaGroup, ModelParallelStrategy):
 
     Args:
         manager: of this rank.
+        global_batch_size: see `FaultToleranceStrategy`. A microbatch is one batch of each rank that reads other samples.
         kwargs: of `ModelParallelStrategy`.
     """
 
-    def __init__(self, manager: Manager, **kwargs: Any) -> None:
+    def __init__(self, manager: Manager, *, global_batch_size: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._manager = manager
+        self._manager, self._global_batch_size = manager, global_batch_size
 
 
 def _written_at(checkpoint: Path) -> int:

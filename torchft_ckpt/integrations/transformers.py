@@ -28,10 +28,15 @@ has not fetched yet is of the job's place.
 **The best checkpoint** is the job's, as far as `metric_for_best_model` says which one that is: it travels with the state. Only
 the group that speaks has it in `TrainerState.best_model_checkpoint`. The Trainer deletes other checkpoints than this one at its
 end, in each group that has one there.
+
+**With `global_batch_size` steps are exact** (`StepLoader`): a batch of the Trainer's stands for a step, and its `training_step`
+runs for each microbatch. It returns when the step counts, with the mean of the losses. So no iteration goes by without a step,
+and there is no place in the data. The sums of losses travel with the state: each log is the job's.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -40,7 +45,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +61,11 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, has_lengt
 from torchft_ckpt.core.training.discards import pauses_s
 from torchft_ckpt.ddp import BackwardAverage, GradientAverage
 from torchft_ckpt.errors import ConfigError, GroupBrokenError
+from torchft_ckpt.exact.feeding import feed
 from torchft_ckpt.optimizer import OptimizerWrapper
 
 if TYPE_CHECKING:
+    from torchft_ckpt.exact import Step, StepLoader
     from torchft_ckpt.manager import Manager
 
 logger = logging.getLogger(__name__)
@@ -71,6 +78,8 @@ _REFUSED: dict[str, str] = {
     "enable_jit_checkpoint": "all groups would write one checkpoint",
 }
 """Arguments of the Trainer that cannot be used, and why."""
+_SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+"""Of the Trainer: its sum of losses until the last log, when that was, and where it began."""
 _FIRST = ("on_train_begin", "on_step_begin", "on_optimizer_step", "on_log")
 """Of these events this callback hears before all others, of those that are not here after them."""
 _OF_COUNTED_STEPS = ("on_optimizer_step", "on_step_end")
@@ -92,6 +101,9 @@ class FaultToleranceCallback(TrainerCallback):
         manager: of this rank. It has no state functions of its own for what the Trainer trains.
         loggers: callbacks that write where all groups would write, as TensorBoard's and W&B's do. Rank 0's hear of steps, logs,
             evaluations and saves while their group speaks, and of `on_train_begin` before. Leave them out of `report_to`.
+        global_batch_size: samples in a step, whoever is there: steps are exact, as with `StepLoader`. All groups have the same
+            data set. A microbatch is `per_device_train_batch_size` samples. A data set without access by index trains as without
+            this, and a warning says so.
 
     Raises:
         ConfigError: an argument of the Trainer's would leave the groups apart; the message says why.
@@ -99,8 +111,14 @@ class FaultToleranceCallback(TrainerCallback):
         Also, from `train()`, as `Manager.start_quorum` and `Manager.should_commit`.
     """
 
-    def __init__(self, manager: Manager, loggers: Sequence[TrainerCallback] = ()) -> None:
+    def __init__(
+        self, manager: Manager, loggers: Sequence[TrainerCallback] = (), *, global_batch_size: int | None = None
+    ) -> None:
         self._manager = manager
+        self._global_batch_size = global_batch_size
+        self._steps: StepLoader | None = None
+        """None: steps are not exact."""
+        self._step: Step | None = None
         self._loggers = list(loggers)
         self._loggers_began = False
         self._average: GradientAverage | None = None
@@ -141,6 +159,21 @@ class FaultToleranceCallback(TrainerCallback):
         """Refuse what would leave the groups apart."""
         _refuse(args)
         self._stand_around_others()
+        if self._global_batch_size is not None:
+            self._feed_by_steps(args, self._global_batch_size)
+
+    def _feed_by_steps(self, args: TrainingArguments, global_batch_size: int) -> None:
+        if args.world_size != 1:
+            what = f"global_batch_size in a group of {args.world_size} processes, which add in an order that changes"
+            raise ConfigError(f"{what}: make each process a group", party="world_size")
+        trainer, make = self._trainer, self._trainer.get_train_dataloader
+        seed, accumulates = args.seed if args.data_seed is None else args.data_seed, args.gradient_accumulation_steps
+
+        def get_train_dataloader() -> Any:
+            self._steps, loader = feed(self._manager, make(), global_batch_size, seed=seed, accumulates=accumulates)
+            return loader
+
+        trainer.get_train_dataloader = functools.cache(get_train_dataloader)
 
     def _stand_around_others(self) -> None:
         """Hear of each event before the other callbacks, or after them; let those hear of no step that does not count."""
@@ -188,6 +221,7 @@ class FaultToleranceCallback(TrainerCallback):
                 "trainer": dict(fixed),
                 "best": self._best_to_carry(state),
                 "references": [reference.state_dict() for reference in references],
+                "losses": self._losses(),
             }
 
         def load_state_dict(loaded: dict[str, Any]) -> None:
@@ -201,6 +235,7 @@ class FaultToleranceCallback(TrainerCallback):
             optimizer.optimizer.load_state_dict(loaded["optimizer"])
             scheduler.load_state_dict(loaded["lr_scheduler"])
             self._take_best(loaded["best"], state)
+            self._take_losses(loaded["losses"])
             for reference, values in zip(references, loaded["references"], strict=True):
                 reference.load_state_dict(values)
             if hasattr(trainer, "_buffered_inputs"):
@@ -211,13 +246,19 @@ class FaultToleranceCallback(TrainerCallback):
         self._manager.register_state_dict_fn(KEY, load_state_dict, state_dict)
         resumed_at = self._resumed_at = self._logged_at = state.global_step
         if resumed_at and not self._manager.current_step():
-            self._manager.load_state_dict({"step": resumed_at, "batches_committed": 0})
-        self._take_over_data(loader, accumulation)
-        self._follow_job(max(self._manager.newest_step_of_peers() or 0, self._manager.current_step()))
+            geometry = {} if self._steps is None else self._steps.geometry()  # the checkpoint does not say it
+            self._manager.load_state_dict({"step": resumed_at, "batches_committed": 0, **geometry})
+        if self._steps is None:
+            self._take_over_data(loader, accumulation)
+            self._follow_job(max(self._manager.newest_step_of_peers() or 0, self._manager.current_step()))
+        else:
+            trainer.training_step = functools.partial(self._training_step, trainer.training_step)
 
     def _take_over(self, args: TrainingArguments, model: torch.nn.Module, optimizer: Any) -> None:
         _refuse(args)  # who adds a callback later is not called at the end of __init__
         self._stand_around_others()
+        if self._global_batch_size is not None and "get_train_dataloader" not in vars(self._trainer):
+            raise ConfigError("with global_batch_size the Trainer is made with the callback", party="callbacks")
         if self._average is not None:
             raise ConfigError("a FaultToleranceCallback serves one train(); make a Manager and a Trainer for another")
         kind = AcceleratorState().distributed_type
@@ -259,7 +300,7 @@ class FaultToleranceCallback(TrainerCallback):
             if closure is not None:
                 raise ConfigError("optimizers that use closures are not supported", party="closure")
             with self._manager.taking_step():
-                self._is_committed = self._vote()
+                self._is_committed = self._steps is not None or self._vote()
                 # The Trainer does not step its schedule then.
                 optimizer._is_overflow = not self._is_committed
                 if self._is_committed:
@@ -289,7 +330,7 @@ class FaultToleranceCallback(TrainerCallback):
 
     def _follow_job(self, step: int) -> None:
         """Let what the loader fetches from now on be what the job reads at `step`."""
-        if step == self._place_in_data():
+        if self._steps is not None or step == self._place_in_data():
             return
         name, begun = self._manager.replica_id(), self._resumed_at + self._num_iterations
         self._num_moved = step - begun
@@ -358,11 +399,11 @@ class FaultToleranceCallback(TrainerCallback):
         if self._is_save_due and state.best_global_step == state.global_step:
             self._best_saved = state.global_step
         self._is_save_due = False
-        manager.start_quorum()
-        while manager.is_warming_up() and not self._has_iterations_to_spare():
+        self._begin()
+        while self._steps is None and manager.is_warming_up() and not self._has_iterations_to_spare():
             manager.should_commit()  # nothing is computed, so the state is loaded here, at the end of no iteration
             manager.start_quorum()
-        self._is_open, self._num_loaded = True, self._count_loads()
+        self._is_open, self._num_loaded = self._steps is None, self._count_loads()
         losses = getattr(self._trainer, "_tr_loss", None)
         self._loss_before = None if losses is None else losses.clone()
         state.global_step = manager.quorum_step() if manager.is_warming_up() else manager.current_step()
@@ -372,6 +413,50 @@ class FaultToleranceCallback(TrainerCallback):
                 one.on_step_begin(args, state, control, **kwargs)
 
         self._tell_of_begin = tell_of_begin
+
+    def _begin(self) -> None:
+        """Begin a step. What other callbacks change from now on goes back if it is discarded."""
+        if self._steps is None:
+            self._manager.start_quorum()
+        else:
+            self._manager.hooks.begin_microbatches()
+            self._step = next(iter(self._steps))
+
+    def _training_step(
+        self, compute: Callable[..., torch.Tensor], model: torch.nn.Module, inputs: Any, _: object = None
+    ) -> torch.Tensor:
+        """Compute microbatches, by the Trainer's `training_step`, until a step counts; return the mean of their losses.
+
+        A loss that is divided by a number of tokens is divided by that of the microbatch, which weighs as much.
+        """
+        trainer, pauses = self._trainer, pauses_s()
+        while True:
+            assert self._step is not None
+            for batch in self._step:
+                _, num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
+                if num_items is not None:
+                    self._step.weigh(float(num_items))
+                    num_items = max(num_items, 1)
+                self._step.log(loss=compute(model, batch, num_items))
+                inputs.update(batch if isinstance(batch, Mapping) else {})  # the Trainer counts what is in it
+            if self._manager.should_commit():
+                return torch.tensor(self._step.means["loss"], device=trainer.args.device)
+            time.sleep(next(pauses))  # where groups are missing
+            self._begin()
+            trainer.state.global_step = self._step.number
+            self._tell_of_begin()
+
+    def _losses(self) -> torch.Tensor:
+        """Return what the Trainer has summed of losses, and since when, for who comes in; nothing if it hides it."""
+        found = [getattr(self._trainer, name, None) for name in ("_tr_loss", *_SUMS)]
+        kept = [] if self._steps is None else [float(one) for one in found if one is not None]
+        return torch.tensor(kept if len(kept) == len(found) else [], dtype=torch.float64, device="cpu")
+
+    def _take_losses(self, losses: torch.Tensor) -> None:
+        if len(losses):
+            since_log, total, *steps = losses.tolist()
+            self._trainer._tr_loss.fill_(since_log)
+            vars(self._trainer).update(zip(_SUMS, (total, *map(int, steps)), strict=True))
 
     def _has_iterations_to_spare(self) -> bool:
         """Whether the Trainer's loop reaches the job's last step also if this iteration goes by without a step."""
@@ -461,8 +546,9 @@ class FaultToleranceCallback(TrainerCallback):
         The Trainer divides the sum of this group's losses by the job's steps, of which it may have made a part.
         """
         logs = kwargs["logs"]
-        self._correct("loss", logs, state, state.global_step - self._logged_at, self._num_unlogged)
-        self._correct("train_loss", logs, state, state.global_step, self._num_summed)
+        if not len(self._losses()):
+            self._correct("loss", logs, state, state.global_step - self._logged_at, self._num_unlogged)
+            self._correct("train_loss", logs, state, state.global_step, self._num_summed)
         if "loss" in logs:
             self._logged_at, self._num_unlogged = state.global_step, 0
         self._tell("on_log", args, state, control, **kwargs)
